@@ -1,0 +1,1 @@
+"""The caching filesystem and its tiers: bytes, keys and processes. No torch, no Arrow schema."""

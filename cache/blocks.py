@@ -1,0 +1,112 @@
+"""Objects as blocks: any range of an object, from the blocks that a tier keeps, fetching those it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+from dataload.cache.config import CacheConfig
+from dataload.cache.forks import ForkAware
+from dataload.cache.local import LocalTier
+from dataload.cache.memory import MemoryTier
+from dataload.cache.origin import Origin
+from dataload.cache.tier import Allocate, BlobKey, Tier
+
+IN_FLIGHT = 16
+UNCACHED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Object:
+    """One version of one object: path at the origin, bytes, and the version as the origin names it."""
+
+    path: str
+    size: int
+    version: str
+
+
+class Blocks(ForkAware):
+    """Reads objects through a tier in blocks of `block_bytes`, at most `IN_FLIGHT` requests at a time a process."""
+
+    def __init__(self, origin: Origin, tier: Tier, block_bytes: int) -> None:
+        super().__init__()
+        self.origin = origin
+        self.tier = tier
+        self.block_bytes = block_bytes
+        self.after_fork_in_child()
+
+    def after_fork_in_child(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
+        """Blocks kept as `config` says; None: in this process's memory, the last `UNCACHED_BYTES` of them."""
+        if config is None:
+            return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
+        return cls(origin, LocalTier(config.folder, config.limit, config.policy), config.block)
+
+    def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int]]:
+        return Blocks, (self.origin, self.tier, self.block_bytes)
+
+    def key(self, obj: Object, what: str) -> BlobKey:
+        return BlobKey(self.origin.identity, obj.path, obj.version, what)
+
+    def read(self, obj: Object, start: int, stop: int) -> memoryview:
+        """The bytes [start, stop) of an object, cut to its size; without a copy where one block holds them."""
+        start, stop = max(0, start), min(stop, obj.size)
+        if stop <= start:
+            return memoryview(b"")
+        numbers = range(start // self.block_bytes, (stop - 1) // self.block_bytes + 1)
+        first = numbers[0] * self.block_bytes
+        views = self._blocks(obj, numbers)
+        if len(views) == 1:
+            return views[0][start - first : stop - first]
+        views[-1] = views[-1][: stop - numbers[-1] * self.block_bytes]
+        views[0] = views[0][start - first :]
+        return memoryview(b"".join(views))
+
+    def fill(self, objects: Iterable[Object]) -> list[Future[memoryview]]:
+        """Start fetching the blocks of whole objects that the tier does not keep; one future a block."""
+        blocks = ((obj, number) for obj in objects for number in range(-(-obj.size // self.block_bytes)))
+        return [self._executor().submit(self._block, obj, number) for obj, number in blocks]
+
+    def stats(self) -> dict[str, Any]:
+        """Totals of this process; see `TierCacheFileSystem.stats`."""
+        tier, origin = self.tier.stats(), self.origin.stats()
+        return {
+            "hits": tier.get("hits", 0),
+            "misses": tier.get("misses", 0),
+            "waits": tier.get("waits", 0),
+            "refused": tier.get("refused", 0),
+            "bytes_local": tier.get("bytes", 0),
+            "bytes_cluster": 0,
+            "bytes_origin": origin.get("bytes", 0),
+            "requests_origin": origin.get("requests", 0),
+            "errors": {"local": tier.get("errors", 0), "origin": origin.get("errors", 0)},
+            "engine": "fsspec",
+            "engine_reason": "the only engine of this version",
+        }
+
+    def _blocks(self, obj: Object, numbers: range) -> list[memoryview]:
+        if len(numbers) == 1:
+            return [self._block(obj, numbers[0])]
+        pending = [self._executor().submit(self._block, obj, number) for number in numbers]
+        wait(pending)
+        return [one.result() for one in pending]
+
+    def _block(self, obj: Object, number: int) -> memoryview:
+        start = number * self.block_bytes
+        stop = min(start + self.block_bytes, obj.size)
+
+        def fetch(allocate: Allocate) -> None:
+            data = self.origin.read(obj.path, start, stop, obj.version)
+            allocate(len(data))[:] = data
+
+        return self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fetch)
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="dataload-blocks")
+        return self._pool

@@ -1,0 +1,80 @@
+"""What a cache is told: where, how much, and by which rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import bitmath
+import platformdirs
+
+from dataload.errors import ConfigError
+
+POLICIES = ("pin", "lru")
+CONSISTENCIES = ("generation", "open", "immutable")
+ENGINES = ("auto", "fsspec")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """A host's cache.
+
+    cache_dir: folder on a local disk, shared by all processes of the host; default: the user's cache folder.
+    cache_bytes: most the cache may hold, in bytes or as text ("500GB"); default: 90 % of what its disk has free.
+    block_bytes: unit in which objects are fetched and kept, in bytes or as text.
+    policy: "pin" keeps what running jobs use and stops admitting when full; "lru" drops what was used longest ago.
+    consistency: when an object's version is asked for: once per "generation" (listing), at every "open", or never
+        again once known ("immutable").
+    engine: who moves the bytes: "auto" or "fsspec".
+    cluster: no cluster tier is built in yet; must be None.
+    origin_id: name of the store inside cache keys; default: its protocol and endpoint. Give two addresses of one
+        store (a VPC endpoint, a proxy) the same name to share what is cached.
+
+    Raises ConfigError naming the argument.
+    """
+
+    cache_dir: str | None = None
+    cache_bytes: int | str | None = None
+    block_bytes: int | str = "4MiB"
+    policy: str = "pin"
+    consistency: str = "generation"
+    engine: str = "auto"
+    cluster: str | None = None
+    origin_id: str | None = None
+
+    def __post_init__(self) -> None:
+        folder = Path(self.cache_dir or platformdirs.user_cache_path("dataload")).expanduser().absolute()
+        object.__setattr__(self, "cache_dir", str(folder))
+        if self.cache_bytes is not None:
+            object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
+        object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
+        if self.cluster is not None:
+            raise ConfigError(f"cluster={self.cluster!r}: this version has no cluster tier, leave it out")
+        for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(allowed)}")
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(self.cache_dir))
+
+    @property
+    def limit(self) -> int | None:
+        """Most bytes the cache may hold; None: by the room on its disk."""
+        return None if self.cache_bytes is None else int(self.cache_bytes)
+
+    @property
+    def block(self) -> int:
+        """Bytes of a block."""
+        return int(self.block_bytes)
+
+
+def parse_bytes(name: str, size: int | str) -> int:
+    """`size` in bytes, from a number or text such as "500GB" or "4 MiB". Raises ConfigError naming the argument."""
+    try:
+        count = int(size) if isinstance(size, int) or size.isdecimal() else int(bitmath.parse_string(size).bytes)
+    except ValueError:
+        raise ConfigError(f"{name}={size!r} is not a size: give bytes or text such as '500GB' or '4MiB'") from None
+    if count <= 0:
+        raise ConfigError(f"{name}={size!r} must be more than zero bytes")
+    return count

@@ -1,0 +1,143 @@
+"""`tiercache`: any fsspec filesystem, read through a cache on the local disk."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fsspec.implementations.chained import ChainedFileSystem
+
+from dataload.cache.blocks import Blocks, Object
+from dataload.cache.config import CacheConfig
+from dataload.cache.file import BlockFile
+from dataload.cache.origin import Origin, connect, version_of
+from dataload.errors import ConfigError
+
+
+class TierCacheFileSystem(ChainedFileSystem):
+    """A read-only view of another filesystem whose bytes are fetched once a host.
+
+    target_protocol, target_options: the origin as fsspec names it, such as "s3" and {"anon": True}; or
+    fs: the origin as a filesystem.
+    The other arguments are those of `CacheConfig`.
+
+    Notes: picklable; nothing is opened before the first read; works in forked and spawned children.
+
+    Raises ConfigError for settings that cannot work; FileNotFoundError, OriginError and ObjectChanged when reading.
+    """
+
+    protocol: ClassVar[str] = "tiercache"
+    _strip_tokenize_options = ("fo",)
+
+    def __init__(
+        self,
+        target_protocol: str | None = None,
+        target_options: dict[str, Any] | None = None,
+        fs: Any = None,
+        cache_dir: str | None = None,
+        cache_bytes: int | str | None = None,
+        block_bytes: int | str = "4MiB",
+        policy: str = "pin",
+        consistency: str = "generation",
+        engine: str = "auto",
+        cluster: str | None = None,
+        origin_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.config = CacheConfig(
+            cache_dir, cache_bytes, block_bytes, policy, consistency, engine=engine, cluster=cluster, origin_id=origin_id
+        )
+        if (fs is None) == (target_protocol is None):
+            raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")
+        if fs is None:
+            fs = connect(str(target_protocol), target_options)
+        self.blocks = Blocks.open(Origin(fs, origin_id), self.config)
+        self._strip_protocol = self._path  # a class method by nature, but here the origin's class decides
+        self._known: dict[str, dict[str, Any]] = {}
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem behind the cache."""
+        return self.blocks.origin.filesystem
+
+    @property
+    def fsid(self) -> str:
+        return f"tiercache+{self.blocks.origin.identity}"
+
+    def _path(self, path: Any) -> Any:
+        """`path`, or each of a list, in the form that the origin's filesystem uses."""
+        return self.fs._strip_protocol(type(self)._strip_protocol(path))
+
+    def unstrip_protocol(self, name: str) -> str:
+        return str(self.fs.unstrip_protocol(name))
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        path = self._path(path)
+        if path not in self._known:
+            self._known[path] = self.blocks.origin.info(path)
+        return self._known[path]
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        entries = self.fs.ls(self._path(path), detail=True, **kwargs)
+        return entries if detail else sorted(entry["name"] for entry in entries)
+
+    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **kwargs: Any) -> Any:
+        return self.fs.find(self._path(path), maxdepth=maxdepth, withdirs=withdirs, **kwargs)
+
+    def modified(self, path: str) -> Any:
+        return self.fs.modified(self._path(path))
+
+    def created(self, path: str) -> Any:
+        return self.fs.created(self._path(path))
+
+    def ukey(self, path: str) -> str:
+        return version_of(self.info(path))
+
+    def checksum(self, path: str) -> int:
+        return int.from_bytes(self.ukey(path).encode(), "big")
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Ask the origin anew for versions and sizes. Blocks are kept: their keys hold the version."""
+        self._known.clear()
+        self.fs.invalidate_cache(path)
+
+    def object(self, path: str) -> Object:
+        """The object that `path` names now, by the rules of `consistency`. Raises FileNotFoundError."""
+        path = self._path(path)
+        if self.config.consistency == "open":
+            self._known.pop(path, None)
+        info = self.info(path)
+        if info["type"] != "file":
+            raise IsADirectoryError(f"{path} is a folder")
+        if info.get("size") is None:
+            raise ConfigError(f"{path}: {self.blocks.origin.identity} does not tell its size, which caching needs")
+        return Object(path, int(info["size"]), version_of(info))
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> BlockFile:
+        if mode != "rb":
+            self._read_only()
+        return BlockFile(self.blocks, self.object(path))
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        obj = self.object(path)
+        first, last, _step = slice(start, end).indices(obj.size)
+        return bytes(self.blocks.read(obj, first, last))
+
+    def prefetch(self, paths: str | list[str], *, wait: bool = False) -> None:
+        """Start filling the cache with whole objects (paths, folders or globs); `wait` until they are there.
+
+        Raises OriginError when waiting.
+        """
+        objects = [self.object(path) for path in self.expand_path(paths, recursive=True) if self.isfile(path)]
+        futures = self.blocks.fill(objects)
+        for future in futures if wait else ():
+            future.result()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals of this process: hits, misses, waits, bytes_local, bytes_origin, requests_origin, errors, engine."""
+        return self.blocks.stats()
+
+    def _read_only(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError("tiercache is read-only: write through the filesystem behind it (`.fs`)")
+
+    mkdir = makedirs = rmdir = rm = rm_file = mv = cp_file = pipe_file = put_file = touch = _read_only

@@ -1,0 +1,70 @@
+"""The tier in this process's memory: what a dataset without a cache keeps its footers in."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from dataload.cache.forks import ForkAware
+from dataload.cache.locks import ThreadLocks
+from dataload.cache.tier import BlobKey, Draft, Fill
+from dataload.metrics import Counters
+
+
+class MemoryTier(ForkAware):
+    """Blobs in memory, least recently used out first. Each process has its own; a pickled copy starts empty.
+
+    limit: most bytes kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self._locks = ThreadLocks()
+        self.after_fork_in_child()
+
+    def after_fork_in_child(self) -> None:
+        self.counters = Counters()
+        self._mutex = threading.Lock()
+        self._blobs: OrderedDict[bytes, memoryview] = OrderedDict()
+        self._used = 0
+
+    def __reduce__(self) -> tuple[type[MemoryTier], tuple[int]]:
+        return MemoryTier, (self.limit,)
+
+    def get(self, key: BlobKey) -> memoryview | None:
+        with self._mutex:
+            found = self._blobs.get(key.digest)
+            if found is not None:
+                self._blobs.move_to_end(key.digest)
+                self.counters.add(hits=1, bytes=len(found))
+            return found
+
+    def get_or_fill(self, key: BlobKey, fill: Fill) -> memoryview:
+        found = self.get(key)
+        if found is not None:
+            return found
+        with self._locks.hold(key.digest):
+            found = self.get(key)
+            if found is not None:
+                self.counters.add(waits=1)
+                return found
+            self.counters.add(misses=1)
+            draft = Draft(key)
+            fill(draft.allocate)
+            blob = draft.publish()
+            self._keep(key, blob)
+            return blob
+
+    def stats(self) -> dict[str, float]:
+        return self.counters.snapshot()
+
+    def _keep(self, key: BlobKey, blob: memoryview) -> None:
+        with self._mutex:
+            if len(blob) > self.limit:
+                return
+            self._blobs[key.digest] = blob
+            self._used += len(blob)
+            while self._used > self.limit:
+                _, evicted = self._blobs.popitem(last=False)
+                self._used -= len(evicted)

@@ -1,0 +1,83 @@
+"""The contract every tier keeps: get, or get-or-fill, and a read-only map of the bytes either way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Allocate = Callable[[int], memoryview]
+"""`allocate(size)` gives the writable memory, of exactly `size` bytes, that a blob is to be written into. Once a fill."""
+
+Fill = Callable[[Allocate], None]
+"""Makes one blob: fetches or computes it, asks `allocate` for room as soon as the size is known, and writes it all.
+What it raises reaches the caller of `get_or_fill`, and nothing is kept."""
+
+
+@dataclass(frozen=True)
+class BlobKey:
+    """Which bytes: `what` of one version of one object. Equal keys mean equal bytes, for ever.
+
+    name: what it is called in messages, and the prefix by which it can be evicted; holds no credentials.
+    digest: 32 bytes, made from every part.
+    """
+
+    origin: str
+    path: str
+    version: str
+    what: str
+    digest: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.blake2b(digest_size=32, person=b"dataload blob")
+        for part in (self.origin, self.path, self.version, self.what):
+            encoded = part.encode()
+            digest.update(len(encoded).to_bytes(8, "little") + encoded)
+        object.__setattr__(self, "digest", digest.digest())
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}#{self.what}"
+
+
+class Tier(Protocol):
+    """A place that keeps blobs of any size.
+
+    Notes: every method may be called from any thread of any process. A blob is filled by one caller at a time; the
+    others wait for it. Views stay valid after the blob is evicted. Trouble of the tier itself is never raised: it is
+    counted, and the caller gets its bytes from `fill`.
+    """
+
+    def get(self, key: BlobKey) -> memoryview | None:
+        """The blob as a read-only view of bytes, or None when it is not kept here."""
+
+    def get_or_fill(self, key: BlobKey, fill: Fill) -> memoryview:
+        """The blob as a read-only view of bytes; when it is not kept here, `fill` makes it first."""
+
+    def stats(self) -> dict[str, float]:
+        """Totals of this process: hits, misses, waits, bytes, errors."""
+
+
+class Draft:
+    """A blob being filled, in memory; tiers that keep blobs elsewhere override `room` and `publish`."""
+
+    def __init__(self, key: BlobKey) -> None:
+        self.key = key
+        self.payload: memoryview | None = None
+
+    def allocate(self, size: int) -> memoryview:
+        if self.payload is not None:
+            raise RuntimeError(f"{self.key.name}: a fill allocates once")
+        self.payload = self.room(size)
+        return self.payload
+
+    def room(self, size: int) -> memoryview:
+        """Writable memory of `size` bytes."""
+        return memoryview(bytearray(size))
+
+    def publish(self) -> memoryview:
+        """The filled blob, read-only."""
+        if self.payload is None:
+            raise RuntimeError(f"{self.key.name}: the fill allocated nothing")
+        return self.payload.toreadonly()

@@ -1,0 +1,44 @@
+"""dataload: S3 to GPU at the speed of memory. Names load when first used; `import dataload` pulls in nothing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dataload.cache.config import CacheConfig as CacheConfig
+    from dataload.dataset import make_dataset as make_dataset
+    from dataload.errors import ConfigError as ConfigError
+    from dataload.errors import CorruptEntry as CorruptEntry
+    from dataload.errors import DataError as DataError
+    from dataload.errors import DataloadError as DataloadError
+    from dataload.errors import ObjectChanged as ObjectChanged
+    from dataload.errors import OriginError as OriginError
+    from dataload.loader import make_loader as make_loader
+    from dataload.train import fit as fit
+    from dataload.world import World as World
+
+_HOME = {
+    "CacheConfig": "dataload.cache.config",
+    "ConfigError": "dataload.errors",
+    "CorruptEntry": "dataload.errors",
+    "DataError": "dataload.errors",
+    "DataloadError": "dataload.errors",
+    "ObjectChanged": "dataload.errors",
+    "OriginError": "dataload.errors",
+    "World": "dataload.world",
+    "fit": "dataload.train",
+    "make_dataset": "dataload.dataset",
+    "make_loader": "dataload.loader",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_HOME]

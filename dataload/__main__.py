@@ -1,0 +1,3 @@
+from dataload.cli import main
+
+main()
