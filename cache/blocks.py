@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,9 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
 from dataload.cache.memory import MemoryTier
-from dataload.cache.origin import Origin
+from dataload.cache.origin import Origin, version_of
 from dataload.cache.tier import Allocate, BlobKey, Tier
+from dataload.errors import ConfigError
 
 IN_FLIGHT = 16
 UNCACHED_BYTES = 256 << 20
@@ -25,6 +25,13 @@ class Object:
     path: str
     size: int
     version: str
+
+    @classmethod
+    def of(cls, info: dict[str, Any]) -> Object:
+        """From what an fsspec filesystem says of it. Raises ConfigError when the size is not said."""
+        if info.get("size") is None:
+            raise ConfigError(f"{info['name']}: the origin does not tell its size, which caching needs")
+        return cls(info["name"], int(info["size"]), version_of(info))
 
 
 class Blocks(ForkAware):
@@ -58,7 +65,7 @@ class Blocks(ForkAware):
         start, stop = max(0, start), min(stop, obj.size)
         if stop <= start:
             return memoryview(b"")
-        numbers = range(start // self.block_bytes, (stop - 1) // self.block_bytes + 1)
+        numbers = self._numbers(start, stop)
         first = numbers[0] * self.block_bytes
         views = self._blocks(obj, numbers)
         if len(views) == 1:
@@ -67,10 +74,9 @@ class Blocks(ForkAware):
         views[0] = views[0][start - first :]
         return memoryview(b"".join(views))
 
-    def fill(self, objects: Iterable[Object]) -> list[Future[memoryview]]:
-        """Start fetching the blocks of whole objects that the tier does not keep; one future a block."""
-        blocks = ((obj, number) for obj in objects for number in range(-(-obj.size // self.block_bytes)))
-        return [self._executor().submit(self._block, obj, number) for obj, number in blocks]
+    def fill(self, obj: Object) -> list[Future[int]]:
+        """Start fetching the blocks of an object that are not kept yet; the bytes of each, when it is there."""
+        return [self._executor().submit(lambda n=number: len(self._block(obj, n))) for number in self._numbers(0, obj.size)]
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process; see `TierCacheFileSystem.stats`."""
@@ -88,6 +94,9 @@ class Blocks(ForkAware):
             "engine": "fsspec",
             "engine_reason": "the only engine of this version",
         }
+
+    def _numbers(self, start: int, stop: int) -> range:
+        return range(start // self.block_bytes, -(-stop // self.block_bytes))
 
     def _blocks(self, obj: Object, numbers: range) -> list[memoryview]:
         if len(numbers) == 1:

@@ -43,8 +43,6 @@ class CacheConfig:
     origin_id: str | None = None
 
     def __post_init__(self) -> None:
-        folder = Path(self.cache_dir or platformdirs.user_cache_path("dataload")).expanduser().absolute()
-        object.__setattr__(self, "cache_dir", str(folder))
         if self.cache_bytes is not None:
             object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
@@ -56,7 +54,8 @@ class CacheConfig:
 
     @property
     def folder(self) -> Path:
-        return Path(str(self.cache_dir))
+        """Where the cache lives."""
+        return Path(self.cache_dir or platformdirs.user_cache_path("dataload")).expanduser().absolute()
 
     @property
     def limit(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import fsspec
 from fsspec.implementations.chained import ChainedFileSystem
 
 from dataload.cache.blocks import Blocks, Object
@@ -109,9 +110,7 @@ class TierCacheFileSystem(ChainedFileSystem):
         info = self.info(path)
         if info["type"] != "file":
             raise IsADirectoryError(f"{path} is a folder")
-        if info.get("size") is None:
-            raise ConfigError(f"{path}: {self.blocks.origin.identity} does not tell its size, which caching needs")
-        return Object(path, int(info["size"]), version_of(info))
+        return Object.of(info)
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> BlockFile:
         if mode != "rb":
@@ -129,7 +128,7 @@ class TierCacheFileSystem(ChainedFileSystem):
         Raises OriginError when waiting.
         """
         objects = [self.object(path) for path in self.expand_path(paths, recursive=True) if self.isfile(path)]
-        futures = self.blocks.fill(objects)
+        futures = [future for obj in objects for future in self.blocks.fill(obj)]
         for future in futures if wait else ():
             future.result()
 
@@ -141,3 +140,17 @@ class TierCacheFileSystem(ChainedFileSystem):
         raise ConfigError("tiercache is read-only: write through the filesystem behind it (`.fs`)")
 
     mkdir = makedirs = rmdir = rm = rm_file = mv = cp_file = pipe_file = put_file = touch = _read_only
+
+
+def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheConfig | None) -> Blocks:
+    """The objects' blocks at the origin that `url` names, kept as `config` says; a tiercache:: URL says so itself.
+
+    Raises ConfigError for an unknown protocol or options that its filesystem does not take.
+    """
+    try:
+        filesystem, _ = fsspec.url_to_fs(url, **(storage_options or {}))
+    except (ValueError, ImportError, TypeError) as error:
+        raise ConfigError(f"{url} cannot be opened with these storage_options: {error}") from error
+    if isinstance(filesystem, TierCacheFileSystem):
+        return filesystem.blocks
+    return Blocks.open(Origin(filesystem, config.origin_id if config else None), config)

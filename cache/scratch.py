@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shutil
 import time
 import weakref
 from pathlib import Path
@@ -67,7 +68,5 @@ def sweep(parent: Path) -> list[bytes]:
 def _close(owner: int, path: Path, descriptor: int) -> None:
     if os.getpid() != owner:
         return
-    for draft in path.iterdir():
-        draft.unlink(missing_ok=True)
-    path.rmdir()
+    shutil.rmtree(path, ignore_errors=True)  # The whole cache may be gone by now.
     os.close(descriptor)

@@ -1,0 +1,91 @@
+"""A dataset of Parquet files, by row number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from dataload.batch import Rows, to_batch
+from dataload.cache.blocks import Blocks
+from dataload.cache.config import CacheConfig
+from dataload.cache.filesystem import open_source
+from dataload.columns import check_types
+from dataload.manifest import Manifest, RowGroup, Source, resolve, source_paths
+from dataload.rowstore import RowStore
+from dataload.samplers.order import default_window
+
+
+class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows of Parquet files, numbered in file order. Map-style, picklable, the same in every process.
+
+    schema: Arrow schema of the chosen columns; row_groups: all of them in file order; fingerprint: names the
+    objects and their versions.
+    """
+
+    def __init__(self, manifest: Manifest, blocks: Blocks, columns: Sequence[str] | None = None, fill_null: Any = None) -> None:
+        manifest.check_columns(columns or ())
+        self.manifest = manifest
+        self.blocks = blocks
+        self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in columns or manifest.schema.names])
+        check_types(self.schema)
+        self.block_lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
+        capacity = 2 * default_window(self.block_lengths)
+        self.rowstore = RowStore(manifest.row_groups, self.schema.names, blocks, capacity, fill_null)
+
+    @property
+    def num_rows(self) -> int:
+        return self.manifest.num_rows
+
+    @property
+    def row_groups(self) -> tuple[RowGroup, ...]:
+        return self.manifest.row_groups
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        return f"Dataset({self.num_rows} rows in {len(self.row_groups)} row groups, {', '.join(self.schema.names)})"
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """One row as a dict. Raises IndexError, OriginError, DataError."""
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        return self.__getitems__([row % len(self)])[0]
+
+    def __getitems__(self, rows: Any) -> Rows:
+        """A batch of rows, by their numbers: a sequence of row dicts whose `.columns` is the batch by column."""
+        return self.batch(np.asarray(rows, np.int64))
+
+    def batch(self, rows: Any, *, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None) -> Rows:
+        """The rows of these numbers (int64 [B]), as `dataload.batch.to_batch` shapes them."""
+        return Rows(to_batch(self.rowstore.gather(rows), ragged=ragged, group=group), len(rows))
+
+
+def make_dataset(
+    source: Source,
+    *,
+    columns: Sequence[str] | None = None,
+    storage_options: dict[str, Any] | None = None,
+    cache: CacheConfig | None = CacheConfig(),  # noqa: B008 (frozen)
+    fill_null: Any = None,
+) -> Dataset:
+    """The dataset at `source`: a URL or path of a Parquet file, a folder or a glob, or a list of them.
+
+    columns: those to read, in this order; None: all.
+    storage_options: for the filesystem of the URL, as fsspec takes them.
+    cache: where bytes are kept on this host; None: nowhere but in this process's memory.
+    fill_null: what stands for nulls, for all columns or by column; None: a null is an error.
+
+    Raises ConfigError for arguments that cannot work, OriginNotFound when nothing is there, DataError for objects that
+    are no Parquet, whose schemas differ, or of types that batches cannot hold.
+    """
+    blocks = open_source(source_paths(source)[0], storage_options, cache)
+    return Dataset(resolve(source, blocks), blocks, columns, fill_null)

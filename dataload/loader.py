@@ -1,0 +1,324 @@
+"""The loader: a torch DataLoader whose order, batches and position are ours."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from dataload.batch import map_tensors
+from dataload.cache.config import CacheConfig
+from dataload.cache.local import LocalTier
+from dataload.columns import Array
+from dataload.dataset import Dataset, make_dataset
+from dataload.errors import ConfigError
+from dataload.manifest import Source
+from dataload.prefetch import Lookahead, run_ahead
+from dataload.samplers.keys import derive_key
+from dataload.samplers.sharded import ShardedSampler
+from dataload.stats import LoaderStats, Stopwatch
+from dataload.world import World
+
+BATCHES_AHEAD = 8
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One batch to be made. cursor: rows of the epoch before its global batch; rows: int64 [B]."""
+
+    epoch: int
+    cursor: int
+    rows: Array
+
+
+class Answer(NamedTuple):
+    """A batch that was made. cursor: as in its request; rows: how many."""
+
+    cursor: int
+    rows: int
+    batch: Any
+
+
+class Requests(Iterable[Request]):
+    """The requests of one rank, from wherever it was told to start."""
+
+    def __init__(self, sampler: ShardedSampler) -> None:
+        self._sampler = sampler
+        self._start = (0, 0)
+
+    def start_at(self, epoch: int, cursor: int) -> Requests:
+        self._start = (epoch, cursor)
+        return self
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._from(*self._start)
+
+    def _from(self, epoch: int, cursor: int) -> Iterator[Request]:
+        for rows in self._sampler.batches(epoch, cursor):
+            yield Request(epoch, cursor, rows)
+            cursor += self._sampler.global_batch_size
+
+
+class BatchMaker(torch.utils.data.Dataset[Answer]):
+    """Turns requests into batches, on a thread or in worker processes: gather, collate, transform."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        seed: int,
+        rank: int,
+        ragged: str,
+        group: Mapping[str, Sequence[str]] | None,
+        collate_fn: Callable[[Any], Any] | None,
+        transform: Callable[..., Any] | None,
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._rank = rank
+        self._ragged = ragged
+        self._group = group
+        self._collate = collate_fn
+        self._transform = transform
+        self._wants_rng = transform is not None and "rng" in inspect.signature(transform).parameters
+
+    def __getitem__(self, request: Request) -> Answer:
+        rows = self._dataset.batch(request.rows, ragged=self._ragged, group=self._group)
+        batch = rows.columns if self._collate is None else self._collate(rows)
+        return Answer(request.cursor, len(request.rows), self._transformed(batch, request))
+
+    def _transformed(self, batch: Any, request: Request) -> Any:
+        if self._transform is None:
+            return batch
+        if not self._wants_rng:
+            return self._transform(batch)
+        key = derive_key("transform", self._seed, request.epoch, request.cursor, self._rank)
+        return self._transform(batch, rng=np.random.Generator(np.random.Philox(key)))
+
+
+class Loader(DataLoader[Any]):
+    """Batches of one rank; `make_loader` makes it.
+
+    Notes: its position is that of the latest iterator, and counts what was handed out, not what was prefetched.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        sampler: ShardedSampler,
+        maker: BatchMaker,
+        device: torch.device | None,
+        prefetch: int,
+        **dataloader_kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, batch_size, sampler=sampler, drop_last=sampler.drop_last, **dataloader_kwargs)
+        self._maker = maker
+        self._device = device
+        self._prefetch = prefetch
+        self._requests = Requests(sampler)
+        self._stats = LoaderStats()
+        self._ended: int | None = None
+        self._workers: DataLoader[Answer] | None = None
+        if self.num_workers:
+            # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
+            self._workers = DataLoader(
+                maker, batch_size=None, sampler=self._requests, collate_fn=_as_it_is, **dataloader_kwargs
+            )
+
+    @property
+    def padding(self) -> int:
+        """Rows at the end of this rank's epoch that repeat others, so that every rank has as many."""
+        return self.sampler.padding
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch the next iteration runs. A position restored in this very epoch is kept."""
+        self.sampler.set_epoch(epoch)
+        self._ended = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rows handed out so far end: JSON-able, under 4 KB, the same on every rank."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` ends, in any world, with any workers. Raises ConfigError for another dataset."""
+        self.sampler.load_state_dict(state)
+        self._ended = None
+
+    def stats(self) -> LoaderStats:
+        """Figures of the running epoch, or of the last one."""
+        return self._stats
+
+    def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
+        sampler = self.sampler
+        if self._ended == sampler.epoch:
+            self.set_epoch(sampler.epoch + 1)  # The last loop took the last batch without asking for one more.
+        epoch, cursor = sampler.epoch, sampler.cursor
+        stats = self._stats = LoaderStats(epoch)
+        watch = Stopwatch(stats, self.dataset.blocks.stats)
+        with closing(self._answers(epoch, cursor)) as answers:
+            while True:
+                with watch.waiting():
+                    answer = next(answers, None)
+                if answer is None:
+                    break
+                stats.rows += answer.rows
+                stats.batches += 1
+                sampler.seek(epoch, answer.cursor + sampler.global_batch_size)
+                self._ended = epoch if sampler.cursor == sampler.num_rows else None
+                yield answer.batch
+        watch.update()
+        self.set_epoch(epoch + 1)
+
+    def _answers(self, epoch: int, cursor: int) -> Generator[Answer, None, None]:
+        requests = self._requests.start_at(epoch, cursor)
+        if self._workers is None:
+            made = run_ahead(self._make(iter(requests), epoch, cursor), self._prefetch)
+        else:
+            made = (answer for answer in self._workers)
+        device = self._device
+        with closing(made):
+            for answer in made:
+                if device is None:
+                    yield answer
+                else:
+                    batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
+                    yield answer._replace(batch=batch)
+
+    def _make(self, requests: Iterator[Request], epoch: int, cursor: int) -> Iterator[Answer]:
+        rowstore = self.dataset.rowstore
+        needed = self.sampler.order.blocks_from(epoch, cursor)
+        lookahead = Lookahead(needed, rowstore.prefetch, ahead=rowstore.capacity // 2)
+        for request in requests:
+            lookahead.touch(rowstore.owners(request.rows))
+            answer = self._maker[request]
+            if self.pin_memory:
+                answer = answer._replace(batch=map_tensors(answer.batch, torch.Tensor.pin_memory))
+            yield answer
+
+
+def make_loader(
+    source: Source | Dataset,
+    batch_size: int,
+    *,
+    shuffle: bool | str = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    window: int | None = None,
+    num_streams: int | None = None,
+    num_workers: int = 0,
+    group: Mapping[str, Sequence[str]] | None = None,
+    ragged: str = "list",
+    transform: Callable[..., Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+    pin_memory: bool | None = None,
+    prefetch: int | None = None,
+    columns: Sequence[str] | None = None,
+    storage_options: dict[str, Any] | None = None,
+    cache_dir: str | None = None,
+    cache_bytes: int | str | None = None,
+    cluster: str | None = None,
+    cache: CacheConfig | None = None,
+    fill_null: Any = None,
+    world: World | None = None,
+    **dataloader_kwargs: Any,
+) -> Loader:
+    """A loader of one rank's batches, each row exactly once an epoch over all ranks.
+
+    source: what `make_dataset` takes, or what it made.
+    batch_size: rows of a batch on this rank.
+    shuffle: True or "block": row groups over the whole dataset, rows inside a window of `window` row groups; "full":
+        every row anywhere; False: file order.
+    seed: of the order, together with the epoch and the dataset.
+    num_streams: parts of the dataset that nodes keep to themselves; None: as many as there are nodes, or 1.
+    num_workers: processes that make batches; 0: a thread.
+    group: name -> columns of one dtype that come together as one Tensor[B, k].
+    ragged: "list", or "flat" for values and offsets as two tensors (`dataload.batch.Flat`).
+    transform: called as transform(batch), or transform(batch, rng=numpy Generator) when it takes `rng`; the generator
+        is the same for the same batch, whatever the workers and after any resume.
+    collate_fn: makes the batch from a sequence of row dicts (whose `.columns` is the default batch).
+    device: where batches are put; pin_memory: default: when the device is CUDA.
+    prefetch: batches made ahead, by each worker or by the thread.
+    cache_dir, cache_bytes, cluster: as in `CacheConfig`; or give one as `cache`.
+    world: this rank among all; None: `World.detect()`.
+    The rest goes to `torch.utils.data.DataLoader`.
+
+    Raises ConfigError for arguments that cannot work, and what `make_dataset` raises.
+    """
+    world = World.detect(world)
+    if isinstance(source, Dataset):
+        dataset = source
+    else:
+        cache = cache or CacheConfig(cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
+        dataset = make_dataset(
+            source, columns=columns, storage_options=storage_options, cache=cache, fill_null=fill_null
+        )
+    if ragged not in ("list", "flat"):
+        raise ConfigError(f"ragged={ragged!r} is unknown: use 'list' or 'flat'")
+    if batch_size < 1:
+        raise ConfigError(f"batch_size={batch_size} must be at least 1")
+    sampler = ShardedSampler(
+        dataset.block_lengths,
+        world.world_size,
+        world.rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        window=window,
+        batch_size=batch_size,
+        num_streams=num_streams or world.num_nodes or 1,
+        num_nodes=world.num_nodes or 1,
+        dataset_key=dataset.fingerprint.encode(),
+    )
+    check_room(dataset, sampler)
+    dataset.rowstore.capacity = 2 * sampler.order.window
+    maker = BatchMaker(
+        dataset, seed=seed, rank=world.rank, ragged=ragged, group=group, collate_fn=collate_fn, transform=transform
+    )
+    where = None if device is None else torch.device(device)
+    if num_workers and prefetch is not None:
+        dataloader_kwargs["prefetch_factor"] = prefetch
+    return Loader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        maker=maker,
+        device=where,
+        prefetch=prefetch or BATCHES_AHEAD,
+        num_workers=num_workers,
+        pin_memory=where is not None and where.type == "cuda" if pin_memory is None else pin_memory,
+        **dataloader_kwargs,
+    )
+
+
+def check_room(dataset: Dataset, sampler: ShardedSampler) -> None:
+    """Raises ConfigError when the cache is too small for what the order needs at a time."""
+    tier = dataset.blocks.tier
+    if not isinstance(tier, LocalTier):
+        return
+    sizes = sorted((group.bytes for group in dataset.row_groups), reverse=True)
+    window = sampler.order.window
+    if sampler.order.shuffle == "full":
+        need, what = sum(sizes), "shuffle='full' needs the whole dataset"
+    else:
+        need, what = sum(sizes[: 2 * window]), f"two windows of {window} row groups are needed at a time"
+    if tier.limit < need:
+        raise ConfigError(
+            f"cache_bytes={tier.limit} is too small: {what}, {need} bytes; raise cache_bytes to {need} or more"
+            + ("" if sampler.order.shuffle == "full" else f", or lower window from {window}")
+        )
+
+
+def _as_it_is(answer: Answer) -> Answer:
+    return answer

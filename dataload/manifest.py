@@ -1,0 +1,174 @@
+"""Which objects a dataset is made of: one listing, one footer each, pinned and named by a fingerprint."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+
+from dataload import parquet
+from dataload.cache.blocks import Blocks, Object
+from dataload.cache.tier import Allocate
+from dataload.errors import ConfigError, DataError, OriginNotFound
+
+VERSION = 0
+FOOTERS_IN_FLIGHT = 32
+
+Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of one object. rows: how many; bytes: compressed, of all its columns."""
+
+    file: Object
+    number: int
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A generation of a dataset: its objects in order of path, their row groups in file order, their common schema.
+
+    fingerprint: hex digest of the objects' paths, sizes and versions; the same on every host that sees the same
+        objects, whatever the endpoint.
+    """
+
+    schema: pa.Schema
+    row_groups: tuple[RowGroup, ...]
+    fingerprint: str
+
+    @cached_property
+    def num_rows(self) -> int:
+        return sum(group.rows for group in self.row_groups)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Raises ConfigError naming the first column that is not there."""
+        for column in columns:
+            if column not in self.schema.names:
+                near = difflib.get_close_matches(column, self.schema.names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.schema.names)}"
+                raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
+
+    def to_bytes(self) -> bytes:
+        files: dict[Object, list[list[int]]] = {}
+        for group in self.row_groups:
+            files.setdefault(group.file, []).append([group.rows, group.bytes])
+        return json.dumps(
+            {
+                "version": VERSION,
+                "schema": base64.b64encode(self.schema.serialize()).decode(),
+                "fingerprint": self.fingerprint,
+                "files": [[file.path, file.size, file.version, groups] for file, groups in files.items()],
+            }
+        ).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        known = json.loads(data)
+        groups = (
+            RowGroup(Object(path, size, version), number, rows, size_bytes)
+            for path, size, version, row_groups in known["files"]
+            for number, (rows, size_bytes) in enumerate(row_groups)
+        )
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(known["schema"])))
+        return cls(schema, tuple(groups), known["fingerprint"])
+
+
+def resolve(source: Source, blocks: Blocks) -> Manifest:
+    """The dataset at `source`: a path, folder or glob at the origin of `blocks`, or a list of them.
+
+    The objects are listed now; their footers are read once a host for each listing.
+
+    Raises OriginNotFound when nothing is there, DataError for objects that are no Parquet or whose schemas differ.
+    """
+    objects = list_objects(source, blocks)
+    digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
+    for obj in objects:
+        digest.update(json.dumps([obj.path, obj.size, obj.version]).encode())
+    fingerprint = digest.hexdigest()
+
+    def fill(allocate: Allocate) -> None:
+        data = _read_footers(objects, blocks, fingerprint).to_bytes()
+        allocate(len(data))[:] = data
+
+    pinned = Object(objects[0].path, 0, fingerprint)
+    return Manifest.from_bytes(bytes(blocks.tier.get_or_fill(blocks.key(pinned, f"manifest {VERSION}"), fill)))
+
+
+def source_paths(source: Source) -> list[str]:
+    """The URLs or paths that `source` names. Raises ConfigError when there are none."""
+    paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    if not paths:
+        raise ConfigError("the source is an empty list: name at least one file, folder or glob")
+    return [os.fspath(path) for path in paths]
+
+
+def list_objects(source: Source, blocks: Blocks) -> list[Object]:
+    """The objects that `source` names, by path. Names that start with "_" or "." are passed over, as Spark writes them.
+
+    Raises OriginNotFound when there are none.
+    """
+    found: dict[str, Object] = {}
+    for path in source_paths(source):
+        listed = _list(path, blocks)
+        if not listed:
+            raise OriginNotFound(f"no objects at {path} ({blocks.origin.identity}): check bucket, prefix and endpoint")
+        found.update(listed)
+    return [found[path] for path in sorted(found)]
+
+
+def _list(path: str, blocks: Blocks) -> dict[str, Object]:
+    origin = blocks.origin
+    root = origin.filesystem._strip_protocol(path)
+    listed = origin.glob(root) if any(wild in root for wild in "*?[") else origin.find(root)
+    return {
+        name: Object.of(info)
+        for name, info in listed.items()
+        if info["type"] == "file" and not _hidden(name.removeprefix(root)) and not name.endswith("/")
+    }
+
+
+def _hidden(relative: str) -> bool:
+    return any(part.startswith(("_", ".")) for part in relative.split("/"))
+
+
+def _read_footers(objects: list[Object], blocks: Blocks, fingerprint: str) -> Manifest:
+    with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
+        footers = list(pool.map(lambda obj: parquet.read_footer(obj, blocks), objects))
+    schema = footers[0].schema.to_arrow_schema().remove_metadata()
+    groups = []
+    for obj, footer in zip(objects, footers, strict=True):
+        _check_schema(objects[0], schema, obj, footer.schema.to_arrow_schema().remove_metadata())
+        for number in range(footer.num_row_groups):
+            group = footer.row_group(number)
+            size = sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+            groups.append(RowGroup(obj, number, group.num_rows, size))
+    return Manifest(schema, tuple(groups), fingerprint)
+
+
+def _check_schema(first: Object, schema: pa.Schema, other: Object, found: pa.Schema) -> None:
+    if found.equals(schema):
+        return
+    for name in [*schema.names, *found.names]:
+        ours, theirs = (_type_of(name, which) for which in (schema, found))
+        if ours != theirs:
+            raise DataError(
+                f"{other.path} and {first.path} differ in column {name!r}: {theirs} there, {ours} here; "
+                f"read them as two datasets or rewrite one"
+            )
+    raise DataError(f"{other.path} and {first.path} hold the same columns in another order: rewrite one of them")
+
+
+def _type_of(name: str, schema: pa.Schema) -> Any:
+    return schema.field(name).type if name in schema.names else "missing"

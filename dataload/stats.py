@@ -1,0 +1,79 @@
+"""What an epoch cost one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.filesize import decimal
+
+
+@dataclass
+class LoaderStats:
+    """Figures of one epoch of one rank, running or over.
+
+    seconds: from the first batch asked for to now, or to the end; wait_seconds: of these, how long the training loop
+    waited for batches. hits, misses: reads from the cache that were, or were not, there; bytes_local, bytes_origin:
+    bytes served by the cache, and fetched. The last five count this process alone, not its workers.
+    """
+
+    epoch: int = 0
+    rows: int = 0
+    batches: int = 0
+    seconds: float = 0.0
+    wait_seconds: float = 0.0
+    hits: int = 0
+    misses: int = 0
+    bytes_local: int = 0
+    bytes_origin: int = 0
+    requests_origin: int = 0
+
+    @property
+    def stall_fraction(self) -> float:
+        """Share of the time that the training loop waited, in [0, 1]."""
+        return self.wait_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def rows_per_second(self) -> float:
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the reads that the cache had, in [0, 1]; 1 when there were none."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"epoch {self.epoch}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
+            f"{self.stall_fraction:.0%} of it waiting; cache hits {self.hit_rate:.1%}, "
+            f"{decimal(int(self.bytes_origin))} from the origin"
+        )
+
+
+class Stopwatch:
+    """Keeps a `LoaderStats` up to date while an epoch runs. traffic: totals of the cache, from which it takes shares."""
+
+    SHARES = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
+
+    def __init__(self, stats: LoaderStats, traffic: Callable[[], Mapping[str, Any]]) -> None:
+        self._stats = stats
+        self._traffic = traffic
+        self._before = traffic()
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The training loop waits for a batch."""
+        asked = time.perf_counter()
+        yield
+        self._stats.wait_seconds += time.perf_counter() - asked
+        self.update()
+
+    def update(self) -> None:
+        now = self._traffic()
+        self._stats.seconds = time.perf_counter() - self._start
+        for share in self.SHARES:
+            setattr(self._stats, share, int(now[share] - self._before[share]))

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload.cache.config import CacheConfig
+from dataload.demo.server import S3Server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[S3Server]:
+    with S3Server() as running:
+        yield running
+
+
+@dataclass
+class Bucket:
+    """A bucket of its own on the S3 server, whose counters start at zero."""
+
+    name: str
+    server: S3Server
+    client: Any
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.server.storage_options
+
+    def url(self, key: str = "") -> str:
+        return f"s3://{self.name}/{key}"
+
+    def put(self, key: str, body: bytes) -> None:
+        self.client.put_object(Bucket=self.name, Key=key, Body=body)
+
+    def put_table(self, key: str, table: pa.Table, **options: Any) -> int:
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, **options)
+        body = sink.getvalue().to_pybytes()
+        self.put(key, body)
+        return len(body)
+
+
+@pytest.fixture
+def bucket(server: S3Server, request: pytest.FixtureRequest) -> Bucket:
+    client = boto3.client(
+        "s3",
+        endpoint_url=server.endpoint_url,
+        aws_access_key_id="testing",
+        aws_secret_access_key="testing",
+        region_name="us-east-1",
+    )
+    name = f"bucket-{abs(hash(request.node.nodeid)):x}"
+    client.create_bucket(Bucket=name)
+    server.reset()
+    return Bucket(name, server, client)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> CacheConfig:
+    return CacheConfig(cache_dir=str(tmp_path / "cache"), cache_bytes="1GB")
+
+
+def rows_table(first: int, count: int) -> pa.Table:
+    """`row_id` from `first` on, and columns that follow from it, so that a row shows whether it is whole."""
+    ids = np.arange(first, first + count)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array((ids[:, None] + np.arange(3)).ravel().astype(np.float32)), 3)
+    return pa.table({"row_id": ids, "half": ids / 2, "vector": vectors, "text": [f"row {i}" for i in ids]})
+
+
+@pytest.fixture
+def table_of() -> Callable[[int, int], pa.Table]:
+    return rows_table
+
+
+@pytest.fixture
+def dataset_of(bucket: Bucket) -> Callable[..., str]:
+    """Writes files of row groups with `row_id` 0, 1, … in file order; the URL of their folder."""
+
+    def write(files: list[list[int]], folder: str = "data") -> str:
+        first = 0
+        for number, groups in enumerate(files):
+            sink = pa.BufferOutputStream()
+            schema = rows_table(0, 1).schema
+            with pq.ParquetWriter(sink, schema, compression="none", use_dictionary=False) as writer:
+                for count in groups:
+                    writer.write_table(rows_table(first, count), row_group_size=max(1, count))
+                    first += count
+            bucket.put(f"{folder}/part-{number:03d}.parquet", sink.getvalue().to_pybytes())
+        bucket.server.reset()
+        return bucket.url(folder)
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """No thread and no child process that a test started outlives it, but for fsspec's one event loop."""
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    allowed = ("fsspecIO", "dataload-blocks", "dataload-decode", "Thread-", "asyncio_", "pin", "QueueFeeder")
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.name.startswith(allowed)]
+    assert not left, f"threads left behind: {left}"
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    ours = [child for child in children if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()]
+    assert not ours, f"processes left behind: {ours}"

@@ -1,0 +1,409 @@
+"""The local tier under kills, corruption, full disks and many processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataload.cache import blob, fsck
+from dataload.cache.folder import CacheFolder
+from dataload.cache.local import LocalTier
+from dataload.cache.scratch import sweep
+from dataload.cache.tier import Allocate, BlobKey
+from dataload.errors import ConfigError
+
+SPAWN = multiprocessing.get_context("spawn")
+SIZE = 100_000
+ROW = SIZE + blob.FOOTER_BYTES
+
+
+def key(name: str) -> BlobKey:
+    return BlobKey("origin", f"bucket/{name}", "version", "all")
+
+
+def data_of(name: str) -> bytes:
+    return (name.encode() * SIZE)[:SIZE]
+
+
+def put(tier: LocalTier, name: str) -> bytes:
+    def fill(allocate: Allocate) -> None:
+        allocate(SIZE)[:] = data_of(name)
+
+    return bytes(tier.get_or_fill(key(name), fill))
+
+
+def never(_: Allocate) -> None:
+    raise AssertionError("filled again")
+
+
+def files_of(tier: LocalTier) -> list[Path]:
+    return [path for path in (tier.path / "blobs").glob("*/*") if path.is_file()]
+
+
+def assert_sound(tier: LocalTier, names: set[str]) -> None:
+    """Exactly these blobs are kept, every byte of them right, and every byte on the disk accounted for."""
+    report = fsck.verify(tier.folder)
+    assert report.problems == []
+    assert {row.name for row in tier.folder.index.rows()} == {key(name).name for name in names}
+    assert tier.folder.index.used_bytes() == sum(path.stat().st_size for path in files_of(tier)) == ROW * len(names)
+
+
+def test_a_second_process_is_served_what_the_first_kept(tmp_path: Path) -> None:
+    put(LocalTier(tmp_path / "c"), "a")
+    with SPAWN.Pool(1) as pool:
+        assert pool.apply(read_elsewhere, (str(tmp_path / "c"),)) == data_of("a")
+        pool.close()
+        pool.join()
+
+
+def read_elsewhere(path: str) -> bytes:
+    return bytes(LocalTier(path).get_or_fill(key("a"), never))
+
+
+# Kills
+
+
+def stop_in_fill(path: str, ready: Any) -> None:
+    def fill(allocate: Allocate) -> None:
+        allocate(SIZE)[: SIZE // 2] = data_of("a")[: SIZE // 2]
+        ready.set()
+        signal.pause()
+
+    LocalTier(path).get_or_fill(key("a"), fill)
+
+
+def stop_before_rename(path: str, ready: Any) -> None:
+    os.rename = lambda *_: (ready.set(), signal.pause())
+    put(LocalTier(path), "a")
+
+
+@pytest.mark.parametrize("stopping", [stop_in_fill, stop_before_rename])
+def test_a_killed_filler_leaves_nothing(tmp_path: Path, stopping: Any) -> None:
+    path = tmp_path / "c"
+    ready = SPAWN.Event()
+    victim = SPAWN.Process(target=stopping, args=(str(path), ready))
+    victim.start()
+    assert ready.wait(60)
+    assert len(list((path / "tmp").glob("*/*"))) == 1
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.join()
+
+    tier = LocalTier(path)
+    assert_sound(tier, set())
+    assert list((path / "tmp").glob("*/*")) == []
+    assert put(tier, "a") == data_of("a")
+    assert_sound(tier, {"a"})
+
+
+def test_a_living_filler_is_not_swept(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+
+    def fill(allocate: Allocate) -> None:
+        room = allocate(SIZE)
+        with SPAWN.Pool(1) as pool:
+            pool.apply(open_elsewhere, (str(tier.path),))
+            pool.close()
+            pool.join()
+        room[:] = data_of("a")
+
+    tier.get_or_fill(key("a"), fill)
+    assert_sound(tier, {"a"})
+
+
+def open_elsewhere(path: str) -> None:
+    _ = LocalTier(path).folder
+
+
+def test_a_waiter_takes_over_from_a_killed_filler(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    ready = SPAWN.Event()
+    victim = SPAWN.Process(target=stop_in_fill, args=(str(path), ready))
+    victim.start()
+    assert ready.wait(60)
+    tier = LocalTier(path)
+    with tier.folder.locks.hold(key("a").digest, timeout=0) as alone:
+        assert not alone
+    os.kill(victim.pid, signal.SIGKILL)
+    assert put(tier, "a") == data_of("a")
+    victim.join()
+    assert_sound(tier, {"a"})
+
+
+# Many processes
+
+
+def fill_and_count(path: str, counter: str, start: Any, answers: Any) -> None:
+    tier = LocalTier(path)
+
+    def fill(allocate: Allocate) -> None:
+        with open(counter, "a") as file:
+            file.write("filled\n")
+        allocate(SIZE)[:] = data_of("a")
+
+    start.wait(60)
+    answers.put(bytes(tier.get_or_fill(key("a"), fill)) == data_of("a"))
+
+
+def test_many_processes_fill_once(tmp_path: Path) -> None:
+    start, answers, counter = SPAWN.Event(), SPAWN.Queue(), tmp_path / "fills"
+    arguments = (str(tmp_path / "c"), str(counter), start, answers)
+    processes = [SPAWN.Process(target=fill_and_count, args=arguments) for _ in range(4)]
+    for process in processes:
+        process.start()
+    start.set()
+    assert [answers.get(timeout=60) for _ in processes] == [True] * 4
+    for process in processes:
+        process.join()
+    answers.close()
+    answers.join_thread()
+    assert counter.read_text() == "filled\n"
+
+
+def test_a_forked_child_does_not_end_its_parents_lock(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    locks = tier.folder.locks
+    with locks.hold(key("a").digest, timeout=0):
+        child = os.fork()
+        if child == 0:
+            with locks.hold(key("a").digest, timeout=0) as alone:
+                os._exit(int(alone))
+        assert os.waitpid(child, 0)[1] == 0, "the child got a lock that its parent holds"
+        with SPAWN.Pool(1) as pool:
+            assert not pool.apply(can_lock, (str(tier.path),)), "the child's end dropped its parent's lock"
+            pool.close()
+            pool.join()
+
+
+def test_a_living_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    locks = tier.folder.locks
+    read, write = os.pipe()
+    with locks.hold(key("a").digest, timeout=0):
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+    with SPAWN.Pool(1) as pool:
+        assert pool.apply(can_lock, (str(tier.path),))
+        pool.close()
+        pool.join()
+    os.close(read)
+    os.close(write)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def can_lock(path: str) -> bool:
+    with LocalTier(path).folder.locks.hold(key("a").digest, timeout=0) as alone:
+        return alone
+
+
+def test_past_the_deadline_a_waiter_fetches_without_keeping(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    tier.fill_seconds = 0.01
+    with CacheFolder(tier.path).locks.hold(key("a").digest, timeout=0):
+        assert put(tier, "a") == data_of("a")
+    assert_sound(tier, set())
+
+
+# Corruption
+
+
+def damage(kind: str, path: Path, other: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    if kind == "bit":
+        whole[SIZE // 3] ^= 1
+    elif kind == "footer":
+        whole[-1] ^= 1
+    elif kind == "length":
+        whole[-blob.FOOTER_BYTES + 48 : -blob.FOOTER_BYTES + 56] = b"\xff" * 8
+    elif kind == "short":
+        whole = whole[: SIZE // 2]
+    elif kind == "empty":
+        whole = bytearray()
+    elif kind == "zeros":
+        whole = bytearray(len(whole))
+    elif kind == "swapped":
+        whole = bytearray(other.read_bytes())
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("kind", ["bit", "footer", "length", "short", "empty", "zeros", "swapped", "gone"])
+def test_damage_is_found_and_mended(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "c"
+    first = LocalTier(path)
+    put(first, "a")
+    put(first, "b")
+    target = first.folder.path_of(key("a").digest)
+    if kind == "gone":
+        target.unlink()
+    else:
+        damage(kind, target, first.folder.path_of(key("b").digest))
+
+    tier = LocalTier(path)
+    assert len(fsck.verify(tier.folder).problems) == 1
+    assert tier.get(key("a")) is None
+    assert put(tier, "a") == data_of("a")
+    assert put(tier, "b") == data_of("b")
+    assert_sound(tier, {"a", "b"})
+
+
+def test_repair_removes_what_is_wrong(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    for name in "abc":
+        put(tier, name)
+    damage("bit", tier.folder.path_of(key("a").digest), Path())
+    tier.folder.index.drop(key("b").digest)
+    report = fsck.verify(tier.folder, repair=True)
+    assert len(report.problems) == 2
+    assert key("a").name in report.problems[0]
+    assert_sound(tier, {"c"})
+
+
+# Limit
+
+
+@pytest.mark.parametrize("policy", ["pin", "lru"])
+def test_the_limit_holds(tmp_path: Path, policy: str) -> None:
+    tier = LocalTier(tmp_path / "c", 3 * ROW, policy)
+    for name in "abcdefg":
+        assert put(tier, name) == data_of(name)
+        assert sum(path.stat().st_size for path in files_of(tier)) <= 3 * ROW
+    assert_sound(tier, {"a", "b", "c"} if policy == "pin" else {"e", "f", "g"})
+
+
+def test_lru_keeps_what_was_used_last(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c", 3 * ROW, "lru")
+    for name in "abc":
+        put(tier, name)
+    tier.get(key("a"))
+    put(tier, "d")
+    assert_sound(tier, {"a", "c", "d"})
+
+
+def test_pin_gives_way_to_a_later_job(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    with SPAWN.Pool(1) as pool:
+        pool.apply(fill_elsewhere, (str(path), "abc"))
+        pool.close()
+        pool.join()
+    tier = LocalTier(path, 3 * ROW, "pin")
+    tier.get(key("c"))
+    for name in "xyz":
+        put(tier, name)
+    assert_sound(tier, {"c", "x", "y"})
+
+
+def fill_elsewhere(path: str, names: str) -> None:
+    for name in names:
+        put(LocalTier(path, 3 * ROW, "pin"), name)
+
+
+def test_a_full_cache_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = LocalTier(tmp_path / "c", ROW)
+    with caplog.at_level(logging.WARNING):
+        for name in "abcd":
+            put(tier, name)
+    assert [record.message for record in caplog.records if "is full" in record.message][1:] == []
+    assert tier.stats()["refused"] == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no small filesystem can be mounted here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)
+
+
+def test_a_full_disk_is_no_error(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = LocalTier(small_disk / "c", 1 << 30)
+    with caplog.at_level(logging.WARNING):
+        for number in range(20):
+            assert put(tier, f"blob {number}") == data_of(f"blob {number}")
+    assert tier.stats()["errors"] > 0
+    assert len([record for record in caplog.records if "trouble" in record.message]) == 1
+    report = fsck.verify(tier.folder)
+    assert report.problems == []
+    assert 0 < report.blobs < 20
+
+
+# The folder
+
+
+def test_nothing_is_opened_before_the_first_use(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    assert not tier.path.exists()
+    assert "not opened" in repr(tier)
+
+
+def test_modes(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    assert tier.path.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in [*files_of(tier), tier.path / "locks"]} == {0o600}
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("the only copy")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"):
+        put(LocalTier(tmp_path), "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    put(LocalTier(tmp_path / "c"), "a")
+    shutil.copytree(tmp_path / "c", tmp_path / "d")
+    (tmp_path / "d" / "FORMAT").write_text(json.dumps({"format": 7}))
+    with pytest.raises(ConfigError, match="format 7"):
+        put(LocalTier(tmp_path / "d"), "a")
+
+
+@pytest.mark.parametrize("place", ["file/cache", "/proc/cache"])
+def test_a_folder_that_cannot_be_made_is_a_config_error(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        put(LocalTier(tmp_path / place), "a")
+
+
+def test_evict_by_path(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    for name in ("x/1", "x/2", "xy/1"):
+        put(tier, name)
+    assert fsck.evict(tier.folder, path="bucket/x") == 2 * ROW
+    assert_sound(tier, {"xy/1"})
+    assert fsck.evict(tier.folder) == ROW
+    assert_sound(tier, set())
+
+
+def test_evict_keeps_what_was_used_last(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    for name in "abc":
+        put(tier, name)
+    fsck.evict(tier.folder, keep_bytes=ROW)
+    assert_sound(tier, {"c"})
+
+
+def test_looking_at_a_cache_does_not_make_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no cache"):
+        fsck.open_existing(tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def test_sweeping_twice_finds_nothing(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    assert sweep(tier.path / "tmp") == []
