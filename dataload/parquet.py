@@ -28,7 +28,7 @@ def read_footer(obj: Object, blocks: Blocks) -> pq.FileMetaData:
     try:
         return pq.read_metadata(pa.BufferReader(pa.py_buffer(footer)))
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{obj.path} has a Parquet footer that cannot be read: {error}") from error
+        raise DataError(f"{obj.path} has a Parquet footer that cannot be read: {str(error).strip()}") from error
 
 
 def read_row_group(obj: Object, number: int, columns: Sequence[str], blocks: Blocks) -> pa.Table:
@@ -37,7 +37,7 @@ def read_row_group(obj: Object, number: int, columns: Sequence[str], blocks: Blo
         try:
             return parquet.read_row_group(number, columns=list(columns), use_threads=False)
         except pa.ArrowException as error:
-            raise DataError(f"{obj.path} row group {number} cannot be decoded: {error}") from error
+            raise DataError(f"{obj.path} row group {number} cannot be decoded: {str(error).strip()}") from error
 
 
 def _fetch_footer(obj: Object, blocks: Blocks) -> bytes:

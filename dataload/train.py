@@ -82,12 +82,8 @@ def fit(
         _agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
         _agree("len(loader)", _length(loader))
         scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-        parallel: nn.Module = model.to(device)
-        if world.world_size > 1:
-            parallel = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-        steps = _Steps(parallel, optimizer, scaler, scheduler, loss_fn, device, precision, accumulate, clip_grad_norm)
         stateful = {
-            "model": model,
+            "model": model.to(device),
             "optimizer": optimizer,
             "scheduler": scheduler,
             "scaler": scaler if scaler.is_enabled() else None,
@@ -95,6 +91,8 @@ def fit(
         }
         parts = {name: part for name, part in stateful.items() if part is not None}
         history = _load(parts, checkpoint_dir, resume, world)
+        shared = _shared(model, device) if world.world_size > 1 else model
+        steps = _Steps(shared, optimizer, scaler, scheduler, loss_fn, device, precision, accumulate, clip_grad_norm)
         for epoch in range(len(history), epochs):
             ordered: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
             if hasattr(ordered, "set_epoch"):
@@ -108,6 +106,8 @@ def fit(
             history.append(record)
             if checkpoint_dir is not None:
                 _save(parts, history, Path(checkpoint_dir, CHECKPOINT), world)
+        # DDP first: as the group's last holder it would join gloo's threads without giving them the GIL they wait for.
+        del shared, steps
     return history
 
 
@@ -145,6 +145,8 @@ class _Steps:
             advance()
         done = {name: float(total) for name, total in sums.items()}  # on a GPU this waits for the last kernel
         counts["seconds"] = time.perf_counter() - started
+        if not counts["rows"]:
+            raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
         return _figures(done, counts, loader)
 
     def backward(self, batch: Any, full: bool) -> dict[str, Any]:
@@ -189,14 +191,13 @@ def _feed(loader: Iterable[Any], counts: dict[str, float]) -> Iterator[tuple[Any
 
 
 def _figures(sums: dict[str, float], counts: dict[str, float], loader: Any) -> dict[str, Any]:
-    """An epoch's figures from this rank's and all others'. Raises ConfigError when there was no row at all."""
+    """An epoch's figures over all ranks from this rank's sums over rows, counts and loader."""
     stats = loader.stats() if hasattr(loader, "stats") else None
     get = getattr(stats, "get", lambda name: getattr(stats, name, None))
     traffic = {name: int(count) for name in TRAFFIC if (count := get(name)) is not None}
     ranks = _gather({**sums, **traffic, **counts})
     total = {name: sum(rank.get(name, 0) for rank in ranks) for name in ranks[0]}
-    if not (rows := int(total.get("rows", 0))):
-        raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
+    rows = int(total["rows"])
     return {
         **{name: total[name] / rows for name in sums},
         "rows": rows,
@@ -268,6 +269,10 @@ def _set_generators(saved: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(saved["cuda"])
 
 
+def _shared(model: nn.Module, device: torch.device) -> nn.Module:
+    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+
+
 @contextmanager
 def _process_group(world: World, device: torch.device) -> Iterator[None]:
     if world.world_size == 1 or dist.is_initialized():
@@ -276,7 +281,7 @@ def _process_group(world: World, device: torch.device) -> Iterator[None]:
     backend, only = ("nccl", device) if device.type == "cuda" else ("gloo", None)
     store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size))
     # torchrun's store outlives a group: in a second fit the keys of the first would lead to closed connections.
-    store = dist.PrefixStore(f"fit-{next(_GROUPS)}", store)
+    store = dist.PrefixStore(f"fit-{next(_GROUPS)}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=only)
     try:
         yield

@@ -74,7 +74,7 @@ def rows_table(first: int, count: int) -> pa.Table:
     """`row_id` from `first` on, and columns that follow from it, so that a row shows whether it is whole."""
     ids = np.arange(first, first + count)
     vectors = pa.FixedSizeListArray.from_arrays(pa.array((ids[:, None] + np.arange(3)).ravel().astype(np.float32)), 3)
-    return pa.table({"row_id": ids, "half": ids / 2, "vector": vectors, "text": [f"row {i}" for i in ids]})
+    return pa.table({"row_id": ids, "half": ids / 2, "vector": vectors, "text": pa.array([f"row {i}" for i in ids], pa.string())})
 
 
 @pytest.fixture

@@ -1,0 +1,343 @@
+"""`tiercache` as a filesystem: what it serves, what it costs the origin, and what it does when the origin fails."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pandas as pd
+import pytest
+
+from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.cache.origin import Origin
+from dataload.demo.server import S3Server
+from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
+
+SPAWN = multiprocessing.get_context("spawn")
+BLOCK = 100_000
+DATA = bytes(range(251)) * 2000  # 502,000 bytes: five blocks and a bit
+
+
+def open_fs(bucket: Any, path: Path, **options: Any) -> TierCacheFileSystem:
+    settings = {"cache_dir": str(path / "cache"), "cache_bytes": "1GB", "block_bytes": BLOCK, **options}
+    return fsspec.filesystem(
+        "tiercache", target_protocol="s3", target_options=bucket.options, skip_instance_cache=True, **settings
+    )
+
+
+@pytest.fixture
+def fs(bucket: Any, tmp_path: Path) -> TierCacheFileSystem:
+    bucket.put("folder/data.bin", DATA)
+    bucket.put("folder/deep/other.bin", b"other")
+    bucket.put("folder/empty.bin", b"")
+    bucket.server.reset()
+    return open_fs(bucket, tmp_path)
+
+
+def test_any_range_is_right(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    for start, stop in [(0, 1), (0, BLOCK), (1, BLOCK + 1), (BLOCK - 1, 3 * BLOCK + 1), (0, len(DATA)), (500_000, 600_000)]:
+        assert fs.cat_file(path, start=start, end=stop) == DATA[start:stop]
+    assert fs.cat_file(path, start=-7) == DATA[-7:]
+    assert fs.cat_file(path, end=-7) == DATA[:-7]
+    assert fs.cat_file(path) == DATA
+    assert fs.cat_ranges([path, path], [5, 200_000], [9, 400_000]) == [DATA[5:9], DATA[200_000:400_000]]
+    assert fs.cat_file(f"{bucket.name}/folder/empty.bin") == b""
+
+
+def test_a_file_reads_seeks_and_ends(fs: TierCacheFileSystem, bucket: Any) -> None:
+    with fs.open(bucket.url("folder/data.bin")) as file:
+        assert file.read(3) == DATA[:3]
+        assert file.seek(-5, os.SEEK_END) == len(DATA) - 5
+        assert file.read(100) == DATA[-5:]
+        assert file.read(100) == b""
+        file.seek(BLOCK - 2)
+        buffer = bytearray(4)
+        assert file.readinto(buffer) == 4
+        assert buffer == DATA[BLOCK - 2 : BLOCK + 2]
+        assert file.tell() == BLOCK + 2
+        assert file.read_buffer(10).to_pybytes() == DATA[BLOCK + 2 : BLOCK + 12]
+        with pytest.raises(ValueError, match="seek"):
+            file.seek(-1)
+    with pytest.raises(ValueError, match="closed"):
+        file.read(1)
+
+
+def test_text_mode(fs: TierCacheFileSystem, bucket: Any) -> None:
+    with fs.open(bucket.url("folder/deep/other.bin"), "rt") as file:
+        assert file.read() == "other"
+
+
+def test_listing(fs: TierCacheFileSystem, bucket: Any) -> None:
+    name = bucket.name
+    assert fs.ls(f"{name}/folder", detail=False) == [
+        f"{name}/folder/data.bin", f"{name}/folder/deep", f"{name}/folder/empty.bin",
+    ]
+    assert fs.find(name) == [f"{name}/folder/data.bin", f"{name}/folder/deep/other.bin", f"{name}/folder/empty.bin"]
+    assert fs.glob(f"{name}/folder/*.bin") == [f"{name}/folder/data.bin", f"{name}/folder/empty.bin"]
+    assert [folder for folder, _, _ in fs.walk(name)] == [name, f"{name}/folder", f"{name}/folder/deep"]
+    assert fs.info(bucket.url("folder/data.bin"))["size"] == len(DATA)
+    assert fs.isfile(f"{name}/folder/data.bin")
+    assert fs.isdir(f"{name}/folder")
+    assert fs.exists(f"{name}/folder/deep/other.bin")
+    assert not fs.exists(f"{name}/nothing")
+    assert fs.modified(f"{name}/folder/data.bin") is not None
+    assert fs.unstrip_protocol(f"{name}/x") == f"s3://{name}/x"
+
+
+def test_bytes_leave_the_origin_once(fs: TierCacheFileSystem, bucket: Any, tmp_path: Path) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    for _ in range(3):
+        assert fs.cat_file(path) == DATA
+    assert open_fs(bucket, tmp_path).cat_file(path, start=1000) == DATA[1000:]
+    assert bucket.server.stats()["get_bytes"] == len(DATA)
+    assert bucket.server.stats()["get_requests"] == 6
+    stats = fs.stats()
+    assert (stats["misses"], stats["hits"], stats["requests_origin"], stats["bytes_origin"]) == (6, 12, 6, len(DATA))
+
+
+def test_prefetch(fs: TierCacheFileSystem, bucket: Any) -> None:
+    fs.prefetch(f"{bucket.name}/folder", wait=True)
+    sent = bucket.server.stats()["get_bytes"]
+    assert sent == len(DATA) + 5
+    assert fs.cat_file(f"{bucket.name}/folder/data.bin") == DATA
+    assert bucket.server.stats()["get_bytes"] == sent
+
+
+def test_pandas_reads_a_chained_url(bucket: Any, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": range(1000), "b": [str(i) for i in range(1000)]})
+    frame.to_parquet(tmp_path / "x.parquet")
+    bucket.put("x.parquet", (tmp_path / "x.parquet").read_bytes())
+    options = {"s3": bucket.options, "tiercache": {"cache_dir": str(tmp_path / "cache")}}
+    for _ in range(2):
+        found = pd.read_parquet(f"tiercache::{bucket.url('x.parquet')}", storage_options=options)
+        pd.testing.assert_frame_equal(found, frame)
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_other_origins(protocol: str, tmp_path: Path) -> None:
+    target = fsspec.filesystem(protocol)
+    root = f"/{tmp_path.name}" if protocol == "memory" else str(tmp_path)
+    target.pipe_file(f"{root}/x.bin", DATA)
+    fs = TierCacheFileSystem(fs=target, cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True)
+    assert fs.cat_file(f"{root}/x.bin", start=BLOCK - 1, end=BLOCK + 1) == DATA[BLOCK - 1 : BLOCK + 1]
+    assert fs.cat_file(f"{root}/x.bin") == DATA
+    assert fs.stats()["bytes_origin"] == len(DATA)
+
+
+# Processes
+
+
+def test_it_pickles_and_works_in_a_spawned_child(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    assert pickle.loads(pickle.dumps(fs)).cat_file(path) == DATA
+    sent = bucket.server.stats()["get_requests"]
+    with SPAWN.Pool(1) as pool:
+        assert pool.apply(read_all, (fs, path)) == DATA
+        pool.close()
+        pool.join()
+    assert bucket.server.stats()["get_requests"] == sent
+
+
+def read_all(fs: TierCacheFileSystem, path: str) -> bytes:
+    return fs.cat_file(path)
+
+
+def test_it_works_in_a_forked_child(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    assert fs.cat_file(path, end=10) == DATA[:10]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if fs.cat_file(path) == DATA else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert fs.cat_file(path) == DATA
+    assert bucket.server.stats()["get_bytes"] == len(DATA)
+
+
+# Failures
+
+
+def test_a_missing_object_and_a_missing_bucket(fs: TierCacheFileSystem, bucket: Any) -> None:
+    for url in (bucket.url("nothing"), "s3://no-such-bucket/x"):
+        with pytest.raises(OriginNotFound, match="does not exist"):
+            fs.open(url)
+        with pytest.raises(FileNotFoundError):
+            fs.info(url)
+
+
+def test_a_folder_is_not_opened(fs: TierCacheFileSystem, bucket: Any) -> None:
+    with pytest.raises(IsADirectoryError):
+        fs.open(bucket.url("folder"))
+
+
+def test_an_object_replaced_mid_read(fs: TierCacheFileSystem, bucket: Any) -> None:
+    file = fs.open(bucket.url("folder/data.bin"))
+    first = file.read(BLOCK)
+    bucket.put("folder/data.bin", DATA[::-1])
+    assert first == DATA[:BLOCK]
+    with pytest.raises(ObjectChanged, match=r"folder/data\.bin bytes 100000-199999"):
+        file.read(BLOCK)
+    fs.invalidate_cache()
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA[::-1]
+
+
+def test_consistency_open_asks_at_every_open(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", b"old")
+    settled, fresh = (open_fs(bucket, tmp_path, consistency=rule) for rule in ("generation", "open"))
+    for fs in (settled, fresh):
+        assert fs.cat_file(bucket.url("x")) == b"old"
+    bucket.put("x", b"new")
+    assert settled.cat_file(bucket.url("x")) == b"old"
+    assert fresh.cat_file(bucket.url("x")) == b"new"
+
+
+class Faults:
+    """Spoils the bodies of the first `count` object GETs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.kind = ""
+
+    def wrap(self, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+        def spoiled(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            if environ["REQUEST_METHOD"] != "GET" or not environ.get("HTTP_RANGE") or self.count == 0:
+                return app(environ, start_response)
+            self.count -= 1
+            if self.kind == "503":
+                start_response("503 Slow Down", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"]
+            body = b"".join(app(environ, start_response))
+            return [body[: len(body) // 2]]
+
+        return spoiled
+
+
+@pytest.fixture
+def faults(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    faults = Faults()
+    monkeypatch.setattr(server._http, "app", faults.wrap(server._http.app))
+    yield faults
+
+
+@pytest.mark.parametrize("kind", ["503", "short"])
+def test_a_passing_fault_is_retried(fs: TierCacheFileSystem, bucket: Any, faults: Faults, kind: str) -> None:
+    faults.kind, faults.count = kind, 2
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+    assert faults.count == 0
+
+
+def test_a_lasting_fault_is_raised_and_nothing_is_kept(
+    fs: TierCacheFileSystem, bucket: Any, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.ATTEMPTS", 2)
+    faults.kind, faults.count = "short", 10**9
+    with pytest.raises(OriginError, match=r"folder/data\.bin bytes 0-99999"):
+        fs.cat_file(bucket.url("folder/data.bin"), end=BLOCK)
+    faults.count = 0
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+
+
+def test_a_mistake_of_ours_is_not_the_origins(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> bytes:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(Origin, "_get", broken)
+    with pytest.raises(TypeError, match="a bug"):
+        fs.cat_file(bucket.url("folder/data.bin"))
+
+
+# Settings
+
+
+def test_writing_is_refused(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = bucket.url("new")
+    for write in (
+        lambda: fs.open(path, "wb"),
+        lambda: fs.pipe_file(path, b""),
+        lambda: fs.rm(path),
+        lambda: fs.mkdir(path),
+        lambda: fs.touch(path),
+        lambda: fs.mv(path, path),
+    ):
+        with pytest.raises(ConfigError, match="read-only"):
+            write()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy": "fifo"},
+        {"consistency": "eventual"},
+        {"engine": "warp"},
+        {"cluster": "valkey://host"},
+        {"cache_bytes": "many"},
+        {"cache_bytes": 0},
+        {"block_bytes": "-1MB"},
+    ],
+)
+def test_settings_that_cannot_work(bucket: Any, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        open_fs(bucket, tmp_path, **wrong)
+
+
+def test_an_origin_is_needed() -> None:
+    with pytest.raises(ConfigError, match="needs an origin"):
+        fsspec.filesystem("tiercache")
+    with pytest.raises(ConfigError, match="no filesystem for warp"):
+        fsspec.filesystem("tiercache", target_protocol="warp")
+
+
+def test_credentials_stay_out_of_sight(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", b"body")
+    secret = "pa55word-in-the-clear"
+    fs = fsspec.filesystem(
+        "tiercache",
+        target_protocol="s3",
+        target_options={**bucket.options, "key": secret, "secret": secret},
+        cache_dir=str(tmp_path / "cache"),
+        skip_instance_cache=True,
+    )
+    assert fs.cat_file(bucket.url("x")) == b"body"
+    assert secret not in repr(fs) + repr(fs.blocks.origin) + repr(fs.blocks.tier) + str(fs.stats())
+    for file in (tmp_path / "cache").rglob("*"):
+        assert not file.is_file() or secret.encode() not in file.read_bytes()
+
+
+def test_one_name_for_two_addresses(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    bucket.server.reset()
+    for host in ("127.0.0.1", "localhost"):
+        address = bucket.options["endpoint_url"].replace("127.0.0.1", host)
+        fs = fsspec.filesystem(
+            "tiercache",
+            target_protocol="s3",
+            target_options={**bucket.options, "endpoint_url": address},
+            cache_dir=str(tmp_path / "cache"),
+            origin_id="the store",
+            skip_instance_cache=True,
+        )
+        assert fs.cat_file(bucket.url("x")) == DATA
+    assert bucket.server.stats()["get_bytes"] == len(DATA)
+
+
+def test_threads_share_one_fetch(fs: TierCacheFileSystem, bucket: Any) -> None:
+    start = threading.Barrier(8)
+    found = []
+
+    def read() -> None:
+        start.wait(30)
+        found.append(fs.cat_file(bucket.url("folder/data.bin")))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [DATA] * 8
+    assert bucket.server.stats()["get_bytes"] == len(DATA)

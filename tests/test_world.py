@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dataload.errors import ConfigError
+from dataload.world import World, read_environment
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "world"),
+    [
+        ({}, World(0, 1, 0, 1)),
+        (TORCHRUN, World(5, 8, 1, 4)),
+        (SLURM, World(3, 4, 1, None)),
+        (OPEN_MPI, World(2, 4, 0, 2)),
+        ({**SLURM, **TORCHRUN}, World(5, 8, 1, 4)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World(0, 1, 0, 1)),  # a bare sbatch script: one process
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, World(1, 2, 1, None)),  # Lightning's launcher
+        ({"WORLD_SIZE": "1"}, World(0, 1, None, None)),
+    ],
+)
+def test_the_environment_is_read(environment: dict[str, str], world: World) -> None:
+    assert read_environment(environment) == world
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"},
+        {"SLURM_STEP_NUM_TASKS": "2"},
+        {"RANK": "2", "WORLD_SIZE": "2"},
+        {"RANK": "one", "WORLD_SIZE": "2"},
+        {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},
+        {**TORCHRUN, "LOCAL_RANK": "4"},
+    ],
+)
+def test_a_rank_that_cannot_be_told_is_an_error(environment: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        read_environment(environment)
+
+
+@pytest.mark.parametrize(("world", "nodes"), [(World(), 1), (World(0, 8, 0, 4), 2), (World(0, 8), None), (World(0, 6, 0, 4), None)])
+def test_nodes(world: World, nodes: int | None) -> None:
+    assert world.num_nodes == nodes
+
+
+def test_the_argument_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert World.detect(World(1, 2)) == World(1, 2)
+    assert World.detect() == World(5, 8, 1, 4)
+
+
+def test_a_process_group_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert World.detect() == World(0, 1)
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_a_process_group_and_a_launcher_that_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert World.detect() == World(0, 1, 0, 1)
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "light",
+    [
+        "import dataload",
+        "import dataload.cache.filesystem",
+        "import dataload.manifest, dataload.parquet, dataload.columns, dataload.rowstore",
+        "import dataload.samplers.order",
+        "import dataload.cli",
+        "from dataload import World; World.detect()",
+    ],
+)
+def test_torch_loads_late(light: str) -> None:
+    program = f"import sys; {light}; assert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_import_dataload_pulls_in_nothing() -> None:
+    program = "import sys, dataload; assert not {'numpy', 'fsspec', 'lmdb', 'pyarrow'} & set(sys.modules); dir(dataload)"
+    subprocess.run([sys.executable, "-c", program], check=True)
