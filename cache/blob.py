@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from pathlib import Path
 
 import xxhash
 
@@ -20,7 +21,7 @@ _FIELDS = struct.Struct("<8sII32sQ16s")
 FOOTER_BYTES = _FIELDS.size + 8
 
 
-def create(path: str) -> int:
+def create(path: Path) -> int:
     """Descriptor of a new, empty file. Raises OSError."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -39,7 +40,7 @@ def seal(written: mmap.mmap, digest: bytes) -> None:
         whole[-FOOTER_BYTES:] = fields + xxhash.xxh3_64_digest(fields)
 
 
-def open_map(path: str, digest: bytes, proven: set[tuple[bytes, int, int]]) -> memoryview:
+def open_map(path: Path, digest: bytes, proven: set[tuple[bytes, int, int]]) -> memoryview:
     """The payload as a read-only view that stays valid when the file is unlinked.
 
     proven: (digest, inode, mtime) of the files whose payload this process has checked; added to.
@@ -63,7 +64,7 @@ def open_map(path: str, digest: bytes, proven: set[tuple[bytes, int, int]]) -> m
     return payload
 
 
-def _read_footer(path: str, footer: bytes, digest: bytes, size: int) -> bytes:
+def _read_footer(path: Path, footer: bytes, digest: bytes, size: int) -> bytes:
     magic, version, _, key, length, checksum = _FIELDS.unpack_from(footer)
     if magic != MAGIC or footer[_FIELDS.size :] != xxhash.xxh3_64_digest(footer[: _FIELDS.size]):
         raise CorruptEntry(f"{path} has no valid footer")

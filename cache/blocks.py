@@ -76,7 +76,9 @@ class Blocks(ForkAware):
 
     def fill(self, obj: Object) -> list[Future[int]]:
         """Start fetching the blocks of an object that are not kept yet; the bytes of each, when it is there."""
-        return [self._executor().submit(lambda n=number: len(self._block(obj, n))) for number in self._numbers(0, obj.size)]
+        return [
+            self._executor().submit(lambda n=number: len(self._block(obj, n))) for number in self._numbers(0, obj.size)
+        ]
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process; see `TierCacheFileSystem.stats`."""

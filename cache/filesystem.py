@@ -46,7 +46,14 @@ class TierCacheFileSystem(ChainedFileSystem):
     ) -> None:
         super().__init__(**kwargs)
         self.config = CacheConfig(
-            cache_dir, cache_bytes, block_bytes, policy, consistency, engine=engine, cluster=cluster, origin_id=origin_id
+            cache_dir,
+            cache_bytes,
+            block_bytes,
+            policy,
+            consistency,
+            engine=engine,
+            cluster=cluster,
+            origin_id=origin_id,
         )
         if (fs is None) == (target_protocol is None):
             raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")

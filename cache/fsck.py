@@ -69,7 +69,7 @@ def evict(folder: CacheFolder, *, path: str | None = None, keep_bytes: int = 0) 
 
 def _problem(folder: CacheFolder, row: Row) -> str | None:
     try:
-        payload = blob.open_map(str(folder.path_of(row.digest)), row.digest, set())
+        payload = blob.open_map(folder.path_of(row.digest), row.digest, set())
     except FileNotFoundError:
         return "in the index, but its file is gone"
     except (OSError, CorruptEntry) as error:

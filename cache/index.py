@@ -84,7 +84,9 @@ class Index(ForkAware):
         with self._transaction() as txn:
             return self._used(txn)
 
-    def reserve(self, row: Row, *, limit: int, evict_before: Callable[[], int], unlink: Callable[[bytes], bool]) -> bool:
+    def reserve(
+        self, row: Row, *, limit: int, evict_before: Callable[[], int], unlink: Callable[[bytes], bool]
+    ) -> bool:
         """Enter a row, first evicting as many others as `limit` (bytes) demands; False when it cannot fit.
 
         evict_before: asked only when the cache is full: rows last used before this time (ns) may go.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import lmdb
 
@@ -138,7 +139,10 @@ class LocalTier(ForkAware):
             log.warning(
                 "cache %s is full (%d bytes): %s (%d bytes) and what follows is read from the origin each time; "
                 "raise cache_bytes or evict",
-                self.path, self.limit, key.name, size,
+                self.path,
+                self.limit,
+                key.name,
+                size,
             )
 
     def _look_up(self, key: BlobKey) -> memoryview | None:
@@ -147,7 +151,7 @@ class LocalTier(ForkAware):
             if folder.index.size_of(key.digest) is None:
                 return None
             try:
-                found = blob.open_map(str(folder.path_of(key.digest)), key.digest, self.proven)
+                found = blob.open_map(folder.path_of(key.digest), key.digest, self.proven)
             except FileNotFoundError:  # It is being filled just now, or its filler died.
                 return None
             self._touched.add(key.digest)
@@ -164,7 +168,7 @@ class _DiskDraft(Draft):
         super().__init__(key)
         self._tier = tier
         self._keep = keep
-        self._path: str | None = None
+        self._path: Path | None = None
         self._map: mmap.mmap | None = None
 
     def room(self, size: int) -> memoryview:
@@ -182,9 +186,9 @@ class _DiskDraft(Draft):
             blob.seal(self._map, digest)
             target = folder.path_of(digest)
             target.parent.mkdir(mode=0o700, exist_ok=True)
-            os.rename(self._path, target)
+            self._path.rename(target)
             self._path = None
-            return blob.open_map(str(target), digest, self._tier.proven)
+            return blob.open_map(target, digest, self._tier.proven)
         return in_memory
 
     def _on_disk(self, size: int) -> mmap.mmap | None:
@@ -201,11 +205,11 @@ class _DiskDraft(Draft):
         finally:
             os.close(descriptor)
 
-    def __enter__(self) -> _DiskDraft:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._path is not None:
             with self._tier.trouble("dropping a draft"):
                 self._tier.folder.index.drop(self.key.digest)
-                os.unlink(self._path)
+                self._path.unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,7 +115,9 @@ class Origin(ForkAware):
         except DataloadError:
             raise
         except FileNotFoundError as error:
-            raise OriginNotFound(f"{where} does not exist at {self.identity}: check its name and the endpoint") from error
+            raise OriginNotFound(
+                f"{where} does not exist at {self.identity}: check its name and the endpoint"
+            ) from error
         except Exception as error:
             if not _is_trouble(error):
                 raise

@@ -32,9 +32,9 @@ class Scratch(ForkAware):
         os.close(self._descriptor)
         self.close.detach()
 
-    def draft(self, digest: bytes) -> str:
+    def draft(self, digest: bytes) -> Path:
         """Path for writing the blob `digest`: at most one filler of a blob is at work on a host."""
-        return str(self._path / f"{digest.hex()}-{secrets.token_hex(4)}")
+        return self._path / f"{digest.hex()}-{secrets.token_hex(4)}"
 
 
 def started_at(folder: Path) -> int:

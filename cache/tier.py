@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 Allocate = Callable[[int], memoryview]
-"""`allocate(size)` gives the writable memory, of exactly `size` bytes, that a blob is to be written into. Once a fill."""
+"""`allocate(size)` gives the writable memory, of exactly `size` bytes, to write a blob into. Called once a fill."""
 
 Fill = Callable[[Allocate], None]
 """Makes one blob: fetches or computes it, asks `allocate` for room as soon as the size is known, and writes it all.

@@ -31,7 +31,19 @@ _HOME = {
     "make_dataset": "dataload.dataset",
     "make_loader": "dataload.loader",
 }
-__all__ = sorted(_HOME)
+__all__ = [
+    "CacheConfig",
+    "ConfigError",
+    "CorruptEntry",
+    "DataError",
+    "DataloadError",
+    "ObjectChanged",
+    "OriginError",
+    "World",
+    "fit",
+    "make_dataset",
+    "make_loader",
+]
 
 
 def __getattr__(name: str) -> Any:

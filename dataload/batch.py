@@ -24,7 +24,9 @@ class Flat(NamedTuple):
     offsets: torch.Tensor
 
 
-def to_batch(columns: Mapping[str, Column], *, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None) -> Batch:
+def to_batch(
+    columns: Mapping[str, Column], *, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None
+) -> Batch:
     """Columns as a user sees them.
 
     Numbers: Tensor[B]; fixed-size lists: Tensor[B, k]; binary: list[bytes]; strings: list[str]; lists of numbers:
@@ -34,7 +36,7 @@ def to_batch(columns: Mapping[str, Column], *, ragged: str = "list", group: Mapp
     grouped = {name for names in (group or {}).values() for name in names}
     batch = {name: _user_column(column, ragged) for name, column in columns.items() if name not in grouped}
     for name, members in (group or {}).items():
-        batch[name] = _stack(name, [columns[member] for member in members])
+        batch[name] = _stack(name, [columns.get(member) for member in members])
     return batch
 
 
@@ -92,8 +94,8 @@ def _user_value(column: Ragged, start: int, stop: int) -> Any:
     return values.tobytes() if column.kind == "binary" else values.tobytes().decode()
 
 
-def _stack(name: str, members: Sequence[Column]) -> torch.Tensor:
+def _stack(name: str, members: Sequence[Column | None]) -> torch.Tensor:
     dense = [member.values for member in members if isinstance(member, Dense) and member.values.ndim == 1]
     if len(dense) != len(members) or len({values.dtype for values in dense}) != 1:
-        raise ConfigError(f"group {name!r} must name columns of numbers of one dtype")
+        raise ConfigError(f"group {name!r} must name columns that are read, of numbers, of one dtype")
     return torch.from_numpy(np.stack(dense, axis=1))

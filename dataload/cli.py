@@ -24,8 +24,12 @@ WRONG_USE = 2
 INTERRUPTED = 130
 
 app = typer.Typer(
-    name="dataload", help="Data loading for PyTorch from S3.", no_args_is_help=True, rich_markup_mode=None,
-    pretty_exceptions_enable=False, add_completion=True,
+    name="dataload",
+    help="Data loading for PyTorch from S3.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=True,
 )
 
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the cache; default: the user's cache folder.")]
@@ -126,7 +130,9 @@ def evict(
 def demo(
     cache_dir: CacheDir = None,
     keep: Annotated[bool, typer.Option(help="Keep the cache for a second run.")] = False,
-    shuffled_labels: Annotated[bool, typer.Option(help="The control: labels at random, nothing to be learned.")] = False,
+    shuffled_labels: Annotated[
+        bool, typer.Option(help="The control: labels at random, nothing to be learned.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the order and of the model.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -151,7 +157,7 @@ def main() -> None:
         message, code = _explain(error)
         if message is None:
             raise
-        print(f"dataload: {message}", file=sys.stderr)
+        typer.echo(f"dataload: {message}", err=True)
     except KeyboardInterrupt:
         code = INTERRUPTED
     sys.exit(code or 0)
@@ -192,7 +198,7 @@ def _options(text: str | None) -> dict[str, Any]:
 
 
 def _print(figures: dict[str, Any], as_json: bool, text: str) -> None:
-    print(json.dumps(figures) if as_json else text)
+    typer.echo(json.dumps(figures) if as_json else text)
 
 
 @contextmanager

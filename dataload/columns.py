@@ -75,7 +75,9 @@ def check_types(schema: pa.Schema) -> None:
     for field in schema:
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
         if not (_is_number(kind) or _is_bytes(kind) or _is_numbers(kind)):
-            raise DataError(f"column {field.name!r} has type {field.type}, which batches cannot hold: leave it out with columns=")
+            raise DataError(
+                f"column {field.name!r} has type {field.type}, which batches cannot hold: leave it out with columns="
+            )
 
 
 def decode(table: pa.Table, fill_null: Any, where: str) -> dict[str, Column]:
@@ -123,7 +125,11 @@ def _bytes(column: pa.Array) -> Ragged:
     text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
     column = column.cast(pa.large_string() if text else pa.large_binary())
     _, offsets, data = column.buffers()
-    bounds = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1] if len(column) else np.zeros(1, np.int64)
+    bounds = (
+        np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+        if len(column)
+        else np.zeros(1, np.int64)
+    )
     values = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
     return Ragged(values, bounds, "string" if text else "binary")
 
@@ -135,8 +141,11 @@ def _is_number(kind: pa.DataType) -> bool:
 def _is_bytes(kind: pa.DataType) -> bool:
     types = pa.types
     return bool(
-        types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
-        or types.is_string(kind) or types.is_large_string(kind)
+        types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_fixed_size_binary(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
     )
 
 

@@ -26,7 +26,9 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     objects and their versions.
     """
 
-    def __init__(self, manifest: Manifest, blocks: Blocks, columns: Sequence[str] | None = None, fill_null: Any = None) -> None:
+    def __init__(
+        self, manifest: Manifest, blocks: Blocks, columns: Sequence[str] | None = None, fill_null: Any = None
+    ) -> None:
         manifest.check_columns(columns or ())
         self.manifest = manifest
         self.blocks = blocks

@@ -1,4 +1,4 @@
-"""What can go wrong, by whose fault it is. Every error is a `DataloadError` and also the standard type it is a case of."""
+"""What can go wrong. Every error is a `DataloadError`, and also the standard type that it is a case of."""
 
 
 class DataloadError(Exception):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from dataload.batch import map_tensors
+from dataload.batch import Rows, map_tensors
 from dataload.cache.config import CacheConfig
 from dataload.cache.local import LocalTier
 from dataload.columns import Array
@@ -22,6 +22,7 @@ from dataload.errors import ConfigError
 from dataload.manifest import Source
 from dataload.prefetch import Lookahead, run_ahead
 from dataload.samplers.keys import derive_key
+from dataload.samplers.order import Order, Shuffle
 from dataload.samplers.sharded import ShardedSampler
 from dataload.stats import LoaderStats, Stopwatch
 from dataload.world import World
@@ -33,11 +34,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """One batch to be made. cursor: rows of the epoch before its global batch; rows: int64 [B]."""
+    """One batch to be made. cursor: rows of the epoch before its global batch; rows: int64 [B].
 
-    epoch: int
+    key: of the random numbers of its transform; the same whoever makes it, and whenever.
+    """
+
     cursor: int
     rows: Array
+    key: int
 
 
 class Answer(NamedTuple):
@@ -63,9 +67,11 @@ class Requests(Iterable[Request]):
         return self._from(*self._start)
 
     def _from(self, epoch: int, cursor: int) -> Iterator[Request]:
-        for rows in self._sampler.batches(epoch, cursor):
-            yield Request(epoch, cursor, rows)
-            cursor += self._sampler.global_batch_size
+        sampler = self._sampler
+        for rows in sampler.batches(epoch, cursor):
+            key = derive_key("transform", sampler.seed, epoch, cursor, sampler.rank)
+            yield Request(cursor, rows, key)
+            cursor += sampler.global_batch_size
 
 
 class BatchMaker(torch.utils.data.Dataset[Answer]):
@@ -75,16 +81,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self,
         dataset: Dataset,
         *,
-        seed: int,
-        rank: int,
         ragged: str,
         group: Mapping[str, Sequence[str]] | None,
-        collate_fn: Callable[[Any], Any] | None,
+        collate_fn: Callable[[Rows], Any] | None,
         transform: Callable[..., Any] | None,
     ) -> None:
         self._dataset = dataset
-        self._seed = seed
-        self._rank = rank
         self._ragged = ragged
         self._group = group
         self._collate = collate_fn
@@ -94,15 +96,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def __getitem__(self, request: Request) -> Answer:
         rows = self._dataset.batch(request.rows, ragged=self._ragged, group=self._group)
         batch = rows.columns if self._collate is None else self._collate(rows)
-        return Answer(request.cursor, len(request.rows), self._transformed(batch, request))
-
-    def _transformed(self, batch: Any, request: Request) -> Any:
-        if self._transform is None:
-            return batch
-        if not self._wants_rng:
-            return self._transform(batch)
-        key = derive_key("transform", self._seed, request.epoch, request.cursor, self._rank)
-        return self._transform(batch, rng=np.random.Generator(np.random.Philox(key)))
+        if self._transform is not None:
+            rng = {"rng": np.random.Generator(np.random.Philox(request.key))} if self._wants_rng else {}
+            batch = self._transform(batch, **rng)
+        return Answer(request.cursor, len(request.rows), batch)
 
 
 class Loader(DataLoader[Any]):
@@ -110,6 +107,9 @@ class Loader(DataLoader[Any]):
 
     Notes: its position is that of the latest iterator, and counts what was handed out, not what was prefetched.
     """
+
+    dataset: Dataset
+    sampler: ShardedSampler
 
     def __init__(
         self,
@@ -175,10 +175,11 @@ class Loader(DataLoader[Any]):
                 stats.rows += answer.rows
                 stats.batches += 1
                 sampler.seek(epoch, answer.cursor + sampler.global_batch_size)
-                self._ended = epoch if sampler.cursor == sampler.num_rows else None
+                self._ended = epoch if sampler.finished else None
                 yield answer.batch
         watch.update()
-        self.set_epoch(epoch + 1)
+        if sampler.epoch == epoch:  # else somebody has set another meanwhile
+            self.set_epoch(epoch + 1)
 
     def _answers(self, epoch: int, cursor: int) -> Generator[Answer, None, None]:
         requests = self._requests.start_at(epoch, cursor)
@@ -197,7 +198,7 @@ class Loader(DataLoader[Any]):
 
     def _make(self, requests: Iterator[Request], epoch: int, cursor: int) -> Iterator[Answer]:
         rowstore = self.dataset.rowstore
-        needed = self.sampler.order.blocks_from(epoch, cursor)
+        needed = self.sampler.blocks_from(epoch, cursor)
         lookahead = Lookahead(needed, rowstore.prefetch, ahead=rowstore.capacity // 2)
         for request in requests:
             lookahead.touch(rowstore.owners(request.rows))
@@ -211,7 +212,7 @@ def make_loader(
     source: Source | Dataset,
     batch_size: int,
     *,
-    shuffle: bool | str = True,
+    shuffle: Shuffle | bool = True,
     seed: int = 0,
     drop_last: bool = False,
     window: int | None = None,
@@ -257,6 +258,7 @@ def make_loader(
     Raises ConfigError for arguments that cannot work, and what `make_dataset` raises.
     """
     world = World.detect(world)
+    nodes = world.num_nodes or 1
     if isinstance(source, Dataset):
         dataset = source
     else:
@@ -277,15 +279,13 @@ def make_loader(
         drop_last=drop_last,
         window=window,
         batch_size=batch_size,
-        num_streams=num_streams or world.num_nodes or 1,
-        num_nodes=world.num_nodes or 1,
+        num_streams=num_streams or nodes,
+        num_nodes=nodes,
         dataset_key=dataset.fingerprint.encode(),
     )
     check_room(dataset, sampler)
-    dataset.rowstore.capacity = 2 * sampler.order.window
-    maker = BatchMaker(
-        dataset, seed=seed, rank=world.rank, ragged=ragged, group=group, collate_fn=collate_fn, transform=transform
-    )
+    dataset.rowstore.capacity = 2 * drawn_on(sampler.order)
+    maker = BatchMaker(dataset, ragged=ragged, group=group, collate_fn=collate_fn, transform=transform)
     where = None if device is None else torch.device(device)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
@@ -302,23 +302,32 @@ def make_loader(
     )
 
 
+def drawn_on(order: Order) -> int:
+    """Row groups that batches draw on at a time: a window in every stream, or all of them."""
+    every = len(order.block_lengths)
+    return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams))
+
+
 def check_room(dataset: Dataset, sampler: ShardedSampler) -> None:
     """Raises ConfigError when the cache is too small for what the order needs at a time."""
     tier = dataset.blocks.tier
     if not isinstance(tier, LocalTier):
         return
+    order, limit = sampler.order, tier.limit
     sizes = sorted((group.bytes for group in dataset.row_groups), reverse=True)
-    window = sampler.order.window
-    if sampler.order.shuffle == "full":
-        need, what = sum(sizes), "shuffle='full' needs the whole dataset"
-    else:
-        need, what = sum(sizes[: 2 * window]), f"two windows of {window} row groups are needed at a time"
-    if tier.limit < need:
+    need = sum(sizes[: 2 * drawn_on(order)])
+    if limit >= need:
+        return
+    if order.shuffle == "full":
         raise ConfigError(
-            f"cache_bytes={tier.limit} is too small: {what}, {need} bytes; raise cache_bytes to {need} or more"
-            + ("" if sampler.order.shuffle == "full" else f", or lower window from {window}")
+            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset, {need} bytes; "
+            f"raise cache_bytes to {need} or more, or shuffle='block'"
         )
+    raise ConfigError(
+        f"cache_bytes={limit} is too small: two windows of {drawn_on(order)} row groups, {need} bytes, are needed "
+        f"at a time; raise cache_bytes to {need} or more, or lower window"
+    )
 
 
-def _as_it_is(answer: Answer) -> Answer:
+def _as_it_is(answer: Any) -> Any:
     return answer

@@ -27,7 +27,12 @@ class RowStore(ForkAware):
     """
 
     def __init__(
-        self, row_groups: Sequence[RowGroup], columns: Sequence[str], blocks: Blocks, capacity: int, fill_null: Any = None
+        self,
+        row_groups: Sequence[RowGroup],
+        columns: Sequence[str],
+        blocks: Blocks,
+        capacity: int,
+        fill_null: Any = None,
     ) -> None:
         super().__init__()
         self.capacity = capacity

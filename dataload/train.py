@@ -106,8 +106,6 @@ def fit(
             history.append(record)
             if checkpoint_dir is not None:
                 _save(parts, history, Path(checkpoint_dir, CHECKPOINT), world)
-        # DDP first: as the group's last holder it would join gloo's threads without giving them the GIL they wait for.
-        del shared, steps
     return history
 
 
@@ -270,7 +268,11 @@ def _set_generators(saved: dict[str, Any]) -> None:
 
 
 def _shared(model: nn.Module, device: torch.device) -> nn.Module:
-    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    shared = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    # Attributes are freed in this order. Were DDP's reducer the last to hold the group, it would join gloo's threads
+    # without giving up the GIL that they wait for, and hang.
+    shared.group = dist.group.WORLD  # type: ignore[assignment]
+    return shared
 
 
 @contextmanager

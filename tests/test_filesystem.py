@@ -42,7 +42,14 @@ def fs(bucket: Any, tmp_path: Path) -> TierCacheFileSystem:
 
 def test_any_range_is_right(fs: TierCacheFileSystem, bucket: Any) -> None:
     path = f"{bucket.name}/folder/data.bin"
-    for start, stop in [(0, 1), (0, BLOCK), (1, BLOCK + 1), (BLOCK - 1, 3 * BLOCK + 1), (0, len(DATA)), (500_000, 600_000)]:
+    for start, stop in [
+        (0, 1),
+        (0, BLOCK),
+        (1, BLOCK + 1),
+        (BLOCK - 1, 3 * BLOCK + 1),
+        (0, len(DATA)),
+        (500_000, 600_000),
+    ]:
         assert fs.cat_file(path, start=start, end=stop) == DATA[start:stop]
     assert fs.cat_file(path, start=-7) == DATA[-7:]
     assert fs.cat_file(path, end=-7) == DATA[:-7]
@@ -77,7 +84,9 @@ def test_text_mode(fs: TierCacheFileSystem, bucket: Any) -> None:
 def test_listing(fs: TierCacheFileSystem, bucket: Any) -> None:
     name = bucket.name
     assert fs.ls(f"{name}/folder", detail=False) == [
-        f"{name}/folder/data.bin", f"{name}/folder/deep", f"{name}/folder/empty.bin",
+        f"{name}/folder/data.bin",
+        f"{name}/folder/deep",
+        f"{name}/folder/empty.bin",
     ]
     assert fs.find(name) == [f"{name}/folder/data.bin", f"{name}/folder/deep/other.bin", f"{name}/folder/empty.bin"]
     assert fs.glob(f"{name}/folder/*.bin") == [f"{name}/folder/data.bin", f"{name}/folder/empty.bin"]

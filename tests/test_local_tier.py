@@ -83,7 +83,7 @@ def stop_in_fill(path: str, ready: Any) -> None:
 
 
 def stop_before_rename(path: str, ready: Any) -> None:
-    os.rename = lambda *_: (ready.set(), signal.pause())
+    Path.rename = lambda *_: (ready.set(), signal.pause())
     put(LocalTier(path), "a")
 
 

@@ -14,7 +14,9 @@ from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.manifest import Manifest
 
 
-def test_files_row_groups_and_rows_come_in_order(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+def test_files_row_groups_and_rows_come_in_order(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
     dataset = make_dataset(dataset_of([[3, 4], [5], [0, 2]]), storage_options=bucket.options, cache=cache)
     assert [(group.number, group.rows) for group in dataset.row_groups][:3] == [(0, 3), (1, 4), (0, 5)]
     assert len(dataset) == dataset.num_rows == 14
@@ -22,7 +24,9 @@ def test_files_row_groups_and_rows_come_in_order(bucket: Any, dataset_of: Callab
     assert dataset.schema.names == ["row_id", "half", "vector", "text"]
 
 
-def test_a_file_a_folder_a_glob_and_a_list_name_the_same(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+def test_a_file_a_folder_a_glob_and_a_list_name_the_same(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
     url = dataset_of([[3], [4]])
     sources = [url, f"{url}/*.parquet", [f"{url}/part-001.parquet", f"{url}/part-000.parquet"], [url, url]]
     found = {make_dataset(source, storage_options=bucket.options, cache=cache).fingerprint for source in sources}
@@ -41,7 +45,9 @@ def test_footers_are_read_once_a_host(bucket: Any, dataset_of: Callable[..., str
     assert second.manifest == first.manifest
 
 
-def test_a_changed_object_changes_the_fingerprint(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+def test_a_changed_object_changes_the_fingerprint(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
     before = make_dataset(dataset_of([[3], [4]]), storage_options=bucket.options, cache=cache)
     after = make_dataset(dataset_of([[3], [5]]), storage_options=bucket.options, cache=cache)
     assert after.fingerprint != before.fingerprint
@@ -61,7 +67,9 @@ def test_long_footers(bucket: Any, cache: CacheConfig) -> None:
     assert len(dataset.schema) == 500
 
 
-def test_hidden_and_folder_objects_are_passed_over(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+def test_hidden_and_folder_objects_are_passed_over(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
     url = dataset_of([[3]])
     for key in ("data/_SUCCESS", "data/.part.crc", "data/_temporary/x.parquet", "data/"):
         bucket.put(key, b"")
@@ -94,7 +102,9 @@ def refused(error: type[Exception], says: str, *args: Any, **kwargs: Any) -> Non
 
 
 def test_a_missing_bucket(bucket: Any, cache: CacheConfig) -> None:
-    refused(OriginNotFound, "no-such-bucket.*check", "s3://no-such-bucket/x", storage_options=bucket.options, cache=cache)
+    refused(
+        OriginNotFound, "no-such-bucket.*check", "s3://no-such-bucket/x", storage_options=bucket.options, cache=cache
+    )
 
 
 def test_an_empty_prefix(bucket: Any, cache: CacheConfig) -> None:
@@ -103,7 +113,9 @@ def test_an_empty_prefix(bucket: Any, cache: CacheConfig) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"PAR1", b"a,b\n1,2\n", b"x" * 100_000])
-def test_a_file_that_is_no_parquet(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, body: bytes) -> None:
+def test_a_file_that_is_no_parquet(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, body: bytes
+) -> None:
     url = dataset_of([[3]])
     bucket.put("data/notes.csv", body)
     refused(DataError, r"notes\.csv is not a Parquet file", url, storage_options=bucket.options, cache=cache)
@@ -128,7 +140,13 @@ def test_a_parquet_file_cut_short(bucket: Any, cache: CacheConfig) -> None:
 def test_schemas_that_differ(bucket: Any, cache: CacheConfig, other: dict[str, Any], says: str) -> None:
     bucket.put_table("data/0.parquet", pa.table({"a": [1], "b": ["x"]}))
     bucket.put_table("data/1.parquet", pa.table(other))
-    refused(DataError, rf"1\.parquet and .*0\.parquet.*{says}", bucket.url("data"), storage_options=bucket.options, cache=cache)
+    refused(
+        DataError,
+        rf"1\.parquet and .*0\.parquet.*{says}",
+        bucket.url("data"),
+        storage_options=bucket.options,
+        cache=cache,
+    )
 
 
 def test_a_column_that_does_not_exist(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
@@ -141,7 +159,9 @@ def test_a_column_that_does_not_exist(bucket: Any, dataset_of: Callable[..., str
 def test_an_unwritable_cache(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     unwritable = CacheConfig(cache_dir=str(tmp_path / "file" / "cache"))
-    refused(ConfigError, "file/cache cannot be used", dataset_of([[3]]), storage_options=bucket.options, cache=unwritable)
+    refused(
+        ConfigError, "file/cache cannot be used", dataset_of([[3]]), storage_options=bucket.options, cache=unwritable
+    )
 
 
 def test_a_type_that_batches_cannot_hold(bucket: Any, cache: CacheConfig) -> None:
@@ -155,4 +175,3 @@ def test_a_type_that_batches_cannot_hold(bucket: Any, cache: CacheConfig) -> Non
 def test_a_source_that_names_nothing(source: Any, cache: CacheConfig) -> None:
     with pytest.raises(ConfigError):
         make_dataset(source, cache=cache)
-

@@ -12,8 +12,10 @@ from dataload.world import World, read_environment
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 
 
@@ -51,7 +53,9 @@ def test_a_rank_that_cannot_be_told_is_an_error(environment: dict[str, str]) -> 
         read_environment(environment)
 
 
-@pytest.mark.parametrize(("world", "nodes"), [(World(), 1), (World(0, 8, 0, 4), 2), (World(0, 8), None), (World(0, 6, 0, 4), None)])
+@pytest.mark.parametrize(
+    ("world", "nodes"), [(World(), 1), (World(0, 8, 0, 4), 2), (World(0, 8), None), (World(0, 6, 0, 4), None)]
+)
 def test_nodes(world: World, nodes: int | None) -> None:
     assert world.num_nodes == nodes
 
@@ -102,5 +106,7 @@ def test_torch_loads_late(light: str) -> None:
 
 
 def test_import_dataload_pulls_in_nothing() -> None:
-    program = "import sys, dataload; assert not {'numpy', 'fsspec', 'lmdb', 'pyarrow'} & set(sys.modules); dir(dataload)"
+    program = (
+        "import sys, dataload; assert not {'numpy', 'fsspec', 'lmdb', 'pyarrow'} & set(sys.modules); dir(dataload)"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,91 @@
+"""The order of one epoch: row groups shuffled within their streams, rows shuffled within windows of row groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.samplers.keys import derive_key
+from dataload.samplers.lru import LRU
+from dataload.samplers.permutation import KeyedPermutation
+from dataload.samplers.placement import Placement
+from dataload.samplers.window import Window
+
+Int64 = npt.NDArray[np.int64]
+
+GLANCE = 2048  # rows looked at together when asking which row groups they are from
+
+
+class EpochOrder:
+    """Which row is at which place of the streams, in the epoch that (seed, epoch) draws.
+
+    Notes: holds O(row groups); a window's permutation is made when a row of it is asked for.
+    """
+
+    def __init__(self, placement: Placement, seed: int, epoch: int) -> None:
+        self._placement = placement
+        self._seed = seed
+        self._epoch = epoch
+        pieces = np.concatenate([self._shuffled(stream) for stream in range(len(placement.pieces) - 1)])
+        self._starts = np.concatenate(([0], np.cumsum(placement.length[pieces])))
+        self._first = placement.first[pieces]
+        self._window_starts = self._starts[placement.windows]
+        # Batches go through all streams at once, each of which is in a window or about to enter the next.
+        self._windows: LRU[int, Window] = LRU(2 * len(placement.cuts))
+
+    def rows(self, places: Int64) -> Int64:
+        """The rows at these places: int64, of the same length. Fastest where places ascend."""
+        if (places[1:] < places[:-1]).any():
+            ascending = np.argsort(places)
+            rows = np.empty_like(places)
+            rows[ascending] = self.rows(places[ascending])
+            return rows
+        rows = np.empty_like(places)
+        done = 0
+        while done < len(places):
+            window = self._window_at(places[done])
+            end = done + int(np.searchsorted(places[done:], self._window_starts[window + 1]))
+            rows[done:end] = self._windows.get(window, self._window).rows(
+                places[done:end] - self._window_starts[window]
+            )
+            done = end
+        return rows
+
+    def first_needs(self, place: int, end: int, starts: Int64) -> Iterator[tuple[int, int]]:
+        """(place, row group) where places from `place` to `end`, of one stream, first need each row group.
+
+        starts: the first row of each row group and the number of rows, as for `place`. Ascending. Looks at a window
+        only until all its row groups have shown up.
+        """
+        while place < end:
+            window = self._window_at(place)
+            window_end = int(self._window_starts[window + 1])
+            size = int(self._placement.windows[window + 1] - self._placement.windows[window])
+            seen: set[int] = set()
+            while place < window_end and len(seen) < size:
+                rows = self.rows(np.arange(place, min(place + GLANCE, window_end)))
+                groups, firsts = np.unique(np.searchsorted(starts, rows, "right") - 1, return_index=True)
+                for first, group in sorted(zip(firsts.tolist(), groups.tolist(), strict=True)):
+                    if group not in seen:
+                        seen.add(group)
+                        yield place + first, group
+                place += len(rows)
+            place = window_end
+
+    def _window_at(self, place: int) -> int:
+        return int(np.searchsorted(self._window_starts, place, "right")) - 1
+
+    def _shuffled(self, stream: int) -> Int64:
+        """The stream's pieces in this epoch's order."""
+        first, end = self._placement.pieces[stream : stream + 2].tolist()
+        key = derive_key("row groups", self._seed, self._epoch, stream)
+        pieces: Int64 = first + KeyedPermutation(end - first, key)[:]
+        return pieces
+
+    def _window(self, number: int) -> Window:
+        first, end = self._placement.windows[number : number + 2].tolist()
+        stream = int(np.searchsorted(self._placement.first_windows, number, "right")) - 1
+        key = derive_key("rows", self._seed, self._epoch, stream, number - int(self._placement.first_windows[stream]))
+        return Window(self._first[first:end], self._starts[first : end + 1] - self._starts[first], key)

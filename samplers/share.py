@@ -1,0 +1,103 @@
+"""One rank's share of an epoch: which positions are its batches, where they end, and what pads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.samplers.split import batch_slice, is_local, stream_owners
+
+Int64 = npt.NDArray[np.int64]
+
+RUN_ROWS = 1 << 14  # rows worked out together: enough to hide numpy's overheads, few enough for the CPU's cache
+
+
+@dataclass(frozen=True)
+class Share:
+    """Rank `rank`'s share of global batches of num_replicas * batch_size consecutive positions.
+
+    Each global batch is sorted by (node that owns the stream, stream, position) and cut into equal slices, one a rank,
+    so that ranks of one node meet few row groups that others meet. The last, partial batch of m rows gives each rank
+    ceil(m / num_replicas) rows, padded at its end by the first positions of the epoch, or is dropped (drop_last).
+    """
+
+    num_replicas: int
+    rank: int
+    batch_size: int
+    drop_last: bool = False
+    num_streams: int = 1
+    num_nodes: int = 1
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.num_replicas * self.batch_size
+
+    def num_batches(self, rows: int) -> int:
+        """Batches of each rank when so many rows are left."""
+        full, tail = divmod(rows, self.global_batch_size)
+        return full + (1 if tail and not self.drop_last else 0)
+
+    def num_samples(self, rows: int) -> int:
+        """Rows of each rank, padding included, when so many rows are left."""
+        full, tail = divmod(rows, self.global_batch_size)
+        return full * self.batch_size + self._tail_size(tail)
+
+    def padding(self, rows: int) -> int:
+        """How many of this rank's rows are padding, at the end, when so many rows are left."""
+        tail = rows % self.global_batch_size
+        size = self._tail_size(tail)
+        return min(size, max(0, (self.rank + 1) * size - tail))
+
+    def node_streams(self) -> list[int]:
+        """The streams that full batches of this rank's node draw on: its own where streams are local, else all."""
+        if not is_local(self.num_streams, self.num_nodes, self.num_replicas, self.batch_size):
+            return list(range(self.num_streams))
+        node = self.rank * self.num_nodes // self.num_replicas
+        own: list[int] = np.flatnonzero(self._owners == node).tolist()
+        return own
+
+    def runs(self, start: int, n: int) -> Iterator[Int64]:
+        """The rank's positions from position `start` to the end of an epoch of n, several batches at a time.
+
+        Each run is int64 [batches, batch_size]; the last may be [1, rows of the partial batch].
+        """
+        full, tail = divmod(n - start, self.global_batch_size)
+        pattern, period = self._pattern(start, full)
+        step = max(1, RUN_ROWS // self.batch_size)
+        for first in range(0, full, step):
+            repeats, batches = np.divmod(np.arange(first, min(first + step, full)), len(pattern))
+            yield pattern[batches] + repeats[:, None] * period
+        if tail and not self.drop_last:
+            yield self._tail(n - tail, n)[None]
+
+    def _pattern(self, start: int, full: int) -> tuple[Int64, int]:
+        """Positions of the first few batches, and after how many positions the same ones come again, so much higher."""
+        size, low = self.global_batch_size, self.rank * self.batch_size
+        batches = min(full, self.num_streams // math.gcd(self.num_streams, size))
+        slices = [
+            batch_slice(start + t * size, size, self._by_owner, low, low + self.batch_size) for t in range(batches)
+        ]
+        return np.array(slices), batches * size
+
+    def _tail(self, start: int, n: int) -> Int64:
+        size = self._tail_size(n - start)
+        low, high = min(self.rank * size, n - start), min((self.rank + 1) * size, n - start)
+        pads = np.arange(size - (high - low)) + max(0, self.rank * size - (n - start))
+        return np.concatenate((batch_slice(start, n - start, self._by_owner, low, high), pads % n))
+
+    def _tail_size(self, tail: int) -> int:
+        return 0 if self.drop_last else -(-tail // self.num_replicas)
+
+    @cached_property
+    def _owners(self) -> Int64:
+        return stream_owners(self.num_streams, self.num_nodes)
+
+    @cached_property
+    def _by_owner(self) -> Int64:
+        """Streams, sorted by the nodes that own them."""
+        return np.argsort(self._owners, kind="stable")

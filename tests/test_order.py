@@ -1,0 +1,315 @@
+"""The order's arithmetic, against the scheme written out in loops and lists."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import tracemalloc
+from itertools import groupby, islice
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dataload.errors import ConfigError
+from dataload.samplers.keys import derive_key
+from dataload.samplers.order import Order, default_window
+from dataload.samplers.permutation import KeyedPermutation
+from dataload.samplers.quality import shuffle_quality
+from dataload.samplers.sharded import ShardedSampler
+
+
+def permuted(items, *key):
+    return [items[index] for index in KeyedPermutation(len(items), derive_key(*key))[:].tolist()]
+
+
+def reference_rows(lengths, epoch, shuffle="block", seed=0, window=16, num_streams=1, dataset_key=b""):
+    """The rows of an epoch, position by position."""
+    blocks = [list(range(sum(lengths[:block]), sum(lengths[: block + 1]))) for block in range(len(lengths))]
+    if shuffle is False:
+        return sum(blocks, [])
+    line = [(number, row) for number, block in enumerate(permuted(blocks, "placement", dataset_key)) for row in block]
+    n, streams = len(line), []
+    for s in range(num_streams):
+        size = math.ceil((n - s) / num_streams)
+        mine, line = line[:size], line[size:]
+        pieces = [[row for _, row in piece] for _, piece in groupby(mine, key=lambda numbered: numbered[0])]
+        pieces = permuted(pieces, "row groups", seed, epoch, s)
+        widest = max(1, window // num_streams) if shuffle == "block" else len(pieces)
+        width, number, stream = (1 if shuffle == "block" else widest), 0, []
+        while pieces:
+            stream += permuted(sum(pieces[:width], []), "rows", seed, epoch, s, number)
+            pieces, width, number = pieces[width:], min(2 * width, widest), number + 1
+        streams.append(stream)
+    return [streams[p % num_streams][p // num_streams] for p in range(n)]
+
+
+def reference_batches(n, start, num_streams, num_nodes, num_replicas, batch_size, drop_last):
+    """Positions of each rank's batches, and how many of its last are padding."""
+    owner = [0] * num_streams
+    for new in range(1, num_nodes):
+        for node in range(new):
+            held = [s for s in range(num_streams) if owner[s] == node]
+            for s in held[math.ceil(max(0, num_streams - node) / (new + 1)) :]:
+                owner[s] = new
+    batches, padding = [[] for _ in range(num_replicas)], [0] * num_replicas
+    for first in range(start, n, num_replicas * batch_size):
+        rows = range(first, min(first + num_replicas * batch_size, n))
+        share = math.ceil(len(rows) / num_replicas)
+        if share * num_replicas != num_replicas * batch_size and drop_last:
+            break
+        batch = sorted(rows, key=lambda p: (owner[p % num_streams], p % num_streams, p))
+        if len(batch) < num_replicas * batch_size and drop_last:
+            break
+        batch = [(p, 0) for p in batch] + [(p % n, 1) for p in range(share * num_replicas - len(batch))]
+        for r in range(num_replicas):
+            batches[r].append([p for p, _ in batch[r * share : (r + 1) * share]])
+            padding[r] += sum(pad for _, pad in batch[r * share : (r + 1) * share])
+    return batches, padding
+
+
+LENGTHS = st.lists(st.integers(0, 9) | st.sampled_from([0, 1, 30]), max_size=14)
+ORDERS = st.fixed_dictionaries(
+    {
+        "shuffle": st.sampled_from(["block", "block", "full", False]),
+        "seed": st.integers(-3, 2**40),
+        "window": st.integers(1, 20),
+        "num_streams": st.integers(1, 6),
+        "dataset_key": st.binary(max_size=3),
+    }
+)
+CASES = settings(max_examples=250, deadline=None, derandomize=True, database=None)
+
+
+@CASES
+@given(LENGTHS, ORDERS, st.integers(0, 5), st.randoms(use_true_random=False))
+def test_rows_are_those_of_the_scheme(lengths, arguments, epoch, random):
+    expected = reference_rows(lengths, epoch, **arguments)
+    order = Order(lengths, **arguments)
+    assert order.n == len(expected)
+    assert sorted(expected) == list(range(order.n))
+    assert order.rows(epoch, np.arange(order.n)).tolist() == expected
+    some = random.choices(range(order.n), k=20) if expected else []
+    assert order.rows(epoch, np.array(some, np.int64)).tolist() == [expected[position] for position in some]
+
+
+@CASES
+@given(LENGTHS, ORDERS, st.integers(0, 5), st.randoms(use_true_random=False))
+def test_blocks_come_when_first_needed(lengths, arguments, epoch, random):
+    rows = reference_rows(lengths, epoch, **arguments)
+    block_of = [block for block, length in enumerate(lengths) for _ in range(length)]
+    order = Order(lengths, **arguments)
+    start = random.randint(0, order.n)
+    assert list(order.blocks_from(epoch, start)) == list(dict.fromkeys(block_of[row] for row in rows[start:]))
+    streams = sorted(random.sample(range(order.num_streams), random.randint(1, order.num_streams)))
+    needed = [block_of[rows[p]] for p in range(start, order.n) if p % order.num_streams in streams]
+    assert list(order.blocks_from(epoch, start, streams)) == list(dict.fromkeys(needed))
+
+
+@CASES
+@given(
+    LENGTHS,
+    ORDERS,
+    st.integers(0, 5),
+    st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 5), st.booleans()),
+    st.floats(0, 1),
+)
+@example(
+    [3, 3], {"shuffle": "block", "seed": 0, "window": 2, "num_streams": 5, "dataset_key": b""}, 0, (2, 9, 1, False), 0
+)
+@example(
+    [40_000, 30_000],
+    {"shuffle": "block", "seed": 0, "window": 6, "num_streams": 3, "dataset_key": b""},
+    1,
+    (3, 2, 7, False),
+    0.1,
+)
+def test_ranks_get_their_slices_from_any_cursor(lengths, arguments, epoch, world, where):
+    """A state taken by one process goes on in any world, with any streams, from any row."""
+    num_nodes, num_replicas, batch_size, drop_last = world
+    rows = reference_rows(lengths, epoch, **arguments)
+    before = ShardedSampler(lengths, 1, 0, **arguments)
+    before.seek(epoch, int(where * len(rows)))
+    state = json.loads(json.dumps(before.state_dict()))
+    num_streams = 1 if arguments["shuffle"] is False else arguments["num_streams"]
+    batches, padding = reference_batches(len(rows), before.cursor, num_streams, *world)
+    for rank in range(num_replicas):
+        sampler = ShardedSampler(
+            lengths,
+            num_replicas,
+            rank,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            num_nodes=num_nodes,
+            dataset_key=arguments["dataset_key"],
+        )
+        sampler.load_state_dict(state)
+        expected = [[rows[position] for position in batch] for batch in batches[rank]]
+        assert [batch.tolist() for batch in sampler.batches()] == expected
+        assert sampler.padding_from(sampler.cursor) == padding[rank]
+        assert sampler.finished == (not expected)
+
+
+def test_the_order_is_golden():
+    order = Order([3, 0, 5, 1, 4, 2], window=2, num_streams=2, seed=7, dataset_key=b"k")
+    assert order.rows(3, range(15)).tolist() == [14, 12, 13, 11, 8, 6, 1, 5, 0, 3, 2, 7, 9, 4, 10]
+    order = Order([3, 0, 5, 1, 4, 2], shuffle="full", seed=7, dataset_key=b"k")
+    assert order.rows(3, range(15)).tolist() == [4, 9, 2, 10, 11, 1, 12, 7, 3, 6, 13, 5, 14, 0, 8]
+
+
+@pytest.mark.parametrize("shuffle", ["block", "full"])
+def test_epochs_and_seeds_are_unrelated(shuffle):
+    lengths, positions = [50] * 40, np.arange(2000)
+    drawn = {
+        tuple(Order(lengths, shuffle=shuffle, seed=seed).rows(epoch, positions))
+        for seed in (0, 1, 2)
+        for epoch in (0, 1, 2)
+    }
+    assert len(drawn) == 9
+
+
+def test_windows_begin_small_and_grow():
+    """The first batch needs one row group, the next two, and so on; each window is finished before the next."""
+    order = Order([10] * 40, window=8)
+    blocks = order.rows(0, np.arange(400)) // 10
+    borders = [0, 1, 3, 7, 15, 23, 31, 39, 40]
+    for first, end in zip(borders, borders[1:], strict=False):
+        assert len(set(blocks[10 * first : 10 * end].tolist())) == end - first
+
+
+def test_a_stream_keeps_its_row_groups_whatever_the_seed_and_epoch():
+    lengths = [10, 20, 30, 40] * 6
+
+    def held(stream, dataset_key=b"", **arguments):
+        order = Order(lengths, num_streams=3, dataset_key=dataset_key, **arguments)
+        return {epoch: frozenset(order.rows(epoch, np.arange(stream, order.n, 3)).tolist()) for epoch in range(3)}
+
+    for stream in range(3):
+        streams = [held(stream), held(stream, seed=1), held(stream, window=2), held(stream, shuffle="full")]
+        assert len({rows for epochs in streams for rows in epochs.values()}) == 1
+    assert held(0)[0] != held(0, dataset_key=b"other")[0]
+
+
+def test_default_window():
+    assert default_window([5] * 100) == 16
+    assert default_window([5] * 3) == 3
+    assert default_window([]) == 1
+    assert Order([5] * 100).window == 16
+
+
+def test_true_is_block():
+    assert Order([9] * 9, shuffle=True).rows(0, range(81)).tolist() == Order([9] * 9).rows(0, range(81)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shuffle": "blocks"}, "shuffle='blocks'"),
+        ({"shuffle": None}, "shuffle=None"),
+        ({"window": 0}, "window=0"),
+        ({"num_streams": 0}, "num_streams=0"),
+        ({"block_lengths": [3, -1]}, "block_lengths"),
+    ],
+)
+def test_arguments_that_cannot_work(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Order(**{"block_lengths": [3, 4], **arguments})
+
+
+@pytest.mark.parametrize("shuffle", ["block", "full", False])
+def test_positions_outside_the_epoch(shuffle):
+    order = Order([3, 4], shuffle=shuffle)
+    for position in (-1, 7):
+        with pytest.raises(IndexError):
+            order.rows(0, np.array([0, position]))
+    for position in (-1, 8):
+        with pytest.raises(IndexError):
+            order.blocks_from(0, position)
+    assert list(order.blocks_from(0, 7)) == []
+
+
+def test_a_billion_rows_cost_little_memory_anywhere():
+    lengths = np.full(200_000, 5_000)
+    tracemalloc.start()
+    order = Order(lengths)
+    first = order.rows(0, np.arange(16_384))
+    later = order.rows(0, np.arange(500_000_000, 500_016_384))
+    ahead = list(islice(order.blocks_from(0, 999_000_000), 20))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+    assert len(np.unique(np.concatenate((first, later)))) == 2 * 16_384
+    assert len(set(ahead)) == 20
+
+
+def test_pickled_and_shared_between_threads():
+    order = Order([70] * 60, num_streams=4)
+    expected = order.rows(1, np.arange(order.n))
+    assert np.array_equal(pickle.loads(pickle.dumps(order)).rows(1, np.arange(order.n)), expected)
+    shared, results = Order([70] * 60, num_streams=4), []
+
+    def walk():
+        results.append(np.concatenate([shared.rows(1, np.arange(p, p + 60)) for p in range(0, order.n, 60)]))
+
+    threads = [threading.Thread(target=walk) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert all(np.array_equal(result, expected) for result in results)
+
+
+def test_importing_the_arithmetic_does_not_import_torch():
+    code = (
+        "import sys, dataload.samplers, dataload.samplers.order, dataload.samplers.share, dataload.samplers.quality;"
+        "dataload.samplers.Permutation(9, 0, 0)[:]; dataload.samplers.shuffle_quality;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("window", "num_streams"), [(1, 1), (4, 1), (20, 1), (16, 4)])
+def test_quality_is_what_the_formula_says(window, num_streams):
+    """Variance ratio 1 + (b - 1) (1 - m / M) / m."""
+    lengths, batch_size = [200] * 200, 32
+    order = Order(lengths, window=window, num_streams=num_streams)
+    quality = shuffle_quality(order, lengths, batch_size)
+    expected = 1 + (batch_size - 1) * (1 - window / 200) / window
+    assert quality.variance_ratio == pytest.approx(expected, rel=0.15)
+    assert quality.adjacency < 0.02
+    assert quality.exactly_once
+
+
+def test_quality_of_the_extremes():
+    lengths = [100] * 50
+    full = shuffle_quality(Order(lengths, shuffle="full").rows(4, range(5000)), lengths, 50)
+    assert full.variance_ratio == pytest.approx(1, abs=0.1)
+    assert full.adjacency < 0.002
+    in_file_order = shuffle_quality(range(5000), lengths, 50)
+    assert in_file_order.adjacency == 1
+    assert in_file_order.variance_ratio == pytest.approx(50, rel=0.05)
+    assert in_file_order.exactly_once
+    assert not shuffle_quality([*range(4999), 0], lengths, 50).exactly_once
+    assert not shuffle_quality(range(4999), lengths, 50).exactly_once
+    assert not shuffle_quality([*range(4999), 5000], lengths, 50).exactly_once
+    assert shuffle_quality([], [], 50).exactly_once
+
+
+def test_variance_ratio_written_out():
+    lengths, batch_size = [7, 0, 12, 1, 5], 4
+    rows = Order(lengths, seed=3).rows(0, range(25))
+    block_of = [block for block, length in enumerate(lengths) for _ in range(length)]
+    observed = expected = 0.0
+    for first in range(0, 25, batch_size):
+        batch = [block_of[row] for row in rows[first : first + batch_size]]
+        for block, length in enumerate(lengths):
+            share = length / 25
+            observed += (batch.count(block) - len(batch) * share) ** 2
+            expected += len(batch) * share * (1 - share) * (25 - len(batch)) / 24
+    assert shuffle_quality(rows, lengths, batch_size).variance_ratio == pytest.approx(observed / expected)

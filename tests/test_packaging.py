@@ -1,0 +1,73 @@
+"""The wheel holds everything, and what it holds can be imported."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    subprocess.run([*command, folder, source], check=True, capture_output=True)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_module(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    wanted = {"dataload/py.typed"}
+    for folder, place in ((".", "dataload"), ("cache", "dataload/cache"), ("samplers", "dataload/samplers")):
+        base = ROOT / ("dataload" if folder == "." else folder)
+        wanted |= {f"{place}/{path.name}" for path in base.glob("*.py")}
+    wanted |= {f"dataload/demo/{path.name}" for path in (ROOT / "dataload" / "demo").glob("*.py")}
+    assert held == wanted
+
+
+def test_it_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "env", with_pip=False)
+    python = tmp_path / "env" / "bin" / "python"
+    site = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", site, wheel]
+    subprocess.run(install, check=True, capture_output=True)
+
+    def run(program: str) -> str:
+        return subprocess.run([python, "-c", program], check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+
+    # On its own, without a single dependency: the light half.
+    run("import dataload, dataload.errors, dataload.cache, dataload.samplers, sys; assert 'torch' not in sys.modules")
+    # With the dependencies of this environment, but not its checkout: the rest.
+    (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    where = run(
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)];"
+        "import dataload.loader, dataload.cache.filesystem, dataload.samplers.sharded, fsspec;"
+        "assert fsspec.get_filesystem_class('tiercache') is dataload.cache.filesystem.TierCacheFileSystem;"
+        "print(dataload.__file__, dataload.cache.__file__, dataload.samplers.__file__)"
+    )
+    assert all(place.startswith(site) for place in where.split())
+
+
+def test_the_folders_are_flat_and_linked() -> None:
+    for name in ("cache", "samplers"):
+        assert (ROOT / "dataload" / name).is_symlink()
+        assert (ROOT / "dataload" / name).readlink() == Path("..") / name
+        assert not [path for path in (ROOT / name).iterdir() if path.is_dir() and path.name != "__pycache__"]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dataload.prefetch import Lookahead, run_ahead
+
+
+def test_items_come_in_order() -> None:
+    assert list(run_ahead(range(100), depth=3)) == list(range(100))
+    assert list(run_ahead([], depth=3)) == []
+    assert list(run_ahead([None, 1], depth=1)) == [None, 1]
+
+
+def test_it_runs_ahead_so_far_and_no_further() -> None:
+    made: list[int] = []
+    three = threading.Event()
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            made.append(number)
+            if number == 2:
+                three.set()
+            yield number
+
+    ahead = run_ahead(items(), depth=3)
+    assert next(ahead) == 0
+    assert three.wait(30)
+    ahead.close()
+    assert len(made) <= 5  # one taken, three ready, and perhaps one in the making
+
+
+def test_an_error_arrives_in_its_place() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken")
+
+    ahead = run_ahead(items(), depth=5)
+    assert next(ahead) == 1
+    with pytest.raises(ValueError, match="broken"):
+        next(ahead)
+    assert list(ahead) == []
+
+
+def test_closing_waits_for_the_thread() -> None:
+    before = threading.active_count()
+    closed = threading.Event()
+
+    def items() -> Iterator[int]:
+        try:
+            while True:
+                yield 1
+        finally:
+            closed.set()
+
+    ahead = run_ahead(items(), depth=2)
+    next(ahead)
+    assert threading.active_count() == before + 1
+    ahead.close()
+    assert threading.active_count() == before
+    del ahead
+    assert closed.is_set()
+
+
+def test_lookahead_asks_in_order_and_stays_ahead() -> None:
+    asked: list[int] = []
+    lookahead = Lookahead(iter([5, 3, 8, 1, 9]), asked.extend, ahead=2)
+    assert asked == []
+    lookahead.touch([5])
+    assert asked == [5, 3, 8]
+    lookahead.touch([5])
+    assert asked == [5, 3, 8]
+    lookahead.touch([5, 3])
+    assert asked == [5, 3, 8, 1]
+    lookahead.touch([8, 1])
+    assert asked == [5, 3, 8, 1, 9]
