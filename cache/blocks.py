@@ -76,9 +76,7 @@ class Blocks(ForkAware):
 
     def fill(self, obj: Object) -> list[Future[int]]:
         """Start fetching the blocks of an object that are not kept yet; the bytes of each, when it is there."""
-        return [
-            self._executor().submit(lambda n=number: len(self._block(obj, n))) for number in self._numbers(0, obj.size)
-        ]
+        return [self._executor().submit(self._size_of, obj, number) for number in self._numbers(0, obj.size)]
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process; see `TierCacheFileSystem.stats`."""
@@ -116,6 +114,9 @@ class Blocks(ForkAware):
             allocate(len(data))[:] = data
 
         return self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fetch)
+
+    def _size_of(self, obj: Object, number: int) -> int:
+        return len(self._block(obj, number))  # Not the block: a process may hold only so many maps at a time.
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._pool is None:

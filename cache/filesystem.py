@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
 import fsspec
@@ -14,7 +15,7 @@ from dataload.cache.origin import Origin, connect, version_of
 from dataload.errors import ConfigError
 
 
-class TierCacheFileSystem(ChainedFileSystem):
+class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A read-only view of another filesystem whose bytes are fetched once a host.
 
     target_protocol, target_options: the origin as fsspec names it, such as "s3" and {"anon": True}; or
@@ -74,7 +75,9 @@ class TierCacheFileSystem(ChainedFileSystem):
 
     def _path(self, path: Any) -> Any:
         """`path`, or each of a list, in the form that the origin's filesystem uses."""
-        return self.fs._strip_protocol(type(self)._strip_protocol(path))
+        if isinstance(path, list):
+            return [self._path(one) for one in path]
+        return self.blocks.origin.path_of(os.fspath(path).removeprefix("tiercache://"))
 
     def unstrip_protocol(self, name: str) -> str:
         return str(self.fs.unstrip_protocol(name))

@@ -62,8 +62,9 @@ def evict(folder: CacheFolder, *, path: str | None = None, keep_bytes: int = 0) 
         folder.index.evict(keep_bytes, folder.unlink)
     else:
         below = (f"{path.rstrip('/')}/", f"{path}#")
-        for row in [row for row in folder.index.rows() if row.name.startswith(below)]:
-            _removed(folder, row.digest, really=True)
+        for row in folder.index.rows():
+            if row.name.startswith(below):
+                _removed(folder, row.digest, really=True)
     return before - folder.index.used_bytes()
 
 

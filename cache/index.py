@@ -74,11 +74,11 @@ class Index(ForkAware):
             row = txn.get(digest, db=self._rows)
         return None if row is None else _ROW.unpack_from(row)[0]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> list[Row]:
         """All rows, those used longest ago first; a snapshot."""
         with self._transaction() as txn:
             found = [self._row(txn, key[_STAMP.size :]) for key in txn.cursor(self._order).iternext(values=False)]
-        yield from found
+        return [row for row in found if row is not None]
 
     def used_bytes(self) -> int:
         with self._transaction() as txn:

@@ -59,6 +59,10 @@ class Origin(ForkAware):
     def filesystem(self) -> Any:
         return self._filesystem
 
+    def path_of(self, url: str) -> str:
+        """The path that `url` has at this origin, without protocol."""
+        return str(self._filesystem._strip_protocol(url))  # noqa: SLF001 (what fsspec calls its extension points)
+
     def info(self, path: str) -> dict[str, Any]:
         """What the store says of one object or folder, asked anew."""
         with self._naming(path):

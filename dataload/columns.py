@@ -64,10 +64,12 @@ Column = Dense | Ragged
 
 def gather(parts: Sequence[Mapping[str, Column]], which: Array, rows: Array) -> dict[str, Column]:
     """Row `rows[i]` of `parts[which[i]]` for each i, in every column."""
-    return {
-        name: type(column).gather([part[name] for part in parts], which, rows)  # type: ignore[arg-type]
-        for name, column in parts[0].items()
-    }
+    return {name: _gather([part[name] for part in parts], which, rows) for name in parts[0]}
+
+
+def _gather(parts: Sequence[Any], which: Array, rows: Array) -> Column:
+    kind: type[Column] = type(parts[0])
+    return kind.gather(parts, which, rows)
 
 
 def check_types(schema: pa.Schema) -> None:

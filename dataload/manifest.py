@@ -130,7 +130,7 @@ def list_objects(source: Source, blocks: Blocks) -> list[Object]:
 
 def _list(path: str, blocks: Blocks) -> dict[str, Object]:
     origin = blocks.origin
-    root = origin.filesystem._strip_protocol(path.rpartition("::")[2])
+    root = origin.path_of(path.rpartition("::")[2])
     listed = origin.glob(root) if any(wild in root for wild in "*?[") else origin.find(root)
     return {
         name: Object.of(info)

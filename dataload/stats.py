@@ -54,7 +54,7 @@ class LoaderStats:
 
 
 class Stopwatch:
-    """Keeps a `LoaderStats` up to date while an epoch runs. traffic: totals of the cache, from which it takes shares."""
+    """Keeps a `LoaderStats` up to date while an epoch runs. traffic: the totals of the cache, which it takes apart."""
 
     SHARES = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
 

@@ -32,7 +32,9 @@ def shuffle_quality(
     """Quality of an epoch's order, its edges included.
 
     order: the rows of an epoch in the order of their delivery, numbered in file order: an array, or any iterable of
-        ints; or an `Order`, of which epoch 0 is measured. block_lengths: rows of each row group. batch_size: rows that meet in one step, over all ranks.
+        ints; or an `Order`, of which epoch 0 is measured.
+    block_lengths: rows of each row group.
+    batch_size: rows that meet in one step, over all ranks.
 
     The variance ratio is sum over batches t and row groups g of (c_tg - b_t p_g)**2, c_tg rows of g among the b_t of
     batch t, p_g its share of all rows, over the expectation of that sum when batches are drawn without replacement
@@ -45,11 +47,11 @@ def shuffle_quality(
     rows = order if isinstance(order, np.ndarray) else np.fromiter(order, np.int64)
     lengths = np.asarray(block_lengths, np.int64)
     n = int(lengths.sum())
-    in_range = bool(((rows >= 0) & (rows < n)).all())
+    known = rows[(rows >= 0) & (rows < n)]
     return ShuffleQuality(
         adjacency=float(np.mean(np.diff(rows) == 1)) if len(rows) > 1 else 0.0,
-        variance_ratio=_variance_ratio(rows[(rows >= 0) & (rows < n)], lengths, batch_size),
-        exactly_once=len(rows) == n and in_range and bool((np.bincount(rows, minlength=n) == 1).all()),
+        variance_ratio=_variance_ratio(known, lengths, batch_size),
+        exactly_once=len(rows) == n and bool((np.bincount(known, minlength=n) == 1).all()),
     )
 
 

@@ -120,7 +120,6 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def lives_on(thread: threading.Thread) -> bool:
-    """Pools end with their dataset, which the test's arguments still hold; fsspec's loop, the server and Arrow's threads
-    with the process."""
+    """Pools end with their dataset, which the test's arguments still hold; the others end with the process."""
     pools = ("dataload-blocks", "dataload-decode")
     return thread.name.startswith((*pools, "fsspecIO", "asyncio_", "Dummy-")) or "process_request" in thread.name

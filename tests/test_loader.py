@@ -354,9 +354,10 @@ def test_threads_end_with_their_loader(bucket: Any, dataset_of: Callable[..., st
 def test_the_interpreter_exits_in_the_middle_of_an_epoch(
     bucket: Any, dataset_of: Callable[..., str], tmp_path: Path
 ) -> None:
+    options = {"storage_options": bucket.options, "cache_dir": str(tmp_path / "c")}
     program = f"""
 import dataload
-loader = dataload.make_loader({dataset_of(FILES)!r}, 4, storage_options={bucket.options!r}, cache_dir={str(tmp_path / "c")!r})
+loader = dataload.make_loader({dataset_of(FILES)!r}, 4, **{options!r})
 batches = iter(loader)
 next(batches)
 """

@@ -146,7 +146,7 @@ def fill_and_count(path: str, counter: str, start: Any, answers: Any) -> None:
     tier = LocalTier(path)
 
     def fill(allocate: Allocate) -> None:
-        with open(counter, "a") as file:
+        with Path(counter).open("a") as file:
             file.write("filled\n")
         allocate(SIZE)[:] = data_of("a")
 

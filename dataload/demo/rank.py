@@ -64,7 +64,7 @@ def held_out_file(scratch: Path) -> Path:
 
 
 def history_file(scratch: Path) -> Path:
-    """The history of `fit` as JSON, with the server's totals at each epoch's end (get_requests, get_bytes) and accuracy."""
+    """What `fit` returned, as JSON; with accuracy and, at each epoch's end, the server's get_requests and get_bytes."""
     return scratch / "history.json"
 
 
