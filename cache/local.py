@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -88,16 +88,18 @@ class LocalTier(ForkAware):
         found = self.get(key)
         if found is not None:
             return found
-        # Past the deadline it is not ours alone: fetch, and keep nothing. Duplicate work, never a deadlock.
-        with self.folder.locks.hold(key.digest, self.fill_seconds) as alone:
+        with ExitStack() as stack:
+            alone = False  # Past the deadline, or without locks: fetch, and keep nothing. Never a deadlock.
+            with self.trouble("locking a blob"):
+                alone = stack.enter_context(self.folder.locks.hold(key.digest, self.fill_seconds))
             found = self._look_up(key)
             if found is not None:
                 self.counters.add(hits=1, waits=1, bytes=len(found))
                 return found
             self.counters.add(misses=1)
-            with _DiskDraft(self, key, keep=alone) as draft:
-                fill(draft.allocate)
-                return draft.publish()
+            draft = stack.enter_context(_DiskDraft(self, key, keep=alone))
+            fill(draft.allocate)
+            return draft.publish()
 
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()

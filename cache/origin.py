@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import fsspec
-import stamina
 from fsspec.asyn import sync
+from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_after_attempt, stop_after_delay
+from tenacity import wait_random_exponential as full_jitter
 
 from dataload.cache.forks import ForkAware
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
@@ -17,11 +19,14 @@ from dataload.metrics import Counters
 
 ATTEMPTS = 6
 ATTEMPTS_SECONDS = 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 # Options that say which store an address is, as against how to get in. Credentials never become part of a key.
 ADDRESS_OPTIONS = ("endpoint_url", "base_url", "host", "port", "account_name", "namenode")
 
 # Packages whose errors are a request's, though they are no OSError: a body cut short is aiohttp's ClientPayloadError.
 TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore"})
+
+log = logging.getLogger(__name__)
 
 
 class Origin(ForkAware):
@@ -36,6 +41,7 @@ class Origin(ForkAware):
     def __init__(self, filesystem: Any, identity: str | None = None) -> None:
         super().__init__()
         self._filesystem = filesystem
+        self._inherited = False
         self.identity = identity or _identity(filesystem)
         self.counters = Counters()
 
@@ -47,9 +53,8 @@ class Origin(ForkAware):
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
-        old = self._filesystem
-        if getattr(old, "async_impl", False):  # Its event loop runs in a thread that only the parent has.
-            self._filesystem = type(old)(*old.storage_args, **old.storage_options)
+        # Its event loop runs in a thread that only the parent has.
+        self._inherited = getattr(self._filesystem, "async_impl", False)
 
     def stats(self) -> dict[str, float]:
         """Totals of this process: requests, bytes, errors."""
@@ -57,29 +62,34 @@ class Origin(ForkAware):
 
     @property
     def filesystem(self) -> Any:
+        """The fsspec filesystem, of this process."""
+        if self._inherited:
+            old = self._filesystem
+            self._filesystem = type(old)(*old.storage_args, **old.storage_options)
+            self._inherited = False
         return self._filesystem
 
     def path_of(self, url: str) -> str:
         """The path that `url` has at this origin, without protocol."""
-        return str(self._filesystem._strip_protocol(url))  # noqa: SLF001 (what fsspec calls its extension points)
+        return str(self.filesystem._strip_protocol(url))  # noqa: SLF001 (what fsspec calls its extension points)
 
     def info(self, path: str) -> dict[str, Any]:
         """What the store says of one object or folder, asked anew."""
         with self._naming(path):
-            self._filesystem.invalidate_cache(path)
-            return dict(self._filesystem.info(path))
+            self.filesystem.invalidate_cache(path)
+            return dict(self.filesystem.info(path))
 
     def find(self, path: str) -> dict[str, dict[str, Any]]:
         """All objects below `path`, or `path` itself when it is one, by path, listed anew."""
         with self._naming(path):
-            self._filesystem.invalidate_cache(path)
-            return dict(self._filesystem.find(path, detail=True))
+            self.filesystem.invalidate_cache(path)
+            return dict(self.filesystem.find(path, detail=True))
 
     def glob(self, pattern: str) -> dict[str, dict[str, Any]]:
         """All objects and folders that match `pattern`, by path, listed anew."""
         with self._naming(pattern):
-            self._filesystem.invalidate_cache()
-            return dict(self._filesystem.glob(pattern, detail=True))
+            self.filesystem.invalidate_cache()
+            return dict(self.filesystem.glob(pattern, detail=True))
 
     def read(self, path: str, start: int, stop: int, version: str) -> bytes:
         """Exactly the bytes [start, stop) of that version of an object.
@@ -88,7 +98,7 @@ class Origin(ForkAware):
         """
         where = f"{path} bytes {start}-{stop - 1}"
         with self._naming(where):
-            for attempt in stamina.retry_context(on=_passing, attempts=ATTEMPTS, timeout=ATTEMPTS_SECONDS):
+            for attempt in _attempts():
                 with attempt:
                     self.counters.add(requests=1)
                     data = self._get(path, start, stop, version)
@@ -98,7 +108,7 @@ class Origin(ForkAware):
         return data
 
     def _get(self, path: str, start: int, stop: int, version: str) -> bytes:
-        filesystem = self._filesystem
+        filesystem = self.filesystem
         if not hasattr(filesystem, "call_s3"):
             return bytes(filesystem.cat_file(path, start=start, end=stop))
         # s3fs's own cat_file sends no If-Match.
@@ -156,6 +166,16 @@ def version_of(info: dict[str, Any]) -> str:
     return f"{info.get('size')}"
 
 
+def _attempts() -> Retrying:
+    return Retrying(
+        retry=retry_if_exception(_passing),
+        stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_SECONDS),
+        wait=full_jitter(FIRST_PAUSE, LONGEST_PAUSE),
+        before_sleep=before_sleep_log(log, logging.INFO),
+        reraise=True,
+    )
+
+
 async def _body(stream: Any) -> bytes:
     async with stream:
         return bytes(await stream.read())
@@ -166,7 +186,7 @@ def _is_trouble(error: BaseException) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in TRANSPORTS
 
 
-def _passing(error: Exception) -> bool:
+def _passing(error: BaseException) -> bool:
     """Whether trying again may help: not with what the store has decided."""
     if not _is_trouble(error) or isinstance(error, (FileNotFoundError, PermissionError)):
         return False

@@ -284,7 +284,8 @@ def make_loader(
         dataset_key=dataset.fingerprint.encode(),
     )
     check_room(dataset, sampler)
-    dataset.rowstore.capacity = 2 * drawn_on(sampler.order)
+    log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), num_streams or nodes)
+    dataset.rowstore.capacity = max(dataset.rowstore.capacity, 2 * drawn_on(sampler.order))
     maker = BatchMaker(dataset, ragged=ragged, group=group, collate_fn=collate_fn, transform=transform)
     where = None if device is None else torch.device(device)
     if num_workers and prefetch is not None:

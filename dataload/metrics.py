@@ -7,7 +7,7 @@ from collections import Counter
 
 
 class Counters:
-    """Named totals (counts, bytes or seconds), safe to add to from any thread. Pickled copies start from zero."""
+    """Named totals (counts, bytes or seconds), safe to add to from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,6 +20,3 @@ class Counters:
     def snapshot(self) -> dict[str, float]:
         with self._lock:
             return dict(self._totals)
-
-    def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
-        return Counters, ()

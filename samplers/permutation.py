@@ -106,8 +106,8 @@ class _Feistel:
     """Large n: an alternating Feistel network, walked along its cycles until below n.
 
     A number is a low half of `bits` bits and a high half below `radix`; the domain, radix * 2**bits, is the least such
-    that holds n, so that of n numbers less than a 2**8-th walks a second step. Each round hashes one half and adds the
-    hash to the other: by xor to the low one, modulo radix to the high one. Taking it off again in reverse is exact.
+    that holds n, so that fewer than one number in a hundred walks a second step. Each round hashes one half and adds
+    the hash to the other: by xor to the low one, modulo radix to the high one. Taking it off again in reverse is exact.
     (Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002: generalized Feistel and cycle walking.)
     """
 

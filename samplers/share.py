@@ -68,10 +68,11 @@ class Share:
         """
         full, tail = divmod(n - start, self.global_batch_size)
         pattern, period = self._pattern(start, full)
-        step = max(1, RUN_ROWS // self.batch_size)
-        for first in range(0, full, step):
-            repeats, batches = np.divmod(np.arange(first, min(first + step, full)), len(pattern))
+        done, step = 0, 1  # the first batch does not wait for many others
+        while done < full:
+            repeats, batches = np.divmod(np.arange(done, min(done + step, full)), len(pattern))
             yield pattern[batches] + repeats[:, None] * period
+            done, step = done + step, min(2 * step, max(1, RUN_ROWS // self.batch_size))
         if tail and not self.drop_last:
             yield self._tail(n - tail, n)[None]
 

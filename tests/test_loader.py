@@ -370,9 +370,7 @@ next(batches)
 def test_a_cache_smaller_than_the_window_needs(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     url = dataset_of(FILES)
     options = {"storage_options": bucket.options, "cache_dir": str(tmp_path / "c"), "cache_bytes": 9000}
-    with pytest.raises(
-        ConfigError, match=r"cache_bytes=9000 is too small: two windows of 4.*raise.*lower"
-    ):
+    with pytest.raises(ConfigError, match=r"cache_bytes=9000 is too small: two windows of 4.*raise.*lower"):
         make_loader(url, 16, window=4, **options)
     with pytest.raises(ConfigError, match=r"cache_bytes=9000.*'full' needs the whole dataset"):
         make_loader(url, 16, shuffle="full", **options)

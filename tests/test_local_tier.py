@@ -208,6 +208,17 @@ def can_lock(path: str) -> bool:
         return alone
 
 
+def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    child = os.fork()
+    if child == 0:
+        links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        os._exit(sum("index" in link for link in links))
+    assert os.waitpid(child, 0)[1] == 0
+    assert tier.get(key("a")) == data_of("a")
+
+
 def test_past_the_deadline_a_waiter_fetches_without_keeping(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c")
     tier.fill_seconds = 0.01
@@ -258,6 +269,17 @@ def test_damage_is_found_and_mended(tmp_path: Path, kind: str) -> None:
     assert_sound(tier, {"a", "b"})
 
 
+def test_a_cache_removed_under_a_reader(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    view = tier.get(key("a"))
+    shutil.rmtree(tier.path)
+    assert view == data_of("a")
+    assert put(tier, "a") == data_of("a")
+    assert put(tier, "b") == data_of("b")
+    assert tier.stats()["errors"] > 0
+
+
 def test_repair_removes_what_is_wrong(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c")
     for name in "abc":
@@ -280,6 +302,20 @@ def test_the_limit_holds(tmp_path: Path, policy: str) -> None:
         assert put(tier, name) == data_of(name)
         assert sum(path.stat().st_size for path in files_of(tier)) <= 3 * ROW
     assert_sound(tier, {"a", "b", "c"} if policy == "pin" else {"e", "f", "g"})
+
+
+def test_a_blob_being_filled_is_neither_evicted_nor_a_problem(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c", 2 * ROW, "lru")
+
+    def fill(allocate: Allocate) -> None:
+        room = allocate(SIZE)
+        put(tier, "b")
+        put(tier, "c")
+        assert fsck.verify(tier.folder, repair=True).problems == []
+        room[:] = data_of("a")
+
+    tier.get_or_fill(key("a"), fill)
+    assert_sound(tier, {"a", "c"})
 
 
 def test_lru_keeps_what_was_used_last(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key
+from dataload.samplers.lru import LRU
 from dataload.samplers.order import Order, default_window
 from dataload.samplers.permutation import KeyedPermutation
 from dataload.samplers.quality import shuffle_quality
@@ -263,6 +264,32 @@ def test_pickled_and_shared_between_threads():
         thread.join()
     assert len(results) == 4
     assert all(np.array_equal(result, expected) for result in results)
+
+
+def test_lru_keeps_the_last_used():
+    kept, made = LRU(2), []
+
+    def make(key):
+        made.append(key)
+        return -key
+
+    assert [kept.get(key, make) for key in (1, 2, 1, 3, 1, 2)] == [-1, -2, -1, -3, -1, -2]
+    assert made == [1, 2, 3, 2]
+    assert pickle.loads(pickle.dumps(kept)).get(1, abs) == 1
+
+
+def test_lru_makes_once_for_all_threads():
+    kept, made = LRU(2), []
+    other = threading.Thread(target=lambda: kept.get(1, made.append))
+
+    def make(key):
+        other.start()
+        other.join(timeout=0.05)
+        made.append(key)
+
+    kept.get(1, make)
+    other.join()
+    assert made == [1]
 
 
 def test_importing_the_arithmetic_does_not_import_torch():

@@ -92,19 +92,20 @@ def test_a_fill_allocates_exactly_once(tier: Tier) -> None:
 
 
 def test_many_threads_fill_once(tier: Tier) -> None:
-    everyone_asked = threading.Barrier(8)
-    release = threading.Event()
+    everyone_asks = threading.Barrier(8)
+    second_fill = threading.Event()
     calls = []
 
-    def slow(allocate: Allocate) -> None:
+    def fill(allocate: Allocate) -> None:
         calls.append(1)
-        release.wait(30)
+        if len(calls) > 1:
+            second_fill.set()
+        second_fill.wait(0.5)  # time for a second one to start, which must not
         allocate(3)[:] = b"one"
 
     def ask(_: int) -> bytes:
-        everyone_asked.wait(30)
-        release.set()
-        return bytes(tier.get_or_fill(key("a"), slow))
+        everyone_asks.wait(30)
+        return bytes(tier.get_or_fill(key("a"), fill))
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(ask, range(8))) == {b"one"}
