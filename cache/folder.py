@@ -73,7 +73,8 @@ class CacheFolder:
         return self.index.used_bytes() + shutil.disk_usage(self.path).free * 9 // 10
 
     def _check_foreign(self) -> None:
-        strangers = sorted(child.name for child in self.path.iterdir() if child.name != "locks")
+        # Another process may be making this very cache: it writes these names first, and the others after FORMAT.
+        strangers = sorted(child.name for child in self.path.iterdir() if not child.name.startswith("locks"))
         if strangers and not (self.path / "FORMAT").exists():
             raise ConfigError(f"cache_dir {self.path} holds other files ({strangers[0]}, …): name an empty folder")
 

@@ -400,6 +400,12 @@ def test_a_folder_of_other_files_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+def test_a_folder_that_is_just_being_made_is_none_of_other_files(tmp_path: Path) -> None:
+    (tmp_path / "locks").touch()
+    (tmp_path / "locks.FORMAT").write_text("{")
+    assert put(LocalTier(tmp_path), "a") == data_of("a")
+
+
 def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
     put(LocalTier(tmp_path / "c"), "a")
     shutil.copytree(tmp_path / "c", tmp_path / "d")
