@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from dataload.batch import Rows, map_tensors
+from dataload.batch import map_tensors
+from dataload.batching import Answer, BatchMaker, Request, Requests
 from dataload.cache.config import CacheConfig
 from dataload.cache.local import LocalTier
-from dataload.columns import Array
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.manifest import Source
 from dataload.prefetch import Lookahead, run_ahead
-from dataload.samplers.keys import derive_key
 from dataload.samplers.order import Order, Shuffle
 from dataload.samplers.sharded import ShardedSampler
 from dataload.stats import LoaderStats, Stopwatch
@@ -30,76 +26,6 @@ from dataload.world import World
 BATCHES_AHEAD = 8
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One batch to be made. cursor: rows of the epoch before its global batch; rows: int64 [B].
-
-    key: of the random numbers of its transform; the same whoever makes it, and whenever.
-    """
-
-    cursor: int
-    rows: Array
-    key: int
-
-
-class Answer(NamedTuple):
-    """A batch that was made. cursor: as in its request; rows: how many."""
-
-    cursor: int
-    rows: int
-    batch: Any
-
-
-class Requests(Iterable[Request]):
-    """The requests of one rank, from wherever it was told to start."""
-
-    def __init__(self, sampler: ShardedSampler) -> None:
-        self._sampler = sampler
-        self._start = (0, 0)
-
-    def start_at(self, epoch: int, cursor: int) -> Requests:
-        self._start = (epoch, cursor)
-        return self
-
-    def __iter__(self) -> Iterator[Request]:
-        return self._from(*self._start)
-
-    def _from(self, epoch: int, cursor: int) -> Iterator[Request]:
-        sampler = self._sampler
-        for rows in sampler.batches(epoch, cursor):
-            key = derive_key("transform", sampler.seed, epoch, cursor, sampler.rank)
-            yield Request(cursor, rows, key)
-            cursor += sampler.global_batch_size
-
-
-class BatchMaker(torch.utils.data.Dataset[Answer]):
-    """Turns requests into batches, on a thread or in worker processes: gather, collate, transform."""
-
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        ragged: str,
-        group: Mapping[str, Sequence[str]] | None,
-        collate_fn: Callable[[Rows], Any] | None,
-        transform: Callable[..., Any] | None,
-    ) -> None:
-        self._dataset = dataset
-        self._ragged = ragged
-        self._group = group
-        self._collate = collate_fn
-        self._transform = transform
-        self._wants_rng = transform is not None and "rng" in inspect.signature(transform).parameters
-
-    def __getitem__(self, request: Request) -> Answer:
-        rows = self._dataset.batch(request.rows, ragged=self._ragged, group=self._group)
-        batch = rows.columns if self._collate is None else self._collate(rows)
-        if self._transform is not None:
-            rng = {"rng": np.random.Generator(np.random.Philox(request.key))} if self._wants_rng else {}
-            batch = self._transform(batch, **rng)
-        return Answer(request.cursor, len(request.rows), batch)
 
 
 class Loader(DataLoader[Any]):
