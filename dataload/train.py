@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from dataload.batch import Flat, map_tensors
 from dataload.errors import ConfigError
 from dataload.world import World
 
@@ -134,7 +135,7 @@ class _Steps:
             pending += 1
             full = last or pending == self.accumulate
             rows = _num_rows(batch)
-            for name, value in self.backward(_move(batch, self.device), full).items():
+            for name, value in self.backward(map_tensors(batch, self._put), full).items():
                 sums[name] += torch.as_tensor(value).detach().double() * rows
             counts["rows"] += rows
             if full:
@@ -157,6 +158,9 @@ class _Steps:
             loss, scalars = result if isinstance(result, tuple) else (result, {})
             torch.autograd.backward(self.scaler.scale(loss / self.accumulate))
         return {**scalars, "loss": loss}
+
+    def _put(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def step(self, pending: int) -> None:
         """One optimizer step on `pending` batches, each of which added its gradients divided by `accumulate`."""
@@ -336,15 +340,5 @@ def _bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[], No
 
 def _num_rows(batch: Any) -> int:
     columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    return min(len(column) for column in columns if not isinstance(column, Tensor) or column.ndim)
-
-
-def _move(batch: Any, device: torch.device) -> Any:
-    """`batch` with its tensors on `device`; strings and bytes stay."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {name: _move(column, device) for name, column in batch.items()}
-    if isinstance(batch, (list, tuple)) and batch and not isinstance(batch[0], (str, bytes, memoryview)):
-        return type(batch)(_move(item, device) for item in batch)
-    return batch
+    sizes = [column.offsets[1:] if isinstance(column, Flat) else column for column in columns]
+    return min(len(size) for size in sizes if not isinstance(size, Tensor) or size.ndim)

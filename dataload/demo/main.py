@@ -10,73 +10,42 @@ import hashlib
 import json as jsonlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import boto3
 import numpy as np
 import platformdirs
 from botocore.config import Config  # type: ignore[import-untyped]
 from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
 
 from dataload.cache.fsck import open_existing
 from dataload.demo import digits
 from dataload.demo.rank import Job, held_out_file, history_file, row_ids_file
+from dataload.demo.report import (
+    Result,
+    accuracy_promise,
+    order_digest,
+    order_promises,
+    read_epochs,
+    show,
+    traffic_promises,
+)
 from dataload.demo.server import S3Server
 from dataload.errors import DataloadError
 
 BUCKET = "dataload-demo"
 RANKS = 2
 GLOBAL_BATCH = 256
-OVERHEAD = 1.02  # bytes fetched, of the dataset's: footers, and nothing twice
-LEARNED = 0.95
-GUESSED = 0.2
 PATIENCE = 15  # seconds for the ranks to end when told to
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch's figures over both ranks. s3_requests, s3_bytes: object GETs as the server counted them."""
-
-    rows_per_second: float
-    s3_requests: int
-    s3_bytes: int
-    hit_rate: float
-    stall_fraction: float
-    accuracy: float
-
-
-@dataclass(frozen=True)
-class Promise:
-    """One thing the library promises: what was seen, and whether it is what was promised."""
-
-    seen: str
-    kept: bool
-
-
-@dataclass
-class Result:
-    """What the demo saw. problems: a line for each promise not kept; empty when all is well."""
-
-    rows: int
-    dataset_bytes: int
-    seconds: float = 0.0
-    accuracy: float = 0.0
-    epochs: list[Epoch] = field(default_factory=list)
-    promises: list[Promise] = field(default_factory=list)
-
-    @property
-    def problems(self) -> list[str]:
-        return [promise.seen for promise in self.promises if not promise.kept]
 
 
 def run_demo(
@@ -99,11 +68,12 @@ def run_demo(
     """
     console = Console(quiet=json)
     started = time.monotonic()
-    with ExitStack() as stack:
+    with sigterm_as_exit(), ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="dataload-demo-")))
-        folder = Path(cache_dir) if cache_dir else platformdirs.user_cache_path("dataload") / "demo"
+        folder = Path(cache_dir or (platformdirs.user_cache_path("dataload-demo") if keep else scratch))
+        folder.mkdir(parents=True, exist_ok=True)
         if not keep:
-            folder = Path(stack.enter_context(TemporaryDirectory(dir=cache_dir, prefix="dataload-demo-cache-")))
+            folder = Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix="dataload-demo-cache-")))
         server = stack.enter_context(S3Server())
         with console.status("writing the dataset to an S3 server on this machine"):
             url, dataset_bytes = put_dataset(server, scratch, rows, shuffled_labels=shuffled_labels, seed=seed)
@@ -122,20 +92,37 @@ def run_demo(
         server.reset()
         with console.status(f"training {RANKS} ranks for {epochs} epochs"):
             run_ranks(job)
-        result = Result(rows, dataset_bytes)
-        result.epochs = read_epochs(scratch, server)
-        result.accuracy = result.epochs[-1].accuracy
-        result.promises = [
-            *traffic_promises(result, whole=whole),
-            *order_promises(scratch, rows, epochs),
-            accuracy_promise(result.accuracy, shuffled_labels=shuffled_labels),
+        history = jsonlib.loads(history_file(scratch).read_text())
+        orders = [
+            np.concatenate([np.load(row_ids_file(scratch, epoch, rank)) for rank in range(RANKS)])
+            for epoch in range(epochs)
         ]
-    result.seconds = time.monotonic() - started
+        figures = read_epochs(history, server.stats())
+    promises = [
+        *traffic_promises(figures, dataset_bytes, whole=whole),
+        *order_promises(orders, rows),
+        accuracy_promise(figures[-1].accuracy, shuffled_labels=shuffled_labels),
+    ]
+    digests = [order_digest(order) for order in orders]
+    result = Result(rows, dataset_bytes, figures, digests, promises, time.monotonic() - started)
     if json:
-        print(jsonlib.dumps({**asdict(result), "problems": result.problems}))  # noqa: T201 - the command's output
+        print(jsonlib.dumps({**asdict(result), "accuracy": result.accuracy, "problems": result.problems}))  # noqa: T201
     else:
         show(result, console)
     return result
+
+
+@contextmanager
+def sigterm_as_exit() -> Iterator[None]:
+    """SIGTERM leaves by way of every clean-up, as Ctrl-C does; only a program's main thread may ask for that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def put_dataset(server: S3Server, scratch: Path, rows: int, *, shuffled_labels: bool, seed: int) -> tuple[str, int]:
@@ -181,7 +168,8 @@ def run_ranks(job: Job) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command += ["-m", "dataload.demo.rank", str(scratch / "job.json")]
-    local = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+    local |= {"OMP_NUM_THREADS": "1", "TMPDIR": job.scratch}  # torchrun's own logs go when the scratch folder goes
     log = scratch / "ranks.log"
     with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks in order.
@@ -196,7 +184,7 @@ def run_ranks(job: Job) -> None:
         with _ended(launcher):
             code = launcher.wait()
     if code:
-        raise DataloadError(f"a rank of the demo failed: {failure(log.read_text(errors='replace'))}")
+        raise DataloadError(f"the demo's ranks failed: {failure(log.read_text(errors='replace'), code)}")
 
 
 @contextmanager
@@ -213,80 +201,10 @@ def _ended(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
             launcher.wait()
 
 
-def failure(log: str) -> str:
-    """The line of torchrun's output that says what went wrong first."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"\[rank\d+\]: [\w.]+: ", line)]
-    exits = [line for line in lines if "exitcode" in line]
-    return next(iter(errors + exits + lines[-1:]), "no output")
-
-
-def read_epochs(scratch: Path, server: S3Server) -> list[Epoch]:
-    """The ranks' history with the server's counts by epoch; what it sent after the last epoch's end counts to it."""
-    history: list[dict[str, Any]] = jsonlib.loads(history_file(scratch).read_text())
-    totals = [(0, 0), *((int(record["get_requests"]), int(record["get_bytes"])) for record in history)]
-    totals[-1] = (server.stats()["get_requests"], server.stats()["get_bytes"])
-    return [
-        Epoch(
-            rows_per_second=record["rows_per_second"],
-            s3_requests=after[0] - before[0],
-            s3_bytes=after[1] - before[1],
-            hit_rate=record["hits"] / max(1, record["hits"] + record["misses"]),
-            stall_fraction=record["stall_fraction"],
-            accuracy=record["accuracy"],
-        )
-        for record, before, after in zip(history, totals, totals[1:], strict=False)
-    ]
-
-
-def traffic_promises(result: Result, *, whole: bool) -> list[Promise]:
-    """Bytes leave S3 once. whole: the cache held the dataset before."""
-    first, *later = result.epochs
-    share = first.s3_bytes / result.dataset_bytes
-    if whole:
-        start = Promise(f"epoch 1 found all in the kept cache: {first.s3_requests} requests", first.s3_requests == 0)
-    else:
-        start = Promise(f"epoch 1 fetched {share:.3f} x the dataset (at most {OVERHEAD})", share <= OVERHEAD)
-    requests = sum(epoch.s3_requests for epoch in later)
-    return [start, Promise(f"later epochs sent {requests} data requests to S3 (0)", requests == 0)]
-
-
-def order_promises(scratch: Path, rows: int, epochs: int) -> list[Promise]:
-    """Every row exactly once an epoch over all ranks, and another order each time."""
-    orders = [
-        np.concatenate([np.load(row_ids_file(scratch, epoch, rank)) for rank in range(RANKS)])
-        for epoch in range(epochs)
-    ]
-    wrong = [number for number, order in enumerate(orders, 1) if not np.array_equal(np.sort(order), np.arange(rows))]
-    seen = f"not every row exactly once in epochs {wrong}" if wrong else "every row exactly once in every epoch"
-    distinct = len({order.tobytes() for order in [np.arange(rows), *orders]}) - 1
-    return [Promise(seen, not wrong), Promise(f"{distinct} orders in {epochs} epochs", distinct == epochs)]
-
-
-def accuracy_promise(accuracy: float, *, shuffled_labels: bool) -> Promise:
-    """The batches teach what is in the data: digits from true labels, nothing from shuffled ones."""
-    if shuffled_labels:
-        return Promise(f"shuffled labels: held-out accuracy {accuracy:.3f} (below {GUESSED})", accuracy < GUESSED)
-    return Promise(f"held-out accuracy {accuracy:.3f} (at least {LEARNED})", accuracy >= LEARNED)
-
-
-def show(result: Result, console: Console) -> None:
-    """The figures as a table no wider than 80 columns."""
-    table = Table(title=f"{result.rows:,} rows, {decimal(result.dataset_bytes)}, {RANKS} ranks")
-    for heading in ("epoch", "rows/s", "S3 GETs", "S3 bytes", "x data", "hits", "stall", "accuracy"):
-        table.add_column(heading, justify="right")
-    for number, epoch in enumerate(result.epochs, 1):
-        table.add_row(
-            str(number),
-            f"{epoch.rows_per_second:,.0f}",
-            f"{epoch.s3_requests:,}",
-            decimal(epoch.s3_bytes),
-            f"{epoch.s3_bytes / result.dataset_bytes:.2f}",
-            f"{epoch.hit_rate:.1%}",
-            f"{epoch.stall_fraction:.1%}",
-            f"{epoch.accuracy:.3f}",
-        )
-    console.print(table)
-    for promise in result.promises:
-        console.print(f"[green]kept[/]    {promise.seen}" if promise.kept else f"[red]BROKEN[/]  {promise.seen}")
-    console.print(f"{result.seconds:.0f} s")
+def failure(log: str, code: int) -> str:
+    """What went wrong first, by torchrun's output and exit code."""
+    if error := re.search(r"^(\[rank\d+\]: )?([\w.]+\.[A-Z]\w+|\w+Error): .+$", log, re.MULTILINE):
+        return error[0]
+    if ended := re.search(r"exitcode: (-?\d+)\) local_rank: (\d+)", log):
+        return f"rank {ended[2]} ended with code {ended[1]}"
+    return f"torchrun ended with code {code}"

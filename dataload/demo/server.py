@@ -10,7 +10,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sent:
-    """One answered request: its method, path, Range header ("" for none), status and body bytes sent."""
+    """One answered request: its method, path, Range header ("" for none), status and length of the body."""
 
     method: str
     path: str
@@ -100,8 +100,10 @@ class S3Server:
     def stats(self) -> dict[str, int]:
         """Totals since the start or the last `reset()`, whatever the status of the answers.
 
-        get_requests, get_bytes: GETs of objects' data and the body bytes sent for them.
+        get_requests, get_bytes: GETs of objects' data and the body bytes handed to the connection for them.
         head_requests, list_requests: HEADs of objects or buckets; listings. other_requests: uploads and all the rest.
+
+        Who has an answer finds it counted. Of an answer that the client gave up on, up to 1 MiB too much is.
         """
         names = ("get_requests", "get_bytes", "head_requests", "list_requests", "other_requests")
         return dict.fromkeys(names, 0) | {name: int(total) for name, total in self._counters.snapshot().items()}
@@ -111,14 +113,21 @@ class S3Server:
         self._counters = Counters()
         self._requests = []
 
-    def record(self, environ: dict[str, Any], status: int, num_bytes: int) -> None:
-        """Called by the connection's thread once a request is answered, wholly or as far as the client listened."""
+    def count(self, environ: dict[str, Any], status: int, body: list[bytes]) -> Iterator[memoryview]:
+        """Counts a request whose answer is about to leave; returns the body in pieces, each counted as it goes."""
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         kind = classify(method, path, environ["QUERY_STRING"])
         self._counters.add(**{f"{kind}_requests": 1})
-        if kind == "get":
-            self._counters.add(get_bytes=num_bytes)
-        self._requests.append(Sent(method, path, environ.get("HTTP_RANGE", ""), status, num_bytes))
+        self._requests.append(Sent(method, path, environ.get("HTTP_RANGE", ""), status, sum(map(len, body))))
+        return counted_pieces(body, self._counters if kind == "get" else Counters())
+
+
+def counted_pieces(body: list[bytes], counters: Counters) -> Iterator[memoryview]:
+    for whole in body:
+        for start in range(0, len(whole), CHUNK):
+            piece = memoryview(whole)[start : start + CHUNK]
+            counters.add(get_bytes=len(piece))
+            yield piece
 
 
 def classify(method: str, path: str, query: str) -> str:
@@ -166,34 +175,30 @@ class _Connection(MotoRequestHandler):
     server: _HTTPServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    sent = 0  # body bytes of the answer under way
 
     def run_wsgi(self) -> None:
         owner = self.server.owner
         environ = self.make_environ()
         if environ["PATH_INFO"] == STATS_PATH:
-            self.answer(200, [("Content-Type", "application/json")], [json.dumps(owner.stats()).encode()])
+            stats = json.dumps(owner.stats()).encode()
+            self.answer(200, [("Content-Type", "application/json")], len(stats), [stats])
             return
-        chunked = environ.get("wsgi.input_terminated", False)
-        length = -1 if chunked else int(environ.get("CONTENT_LENGTH") or 0)
-        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(length))
+        chunked = environ.pop("HTTP_TRANSFER_ENCODING", None)
+        received = environ["wsgi.input"].read(-1 if chunked else int(environ.get("CONTENT_LENGTH") or 0))
+        environ |= {"wsgi.input": io.BytesIO(received), "CONTENT_LENGTH": str(len(received))}
         status, headers, body = self.call_app(environ)
-        self.sent = 0
-        try:
-            self.answer(status, headers, body)
-        finally:
-            owner.record(environ, status, self.sent)
+        if self.command == "HEAD" or status in (204, 304):
+            body = []
+        self.answer(status, headers, sum(map(len, body)), owner.count(environ, status, body))
 
     def call_app(self, environ: dict[str, Any]) -> tuple[int, list[tuple[str, str]], list[bytes]]:
         """(status, headers, body in pieces); 500 with the traceback in the log when the application raises."""
-        status, headers = 500, [("Content-Type", "text/plain")]
+        status, headers, body = 500, [("Content-Type", "text/plain")], list[bytes]()
 
         def start_response(line: str, given: list[tuple[str, str]], _exc_info: Any = None, /) -> Callable[..., object]:
             nonlocal status, headers
             status, headers = int(line[:3]), given
             return body.append
-
-        body: list[bytes] = []
 
         try:
             answer = self.server.app(environ, start_response)
@@ -207,23 +212,21 @@ class _Connection(MotoRequestHandler):
             return 500, [("Content-Type", "text/plain")], [b"the server's application failed; see its log"]
         return status, headers, body
 
-    def answer(self, status: int, headers: list[tuple[str, str]], body: list[bytes]) -> None:
-        """Sends the answer, adding to `self.sent` the body bytes as they leave."""
-        num_bytes = sum(map(len, body))
-        lengths = [value for name, value in headers if name.lower() == "content-length"]
+    def answer(
+        self, status: int, headers: list[tuple[str, str]], num_bytes: int, pieces: Iterable[bytes | memoryview]
+    ) -> None:
+        """Sends an answer whose body, in `pieces`, has `num_bytes`."""
         self.send_response(status)
         for name, value in headers:
             self.send_header(name, value)
-        has_body = self.command != "HEAD" and status >= 200 and status not in (204, 304)
-        if has_body and not lengths:
+        lengths = [value for name, value in headers if name.lower() == "content-length"]
+        if not lengths and status not in (204, 304):
             self.send_header("Content-Length", str(num_bytes))
-        elif has_body and int(lengths[0]) != num_bytes:
+        elif self.command != "HEAD" and lengths and int(lengths[0]) != num_bytes:
             self.close_connection = True  # a wrapped application cut its body short: hanging up is what a client sees
         self.end_headers()
-        for piece in body if has_body else []:
-            view = memoryview(piece)
-            for start in range(0, len(view), CHUNK):
-                self.sent += self.wfile.write(view[start : start + CHUNK])
+        for piece in pieces:
+            self.wfile.write(piece)
 
     def log(self, kind: str, message: str, *args: Any) -> None:
         """Silent: requests are counted, not printed."""
