@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,24 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from dataload.batch import Flat, map_tensors
+from dataload.checkpoint import CHECKPOINT, load, save
+from dataload.distributed import agree, device_of, gather, process_group
 from dataload.errors import ConfigError
 from dataload.world import World
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-CHECKPOINT = "checkpoint.pt"
 # What a loader's stats() may count besides rows and time.
 TRAFFIC = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin")
-_GROUPS = itertools.count()  # process groups started so far, the same number on every rank
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
 
@@ -78,10 +74,10 @@ def fit(
     if accumulate < 1:
         raise ConfigError(f"accumulate={accumulate}: an optimizer step takes at least 1 batch")
     world = World.detect()
-    device = _device(world, device)
-    with _process_group(world, device):
-        _agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
-        _agree("len(loader)", _length(loader))
+    device = device_of(world, device)
+    with process_group(world, device):
+        agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
+        agree("len(loader)", _length(loader))
         scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         stateful = {
             "model": model.to(device),
@@ -91,7 +87,7 @@ def fit(
             "loader": loader if hasattr(loader, "load_state_dict") else None,
         }
         parts = {name: part for name, part in stateful.items() if part is not None}
-        history = _load(parts, checkpoint_dir, resume, world)
+        history = load(parts, checkpoint_dir, resume, world)
         shared = _shared(model, device) if world.world_size > 1 else model
         steps = _Steps(shared, optimizer, scaler, scheduler, loss_fn, device, precision, accumulate, clip_grad_norm)
         for epoch in range(len(history), epochs):
@@ -106,7 +102,7 @@ def fit(
                     record |= {name: float(value) for name, value in evaluate(model).items()}
             history.append(record)
             if checkpoint_dir is not None:
-                _save(parts, history, Path(checkpoint_dir, CHECKPOINT), world)
+                save(parts, history, Path(checkpoint_dir, CHECKPOINT), world)
     return history
 
 
@@ -197,7 +193,7 @@ def _figures(sums: dict[str, float], counts: dict[str, float], loader: Any) -> d
     stats = loader.stats() if hasattr(loader, "stats") else None
     get = getattr(stats, "get", lambda name: getattr(stats, name, None))
     traffic = {name: int(count) for name in TRAFFIC if (count := get(name)) is not None}
-    ranks = _gather({**sums, **traffic, **counts})
+    ranks = gather({**sums, **traffic, **counts})
     total = {name: sum(rank.get(name, 0) for rank in ranks) for name in ranks[0]}
     rows = int(total["rows"])
     return {
@@ -211,116 +207,12 @@ def _figures(sums: dict[str, float], counts: dict[str, float], loader: Any) -> d
     }
 
 
-def _load(parts: dict[str, Any], folder: Any, resume: Any, world: World) -> list[dict[str, Any]]:
-    """Restores `parts` and this rank's generators; returns the history so far. Nothing but plain data is unpickled."""
-    place = folder if resume == "auto" else resume
-    path = Path(place) if place is not None and Path(place).is_file() else Path(place or "", CHECKPOINT)
-    found = place is not None and path.is_file()
-    if resume not in (None, "auto") and not found:
-        raise ConfigError(f"resume={str(resume)!r}: no checkpoint there")
-    saved = torch.load(path, map_location="cpu", weights_only=True) if found else {"history": []}
-    _agree("epochs done by the checkpoint (a checkpoint_dir that not all ranks see?)", len(saved["history"]))
-    if found:
-        if odd := saved["parts"].keys() ^ parts.keys():
-            raise ConfigError(f"{path} and this call of fit do not both have: {', '.join(sorted(odd))}")
-        for name, part in parts.items():
-            part.load_state_dict(saved["parts"][name])
-        if len(saved["generators"]) == world.world_size:
-            _set_generators(saved["generators"][world.rank])
-    return list(saved["history"])
-
-
-def _save(parts: dict[str, Any], history: list[dict[str, Any]], path: Path, world: World) -> None:
-    """Rank 0 replaces the file as a whole: a kill at any moment leaves the old one or the new one. The others wait."""
-    generators = _gather(_generators())
-    if world.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        states = {name: _plain(part.state_dict()) for name, part in parts.items()}
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            torch.save({"parts": states, "history": history, "generators": generators}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    if dist.is_initialized():
-        dist.barrier()
-
-
-def _plain(state: Any) -> Any:
-    """`state` with numpy's scalars as Python's (a scheduler's, say), which `torch.load(weights_only=True)` takes."""
-    if type(state) in (list, tuple):
-        return type(state)(map(_plain, state))
-    if type(state) is dict:
-        return {key: _plain(value) for key, value in state.items()}
-    return state.item() if isinstance(state, np.generic) else state
-
-
-def _generators() -> dict[str, Any]:
-    """The state of the generators that the user's code may draw from, numpy's global one included, as plain data."""
-    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-    numpy["state"]["key"] = numpy["state"]["key"].tolist()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
-
-
-def _set_generators(saved: dict[str, Any]) -> None:
-    torch.set_rng_state(saved["torch"])
-    random.setstate(saved["python"])
-    np.random.set_state(saved["numpy"])  # noqa: NPY002
-    if saved["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
-
-
 def _shared(model: nn.Module, device: torch.device) -> nn.Module:
     shared = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
     # Attributes are freed in this order. Were DDP's reducer the last to hold the group, it would join gloo's threads
     # without giving up the GIL that they wait for, and hang.
     shared.group = dist.group.WORLD  # type: ignore[assignment]
     return shared
-
-
-@contextmanager
-def _process_group(world: World, device: torch.device) -> Iterator[None]:
-    if world.world_size == 1 or dist.is_initialized():
-        yield
-        return
-    backend, only = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size))
-    # torchrun's store outlives a group: in a second fit the keys of the first would lead to closed connections.
-    store = dist.PrefixStore(f"fit-{next(_GROUPS)}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=only)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _device(world: World, device: torch.device | str | None) -> torch.device:
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.type == "cuda":
-        # Some launchers show each rank only its own GPU, which then is number 0 whatever the local rank.
-        own = (world.local_rank or 0) % torch.cuda.device_count()
-        chosen = torch.device("cuda", own if chosen.index is None else chosen.index)
-        torch.cuda.set_device(chosen)
-    return chosen
-
-
-def _gather(value: Any) -> list[Any]:
-    """Every rank's `value`, in rank order."""
-    ranks = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.all_gather_object(ranks, value)
-    return ranks
-
-
-def _agree(what: str, value: Any) -> None:
-    """Raises ConfigError, on every rank, when the ranks' values differ."""
-    holders: dict[Any, list[int]] = {}
-    for rank, other in enumerate(_gather(value)):
-        holders.setdefault(other, []).append(rank)
-    if len(holders) > 1:
-        listed = "; ".join(f"{other!r} on ranks {ranks}" for other, ranks in holders.items())
-        raise ConfigError(f"ranks do not agree on {what}: {listed}")
 
 
 def _length(loader: Any) -> int | None:

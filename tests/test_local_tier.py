@@ -213,7 +213,7 @@ def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
     put(tier, "a")
     child = os.fork()
     if child == 0:
-        links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
         os._exit(sum("index" in link for link in links))
     assert os.waitpid(child, 0)[1] == 0
     assert tier.get(key("a")) == data_of("a")

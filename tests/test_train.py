@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from dataload import train
+from dataload import checkpoint, train
 from dataload.batch import Flat
+from dataload.checkpoint import CHECKPOINT
 from dataload.errors import ConfigError
-from dataload.train import CHECKPOINT, fit
+from dataload.train import fit
 from dataload.world import World
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -615,6 +616,6 @@ def test_torch_saves_what_it_can_load_without_code():
         ),
     ):
         file = io.BytesIO()
-        torch.save(train._plain(scheduler.state_dict()), file)
+        torch.save(checkpoint._plain(scheduler.state_dict()), file)
         file.seek(0)
         scheduler.load_state_dict(torch.load(file, weights_only=True))
