@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -35,17 +36,17 @@ class Object:
 
 
 class Blocks(ForkAware):
-    """Reads objects through a tier in blocks of `block_bytes`, at most `IN_FLIGHT` requests at a time a process."""
+    """Reads objects through a tier in blocks of `block_bytes`, many at a time."""
 
     def __init__(self, origin: Origin, tier: Tier, block_bytes: int) -> None:
-        super().__init__()
         self.origin = origin
         self.tier = tier
         self.block_bytes = block_bytes
         self.after_fork_in_child()
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self._pools: dict[str, ThreadPoolExecutor] = {}
 
     @classmethod
     def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
@@ -66,17 +67,29 @@ class Blocks(ForkAware):
         if stop <= start:
             return memoryview(b"")
         numbers = self._numbers(start, stop)
-        first = numbers[0] * self.block_bytes
-        views = self._blocks(obj, numbers)
-        if len(views) == 1:
-            return views[0][start - first : stop - first]
-        views[-1] = views[-1][: stop - numbers[-1] * self.block_bytes]
-        views[0] = views[0][start - first :]
-        return memoryview(b"".join(views))
+        if len(numbers) == 1:
+            first = numbers[0] * self.block_bytes
+            return self._block(obj, numbers[0])[start - first : stop - first]
+        whole = memoryview(bytearray(stop - start))
+
+        def copy(number: int) -> None:
+            # One block after the other, not all at once: each that is held takes a descriptor and a map.
+            first, block = number * self.block_bytes, self._block(obj, number)
+            low, high = max(start, first), min(stop, first + len(block))
+            whole[low - start : high - start] = block[low - first : high - first]
+
+        pending = [self._pool("read").submit(copy, number) for number in numbers]
+        wait(pending)
+        for one in pending:
+            one.result()
+        return whole.toreadonly()
 
     def fill(self, obj: Object) -> list[Future[int]]:
-        """Start fetching the blocks of an object that are not kept yet; the bytes of each, when it is there."""
-        return [self._executor().submit(self._size_of, obj, number) for number in self._numbers(0, obj.size)]
+        """Start fetching the blocks of an object that are not kept yet; the bytes of each, when it is there.
+
+        Reads do not wait behind it, nor does the end of the program.
+        """
+        return [self._pool("fill").submit(self._fill, obj, number) for number in self._numbers(0, obj.size)]
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process; see `TierCacheFileSystem.stats`."""
@@ -98,13 +111,6 @@ class Blocks(ForkAware):
     def _numbers(self, start: int, stop: int) -> range:
         return range(start // self.block_bytes, -(-stop // self.block_bytes))
 
-    def _blocks(self, obj: Object, numbers: range) -> list[memoryview]:
-        if len(numbers) == 1:
-            return [self._block(obj, numbers[0])]
-        pending = [self._executor().submit(self._block, obj, number) for number in numbers]
-        wait(pending)
-        return [one.result() for one in pending]
-
     def _block(self, obj: Object, number: int) -> memoryview:
         start = number * self.block_bytes
         stop = min(start + self.block_bytes, obj.size)
@@ -115,10 +121,8 @@ class Blocks(ForkAware):
 
         return self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fetch)
 
-    def _size_of(self, obj: Object, number: int) -> int:
-        return len(self._block(obj, number))  # Not the block: a process may hold only so many maps at a time.
+    def _fill(self, obj: Object, number: int) -> int:
+        return len(self._block(obj, number)) if threading.main_thread().is_alive() else 0
 
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="dataload-blocks")
-        return self._pool
+    def _pool(self, use: str) -> ThreadPoolExecutor:
+        return self._pools.setdefault(use, ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix=f"dataload-blocks-{use}"))

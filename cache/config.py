@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import numbers
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import bitmath
@@ -39,7 +40,7 @@ class CacheConfig:
     policy: str = "pin"
     consistency: str = "generation"
     engine: str = "auto"
-    cluster: str | None = None
+    cluster: str | None = field(default=None, repr=False)
     origin_id: str | None = None
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class CacheConfig:
             object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
-            raise ConfigError(f"cluster={self.cluster!r}: this version has no cluster tier, leave it out")
+            raise ConfigError("cluster: this version has no cluster tier, leave it out")
         for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(allowed)}")
@@ -71,8 +72,9 @@ class CacheConfig:
 def parse_bytes(name: str, size: int | str) -> int:
     """`size` in bytes, from a number or text such as "500GB" or "4 MiB". Raises ConfigError naming the argument."""
     try:
-        count = int(size) if isinstance(size, int) or size.isdecimal() else int(bitmath.parse_string(size).bytes)
-    except ValueError:
+        is_number = isinstance(size, numbers.Real) or str(size).isdecimal()
+        count = int(size) if is_number else int(bitmath.parse_string(size).bytes)
+    except (ValueError, TypeError):
         raise ConfigError(f"{name}={size!r} is not a size: give bytes or text such as '500GB' or '4MiB'") from None
     if count <= 0:
         raise ConfigError(f"{name}={size!r} must be more than zero bytes")

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import Any
 
 from dataload.cache.blocks import Blocks, Object
+from dataload.errors import ObjectChanged
 
 
 class BlockFile(io.RawIOBase):
-    """One version of one object, opened. Reads whole: `read(n)` is shorter than `n` bytes only at the end."""
+    """One version of one object, opened. Reads whole: `read(n)` is shorter than `n` bytes only at the end.
+
+    changed: told when the origin no longer has this version.
+    """
 
     mode = "rb"
 
-    def __init__(self, blocks: Blocks, obj: Object) -> None:
+    def __init__(self, blocks: Blocks, obj: Object, changed: Callable[[Object], object] = lambda _: None) -> None:
         super().__init__()
+        self._changed = changed
         self._blocks = blocks
         self._object = obj
         self._position = 0
@@ -32,9 +38,9 @@ class BlockFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"{self.path}: cannot seek to {base + offset}")
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}.get(whence)
+        if base is None or base + offset < 0:
+            raise ValueError(f"{self.path}: cannot seek to {offset} from {whence}")
         self._position = base + offset
         return self._position
 
@@ -59,6 +65,10 @@ class BlockFile(io.RawIOBase):
     def _take(self, size: int) -> memoryview:
         if self.closed:
             raise ValueError(f"{self.path}: read from a closed file")
-        data = self._blocks.read(self._object, self._position, self._position + size)
+        try:
+            data = self._blocks.read(self._object, self._position, self._position + size)
+        except ObjectChanged:
+            self._changed(self._object)
+            raise
         self._position += len(data)
         return data

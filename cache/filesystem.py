@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import fsspec
@@ -12,6 +13,7 @@ from dataload.cache.blocks import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.file import BlockFile
 from dataload.cache.origin import Origin, connect, version_of
+from dataload.cache.redact import redacted
 from dataload.errors import ConfigError
 
 
@@ -84,22 +86,41 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         path = self._path(path)
-        if path not in self._known:
-            self._known[path] = self.blocks.origin.info(path)
-        return self._known[path]
+        known = self._known.get(path)
+        if known is None:
+            known = self._known[path] = self.blocks.origin.info(path)
+        return dict(known)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        entries = self.fs.ls(self._path(path), detail=True, **kwargs)
+        with self.blocks.origin.naming(path):
+            entries = self.fs.ls(self._path(path), detail=True, **kwargs)
+        self._learn(entries)
         return entries if detail else sorted(entry["name"] for entry in entries)
 
-    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **kwargs: Any) -> Any:
-        return self.fs.find(self._path(path), maxdepth=maxdepth, withdirs=withdirs, **kwargs)
+    def find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+    ) -> Any:
+        with self.blocks.origin.naming(path):
+            found = self.fs.find(self._path(path), maxdepth=maxdepth, withdirs=withdirs, detail=True, **kwargs)
+        self._learn(found.values())
+        return found if detail else sorted(found)
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return self._type_of(path) is not None
+
+    def isfile(self, path: str) -> bool:
+        return self._type_of(path) == "file"
+
+    def isdir(self, path: str) -> bool:
+        return self._type_of(path) == "directory"
 
     def modified(self, path: str) -> Any:
-        return self.fs.modified(self._path(path))
+        with self.blocks.origin.naming(path):
+            return self.fs.modified(self._path(path))
 
     def created(self, path: str) -> Any:
-        return self.fs.created(self._path(path))
+        with self.blocks.origin.naming(path):
+            return self.fs.created(self._path(path))
 
     def ukey(self, path: str) -> str:
         return version_of(self.info(path))
@@ -125,22 +146,41 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
     def _open(self, path: str, mode: str = "rb", **_: Any) -> BlockFile:
         if mode != "rb":
             self._read_only()
-        return BlockFile(self.blocks, self.object(path))
+        return BlockFile(self.blocks, self.object(path), self._forget)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        obj = self.object(path)
-        first, last, _step = slice(start, end).indices(obj.size)
-        return bytes(self.blocks.read(obj, first, last))
+        with self._open(path) as file:
+            first, last, _step = slice(start, end).indices(file.size)
+            file.seek(first)
+            return file.read(max(0, last - first))
 
     def prefetch(self, paths: str | list[str], *, wait: bool = False) -> None:
         """Start filling the cache with whole objects (paths, folders or globs); `wait` until they are there.
 
-        Raises OriginError when waiting.
+        Raises OriginError for what cannot be listed and, when waiting, for what cannot be fetched.
         """
-        objects = [self.object(path) for path in self.expand_path(paths, recursive=True) if self.isfile(path)]
-        futures = [future for obj in objects for future in self.blocks.fill(obj)]
+        origin = self.blocks.origin
+        listed = [origin.list(self._path(path)) for path in ([paths] if isinstance(paths, str) else paths)]
+        infos = [info for found in listed for info in found.values()]
+        self._learn(infos)
+        futures = [future for info in infos for future in self.blocks.fill(Object.of(info))]
         for future in futures if wait else ():
             future.result()
+
+    def _learn(self, infos: Iterable[dict[str, Any]]) -> None:
+        """A listing says of each object what a request for it alone would."""
+        whole = (info for info in infos if info["type"] == "file" and info.get("size") is not None)
+        self._known.update((info["name"], info) for info in whole)
+
+    def _forget(self, obj: Object) -> None:
+        self._known.pop(obj.path, None)
+
+    def _type_of(self, path: str) -> str | None:
+        """What there is, "file" or "directory", or None. Trouble on the way to the origin is raised."""
+        try:
+            return str(self.info(path)["type"])
+        except FileNotFoundError:
+            return None
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process: hits, misses, waits, bytes_local, bytes_origin, requests_origin, errors, engine."""
@@ -160,7 +200,7 @@ def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheC
     try:
         filesystem, _ = fsspec.url_to_fs(url, **(storage_options or {}))
     except (ValueError, ImportError, TypeError) as error:
-        raise ConfigError(f"{url} cannot be opened with these storage_options: {error}") from error
+        raise ConfigError(f"{redacted(url)} cannot be opened with these storage_options: {redacted(error)}") from error
     if isinstance(filesystem, TierCacheFileSystem):
         return filesystem.blocks
     return Blocks.open(Origin(filesystem, config.origin_id if config else None), config)

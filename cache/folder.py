@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import shutil
+import threading
 import uuid
+import weakref
 from pathlib import Path
 
-from dataload.cache.index import open_index
+import lmdb
+
+from dataload.cache.forks import ForkAware
+from dataload.cache.index import Index
 from dataload.cache.locks import KeyLocks
 from dataload.cache.scratch import Scratch, oldest_start, sweep
 from dataload.errors import ConfigError
 
 FORMAT = 0
 SETUP_SECONDS = 60.0
+log = logging.getLogger(__name__)
+
 _SETUP = b"\xff" * 32  # the lock under which a folder is made, opened and swept
 
 
@@ -40,7 +49,7 @@ class CacheFolder:
                 self._check_format()
                 for name in ("index", "tmp", "blobs"):
                     (path / name).mkdir(mode=0o700, exist_ok=True)
-                self.index = open_index(str(path / "index"))
+                self.index = self._open_index()
                 self._forget(sweep(path / "tmp"))
                 self.scratch = Scratch(path / "tmp")
         except OSError as error:
@@ -63,6 +72,13 @@ class CacheFolder:
         """Remove a blob, file before row. Its lock must be held."""
         self.unlink(digest)
         self.index.drop(digest)
+
+    def release(self, digest: bytes) -> bool:
+        """Remove a blob's file; True when its row covers nothing any more, and nobody is filling it just now."""
+        if self.unlink(digest):
+            return True
+        with self.locks.hold(digest, timeout=0) as alone:
+            return alone and not self.path_of(digest).exists()
 
     def oldest_process(self) -> int:
         """When the oldest process at work here started, in ns since the Unix epoch."""
@@ -94,8 +110,60 @@ class CacheFolder:
                 f"cache_dir {self.path} has format {found}, this version reads {FORMAT}: remove it or name another"
             )
 
+    def _open_index(self) -> Index:
+        index = Index(str(self.path / "index"))
+        try:
+            index.used_bytes()
+        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+            log.warning("cache %s: its index is damaged (%s); starting with an empty one", self.path, error)
+            for name in ("index", "blobs"):
+                shutil.rmtree(self.path / name)
+                (self.path / name).mkdir(mode=0o700)
+        return index
+
     def _forget(self, unfinished: list[bytes]) -> None:
         for digest in unfinished:
             with self.locks.hold(digest, timeout=0) as alone:
                 if alone and not self.path_of(digest).exists():
                     self.index.drop(digest)
+
+
+class _OpenFolders(ForkAware):
+    """The folders that this process has open: one of each, however many tiers name it (LMDB allows no second)."""
+
+    def __init__(self) -> None:
+        self._forget_all()
+        super().__init__()
+
+    def _forget_all(self) -> None:
+        self._opening = threading.Lock()
+        self._folders: weakref.WeakValueDictionary[tuple[int, int], CacheFolder] = weakref.WeakValueDictionary()
+
+    def after_fork_in_child(self) -> None:
+        self._forget_all()
+
+    def open(self, path: Path) -> CacheFolder:
+        with self._opening:
+            folder = self._folders.get(_identity(path))
+            if folder is None:
+                folder = CacheFolder(path)
+                self._folders[_identity(path)] = folder
+            return folder
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except OSError:
+        return (0, 0)
+    return status.st_dev, status.st_ino
+
+
+@functools.cache
+def _open_folders() -> _OpenFolders:
+    return _OpenFolders()
+
+
+def open_folder(path: Path) -> CacheFolder:
+    """The cache folder at `path`, open in this process. Raises ConfigError as `CacheFolder` does."""
+    return _open_folders().open(path)

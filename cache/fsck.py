@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dataload.cache import blob
-from dataload.cache.folder import CacheFolder
+from dataload.cache.folder import CacheFolder, open_folder
 from dataload.cache.index import Row
 from dataload.errors import ConfigError, CorruptEntry
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass
@@ -25,7 +29,7 @@ def open_existing(path: Path) -> CacheFolder:
     """The cache at `path`. Raises ConfigError when there is none: looking at a cache must not make one."""
     if not (path / "FORMAT").exists():
         raise ConfigError(f"no cache at {path}: name its folder with cache_dir")
-    return CacheFolder(path)
+    return open_folder(path)
 
 
 def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int], object] = lambda _: None) -> Report:
@@ -41,12 +45,14 @@ def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int
         if problem is None:
             report.blobs += 1
             report.bytes += row.size
-        elif _removed(folder, row.digest, really=repair):
+        elif _holds(folder, row.digest, partial(_damaged, folder, row), repair=repair):
             report.problems.append(f"{row.name}: {problem}")
         progress(row.size)
     for file in (folder.path / "blobs").glob("*/*"):
-        digest = bytes.fromhex(file.name)
-        if digest not in known and folder.index.size_of(digest) is None and _removed(folder, digest, really=repair):
+        digest = bytes.fromhex(file.name) if _DIGEST.fullmatch(file.name) else b""
+        if digest in known:
+            continue
+        if not digest or _holds(folder, digest, partial(_unknown, folder, digest), repair=repair):
             report.problems.append(f"{file}: not in the index")
     return report
 
@@ -59,12 +65,14 @@ def evict(folder: CacheFolder, *, path: str | None = None, keep_bytes: int = 0) 
     """
     before = folder.index.used_bytes()
     if path is None:
-        folder.index.evict(keep_bytes, folder.unlink)
+        folder.index.evict(keep_bytes, folder.release)
     else:
         below = (f"{path.rstrip('/')}/", f"{path}#")
         for row in folder.index.rows():
             if row.name.startswith(below):
-                _removed(folder, row.digest, really=True)
+                with folder.locks.hold(row.digest, timeout=0) as alone:
+                    if alone:
+                        folder.discard(row.digest)
     return before - folder.index.used_bytes()
 
 
@@ -79,9 +87,18 @@ def _problem(folder: CacheFolder, row: Row) -> str | None:
     return None if size == row.size else f"takes {size} bytes, the index says {row.size}"
 
 
-def _removed(folder: CacheFolder, digest: bytes, *, really: bool) -> bool:
-    """Whether nobody is filling the blob just now; then it is removed, if `really`."""
+def _damaged(folder: CacheFolder, row: Row) -> bool:
+    return folder.index.size_of(row.digest) is not None and _problem(folder, row) is not None
+
+
+def _unknown(folder: CacheFolder, digest: bytes) -> bool:
+    return folder.index.size_of(digest) is None and folder.path_of(digest).exists()
+
+
+def _holds(folder: CacheFolder, digest: bytes, wrong: Callable[[], bool], *, repair: bool) -> bool:
+    """Whether something is still wrong with a blob that nobody is filling or evicting just now; mended if `repair`."""
     with folder.locks.hold(digest, timeout=0) as alone:
-        if alone and really:
+        found = alone and folder.index.settled(wrong)
+        if found and repair:
             folder.discard(digest)
-        return alone
+        return found

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +16,12 @@ import lmdb
 from dataload.cache.forks import ForkAware
 
 MAP_BYTES = 64 << 30  # Address space, not disk: 300 million rows.
+SMALL_MAP_BYTES = 1 << 30
 _ROW = struct.Struct(">QQ")  # bytes on disk, time of last use; the name follows
 _STAMP = struct.Struct(">Q")
+
+Release = Callable[[bytes], bool]
+"""Removes a blob's file; whether its row may go too. It may not while somebody is filling the blob."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,10 @@ class Index(ForkAware):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__()
         self._path = path
         self._gate = threading.RLock()
         self._environment: Any = None
+        super().__init__()
 
     def before_fork(self) -> None:
         self._gate.acquire()
@@ -84,28 +87,31 @@ class Index(ForkAware):
         with self._transaction() as txn:
             return self._used(txn)
 
-    def reserve(
-        self, row: Row, *, limit: int, evict_before: Callable[[], int], unlink: Callable[[bytes], bool]
-    ) -> bool:
+    def reserve(self, row: Row, *, limit: int, evict_before: Callable[[], int], release: Release) -> bool:
         """Enter a row, first evicting as many others as `limit` (bytes) demands; False when it cannot fit.
 
         evict_before: asked only when the cache is full: rows last used before this time (ns) may go.
-        unlink: removes a blob's file and says whether there was one. A row without a file is being filled just now,
-            or its filler died: not this caller's to drop.
         """
+        if row.size > limit:
+            return False
         with self._transaction(write=True) as txn:
             used = self._used(txn)
             if used + row.size > limit:
-                used = self._evict(txn, max(0, limit - row.size), evict_before(), unlink)
+                used = self._evict(txn, limit - row.size, evict_before(), release)
             if used + row.size > limit:
                 return False
             self._put(txn, row)
             return True
 
-    def evict(self, keep_bytes: int, unlink: Callable[[bytes], bool]) -> None:
+    def evict(self, keep_bytes: int, release: Release) -> None:
         """Evict blobs, those used longest ago first, until at most `keep_bytes` remain."""
         with self._transaction(write=True) as txn:
-            self._evict(txn, keep_bytes, time.time_ns(), unlink)
+            self._evict(txn, keep_bytes, time.time_ns(), release)
+
+    def settled(self, check: Callable[[], bool]) -> bool:
+        """What `check` finds while nobody enters, evicts or drops rows."""
+        with self._transaction(write=True):
+            return check()
 
     def drop(self, digest: bytes) -> None:
         with self._transaction(write=True) as txn:
@@ -120,22 +126,32 @@ class Index(ForkAware):
                     self._drop(txn, digest)
                     self._put(txn, Row(digest, row.name, row.size))
 
-    def _evict(self, txn: Any, keep_bytes: int, evict_before: int, unlink: Callable[[bytes], bool]) -> int:
+    def _evict(self, txn: Any, keep_bytes: int, evict_before: int, release: Release) -> int:
+        """Evict down to `keep_bytes` if the rows last used before `evict_before` allow it; the bytes then in use."""
         used = self._used(txn)
-        victims = []
-        for key in txn.cursor(self._order).iternext(values=False):
-            (used_at,) = _STAMP.unpack_from(key)
-            if used <= keep_bytes or used_at >= evict_before:
+        sizes = itertools.accumulate(row.size for row in self._oldest(txn, evict_before))
+        if not any(used - size <= keep_bytes for size in sizes):
+            return used
+        released = []
+        for row in self._oldest(txn, evict_before):
+            if used <= keep_bytes:
                 break
-            row = self._row(txn, key[_STAMP.size :])
-            # The file goes first. Killed before the commit, we leave a row that covers nothing, which a later fill or
-            # sweep clears; the other order would leave a file that nobody counts.
-            if row is not None and unlink(row.digest):
-                victims.append(row.digest)
+            # The file goes first. Killed before the commit, we leave a row that covers nothing, which is released like
+            # any other; the other order would leave a file that nobody counts.
+            if release(row.digest):
+                released.append(row.digest)
                 used -= row.size
-        for digest in victims:
+        for digest in released:
             self._drop(txn, digest)
         return used
+
+    def _oldest(self, txn: Any, before: int) -> Iterator[Row]:
+        """The rows last used before `before`, those used longest ago first."""
+        for key in txn.cursor(self._order).iternext(values=False):
+            row = self._row(txn, key[_STAMP.size :])
+            if row is None or row.used_at >= before:
+                return
+            yield row
 
     def _row(self, txn: Any, digest: bytes) -> Row | None:
         value = txn.get(digest, db=self._rows)
@@ -173,15 +189,15 @@ class Index(ForkAware):
     def _open(self) -> None:
         # sync=False survives the death of processes, not of the machine. lib_version: 3.x links two formats.
         options: dict[str, Any] = {"lib_version": 0} if hasattr(lmdb.Environment, "lib_version") else {}
-        environment = lmdb.open(self._path, map_size=MAP_BYTES, max_dbs=3, mode=0o600, sync=False, **options)
-        environment.reader_check()
-        self._rows, self._order, self._accounts = map(environment.open_db, (b"rows", b"order", b"accounts"))
+        options |= {"max_dbs": 3, "mode": 0o600, "sync": False}
+        try:
+            environment = lmdb.open(self._path, map_size=MAP_BYTES, **options)
+        except lmdb.MemoryError:  # ulimit -v
+            environment = lmdb.open(self._path, map_size=SMALL_MAP_BYTES, **options)
+        try:
+            environment.reader_check()
+            self._rows, self._order, self._accounts = map(environment.open_db, (b"rows", b"order", b"accounts"))
+        except lmdb.Error:
+            environment.close()
+            raise
         self._environment = environment
-
-
-_open_indexes: weakref.WeakValueDictionary[str, Index] = weakref.WeakValueDictionary()
-
-
-def open_index(path: str) -> Index:
-    """The one `Index` of this process for `path`: LMDB must not be opened twice by a process."""
-    return _open_indexes.setdefault(os.path.realpath(path), Index(path))

@@ -15,14 +15,14 @@ from typing import Self
 import lmdb
 
 from dataload.cache import blob
-from dataload.cache.folder import CacheFolder
+from dataload.cache.folder import CacheFolder, open_folder
 from dataload.cache.forks import ForkAware
 from dataload.cache.index import Row
 from dataload.cache.tier import BlobKey, Draft, Fill
 from dataload.metrics import Counters
 
 FILL_SECONDS = 120.0
-TOUCHES_PER_WRITE = 1024
+FLUSH_SECONDS = 1.0  # how far behind the record of uses may be: hits are never written one by one
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,6 @@ class LocalTier(ForkAware):
     """
 
     def __init__(self, path: str | os.PathLike[str], limit: int | None = None, policy: str = "pin") -> None:
-        super().__init__()
         self.path = Path(path)
         self.policy = policy
         self.fill_seconds = FILL_SECONDS
@@ -49,7 +48,9 @@ class LocalTier(ForkAware):
         self.proven: set[tuple[bytes, int, int]] = set()
         self._touched: set[bytes] = set()
         self._reported: set[str] = set()
+        self._flush_at = 0.0
         self.after_fork_in_child()
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
@@ -68,7 +69,7 @@ class LocalTier(ForkAware):
         """What this process has open; opened on first use."""
         with self._opening:
             if self._folder is None:
-                self._folder = CacheFolder(self.path)
+                self._folder = open_folder(self.path)
                 self._limit = self._given_limit or self._folder.room()
             return self._folder
 
@@ -107,6 +108,7 @@ class LocalTier(ForkAware):
     def flush(self) -> None:
         """Write down which blobs were used since the last time."""
         touched, self._touched = self._touched, set()
+        self._flush_at = time.monotonic() + FLUSH_SECONDS
         if touched:
             self.folder.index.touch(touched)
 
@@ -118,7 +120,7 @@ class LocalTier(ForkAware):
             Row(key.digest, key.name, size),
             limit=self.limit,
             evict_before=folder.oldest_process if self.policy == "pin" else time.time_ns,
-            unlink=folder.unlink,
+            release=folder.release,
         )
 
     @contextmanager
@@ -157,7 +159,7 @@ class LocalTier(ForkAware):
             except FileNotFoundError:  # It is being filled just now, or its filler died.
                 return None
             self._touched.add(key.digest)
-            if len(self._touched) >= TOUCHES_PER_WRITE:
+            if time.monotonic() >= self._flush_at:
                 self.flush()
             return found
         return None
@@ -170,6 +172,7 @@ class _DiskDraft(Draft):
         super().__init__(key)
         self._tier = tier
         self._keep = keep
+        self._owner = os.getpid()
         self._path: Path | None = None
         self._map: mmap.mmap | None = None
 
@@ -211,7 +214,7 @@ class _DiskDraft(Draft):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._path is not None:
+        if self._path is not None and os.getpid() == self._owner:
             with self._tier.trouble("dropping a draft"):
+                self._path.unlink(missing_ok=True)
                 self._tier.folder.index.drop(self.key.digest)
-                self._path.unlink()

@@ -23,8 +23,8 @@ class ThreadLocks(ForkAware):
     """Locks named by keys, among the threads of this process. A lock is gone when nobody holds or awaits it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.after_fork_in_child()
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
         self._mutex = threading.Lock()
@@ -52,10 +52,10 @@ class KeyLocks(ForkAware):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__()
         self._path = path
         self._descriptors: set[int] = set()
         self._threads = ThreadLocks()
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
         for descriptor in self._descriptors:

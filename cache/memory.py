@@ -18,10 +18,10 @@ class MemoryTier(ForkAware):
     """
 
     def __init__(self, limit: int) -> None:
-        super().__init__()
         self.limit = limit
         self._locks = ThreadLocks()
         self.after_fork_in_child()
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import re
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import fsspec
 from fsspec.asyn import sync
+from fsspec.core import has_magic
+from fsspec.utils import tokenize
 from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_after_attempt, stop_after_delay
 from tenacity import wait_random_exponential as full_jitter
 
 from dataload.cache.forks import ForkAware
+from dataload.cache.redact import redacted
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.metrics import Counters
 
 ATTEMPTS = 6
 ATTEMPTS_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
+CHANGED = "was replaced while it was being read: list the dataset anew (on a filesystem, invalidate_cache)"
+
 # Options that say which store an address is, as against how to get in. Credentials never become part of a key.
 ADDRESS_OPTIONS = ("endpoint_url", "base_url", "host", "port", "account_name", "namenode")
-
+# Where protocol, address and path together name an object in full. Elsewhere (an archive, a folder of another
+# filesystem) all that the filesystem was made with becomes part of the store's name, digested.
+PATH_IS_NAME = frozenset(
+    ("abfs", "abfss", "adl", "az", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "local", "memory")
+    + ("s3", "s3a", "sftp", "smb", "ssh", "webhdfs")
+)
+VERSION_FIELDS = ("ETag", "etag", "generation", "sha256", "md5Hash", "checksum")
 # Packages whose errors are a request's, though they are no OSError: a body cut short is aiohttp's ClientPayloadError.
 TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore"})
 
@@ -39,35 +51,46 @@ class Origin(ForkAware):
     """
 
     def __init__(self, filesystem: Any, identity: str | None = None) -> None:
-        super().__init__()
         self._filesystem = filesystem
         self._inherited = False
-        self.identity = identity or _identity(filesystem)
+        self._identity = identity
         self.counters = Counters()
+        super().__init__()
 
-    def __reduce__(self) -> tuple[type[Origin], tuple[Any, str]]:
-        return Origin, (self._filesystem, self.identity)
+    def __reduce__(self) -> tuple[type[Origin], tuple[Any, str | None]]:
+        return Origin, (self._filesystem, self._identity)
 
     def __repr__(self) -> str:
-        return f"Origin({self.identity!r})"
+        return f"Origin({self.address!r})"
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
-        # Its event loop runs in a thread that only the parent has.
-        self._inherited = getattr(self._filesystem, "async_impl", False)
-
-    def stats(self) -> dict[str, float]:
-        """Totals of this process: requests, bytes, errors."""
-        return self.counters.snapshot()
+        self._inherited = True  # with event loops that run in threads of the parent's
 
     @property
     def filesystem(self) -> Any:
         """The fsspec filesystem, of this process."""
         if self._inherited:
-            old = self._filesystem
-            self._filesystem = type(old)(*old.storage_args, **old.storage_options)
+            # Pickling is how fsspec rebuilds one from its arguments, and those that it wraps.
+            self._filesystem = pickle.loads(pickle.dumps(self._filesystem))  # noqa: S301
             self._inherited = False
         return self._filesystem
+
+    @property
+    def address(self) -> str:
+        """The origin as messages name it: its protocol, and the address that it was given."""
+        return redacted("://".join(_address(self._filesystem)))
+
+    @property
+    def identity(self) -> str:
+        """The store's name in cache keys."""
+        if self._identity is None:
+            self._identity = _identity(self.filesystem)
+        return self._identity
+
+    def stats(self) -> dict[str, float]:
+        """Totals of this process: requests, bytes, errors."""
+        return self.counters.snapshot()
 
     def path_of(self, url: str) -> str:
         """The path that `url` has at this origin, without protocol."""
@@ -75,75 +98,78 @@ class Origin(ForkAware):
 
     def info(self, path: str) -> dict[str, Any]:
         """What the store says of one object or folder, asked anew."""
-        with self._naming(path):
+        with self.naming(path):
             self.filesystem.invalidate_cache(path)
             return dict(self.filesystem.info(path))
 
-    def find(self, path: str) -> dict[str, dict[str, Any]]:
-        """All objects below `path`, or `path` itself when it is one, by path, listed anew."""
-        with self._naming(path):
-            self.filesystem.invalidate_cache(path)
-            return dict(self.filesystem.find(path, detail=True))
-
-    def glob(self, pattern: str) -> dict[str, dict[str, Any]]:
-        """All objects and folders that match `pattern`, by path, listed anew."""
-        with self._naming(pattern):
-            self.filesystem.invalidate_cache()
-            return dict(self.filesystem.glob(pattern, detail=True))
+    def list(self, path: str) -> dict[str, dict[str, Any]]:
+        """What the store says of the objects at `path`, an object, a folder or a glob, by their paths; asked anew."""
+        filesystem = self.filesystem
+        with self.naming(path):
+            filesystem.invalidate_cache(None if has_magic(path) else path)
+            found = filesystem.glob(path, detail=True) if has_magic(path) else filesystem.find(path, detail=True)
+            return {
+                name: info if info.get("size") is not None else dict(filesystem.info(name))
+                for name, info in found.items()
+                if info["type"] == "file" and not name.endswith("/")
+            }
 
     def read(self, path: str, start: int, stop: int, version: str) -> bytes:
         """Exactly the bytes [start, stop) of that version of an object.
 
         Raises ObjectChanged when there is another version now (where the store can tell), OriginError after retries.
         """
-        where = f"{path} bytes {start}-{stop - 1}"
-        with self._naming(where):
+        with self.naming(f"{path} bytes {start}-{stop - 1}"):
             for attempt in _attempts():
                 with attempt:
                     self.counters.add(requests=1)
                     data = self._get(path, start, stop, version)
                     self.counters.add(bytes=len(data))
                     if len(data) != stop - start:
-                        raise _ShortBodyError(f"{where}: {len(data)} bytes came instead of {stop - start}")
+                        raise _WrongBodyError(f"{len(data)} bytes came instead of {stop - start}")
         return data
 
     def _get(self, path: str, start: int, stop: int, version: str) -> bytes:
         filesystem = self.filesystem
         if not hasattr(filesystem, "call_s3"):
-            return bytes(filesystem.cat_file(path, start=start, end=stop))
+            data = bytes(filesystem.cat_file(path, start=start, end=stop))
+            if version_of(self.info(path)) != version:  # all that can be had without If-Match
+                raise ObjectChanged(f"{redacted(path)} {CHANGED}")
+            return data
         # s3fs's own cat_file sends no If-Match.
         bucket, key, version_id = filesystem.split_path(path)
-        response = filesystem.call_s3(
-            "get_object",
-            Bucket=bucket,
-            Key=key,
-            Range=f"bytes={start}-{stop - 1}",
-            **({"VersionId": version_id} if version_id else {"IfMatch": version}),
-        )
-        return bytes(sync(filesystem.loop, _body, response["Body"]))
+        asked = f"bytes={start}-{stop - 1}"
+        condition = {"VersionId": version_id} if version_id else {"IfMatch": version}
+        response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=asked, **condition)
+        data = bytes(sync(filesystem.loop, _body, response["Body"]))
+        sent = response.get("ContentRange")
+        if sent and not sent.startswith(f"bytes {start}-{stop - 1}/"):
+            raise _WrongBodyError(f"{sent} came instead of {asked}")
+        return data
 
     @contextmanager
-    def _naming(self, where: str) -> Iterator[None]:
+    def naming(self, what: str) -> Iterator[None]:
+        """What goes wrong inside is raised as an OriginError that names `what`."""
         try:
             yield
         except DataloadError:
             raise
         except FileNotFoundError as error:
-            raise OriginNotFound(
-                f"{where} does not exist at {self.identity}: check its name and the endpoint"
-            ) from error
+            place = f"{redacted(what)} does not exist at {self.address}"
+            raise OriginNotFound(f"{place}: check its name and the endpoint") from error
         except Exception as error:
             if not _is_trouble(error):
                 raise
             self.counters.add(errors=1)
+            where, said = redacted(what), redacted(error)
             if _status(error) == 412:
-                raise ObjectChanged(f"{where} was replaced while it was being read: list the dataset anew") from error
+                raise ObjectChanged(f"{where} {CHANGED}") from error
             if isinstance(error, PermissionError):
-                raise OriginError(f"{where}: {self.identity} denied access: check the credentials ({error})") from error
-            raise OriginError(f"{where}: {self.identity} failed: {type(error).__name__}: {error}") from error
+                raise OriginError(f"{where}: {self.address} denied access, check the credentials: {said}") from error
+            raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {said}") from error
 
 
-class _ShortBodyError(OSError):
+class _WrongBodyError(OSError):
     pass
 
 
@@ -152,18 +178,16 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
     try:
         return fsspec.filesystem(protocol, **(options or {}))
     except (ValueError, ImportError, TypeError) as error:
-        raise ConfigError(f"no filesystem for {protocol}:// with these options: {error}") from error
+        raise ConfigError(f"no filesystem for {protocol}:// with these options: {redacted(error)}") from error
 
 
 def version_of(info: dict[str, Any]) -> str:
-    """The version of an object, from what its store says: the ETag verbatim, else size and time of change."""
-    for name in ("ETag", "etag"):
+    """The version of an object, from what its store says: the ETag verbatim, else a digest of all that is said."""
+    for name in VERSION_FIELDS:
         if info.get(name):
             return str(info[name])
-    for name in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
-        if info.get(name):
-            return f"{info.get('size')}-{info[name]}"
-    return f"{info.get('size')}"
+    said = sorted((name, str(value)) for name, value in info.items())
+    return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
 
 def _attempts() -> Retrying:
@@ -171,7 +195,7 @@ def _attempts() -> Retrying:
         retry=retry_if_exception(_passing),
         stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_SECONDS),
         wait=full_jitter(FIRST_PAUSE, LONGEST_PAUSE),
-        before_sleep=before_sleep_log(log, logging.INFO),
+        before_sleep=before_sleep_log(log, logging.DEBUG),
         reraise=True,
     )
 
@@ -188,27 +212,35 @@ def _is_trouble(error: BaseException) -> bool:
 
 def _passing(error: BaseException) -> bool:
     """Whether trying again may help: not with what the store has decided."""
-    if not _is_trouble(error) or isinstance(error, (FileNotFoundError, PermissionError)):
+    if not _is_trouble(error) or isinstance(error, (FileNotFoundError, PermissionError, DataloadError)):
         return False
     status = _status(error)
     return status is None or status in (408, 429) or status >= 500
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error, where there is one (botocore keeps it in `response`)."""
+    """The HTTP status behind an error, where there is one."""
     cause: BaseException | None = error
     while cause is not None:
+        if isinstance(status := getattr(cause, "status", None), int):  # aiohttp
+            return status
         response = getattr(cause, "response", None)
-        if isinstance(response, dict):
+        if isinstance(response, dict):  # botocore
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
         cause = cause.__cause__
     return None
 
 
-def _identity(filesystem: Any) -> str:
+def _address(filesystem: Any) -> tuple[str, str]:
     protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
     options = {**filesystem.storage_options, **filesystem.storage_options.get("client_kwargs", {})}
-    address = [str(options[name]) for name in ADDRESS_OPTIONS if options.get(name)]
-    if not address and hasattr(filesystem, "call_s3"):
-        address = [str(filesystem.s3.meta.endpoint_url)]  # The environment or a profile may name another than AWS.
-    return re.sub(r"//[^/@]*@", "//", f"{protocol}://{':'.join(address)}")
+    return protocol, ":".join(str(options[name]) for name in ADDRESS_OPTIONS if options.get(name))
+
+
+def _identity(filesystem: Any) -> str:
+    protocol, address = _address(filesystem)
+    if protocol not in PATH_IS_NAME:
+        address = tokenize(type(filesystem), filesystem.storage_args, filesystem.storage_options)
+    elif not address and hasattr(filesystem, "call_s3"):
+        address = filesystem.s3.meta.endpoint_url  # The environment or a profile may name another than AWS.
+    return redacted(f"{protocol}://{address}")

@@ -21,12 +21,12 @@ class Scratch(ForkAware):
     """
 
     def __init__(self, parent: Path) -> None:
-        super().__init__()
         self._path = parent / f"{time.time_ns():020d}-{secrets.token_hex(8)}"
         self._path.mkdir(mode=0o700)
         self._descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self.close = weakref.finalize(self, _close, os.getpid(), self._path, self._descriptor)
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
         os.close(self._descriptor)
@@ -37,31 +37,29 @@ class Scratch(ForkAware):
         return self._path / f"{digest.hex()}-{secrets.token_hex(4)}"
 
 
-def started_at(folder: Path) -> int:
-    """When the owner of a scratch folder started, in ns since the Unix epoch."""
-    return int(folder.name.partition("-")[0])
-
-
 def oldest_start(parent: Path) -> int:
     """When the oldest process that is, or lately was, at work in this cache started, in ns since the Unix epoch."""
-    return min(map(started_at, parent.iterdir()), default=time.time_ns())
+    starts = (folder.name.partition("-")[0] for folder in parent.iterdir())
+    return min((int(start) for start in starts if start.isdecimal()), default=time.time_ns())
 
 
 def sweep(parent: Path) -> list[bytes]:
     """Remove the folders of dead processes; the digests of the blobs they were filling. Call it under a lock."""
     unfinished = []
     for folder in parent.iterdir():
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):  # Its owner has just ended; or it is no folder of ours.
+            continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue
+        else:
+            unfinished += [bytes.fromhex(draft.name.partition("-")[0]) for draft in folder.iterdir()]
+            shutil.rmtree(folder)
         finally:
             os.close(descriptor)
-        for draft in folder.iterdir():
-            unfinished.append(bytes.fromhex(draft.name.partition("-")[0]))
-            draft.unlink(missing_ok=True)
-        folder.rmdir()
     return unfinished
 
 

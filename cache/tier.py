@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dataload.cache.redact import redacted
+
 Allocate = Callable[[int], memoryview]
 """`allocate(size)` gives the writable memory, of exactly `size` bytes, to write a blob into. Called once a fill."""
 
@@ -38,7 +40,7 @@ class BlobKey:
 
     @property
     def name(self) -> str:
-        return f"{self.path}#{self.what}"
+        return f"{redacted(self.path)}#{self.what}"
 
 
 class Tier(Protocol):

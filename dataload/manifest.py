@@ -7,6 +7,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
+from fsspec.core import has_magic
 
 from dataload import parquet
 from dataload.cache.blocks import Blocks, Object
+from dataload.cache.redact import redacted
 from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, DataError, OriginNotFound
 
@@ -123,7 +126,9 @@ def list_objects(source: Source, blocks: Blocks) -> list[Object]:
     for path in source_paths(source):
         listed = _list(path, blocks)
         if not listed:
-            raise OriginNotFound(f"no objects at {path} ({blocks.origin.identity}): check bucket, prefix and endpoint")
+            raise OriginNotFound(
+                f"no objects at {redacted(path)} ({blocks.origin.address}): check bucket, prefix and endpoint"
+            )
         found.update(listed)
     return [found[path] for path in sorted(found)]
 
@@ -131,12 +136,9 @@ def list_objects(source: Source, blocks: Blocks) -> list[Object]:
 def _list(path: str, blocks: Blocks) -> dict[str, Object]:
     origin = blocks.origin
     root = origin.path_of(path.rpartition("::")[2])
-    listed = origin.glob(root) if any(wild in root for wild in "*?[") else origin.find(root)
-    return {
-        name: Object.of(info)
-        for name, info in listed.items()
-        if info["type"] == "file" and not _hidden(name.removeprefix(root)) and not name.endswith("/")
-    }
+    folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if has_magic(root) else root
+    listed = origin.list(root)
+    return {name: Object.of(info) for name, info in listed.items() if not _hidden(name.removeprefix(folder))}
 
 
 def _hidden(relative: str) -> bool:
@@ -158,7 +160,7 @@ def _read_footers(objects: list[Object], blocks: Blocks, fingerprint: str) -> Ma
 
 
 def _check_schema(first: Object, schema: pa.Schema, other: Object, found: pa.Schema) -> None:
-    if found.equals(schema):
+    if [(field.name, field.type) for field in found] == [(field.name, field.type) for field in schema]:
         return
     for name in [*schema.names, *found.names]:
         ours, theirs = (_type_of(name, which) for which in (schema, found))

@@ -34,7 +34,6 @@ class RowStore(ForkAware):
         capacity: int,
         fill_null: Any = None,
     ) -> None:
-        super().__init__()
         self.capacity = capacity
         self._row_groups = row_groups
         self._columns = tuple(columns)
@@ -42,6 +41,7 @@ class RowStore(ForkAware):
         self._fill_null = fill_null
         self._starts = np.concatenate(([0], np.cumsum([group.rows for group in row_groups], dtype=np.int64)))
         self.after_fork_in_child()
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
         self._mutex = threading.Lock()
