@@ -31,8 +31,28 @@ ADDRESS_OPTIONS = ("endpoint_url", "base_url", "host", "port", "account_name", "
 # Where protocol, address and path together name an object in full. Elsewhere (an archive, a folder of another
 # filesystem) all that the filesystem was made with becomes part of the store's name, digested.
 PATH_IS_NAME = frozenset(
-    ("abfs", "abfss", "adl", "az", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "local", "memory")
-    + ("s3", "s3a", "sftp", "smb", "ssh", "webhdfs")
+    {
+        "abfs",
+        "abfss",
+        "adl",
+        "az",
+        "file",
+        "ftp",
+        "gcs",
+        "gs",
+        "hdfs",
+        "hf",
+        "http",
+        "https",
+        "local",
+        "memory",
+        "s3",
+        "s3a",
+        "sftp",
+        "smb",
+        "ssh",
+        "webhdfs",
+    }
 )
 VERSION_FIELDS = ("ETag", "etag", "generation", "sha256", "md5Hash", "checksum")
 # Packages whose errors are a request's, though they are no OSError: a body cut short is aiohttp's ClientPayloadError.

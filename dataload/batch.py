@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from dataload.columns import Column, Dense, Ragged
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataError
 
 Batch = dict[str, Any]
 
@@ -33,6 +33,8 @@ def to_batch(
     list[Tensor]. With ragged="flat", binary and lists are `Flat` instead. `group`: name -> columns of one dtype that
     come as one Tensor[B, k].
     """
+    if clash := (group or {}).keys() & columns.keys():
+        raise ConfigError(f"group {min(clash)!r} has the name of a column: name it otherwise")
     grouped = {name for names in (group or {}).values() for name in names}
     batch = {name: _user_column(column, ragged) for name, column in columns.items() if name not in grouped}
     for name, members in (group or {}).items():
@@ -79,6 +81,30 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return batch
 
 
+class Packed(NamedTuple):
+    """Tensors side by side, as they leave a worker: each tensor that is sent alone takes a file descriptor."""
+
+    values: torch.Tensor
+    sizes: list[int]
+
+
+def pack(batch: Any) -> Any:
+    """The batch with its lists of one-dimensional tensors of one dtype packed."""
+    if isinstance(batch, dict):
+        return {name: pack(value) for name, value in batch.items()}
+    if isinstance(batch, list) and batch and all(isinstance(one, torch.Tensor) and one.ndim == 1 for one in batch):
+        one_dtype = len({one.dtype for one in batch}) == 1
+        return Packed(torch.cat(batch), [len(one) for one in batch]) if one_dtype else batch
+    return batch
+
+
+def unpack(batch: Any) -> Any:
+    """What `pack` packed, as it was."""
+    if isinstance(batch, dict):
+        return {name: unpack(value) for name, value in batch.items()}
+    return list(torch.split(batch.values, batch.sizes)) if isinstance(batch, Packed) else batch
+
+
 def _user_column(column: Column, ragged: str) -> Any:
     if isinstance(column, Dense):
         return torch.from_numpy(column.values)
@@ -91,7 +117,12 @@ def _user_value(column: Ragged, start: int, stop: int) -> Any:
     values = column.values[start:stop]
     if column.kind == "list":
         return torch.from_numpy(values)
-    return values.tobytes() if column.kind == "binary" else values.tobytes().decode()
+    if column.kind == "binary":
+        return values.tobytes()
+    try:
+        return values.tobytes().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"a string is not UTF-8 ({error}): write the column as binary") from error
 
 
 def _stack(name: str, members: Sequence[Column | None]) -> torch.Tensor:

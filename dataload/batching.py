@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dataload.batch import Rows
+from dataload.batch import Rows, pack
 from dataload.columns import Array
 from dataload.dataset import Dataset
 from dataload.samplers.keys import derive_key
 from dataload.samplers.sharded import ShardedSampler
+from dataload.stats import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,12 @@ class Request:
 
 
 class Answer(NamedTuple):
-    """A batch that was made. cursor: as in its request; rows: how many."""
+    """A batch that was made. cursor: as in its request; rows: how many; traffic: what a worker's cache counted."""
 
     cursor: int
     rows: int
     batch: Any
+    traffic: dict[str, float]
 
 
 class Requests(Iterable[Request]):
@@ -76,7 +78,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._group = group
         self._collate = collate_fn
         self._transform = transform
-        self._wants_rng = transform is not None and "rng" in inspect.signature(transform).parameters
+        self._wants_rng = _takes_rng(transform)
+        self._counted: dict[str, float] = {}
 
     def __getitem__(self, request: Request) -> Answer:
         rows = self._dataset.batch(request.rows, ragged=self._ragged, group=self._group)
@@ -84,4 +87,19 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         if self._transform is not None:
             rng = {"rng": np.random.Generator(np.random.Philox(request.key))} if self._wants_rng else {}
             batch = self._transform(batch, **rng)
-        return Answer(request.cursor, len(request.rows), batch)
+        if torch.utils.data.get_worker_info() is None:
+            return Answer(request.cursor, len(request.rows), batch, {})
+        return Answer(request.cursor, len(request.rows), pack(batch), self._traffic())
+
+    def _traffic(self) -> dict[str, float]:
+        """What this worker's cache counted since it was last asked."""
+        before, stats = self._counted, self._dataset.blocks.stats()
+        self._counted = {name: stats[name] for name in Stopwatch.SHARES}
+        return {name: total - before.get(name, 0) for name, total in self._counted.items()}
+
+
+def _takes_rng(transform: Callable[..., Any] | None) -> bool:
+    try:
+        return transform is not None and "rng" in inspect.signature(transform).parameters
+    except ValueError:  # a builtin without a signature
+        return False

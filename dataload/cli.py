@@ -70,6 +70,8 @@ def warm(
     )
     if stats["refused"]:
         raise DataloadError(f"{int(stats['refused'])} blocks did not fit: raise --cache-bytes or evict")
+    if stats["errors"]["local"]:
+        raise DataloadError(f"{int(stats['errors']['local'])} blocks could not be kept: is the disk full?")
 
 
 @app.command()
@@ -115,15 +117,19 @@ def evict(
     as_json: Json = False,
 ) -> None:
     """Remove blobs from the cache."""
+    import fsspec
+
     from dataload.cache import fsck
     from dataload.cache.config import parse_bytes
 
     if url and keep_bytes:
         raise ConfigError("give a URL or --keep-bytes, not both")
     folder = _existing(cache_dir)
-    path = url.partition("://")[2] or url if url else None
+    path = fsspec.core.strip_protocol(url) if url else None
     freed = fsck.evict(folder, path=path, keep_bytes=parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0)
     _print({"bytes": freed}, as_json, f"{decimal(freed)} evicted")
+    if url and not freed:
+        raise DataloadError(f"nothing of {url} is in the cache")
 
 
 @app.command()
@@ -155,16 +161,14 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         message, code = _explain(error)
-        if message is None:
-            raise
         typer.echo(f"dataload: {message}", err=True)
     except KeyboardInterrupt:
         code = INTERRUPTED
     sys.exit(code or 0)
 
 
-def _explain(error: Exception) -> tuple[str | None, int]:
-    """One line for an error and the exit code; no line for one that is ours to mend."""
+def _explain(error: Exception) -> tuple[str, int]:
+    """One line for an error, and the exit code."""
     if isinstance(error, DataloadError):
         wrong_use = isinstance(error, (ConfigError, DataError, OriginNotFound))
         return " ".join(str(error).split()), WRONG_USE if wrong_use else FOUND_A_PROBLEM
@@ -172,7 +176,8 @@ def _explain(error: Exception) -> tuple[str | None, int]:
         return "interrupted", INTERRUPTED
     if hasattr(error, "format_message"):  # wrong options or arguments, in the words of the option parser
         return f"{error.format_message()} See --help.", WRONG_USE
-    return None, FOUND_A_PROBLEM
+    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"unexpected {said} (dataload --debug … shows where)", FOUND_A_PROBLEM
 
 
 def _config(cache_dir: Path | None, cache_bytes: str | None) -> CacheConfig:

@@ -92,9 +92,11 @@ def decode(table: pa.Table, fill_null: Any, where: str) -> dict[str, Column]:
 
 
 def _decode(name: str, chunks: pa.ChunkedArray, fill_null: Any, where: str) -> Column:
+    if pa.types.is_dictionary(chunks.type):
+        chunks = chunks.cast(chunks.type.value_type)
+    if _is_bytes(chunks.type):
+        chunks = chunks.cast(pa.large_string() if _is_text(chunks.type) else pa.large_binary())  # over 2 GiB in all
     column = chunks.combine_chunks()
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
     if column.null_count:
         filling = fill_null.get(name) if isinstance(fill_null, Mapping) else fill_null
         if filling is None:
@@ -124,16 +126,16 @@ def _numbers(name: str, values: pa.Array, where: str) -> Array:
 
 
 def _bytes(column: pa.Array) -> Ragged:
-    text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    column = column.cast(pa.large_string() if text else pa.large_binary())
     _, offsets, data = column.buffers()
-    bounds = (
-        np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-        if len(column)
-        else np.zeros(1, np.int64)
-    )
+    bounds = np.zeros(1, np.int64)
+    if len(column):
+        bounds = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
     values = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
-    return Ragged(values, bounds, "string" if text else "binary")
+    return Ragged(values, bounds, "string" if _is_text(column.type) else "binary")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
 def _is_number(kind: pa.DataType) -> bool:

@@ -14,6 +14,7 @@ from dataload.cache.blocks import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.columns import check_types
+from dataload.errors import ConfigError
 from dataload.manifest import Manifest, RowGroup, Source, resolve, source_paths
 from dataload.rowstore import RowStore
 from dataload.samplers.order import default_window
@@ -29,6 +30,8 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     def __init__(
         self, manifest: Manifest, blocks: Blocks, columns: Sequence[str] | None = None, fill_null: Any = None
     ) -> None:
+        if columns is not None and (isinstance(columns, str) or not columns):
+            raise ConfigError(f"columns={columns!r} must be a list of at least one name")
         manifest.check_columns(columns or ())
         self.manifest = manifest
         self.blocks = blocks
@@ -64,7 +67,10 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     def __getitems__(self, rows: Any) -> Rows:
         """A batch of rows, by their numbers: a sequence of row dicts whose `.columns` is the batch by column."""
-        return self.batch(np.asarray(rows, np.int64))
+        numbers = np.asarray(rows, np.int64)
+        if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
+            raise IndexError(f"a batch is of one row at least, each of 0 to {len(self) - 1}")
+        return self.batch(numbers)
 
     def batch(self, rows: Any, *, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None) -> Rows:
         """The rows of these numbers (int64 [B]), as `dataload.batch.to_batch` shapes them."""

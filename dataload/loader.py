@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
-from dataload.batch import map_tensors
+from dataload.batch import map_tensors, unpack
 from dataload.batching import Answer, BatchMaker, Request, Requests
 from dataload.cache.config import CacheConfig
 from dataload.cache.local import LocalTier
@@ -18,7 +19,7 @@ from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.manifest import Source
 from dataload.prefetch import Lookahead, run_ahead
-from dataload.samplers.order import Order, Shuffle
+from dataload.samplers.order import Shuffle
 from dataload.samplers.sharded import ShardedSampler
 from dataload.stats import LoaderStats, Stopwatch
 from dataload.world import World
@@ -54,7 +55,8 @@ class Loader(DataLoader[Any]):
         self._prefetch = prefetch
         self._requests = Requests(sampler)
         self._stats = LoaderStats()
-        self._ended: int | None = None
+        self._given: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has handed out
+        self._traffic: Counter[str] = Counter()  # of the workers
         self._workers: DataLoader[Answer] | None = None
         if self.num_workers:
             # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
@@ -62,24 +64,36 @@ class Loader(DataLoader[Any]):
                 maker, batch_size=None, sampler=self._requests, collate_fn=_as_it_is, **dataloader_kwargs
             )
 
+        self._provide()
+
+    def _provide(self) -> None:
+        """Room for what the order needs at a time. Raises ConfigError when the cache has less."""
+        check_room(self.dataset, self.sampler)
+        rowstore = self.dataset.rowstore
+        rowstore.capacity = max(rowstore.capacity, 2 * drawn_on(self.sampler))
+
     @property
     def padding(self) -> int:
         """Rows at the end of this rank's epoch that repeat others, so that every rank has as many."""
-        return self.sampler.padding
+        return self.sampler.padding_from(self.sampler.cursor)
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next iteration runs. A position restored in this very epoch is kept."""
         self.sampler.set_epoch(epoch)
-        self._ended = None
+        self._given = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the rows handed out so far end: JSON-able, under 4 KB, the same on every rank."""
-        return self.sampler.state_dict()
+        state = self.sampler.state_dict()
+        if self._given is not None and self._given[0] == self.sampler.epoch:
+            state[self.sampler.CURSOR] = self._given[1]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` ends, in any world, with any workers. Raises ConfigError for another dataset."""
         self.sampler.load_state_dict(state)
-        self._ended = None
+        self._given = None
+        self._provide()
 
     def stats(self) -> LoaderStats:
         """Figures of the running epoch, or of the last one."""
@@ -87,21 +101,24 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
         sampler = self.sampler
-        if self._ended == sampler.epoch:
+        if self._given is not None and self._given[0] == sampler.epoch and sampler.finished_at(self._given[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took the last batch without asking for one more.
-        epoch, cursor = sampler.epoch, sampler.cursor
+        epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
-        watch = Stopwatch(stats, self.dataset.blocks.stats)
+        watch = Stopwatch(stats, self.dataset.blocks.stats if self._workers is None else lambda: self._traffic)
         with closing(self._answers(epoch, cursor)) as answers:
             while True:
+                latest = self._stats is stats
+                if self.persistent_workers and not latest:
+                    raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
                 with watch.waiting():
                     answer = next(answers, None)
                 if answer is None:
                     break
                 stats.rows += answer.rows
                 stats.batches += 1
-                sampler.seek(epoch, answer.cursor + sampler.global_batch_size)
-                self._ended = epoch if sampler.finished else None
+                if latest:
+                    self._given = epoch, min(answer.cursor + sampler.global_batch_size, sampler.num_rows)
                 yield answer.batch
         watch.update()
         if sampler.epoch == epoch:  # else somebody has set another meanwhile
@@ -112,7 +129,7 @@ class Loader(DataLoader[Any]):
         if self._workers is None:
             made = run_ahead(self._make(iter(requests), epoch, cursor), self._prefetch)
         else:
-            made = (answer for answer in self._workers)
+            made = self._unpacked(self._workers)
         device = self._device
         with closing(made):
             for answer in made:
@@ -122,14 +139,19 @@ class Loader(DataLoader[Any]):
                     batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
                     yield answer._replace(batch=batch)
 
+    def _unpacked(self, answers: Iterable[Answer]) -> Generator[Answer, None, None]:
+        for answer in answers:
+            self._traffic.update(answer.traffic)
+            yield answer._replace(batch=unpack(answer.batch))
+
     def _make(self, requests: Iterator[Request], epoch: int, cursor: int) -> Iterator[Answer]:
         rowstore = self.dataset.rowstore
         needed = self.sampler.blocks_from(epoch, cursor)
         lookahead = Lookahead(needed, rowstore.prefetch, ahead=rowstore.capacity // 2)
         for request in requests:
-            lookahead.touch(rowstore.owners(request.rows))
             answer = self._maker[request]
-            if self.pin_memory:
+            lookahead.touch(rowstore.owners(request.rows))  # after it: what is needed now comes before what comes next
+            if self.pin_memory and torch.cuda.is_available():
                 answer = answer._replace(batch=map_tensors(answer.batch, torch.Tensor.pin_memory))
             yield answer
 
@@ -177,7 +199,8 @@ def make_loader(
     collate_fn: makes the batch from a sequence of row dicts (whose `.columns` is the default batch).
     device: where batches are put; pin_memory: default: when the device is CUDA.
     prefetch: batches made ahead, by each worker or by the thread.
-    cache_dir, cache_bytes, cluster: as in `CacheConfig`; or give one as `cache`.
+    cache_dir, cache_bytes, cluster: as in `CacheConfig`; or give one as `cache`. For none at all, pass a dataset that
+        `make_dataset(..., cache=None)` made.
     world: this rank among all; None: `World.detect()`.
     The rest goes to `torch.utils.data.DataLoader`.
 
@@ -185,17 +208,22 @@ def make_loader(
     """
     world = World.detect(world)
     nodes = world.num_nodes or 1
+    own = {"columns": columns, "storage_options": storage_options, "fill_null": fill_null}
+    place = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster}
     if isinstance(source, Dataset):
+        _refuse({**own, **place, "cache": cache}, "belongs to make_dataset, which made this dataset")
         dataset = source
     else:
-        cache = cache or CacheConfig(cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
-        dataset = make_dataset(
-            source, columns=columns, storage_options=storage_options, cache=cache, fill_null=fill_null
-        )
+        if cache is not None:
+            _refuse(place, "is said by cache=CacheConfig(...) already")
+        dataset = make_dataset(source, cache=cache or CacheConfig(cache_dir, cache_bytes, cluster=cluster), **own)
     if ragged not in ("list", "flat"):
         raise ConfigError(f"ragged={ragged!r} is unknown: use 'list' or 'flat'")
-    if batch_size < 1:
-        raise ConfigError(f"batch_size={batch_size} must be at least 1")
+    for name, number in (("batch_size", batch_size), ("prefetch", 1 if prefetch is None else prefetch)):
+        if number < 1:
+            raise ConfigError(f"{name}={number} must be at least 1")
+    if not dataloader_kwargs.get("in_order", True):
+        raise ConfigError("in_order=False: batches out of order cannot be resumed; leave it out")
     sampler = ShardedSampler(
         dataset.block_lengths,
         world.world_size,
@@ -209,9 +237,7 @@ def make_loader(
         num_nodes=nodes,
         dataset_key=dataset.fingerprint.encode(),
     )
-    check_room(dataset, sampler)
     log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), num_streams or nodes)
-    dataset.rowstore.capacity = max(dataset.rowstore.capacity, 2 * drawn_on(sampler.order))
     maker = BatchMaker(dataset, ragged=ragged, group=group, collate_fn=collate_fn, transform=transform)
     where = None if device is None else torch.device(device)
     if num_workers and prefetch is not None:
@@ -229,20 +255,25 @@ def make_loader(
     )
 
 
-def drawn_on(order: Order) -> int:
-    """Row groups that batches draw on at a time: a window in every stream, or all of them."""
+def drawn_on(sampler: ShardedSampler) -> int:
+    """Row groups that batches draw on at a time: a window in every stream and what one batch spans, or all of them."""
+    order = sampler.order
     every = len(order.block_lengths)
-    return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams))
+    spanned = -(-sampler.global_batch_size * every // max(1, order.n))
+    return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams) + spanned)
 
 
 def check_room(dataset: Dataset, sampler: ShardedSampler) -> None:
-    """Raises ConfigError when the cache is too small for what the order needs at a time."""
+    """Raises ConfigError when the cache is too small for what the order needs at a time.
+
+    Only where all columns are read: how much of a row group some take is not looked up.
+    """
     tier = dataset.blocks.tier
-    if not isinstance(tier, LocalTier):
+    if not isinstance(tier, LocalTier) or len(dataset.schema) < len(dataset.manifest.schema):
         return
     order, limit = sampler.order, tier.limit
-    sizes = sorted((group.bytes for group in dataset.row_groups), reverse=True)
-    need = sum(sizes[: 2 * drawn_on(order)])
+    groups = len(dataset.row_groups) if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
+    need = sum(sorted((group.bytes for group in dataset.row_groups), reverse=True)[:groups])
     if limit >= need:
         return
     if order.shuffle == "full":
@@ -251,9 +282,15 @@ def check_room(dataset: Dataset, sampler: ShardedSampler) -> None:
             f"raise cache_bytes to {need} or more, or shuffle='block'"
         )
     raise ConfigError(
-        f"cache_bytes={limit} is too small: two windows of {drawn_on(order)} row groups, {need} bytes, are needed "
-        f"at a time; raise cache_bytes to {need} or more, or lower window"
+        f"cache_bytes={limit} is too small: two windows of {groups // 2} row groups, {need} bytes, are needed; raise "
+        f"cache_bytes to {need} or more, or lower window"
     )
+
+
+def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(f"{name}={value!r} {reason}")
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.file import BlockFile
 from dataload.cache.tier import Allocate
-from dataload.errors import DataError
+from dataload.errors import DataError, DataloadError
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
@@ -31,13 +31,17 @@ def read_footer(obj: Object, blocks: Blocks) -> pq.FileMetaData:
         raise DataError(f"{obj.path} has a Parquet footer that cannot be read: {str(error).strip()}") from error
 
 
-def read_row_group(obj: Object, number: int, columns: Sequence[str], blocks: Blocks) -> pa.Table:
+def read_row_group(
+    obj: Object, number: int, columns: Sequence[str], footer: pq.FileMetaData, blocks: Blocks
+) -> pa.Table:
     """The columns of one row group, decoded. Raises DataError when the data cannot be decoded."""
-    with BlockFile(blocks, obj) as file, pq.ParquetFile(file, metadata=read_footer(obj, blocks)) as parquet:
-        try:
+    try:
+        with BlockFile(blocks, obj) as file, pq.ParquetFile(file, metadata=footer) as parquet:
             return parquet.read_row_group(number, columns=list(columns), use_threads=False)
-        except pa.ArrowException as error:
-            raise DataError(f"{obj.path} row group {number} cannot be decoded: {str(error).strip()}") from error
+    except DataloadError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{obj.path} row group {number} cannot be decoded: {str(error).strip()}") from error
 
 
 def _fetch_footer(obj: Object, blocks: Blocks) -> bytes:

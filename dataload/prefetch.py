@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -48,21 +47,27 @@ def run_ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
 class Lookahead:
     """Asks for row groups before the batches that need them are made.
 
-    order: row groups in the order of their first need; ask: starts the fetching of some; ahead: how many beyond those
-    that batches have touched.
+    order: row groups in the order of their first need; ask: starts the fetching of some; ahead: how many beyond the
+    last that batches have touched.
     """
 
     def __init__(self, order: Iterator[int], ask: Callable[[list[int]], Any], ahead: int) -> None:
         self._order = order
         self._ask = ask
         self._ahead = ahead
-        self._touched: set[int] = set()
-        self._asked = 0
+        self._places: dict[int, int] = {}  # in the order, of the row groups taken from it so far
+        self._reach = 0
 
-    def touch(self, groups: Iterable[int]) -> None:
-        """A batch is about to be made from these row groups."""
-        self._touched.update(groups)
-        due = len(self._touched) + self._ahead - self._asked
-        coming = list(itertools.islice(self._order, max(0, due)))
-        self._asked += len(coming)
+    def touch(self, groups: Sequence[int]) -> None:
+        """A batch has been made from these row groups. A rank may never touch some that its node needs."""
+        coming = self._take(lambda: all(group in self._places for group in groups))
+        self._reach = max(self._reach, *(self._places.get(group, -1) + 1 for group in groups))
+        coming += self._take(lambda: len(self._places) >= self._reach + self._ahead)
         self._ask(coming)
+
+    def _take(self, enough: Callable[[], bool]) -> list[int]:
+        taken = []
+        while not enough() and (group := next(self._order, None)) is not None:
+            self._places[group] = len(self._places)
+            taken.append(group)
+        return taken

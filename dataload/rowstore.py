@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ from dataload.columns import Array, Column, decode, gather
 from dataload.manifest import RowGroup
 
 DECODERS = 4
+FOOTERS_KEPT = 64
 
 
 class RowStore(ForkAware):
-    """The decoded columns of row groups, in this process's memory: the `capacity` last used.
+    """The decoded columns of row groups, in this process's memory: the `capacity` last asked for.
+
+    First in, first out: row groups are asked for in the order in which they are needed, and done with in that order.
 
     Notes: may be read from any thread; a row group is decoded once however many ask for it at a time. A forked child
     starts empty, and so does a pickled copy.
@@ -39,6 +43,7 @@ class RowStore(ForkAware):
         self._columns = tuple(columns)
         self._blocks = blocks
         self._fill_null = fill_null
+        self._footer = lru_cache(FOOTERS_KEPT)(partial(parquet.read_footer, blocks=blocks))
         self._starts = np.concatenate(([0], np.cumsum([group.rows for group in row_groups], dtype=np.int64)))
         self.after_fork_in_child()
         super().__init__()
@@ -89,12 +94,13 @@ class RowStore(ForkAware):
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="dataload-decode")
                 asked = self._decoded[number] = self._pool.submit(self._decode, number)
-            self._decoded.move_to_end(number)
             while len(self._decoded) > self.capacity:
                 self._decoded.popitem(last=False)
             return asked
 
     def _decode(self, number: int) -> dict[str, Column]:
+        if not threading.main_thread().is_alive():
+            raise CancelledError  # The program ends; it should not wait for what was only prefetched.
         group = self._row_groups[number]
-        table = parquet.read_row_group(group.file, group.number, self._columns, self._blocks)
+        table = parquet.read_row_group(group.file, group.number, self._columns, self._footer(group.file), self._blocks)
         return decode(table, self._fill_null, f"{group.file.path} row group {group.number}")

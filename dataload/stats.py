@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.filesize import decimal
 
@@ -15,9 +15,9 @@ from rich.filesize import decimal
 class LoaderStats:
     """Figures of one epoch of one rank, running or over.
 
-    seconds: from the first batch asked for to now, or to the end; wait_seconds: of these, how long the training loop
-    waited for batches. hits, misses: reads from the cache that were, or were not, there; bytes_local, bytes_origin:
-    bytes served by the cache, and fetched. The last five count this process alone, not its workers.
+    seconds: from the first batch asked for to the last one given, or to the end; wait_seconds: of these, how long the
+    training loop waited for batches. hits, misses: reads from the cache that were, or were not, there; bytes_local,
+    bytes_origin: bytes served by the cache, and fetched.
     """
 
     epoch: int = 0
@@ -56,12 +56,12 @@ class LoaderStats:
 class Stopwatch:
     """Keeps a `LoaderStats` up to date while an epoch runs. traffic: the totals of the cache, which it takes apart."""
 
-    SHARES = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
+    SHARES: ClassVar = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
 
     def __init__(self, stats: LoaderStats, traffic: Callable[[], Mapping[str, Any]]) -> None:
         self._stats = stats
         self._traffic = traffic
-        self._before = traffic()
+        self._before = dict(traffic())
         self._start = time.perf_counter()
 
     @contextmanager
@@ -76,4 +76,4 @@ class Stopwatch:
         now = self._traffic()
         self._stats.seconds = time.perf_counter() - self._start
         for share in self.SHARES:
-            setattr(self._stats, share, int(now[share] - self._before[share]))
+            setattr(self._stats, share, int(now[share] - self._before.get(share, 0)))

@@ -97,6 +97,8 @@ def read_environment(environ: Mapping[str, str]) -> World:
                 f"set {names[0]}, start with torchrun, or pass world=World(rank, world_size)"
             )
         return World(rank or 0, world_size, local_rank, local_world_size)
+    if _integer(environ, "RANK"):
+        raise ConfigError(f"RANK={environ['RANK']} says that there are more ranks: set WORLD_SIZE too")
     return World(0, 1, 0, 1)
 
 

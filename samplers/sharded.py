@@ -117,7 +117,11 @@ class ShardedSampler(DistributedSampler[int]):
     @property
     def finished(self) -> bool:
         """Whether no batch is left in this epoch."""
-        return self._share.num_batches(self.num_rows - self.cursor) == 0
+        return self.finished_at(self.cursor)
+
+    def finished_at(self, cursor: int) -> bool:
+        """As `finished`, were the sampler at `cursor`."""
+        return self._share.num_batches(self.num_rows - self._checked(cursor)) == 0
 
     def padding_from(self, cursor: int) -> int:
         """As `padding`, of what is left of an epoch from `cursor` on."""

@@ -66,6 +66,7 @@ def test_warm_stats_verify_evict(run: Any, bucket: Any, dataset_of: Callable[...
     part = run("evict", f"{url}/part-000.parquet", *cache, "--json")
     assert json.loads(part.stdout)["bytes"] > 0
     assert 0 < json.loads(run("stats", *cache, "--json").stdout)["blobs"] < 4
+    assert run("evict", f"{url}/part-000.parquet", *cache).returncode == 1
     assert run("evict", *cache).returncode == 0
     assert json.loads(run("stats", *cache, "--json").stdout)["bytes"] == 0
 
@@ -107,7 +108,9 @@ def test_warm_says_when_the_cache_is_too_small(run: Any, dataset_of: Callable[..
         (["evict", "s3://x", "--keep-bytes", "1GB"], "not both"),
     ],
 )
-def test_wrong_use_is_one_line_and_exit_code_2(run: Any, bucket: Any, words: list[str], says: str) -> None:
+def test_wrong_use_is_one_line_and_exit_code_2(
+    run: Any, bucket: Any, tmp_path: Path, words: list[str], says: str
+) -> None:
     import pyarrow as pa
 
     bucket.put("notes.txt", b"just notes")
@@ -118,6 +121,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(run: Any, bucket: Any, words: lis
     assert says.lower() in done.stderr.lower()
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
+    assert not list((tmp_path / "home").glob("dataload/tmp/*")), "something was left half-written"
 
 
 def test_debug_shows_the_traceback(run: Any) -> None:

@@ -112,6 +112,12 @@ def test_dictionaries_come_as_their_values() -> None:
     assert whole(table)["c"] == ["x", "y", "x"]
 
 
+def test_text_that_is_none() -> None:
+    broken = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
+    with pytest.raises(DataError, match="UTF-8"):
+        whole(pa.table({"c": broken}))
+
+
 def test_flat() -> None:
     table = pa.table({"numbers": [[1, 2], [], [3]], "bytes": [b"ab", b"", b"c"], "text": ["a", "b", "c"]})
     batch = to_batch(gather([decode(table, None, "here")], np.array([0, 0]), np.array([2, 0])), ragged="flat")

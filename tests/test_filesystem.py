@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import threading
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import fsspec
 import pandas as pd
 import pytest
 
+from dataload.cache.blocks import Object
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import Origin
 from dataload.demo.server import S3Server
@@ -129,6 +133,30 @@ def test_pandas_reads_a_chained_url(bucket: Any, tmp_path: Path) -> None:
         pd.testing.assert_frame_equal(found, frame)
 
 
+def test_archives_of_the_same_names_are_told_apart(tmp_path: Path) -> None:
+    cache = {"cache_dir": str(tmp_path / "cache")}
+    for name in "ab":
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as archive:
+            archive.writestr(zipfile.ZipInfo("x.bin"), name)
+    for name in "ab":
+        with fsspec.open(f"tiercache::zip://x.bin::file://{tmp_path}/{name}.zip", tiercache=cache) as file:
+            assert file.read() == name.encode()
+
+
+def test_a_file_replaced_mid_read_on_an_origin_without_etags(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"1" * 2 * BLOCK)
+    fs = TierCacheFileSystem(
+        fs=fsspec.filesystem("file"), cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True
+    )
+    with fs.open(str(tmp_path / "x.bin")) as file:
+        assert file.read(BLOCK) == b"1" * BLOCK
+        (tmp_path / "new.bin").write_bytes(b"2" * 2 * BLOCK)
+        (tmp_path / "new.bin").rename(tmp_path / "x.bin")
+        with pytest.raises(ObjectChanged, match=r"x\.bin"):
+            file.read(BLOCK)
+    assert fs.cat_file(str(tmp_path / "x.bin")) == b"2" * 2 * BLOCK  # it asks anew by itself
+
+
 @pytest.mark.parametrize("protocol", ["memory", "file"])
 def test_other_origins(protocol: str, tmp_path: Path) -> None:
     target = fsspec.filesystem(protocol)
@@ -194,6 +222,75 @@ def test_an_object_replaced_mid_read(fs: TierCacheFileSystem, bucket: Any) -> No
         file.read(BLOCK)
     fs.invalidate_cache()
     assert fs.cat_file(bucket.url("folder/data.bin")) == DATA[::-1]
+
+
+def test_after_a_change_the_next_open_reads_the_new_version(fs: TierCacheFileSystem, bucket: Any) -> None:
+    fs.info(bucket.url("folder/data.bin"))
+    bucket.put("folder/data.bin", DATA[::-1])
+    with pytest.raises(ObjectChanged):
+        fs.cat_file(bucket.url("folder/data.bin"))
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA[::-1]
+
+
+def test_what_info_gives_is_the_callers(fs: TierCacheFileSystem, bucket: Any) -> None:
+    fs.info(bucket.url("folder/data.bin"))["size"] = 1
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+
+
+def test_a_listing_saves_a_request_for_each_object(fs: TierCacheFileSystem, bucket: Any) -> None:
+    for path in fs.find(bucket.name):
+        fs.open(path).close()
+    assert bucket.server.stats()["head_requests"] == 0
+
+
+def test_trouble_is_not_absence(tmp_path: Path) -> None:
+    nobody = {
+        "key": "x",
+        "secret": "x",
+        "endpoint_url": "http://127.0.0.1:9",
+        "config_kwargs": {"retries": {"total_max_attempts": 1}},
+    }
+    fs = fsspec.filesystem(
+        "tiercache",
+        target_protocol="s3",
+        target_options=nobody,
+        cache_dir=str(tmp_path / "c"),
+        skip_instance_cache=True,
+    )
+    fs.fs.retries = 1
+    for ask in (fs.exists, fs.isfile, fs.isdir, fs.ls, fs.find, fs.info, fs.modified):
+        with pytest.raises(OriginError, match=r"127\.0\.0\.1:9"):
+            ask("bucket/x")
+
+
+def test_reads_do_not_wait_behind_a_prefetch(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+    release = threading.Event()
+    get = Origin._get
+
+    def held(self: Origin, path: str, *rest: Any) -> bytes:
+        assert "data.bin" in path or release.wait(60)
+        return get(self, path, *rest)
+
+    monkeypatch.setattr(Origin, "_get", held)
+    for number in range(40):
+        bucket.put(f"many/{number}", b"x")
+    fs.prefetch(f"{bucket.name}/many")
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+    release.set()
+    fs.prefetch(f"{bucket.name}/many", wait=True)
+
+
+def test_many_blocks_need_few_descriptors(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(bucket, tmp_path, block_bytes=1000)
+    fs.cat_file(bucket.url("x"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 100, hard))
+    try:
+        assert fs.cat_file(bucket.url("x")) == DATA
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert fs.stats()["errors"]["local"] == 0
 
 
 def test_consistency_open_asks_at_every_open(bucket: Any, tmp_path: Path) -> None:
@@ -316,6 +413,17 @@ def test_credentials_stay_out_of_sight(bucket: Any, tmp_path: Path) -> None:
     assert secret not in repr(fs) + repr(fs.blocks.origin) + repr(fs.blocks.tier) + str(fs.stats())
     for file in (tmp_path / "cache").rglob("*"):
         assert not file.is_file() or secret.encode() not in file.read_bytes()
+
+
+def test_credentials_in_urls_stay_out_of_sight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "hunter2"
+    url = f"http://user:{secret}@127.0.0.1:9/x.bin?X-Amz-Signature={secret}&y=1"
+    fs = fsspec.filesystem("tiercache", target_protocol="http", cache_dir=str(tmp_path / "c"), skip_instance_cache=True)
+    with caplog.at_level(logging.DEBUG, "dataload"), pytest.raises(OriginError) as failed:
+        fs.cat_file(url)
+    name = fs.blocks.key(Object(url, 1, "v"), "all").name
+    assert secret not in str(failed.value) + caplog.text + name
+    assert "127.0.0.1:9/x.bin" in name
 
 
 def test_one_name_for_two_addresses(bucket: Any, tmp_path: Path) -> None:

@@ -141,15 +141,55 @@ def test_rows_is_a_sequence_of_dicts(dataset: Any) -> None:
 # Epochs and positions
 
 
-def test_each_loop_is_a_new_epoch_and_a_peek_is_none(dataset: Any) -> None:
+def test_each_loop_is_a_new_epoch(dataset: Any) -> None:
     loader, by_hand = make_loader(dataset, 16), make_loader(dataset, 16)
-    first = ids(loader)
-    peeked = ids([next(iter(loader))])
-    second = ids(loader)
-    assert peeked == second[:16] or sorted(peeked + second) != sorted(peeked)
-    by_hand.set_epoch(1)
-    assert ids(by_hand)[-len(second) :] == second
+    first, second = ids(loader), ids(loader)
+    assert sorted(first) == sorted(second) == list(range(N))
     assert first != second
+    by_hand.set_epoch(1)
+    assert ids(by_hand) == second
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_peek_changes_nothing(dataset: Any, workers: int) -> None:
+    whole = ids(make_loader(dataset, 16))
+    loader = make_loader(dataset, 16, num_workers=workers)
+    assert ids([next(iter(loader))]) == whole[:16]
+    loader.set_epoch(0)
+    assert ids([next(iter(loader))]) == whole[:16]
+    assert ids(loader) == whole
+
+
+def test_an_iterator_has_its_own_place(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    pairs = [(ids([left]), ids([right])) for left, right in zip(loader, loader, strict=True)]
+    assert [left for left, _ in pairs] == [right for _, right in pairs]
+    assert sorted(row for left, _ in pairs for row in left) == list(range(N))
+
+
+def test_the_state_is_that_of_the_latest_iterator(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    older = iter(loader)
+    for _ in range(5):
+        next(older)
+    assert loader.state_dict()["cursor"] == 80
+    newer = iter(loader)
+    next(newer)
+    next(older)
+    assert loader.state_dict()["cursor"] == 16
+    older.close()
+    newer.close()
+
+
+def test_persistent_workers_serve_one_iterator(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, num_workers=1, persistent_workers=True)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    next(newer)
+    with pytest.raises(RuntimeError, match="one iterator at a time"):
+        next(older)
+    newer.close()
 
 
 def test_set_epoch_repeats_an_epoch(dataset: Any) -> None:
@@ -203,6 +243,20 @@ def test_resume_in_another_world_loses_and_repeats_nothing(dataset: Any) -> None
     spare = Counter(found) - Counter(range(N))
     assert set(found) == set(range(N))
     assert sum(spare.values()) <= 2
+
+
+def test_padding_of_a_resumed_epoch(dataset: Any) -> None:
+    first = make_loader(dataset, 16)
+    batches = iter(first)
+    found = ids(next(batches) for _ in range(8))
+    state = first.state_dict()
+    batches.close()
+    for loader in ranks(dataset, 3, 8):
+        loader.load_state_dict(state)
+        padding = loader.padding
+        rest = ids(loader)
+        found += rest[: len(rest) - padding]
+    assert Counter(found) == Counter(range(N))
 
 
 def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch(dataset: Any) -> None:
@@ -275,6 +329,22 @@ def test_workers(dataset: Any, options: dict[str, Any]) -> None:
     del batches, loader
 
 
+def lists(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "lists": [torch.arange(int(row) % 5) for row in batch["row_id"]]}
+
+
+def test_lists_of_tensors_come_from_workers(dataset: Any) -> None:
+    for batch in make_loader(dataset, 300, transform=lists, num_workers=1):
+        assert [len(one) for one in batch["lists"]] == [int(row) % 5 for row in batch["row_id"]]
+
+
+def test_workers_count_what_they_fetch(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, num_workers=2)
+    ids(loader)
+    assert loader.stats().bytes_origin == sum(file.size for file in {group.file for group in dataset.row_groups})
+    assert loader.stats().misses == 3
+
+
 def broken(batch: dict[str, Any]) -> dict[str, Any]:
     if 150 in batch["row_id"]:
         raise ValueError("a broken transform")
@@ -329,8 +399,10 @@ def test_stats(dataset: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_leaving_an_epoch_early(dataset: Any, workers: int) -> None:
     loader = make_loader(dataset, 16, num_workers=workers)
+    whole = ids(make_loader(dataset, 16))
     for _ in range(3):
-        for number, _batch in enumerate(loader):
+        for number, batch in enumerate(loader):
+            assert ids([batch]) == whole[16 * number : 16 * number + 16]
             if number == 2:
                 break
     with pytest.raises(RuntimeError, match="mine"):
@@ -381,6 +453,11 @@ def test_a_cache_smaller_than_the_window_needs(bucket: Any, dataset_of: Callable
     ("wrong", "says"),
     [
         ({"batch_size": 0}, "batch_size"),
+        ({"prefetch": 0}, "prefetch"),
+        ({"columns": ["half"]}, "columns"),
+        ({"cache_dir": "/x"}, "cache_dir"),
+        ({"num_workers": 1, "in_order": False}, "in_order"),
+        ({"group": {"half": ["row_id"]}}, "'half'"),
         ({"shuffle": "some"}, "shuffle"),
         ({"window": 0}, "window"),
         ({"ragged": "round"}, "ragged"),
@@ -391,6 +468,19 @@ def test_a_cache_smaller_than_the_window_needs(bucket: Any, dataset_of: Callable
 def test_arguments_that_cannot_work(dataset: Any, wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         next(iter(make_loader(dataset, **{"batch_size": 16, **wrong})))
+
+
+def test_columns_are_a_list_of_names(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+    url = dataset_of([[3]])
+    for wrong in ("half", []):
+        with pytest.raises(ConfigError, match="columns="):
+            make_dataset(url, columns=wrong, storage_options=bucket.options, cache=cache)
+
+
+def test_rows_outside_the_dataset(dataset: Any) -> None:
+    for wrong in ([], [-1], [N]):
+        with pytest.raises(IndexError, match=f"0 to {N - 1}"):
+            dataset.__getitems__(wrong)
 
 
 def test_nulls_name_file_row_group_and_column(bucket: Any, cache: CacheConfig) -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,34 @@ def can_lock(path: str) -> bool:
         return alone
 
 
+def test_many_threads_fork_at_once(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+
+    def fork_often() -> None:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+            assert tier.get(key("a")) == data_of("a")
+
+    threads = [threading.Thread(target=fork_often) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_tiers_of_one_folder_share_what_is_open(tmp_path: Path) -> None:
+    tiers = [LocalTier(tmp_path / "c") for _ in range(5)]
+    for tier in tiers:
+        put(tier, "a")
+    assert len({id(tier.folder) for tier in tiers}) == 1
+    assert len(list((tmp_path / "c" / "tmp").iterdir())) == 1
+
+
 def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c")
     put(tier, "a")
@@ -280,6 +309,21 @@ def test_a_cache_removed_under_a_reader(tmp_path: Path) -> None:
     assert tier.stats()["errors"] > 0
 
 
+@pytest.mark.parametrize(
+    "damage_index", [lambda path: path.write_bytes(b"x" * 8192), lambda path: path.write_bytes(b"")]
+)
+def test_a_damaged_index_is_started_anew(tmp_path: Path, damage_index: Any) -> None:
+    with SPAWN.Pool(1) as pool:
+        pool.apply(fill_elsewhere, (str(tmp_path / "c"), "ab"))
+        pool.close()
+        pool.join()
+    (tmp_path / "c" / "index" / "data.mdb").write_bytes(damaged)
+    tier = LocalTier(tmp_path / "c")
+    assert put(tier, "a") == data_of("a")
+    assert put(tier, "b") == data_of("b")
+    assert_sound(tier, {"a", "b"})
+
+
 def test_repair_removes_what_is_wrong(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c")
     for name in "abc":
@@ -318,6 +362,39 @@ def test_a_blob_being_filled_is_neither_evicted_nor_a_problem(tmp_path: Path) ->
     assert_sound(tier, {"a", "c"})
 
 
+def test_a_blob_over_the_limit_evicts_nothing(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c", 2 * ROW, "lru")
+    put(tier, "a")
+    put(tier, "b")
+
+    def huge(allocate: Allocate) -> None:
+        allocate(3 * SIZE)[:] = bytes(3 * SIZE)
+
+    assert len(tier.get_or_fill(key("huge"), huge)) == 3 * SIZE
+    assert_sound(tier, {"a", "b"})
+
+
+def test_files_that_somebody_deleted_make_room(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c", 2 * ROW, "lru")
+    put(tier, "a")
+    put(tier, "b")
+    for file in files_of(tier):
+        file.unlink()
+    put(tier, "c")
+    put(tier, "d")
+    assert_sound(tier, {"c", "d"})
+
+
+def test_uses_are_written_down_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LocalTier(tmp_path / "c", 3 * ROW, "lru")
+    for name in "abc":
+        put(tier, name)
+    monkeypatch.setattr("dataload.cache.local.FLUSH_SECONDS", 0)
+    tier.flush()
+    tier.get(key("a"))
+    assert tier.folder.index.rows()[-1].name == key("a").name
+
+
 def test_lru_keeps_what_was_used_last(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c", 3 * ROW, "lru")
     for name in "abc":
@@ -350,7 +427,7 @@ def test_a_full_cache_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         for name in "abcd":
             put(tier, name)
-    assert [record.message for record in caplog.records if "is full" in record.message][1:] == []
+    assert len([record for record in caplog.records if "is full" in record.getMessage()]) == 1
     assert tier.stats()["refused"] == 3
 
 
@@ -371,7 +448,7 @@ def test_a_full_disk_is_no_error(small_disk: Path, caplog: pytest.LogCaptureFixt
         for number in range(20):
             assert put(tier, f"blob {number}") == data_of(f"blob {number}")
     assert tier.stats()["errors"] > 0
-    assert len([record for record in caplog.records if "trouble" in record.message]) == 1
+    assert len([record for record in caplog.records if "trouble" in record.getMessage()]) == 1
     report = fsck.verify(tier.folder)
     assert report.problems == []
     assert 0 < report.blobs < 20

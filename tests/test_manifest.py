@@ -164,6 +164,31 @@ def test_an_unwritable_cache(bucket: Any, dataset_of: Callable[..., str], tmp_pa
     )
 
 
+def test_a_glob_below_a_hidden_folder(bucket: Any, cache: CacheConfig) -> None:
+    import pyarrow as pa
+
+    bucket.put_table("_made/.today/x.parquet", pa.table({"a": [1]}))
+    for url in (bucket.url("_made/.today/*.parquet"), bucket.url("_made/.today")):
+        assert len(make_dataset(url, storage_options=bucket.options, cache=cache)) == 1
+
+
+def test_nullability_does_not_matter(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put_table("data/0.parquet", pa.table({"a": [1]}))
+    bucket.put_table("data/1.parquet", pa.table({"a": [2]}, pa.schema([pa.field("a", pa.int64(), nullable=False)])))
+    assert len(make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache)) == 2
+
+
+def test_a_damaged_page_names_its_file(bucket: Any, cache: CacheConfig) -> None:
+    table = pa.table({"a": [str(number) for number in range(1000)]})
+    bucket.put_table("data/x.parquet", table, compression="snappy", use_dictionary=False)
+    body = bytearray(bucket.client.get_object(Bucket=bucket.name, Key="data/x.parquet")["Body"].read())
+    body[100:1500] = b"\xff" * 1400
+    bucket.put("data/x.parquet", bytes(body))
+    dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache)
+    with pytest.raises(DataError, match=r"data/x\.parquet row group 0 cannot be decoded"):
+        dataset[0]
+
+
 def test_a_type_that_batches_cannot_hold(bucket: Any, cache: CacheConfig) -> None:
     bucket.put_table("data/x.parquet", pa.table({"fine": [1], "odd": [{"x": 1}]}))
     url = bucket.url("data")

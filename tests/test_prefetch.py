@@ -76,3 +76,18 @@ def test_lookahead_asks_in_order_and_stays_ahead() -> None:
     assert asked == [5, 3, 8, 1]
     lookahead.touch([8, 1])
     assert asked == [5, 3, 8, 1, 9]
+
+
+def test_lookahead_is_ahead_of_a_rank_that_skips_row_groups() -> None:
+    asked: list[int] = []
+    lookahead = Lookahead(iter(range(100)), asked.extend, ahead=3)
+    for group in (10, 20, 30):
+        lookahead.touch([group])
+        assert asked == list(range(group + 4))
+
+
+def test_lookahead_does_not_mind_a_row_group_out_of_the_order() -> None:
+    asked: list[int] = []
+    lookahead = Lookahead(iter([1, 2]), asked.extend, ahead=1)
+    lookahead.touch([7])
+    assert asked == [1, 2]

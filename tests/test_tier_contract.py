@@ -76,6 +76,9 @@ def test_a_failed_fill_keeps_nothing(tier: Tier) -> None:
     with pytest.raises(ConnectionResetError, match="half-way"):
         tier.get_or_fill(key("a"), fails)
     assert tier.get(key("a")) is None
+    if isinstance(tier, LocalTier):
+        assert tier.folder.index.used_bytes() == 0
+        assert not list(tier.path.glob("tmp/*/*"))
     assert tier.get_or_fill(key("a"), Filler(b"whole")) == b"whole"
 
 

@@ -42,6 +42,7 @@ def test_the_environment_is_read(environment: dict[str, str], world: World) -> N
         {"WORLD_SIZE": "2"},
         {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"},
         {"SLURM_STEP_NUM_TASKS": "2"},
+        {"RANK": "3"},
         {"RANK": "2", "WORLD_SIZE": "2"},
         {"RANK": "one", "WORLD_SIZE": "2"},
         {**TORCHRUN, "LOCAL_WORLD_SIZE": "9"},

@@ -1,0 +1,81 @@
+"""Row groups are decoded once for each need, in the order of need, and no more are held than agreed."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataload import CacheConfig, make_dataset, make_loader, parquet, rowstore
+from dataload.errors import OriginError
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each row group was decoded."""
+    counts: Counter[int] = Counter()
+    read = parquet.read_row_group
+
+    def counting(obj: Any, number: int, *rest: Any) -> Any:
+        counts[number] += 1
+        return read(obj, number, *rest)
+
+    monkeypatch.setattr(rowstore.parquet, "read_row_group", counting)
+    return counts
+
+
+@pytest.fixture
+def dataset(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> Any:
+    return make_dataset(dataset_of([[5] * 200]), storage_options=bucket.options, cache=cache)
+
+
+@pytest.mark.parametrize(("window", "batch_size"), [(16, 10), (16, 100), (4, 16), (None, 64), (3, 400)])
+def test_an_epoch_decodes_each_row_group_once(dataset: Any, decoded: Any, window: int | None, batch_size: int) -> None:
+    loader = make_loader(dataset, batch_size, window=window)
+    assert sum(len(batch["row_id"]) for batch in loader) == 1000
+    assert decoded == Counter(range(200))
+
+
+def test_full_shuffle_decodes_each_row_group_once_in_all(dataset: Any, decoded: Any) -> None:
+    loader = make_loader(dataset, 50, shuffle="full")
+    for _ in range(2):
+        assert sum(len(batch["row_id"]) for batch in loader) == 1000
+    assert decoded == Counter(range(200))
+
+
+def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> None:
+    dataset.rowstore.prefetch([3, 1])
+    found = dataset.rowstore.gather(np.array([16, 5]))
+    assert found["row_id"].values.tolist() == [16, 5]
+    assert decoded == Counter([3, 1])
+
+
+def test_the_first_asked_for_goes_first(dataset: Any, decoded: Any) -> None:
+    store = dataset.rowstore
+    store.capacity = 2
+    for group in (0, 1, 0, 2, 1, 0):
+        store.gather(np.array([5 * group]))
+    assert decoded == Counter({0: 2, 1: 1, 2: 1})
+
+
+def test_a_failed_decode_is_tried_again(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise OriginError("down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rowstore.parquet, "read_row_group", fails)
+        with pytest.raises(OriginError, match="down"):
+            dataset.rowstore.gather(np.array([0]))
+    assert dataset.rowstore.gather(np.array([0]))["row_id"].values.tolist() == [0]
+
+
+def test_a_pickled_copy_reads_the_same(bucket: Any, cache: CacheConfig) -> None:
+    import pyarrow as pa
+
+    bucket.put_table("data/x.parquet", pa.table({"a": [1, None]}))
+    dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache, fill_null=7)
+    assert pickle.loads(pickle.dumps(dataset)).rowstore.gather(np.array([1, 0]))["a"].values.tolist() == [7, 1]
