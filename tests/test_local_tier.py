@@ -309,10 +309,8 @@ def test_a_cache_removed_under_a_reader(tmp_path: Path) -> None:
     assert tier.stats()["errors"] > 0
 
 
-@pytest.mark.parametrize(
-    "damage_index", [lambda path: path.write_bytes(b"x" * 8192), lambda path: path.write_bytes(b"")]
-)
-def test_a_damaged_index_is_started_anew(tmp_path: Path, damage_index: Any) -> None:
+@pytest.mark.parametrize("damaged", [b"x" * 8192, b""])
+def test_a_damaged_index_is_started_anew(tmp_path: Path, damaged: bytes) -> None:
     with SPAWN.Pool(1) as pool:
         pool.apply(fill_elsewhere, (str(tmp_path / "c"), "ab"))
         pool.close()
