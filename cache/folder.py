@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import shutil
@@ -21,9 +20,9 @@ from dataload.errors import ConfigError
 
 FORMAT = 0
 SETUP_SECONDS = 60.0
-log = logging.getLogger(__name__)
-
 _SETUP = b"\xff" * 32  # the lock under which a folder is made, opened and swept
+
+log = logging.getLogger(__name__)
 
 
 class CacheFolder:
@@ -133,7 +132,6 @@ class _OpenFolders(ForkAware):
 
     def __init__(self) -> None:
         self._forget_all()
-        super().__init__()
 
     def _forget_all(self) -> None:
         self._opening = threading.Lock()
@@ -143,6 +141,7 @@ class _OpenFolders(ForkAware):
         self._forget_all()
 
     def open(self, path: Path) -> CacheFolder:
+        super().__init__()  # Here and not at import: from the first folder on, forks matter. Again does no harm.
         with self._opening:
             folder = self._folders.get(_identity(path))
             if folder is None:
@@ -159,11 +158,9 @@ def _identity(path: Path) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-@functools.cache
-def _open_folders() -> _OpenFolders:
-    return _OpenFolders()
+_open_folders = _OpenFolders()
 
 
 def open_folder(path: Path) -> CacheFolder:
     """The cache folder at `path`, open in this process. Raises ConfigError as `CacheFolder` does."""
-    return _open_folders().open(path)
+    return _open_folders.open(path)
