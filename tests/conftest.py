@@ -104,6 +104,12 @@ def dataset_of(bucket: Bucket) -> Callable[..., str]:
     return write
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collections between tests need not look at it each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """No thread and no child process that a test started outlives it."""
