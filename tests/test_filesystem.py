@@ -138,6 +138,8 @@ def test_archives_of_the_same_names_are_told_apart(tmp_path: Path) -> None:
     for name in "ab":
         with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as archive:
             archive.writestr(zipfile.ZipInfo("x.bin"), name)
+    one, other = (Origin(fsspec.filesystem("zip", fo=str(tmp_path / f"{name}.zip"))) for name in "ab")
+    assert one.identity != other.identity
     for name in "ab":
         with fsspec.open(f"tiercache::zip://x.bin::file://{tmp_path}/{name}.zip", tiercache=cache) as file:
             assert file.read() == name.encode()
@@ -346,6 +348,16 @@ def test_a_lasting_fault_is_raised_and_nothing_is_kept(
     with pytest.raises(OriginError, match=r"folder/data\.bin bytes 0-99999"):
         fs.cat_file(bucket.url("folder/data.bin"), end=BLOCK)
     faults.count = 0
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+
+
+def test_bytes_that_are_missing_are_noticed(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("dataload.cache.origin.ATTEMPTS", 2)
+    monkeypatch.setattr(Origin, "_get", lambda *_: b"too few")
+    with pytest.raises(OriginError, match="7 bytes came instead of 100000"):
+        fs.cat_file(bucket.url("folder/data.bin"), end=1)
+    assert fs.blocks.tier.stats()["misses"] == 1
+    monkeypatch.undo()
     assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
 
 

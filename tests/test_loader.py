@@ -192,6 +192,13 @@ def test_persistent_workers_serve_one_iterator(dataset: Any) -> None:
     newer.close()
 
 
+def test_the_state_after_a_whole_epoch_begins_the_next(dataset: Any) -> None:
+    loader, resumed = make_loader(dataset, 16), make_loader(dataset, 16)
+    ids(loader)
+    resumed.load_state_dict(loader.state_dict())
+    assert ids(resumed) == ids(loader)
+
+
 def test_set_epoch_repeats_an_epoch(dataset: Any) -> None:
     loader = make_loader(dataset, 16)
     first = ids(loader)
