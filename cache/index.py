@@ -92,8 +92,6 @@ class Index(ForkAware):
 
         evict_before: asked only when the cache is full: rows last used before this time (ns) may go.
         """
-        if row.size > limit:
-            return False
         with self._transaction(write=True) as txn:
             used = self._used(txn)
             if used + row.size > limit:
