@@ -125,4 +125,8 @@ class Blocks(ForkAware):
         return len(self._block(obj, number)) if threading.main_thread().is_alive() else 0
 
     def _pool(self, use: str) -> ThreadPoolExecutor:
-        return self._pools.setdefault(use, ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix=f"dataload-blocks-{use}"))
+        pool = self._pools.get(use)
+        if pool is None:
+            made = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix=f"dataload-blocks-{use}")
+            pool = self._pools.setdefault(use, made)  # Another thread may have come first.
+        return pool

@@ -53,12 +53,12 @@ def warm(
 ) -> None:
     """Fetch a dataset into the cache. Stopped half-way, it goes on where it ended."""
     from dataload.cache.filesystem import open_source
-    from dataload.manifest import list_objects, resolve
+    from dataload.manifest import list_objects, pin
     from dataload.warm import warm as fetch
 
     blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes))
     objects = list_objects(url, blocks)
-    manifest = resolve(url, blocks)
+    manifest = pin(objects, blocks)
     with _progress("warming", sum(obj.size for obj in objects), quiet=as_json) as advance:
         fetch(blocks, objects, advance)
     stats = blocks.stats()

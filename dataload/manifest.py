@@ -95,7 +95,11 @@ def resolve(source: Source, blocks: Blocks) -> Manifest:
 
     Raises OriginNotFound when nothing is there, DataError for objects that are no Parquet or whose schemas differ.
     """
-    objects = list_objects(source, blocks)
+    return pin(list_objects(source, blocks), blocks)
+
+
+def pin(objects: list[Object], blocks: Blocks) -> Manifest:
+    """The dataset that these objects, at least one, in order of path, make up. Raises DataError as `resolve` does."""
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
     for obj in objects:
         digest.update(json.dumps([obj.path, obj.size, obj.version]).encode())

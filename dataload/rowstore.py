@@ -61,14 +61,14 @@ class RowStore(ForkAware):
 
         Raises OriginError, DataError.
         """
-        owners = np.searchsorted(self._starts, rows, side="right") - 1
+        owners = self._owner_of_each(rows)
         numbers, which = np.unique(owners, return_inverse=True)
         parts = self._get(numbers.tolist())
         return gather(parts, which, rows - self._starts[owners])
 
     def owners(self, rows: Array) -> list[int]:
         """The row groups that these rows belong to, each once."""
-        owners: list[int] = np.unique(np.searchsorted(self._starts, rows, side="right") - 1).tolist()
+        owners: list[int] = np.unique(self._owner_of_each(rows)).tolist()
         return owners
 
     def prefetch(self, numbers: Iterable[int]) -> None:
@@ -76,13 +76,8 @@ class RowStore(ForkAware):
         for number in numbers:
             self._ask_for(number)
 
-    def close(self) -> None:
-        """Forget what is decoded and stop what is under way."""
-        with self._mutex:
-            pool, self._pool = self._pool, None
-            self._decoded.clear()
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+    def _owner_of_each(self, rows: Array) -> Array:
+        return np.searchsorted(self._starts, rows, side="right") - 1
 
     def _get(self, numbers: Sequence[int]) -> list[Mapping[str, Column]]:
         return [asked.result() for asked in [self._ask_for(number) for number in numbers]]
@@ -90,7 +85,7 @@ class RowStore(ForkAware):
     def _ask_for(self, number: int) -> Future[dict[str, Column]]:
         with self._mutex:
             asked = self._decoded.get(number)
-            if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
+            if asked is None or (asked.done() and asked.exception() is not None):
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="dataload-decode")
                 asked = self._decoded[number] = self._pool.submit(self._decode, number)
