@@ -1,73 +1,182 @@
-"""One blob on disk: its bytes from offset 0, so that they can be mapped, and a footer behind them that proves them.
+"""One blob on disk: its bytes from offset 0, so that they can be mapped, and behind them what proves them.
 
-Footer, little-endian, 80 bytes: magic (8), format version (u32), reserved (u32), digest of the key (32), payload bytes
-(u64), XXH3-128 of the payload (16), XXH3-64 of the footer up to here (8).
+Behind the payload, little-endian: an XXH3-64 for each 64 KiB of it (the last piece may be shorter), so that a small
+read checks little; the blob's name in UTF-8, from which a lost index is made anew; and a footer of 72 bytes: magic (8),
+format version (u32), bytes of the name (u32), bytes of the payload (u64), digest of the key (32), XXH3-64 of checksums
+and name (8), XXH3-64 of the footer up to here (8).
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
+from dataload.cache.proven import WHOLE, Proven
+from dataload.cache.tier import Span
 from dataload.errors import CorruptEntry
 
 MAGIC = b"dataload"
-VERSION = 0
-_FIELDS = struct.Struct("<8sII32sQ16s")
-FOOTER_BYTES = _FIELDS.size + 8
+VERSION = 1
+PIECE_BYTES = 64 << 10
+_SUM_BYTES = 8
+_FIELDS = struct.Struct("<8sIIQ32s8s")
+FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
+_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14
+
+
+class Footer(NamedTuple):
+    """What a blob's file says of itself. payload, name: bytes of each; checksum: of what lies between them and it."""
+
+    payload: int
+    name: int
+    digest: bytes
+    checksum: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes that the whole file must have."""
+        return self.payload + _pieces(self.payload) * _SUM_BYTES + self.name + FOOTER_BYTES
+
+
+def size_on_disk(payload: int, name: str) -> int:
+    """Bytes of the file that holds a blob of `payload` bytes called `name`."""
+    return Footer(payload, len(name.encode()), b"", b"").size
 
 
 def create(path: Path) -> int:
     """Descriptor of a new, empty file. Raises OSError."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
-def allocate(descriptor: int, size: int) -> mmap.mmap:
-    """Room for `size` payload bytes and a footer, mapped writable. Raises OSError, also when the disk is full."""
-    # Writing through a map of a sparse file on a full disk is a SIGBUS; running out of room here is an error.
-    os.posix_fallocate(descriptor, 0, size + FOOTER_BYTES)
-    return mmap.mmap(descriptor, size + FOOTER_BYTES)
+def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:
+    """Write behind the first `payload` bytes of a map, of `size_on_disk` bytes at least, what proves them."""
+    with memoryview(written)[: size_on_disk(payload, name)] as whole:
+        sums = b"".join(
+            xxhash.xxh3_64_digest(whole[start : min(start + PIECE_BYTES, payload)])
+            for start in range(0, payload, PIECE_BYTES)
+        )
+        proof, encoded = sums + name.encode(), len(name.encode())
+        fields = _FIELDS.pack(MAGIC, VERSION, encoded, payload, digest, xxhash.xxh3_64_digest(proof))
+        whole[payload:] = proof + fields + xxhash.xxh3_64_digest(fields)
 
 
-def seal(written: mmap.mmap, digest: bytes) -> None:
-    """Write the footer behind the payload of a map made by `allocate`."""
-    with memoryview(written) as whole, whole[:-FOOTER_BYTES] as payload:
-        fields = _FIELDS.pack(MAGIC, VERSION, 0, digest, len(payload), xxhash.xxh3_128_digest(payload))
-        whole[-FOOTER_BYTES:] = fields + xxhash.xxh3_64_digest(fields)
+def write(path: Path, sealed: mmap.mmap, size: int) -> None:
+    """Write the first `size` bytes of a map into an existing file. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        done = 0
+        with memoryview(sealed) as whole:
+            while done < size:
+                with whole[done:size] as rest:
+                    done += os.pwrite(descriptor, rest, done)
+    finally:
+        os.close(descriptor)
 
 
-def open_map(path: Path, digest: bytes, proven: set[tuple[bytes, int, int]]) -> memoryview:
-    """The payload as a read-only view that stays valid when the file is unlinked.
+def open_map(
+    path: str | Path, digest: bytes, proven: Proven, span: Span | None = None, *, just_sealed: bool = False
+) -> memoryview:
+    """The payload, or `span` of it, as a read-only view that stays valid when the file is unlinked.
 
-    proven: (digest, inode, mtime) of the files whose payload this process has checked; added to.
-    Raises OSError when there is no such file and CorruptEntry when it is not, byte for byte, what was sealed.
+    proven: what this process has checked; only the pieces that `span` touches and that are not in it are checked.
+    just_sealed: this process wrote the checksums a moment ago: what they prove needs no second look.
+    Raises OSError when there is no such file or it cannot be read, and CorruptEntry when it is not, byte for byte, what
+    was sealed.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _open(path)
     try:
         status = os.fstat(descriptor)
         if status.st_size < FOOTER_BYTES:
             raise CorruptEntry(f"{path} is cut short: {status.st_size} bytes are less than a footer")
-        whole = memoryview(mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ))
+        mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
     finally:
         os.close(descriptor)
-    payload = whole[:-FOOTER_BYTES]
-    checksum = _read_footer(path, bytes(whole[-FOOTER_BYTES:]), digest, len(payload))
-    identity = (digest, status.st_ino, status.st_mtime_ns)
-    if identity not in proven:
-        if xxhash.xxh3_128_digest(payload) != checksum:
-            raise CorruptEntry(f"{path} does not match its checksum")
-        proven.add(identity)
-    return payload
+    whole = memoryview(mapped)
+    footer = _parse(path, bytes(whole[-FOOTER_BYTES:]), status.st_size)
+    if footer.digest != digest:
+        raise CorruptEntry(f"{path} holds another blob, with key {footer.digest.hex()}")
+    if just_sealed:
+        proven.add(digest, status, WHOLE)
+    start, stop = (0, footer.payload) if span is None else (span[0], min(span[1], footer.payload))
+    if stop > start:
+        _read_in(mapped, start, stop)
+        _check(path, whole, footer, range(start // PIECE_BYTES, _pieces(stop)), status, proven)
+    return whole[: footer.payload][start:stop]
 
 
-def _read_footer(path: Path, footer: bytes, digest: bytes, size: int) -> bytes:
-    magic, version, _, key, length, checksum = _FIELDS.unpack_from(footer)
-    if magic != MAGIC or footer[_FIELDS.size :] != xxhash.xxh3_64_digest(footer[: _FIELDS.size]):
+def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
+    """Footer and name of a blob, and its file's status, without a look at the payload.
+
+    Raises OSError when the file cannot be read, CorruptEntry when it ends in no valid footer.
+    """
+    descriptor = _open(path)
+    try:
+        status = os.fstat(descriptor)
+        footer = _parse(path, os.pread(descriptor, FOOTER_BYTES, max(0, status.st_size - FOOTER_BYTES)), status.st_size)
+        proof = os.pread(descriptor, footer.size - footer.payload - FOOTER_BYTES, footer.payload)
+    finally:
+        os.close(descriptor)
+    if xxhash.xxh3_64_digest(proof) != footer.checksum:
+        raise CorruptEntry(f"{path} has damaged checksums")
+    return footer, proof[len(proof) - footer.name :].decode(), status
+
+
+def _open(path: str | Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptEntry(f"{path} is a symbolic link, not a blob") from error
+        raise
+
+
+def _parse(path: str | Path, found: bytes, file_bytes: int) -> Footer:
+    if len(found) < FOOTER_BYTES or found[_FIELDS.size :] != xxhash.xxh3_64_digest(found[: _FIELDS.size]):
         raise CorruptEntry(f"{path} has no valid footer")
-    if (version, key, length) != (VERSION, digest, size):
-        raise CorruptEntry(f"{path} holds another blob: version {version}, key {key.hex()}, {length} bytes")
-    return bytes(checksum)
+    magic, version, name, payload, digest, checksum = _FIELDS.unpack_from(found)
+    footer = Footer(payload, name, digest, checksum)
+    if (magic, version) != (MAGIC, VERSION):
+        raise CorruptEntry(f"{path} is of another format: {magic!r} {version}")
+    if footer.size != file_bytes:  # Python's numbers have no end: a length of 2^64 - 1 is only wrong.
+        raise CorruptEntry(f"{path} has {file_bytes} bytes, its footer says {footer.size}")
+    return footer
+
+
+def _read_in(mapped: mmap.mmap, start: int, stop: int) -> None:
+    """Have the disk read these bytes now: where it cannot, an error is raised instead of a SIGBUS at first touch."""
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    try:
+        mapped.madvise(_POPULATE_READ, first, stop - first)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # An older kernel does not know how.
+            raise OSError(errno.EIO, f"the disk cannot read bytes {start}-{stop - 1} of a blob") from error
+
+
+def _check(
+    path: str | Path, whole: memoryview, footer: Footer, pieces: range, status: os.stat_result, proven: Proven
+) -> None:
+    asked = ((1 << len(pieces)) - 1) << pieces.start
+    known = proven.bits(footer.digest, status)
+    if known & asked == asked:
+        return
+    proof = whole[footer.payload : -FOOTER_BYTES]
+    if not known and xxhash.xxh3_64_digest(proof) != footer.checksum:
+        raise CorruptEntry(f"{path} has damaged checksums")
+    for piece in pieces:
+        if not known >> piece & 1:
+            start, at = piece * PIECE_BYTES, piece * _SUM_BYTES
+            found = xxhash.xxh3_64_digest(whole[start : min(start + PIECE_BYTES, footer.payload)])
+            if found != proof[at : at + _SUM_BYTES]:
+                raise CorruptEntry(f"{path} does not match its checksum from byte {start} on")
+    every = (1 << _pieces(footer.payload)) - 1
+    proven.add(footer.digest, status, WHOLE if (known | asked) == every else asked)
+
+
+def _pieces(size: int) -> int:
+    return -(-size // PIECE_BYTES)

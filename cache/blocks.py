@@ -12,7 +12,7 @@ from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin import Origin, version_of
-from dataload.cache.tier import Allocate, BlobKey, Tier
+from dataload.cache.tier import Allocate, BlobKey, Span, Tier
 from dataload.errors import ConfigError
 
 IN_FLIGHT = 16
@@ -69,14 +69,14 @@ class Blocks(ForkAware):
         numbers = self._numbers(start, stop)
         if len(numbers) == 1:
             first = numbers[0] * self.block_bytes
-            return self._block(obj, numbers[0])[start - first : stop - first]
+            return self._block(obj, numbers[0], (start - first, stop - first))
         whole = memoryview(bytearray(stop - start))
 
         def copy(number: int) -> None:
             # One block after the other, not all at once: each that is held takes a descriptor and a map.
-            first, block = number * self.block_bytes, self._block(obj, number)
-            low, high = max(start, first), min(stop, first + len(block))
-            whole[low - start : high - start] = block[low - first : high - first]
+            first = number * self.block_bytes
+            low, high = max(start, first), min(stop, first + self.block_bytes)
+            whole[low - start : high - start] = self._block(obj, number, (low - first, high - first))
 
         pending = [self._pool("read").submit(copy, number) for number in numbers]
         wait(pending)
@@ -103,7 +103,8 @@ class Blocks(ForkAware):
             "bytes_cluster": 0,
             "bytes_origin": origin.get("bytes", 0),
             "requests_origin": origin.get("requests", 0),
-            "errors": {"local": tier.get("errors", 0), "origin": origin.get("errors", 0)},
+            "errors": {"local": tier.get("errors", 0) + tier.get("unkept", 0), "origin": origin.get("errors", 0)},
+            "health": tier.get("health"),
             "engine": "fsspec",
             "engine_reason": "the only engine of this version",
         }
@@ -111,7 +112,7 @@ class Blocks(ForkAware):
     def _numbers(self, start: int, stop: int) -> range:
         return range(start // self.block_bytes, -(-stop // self.block_bytes))
 
-    def _block(self, obj: Object, number: int) -> memoryview:
+    def _block(self, obj: Object, number: int, span: Span | None = None) -> memoryview:
         start = number * self.block_bytes
         stop = min(start + self.block_bytes, obj.size)
 
@@ -119,7 +120,7 @@ class Blocks(ForkAware):
             data = self.origin.read(obj.path, start, stop, obj.version)
             allocate(len(data))[:] = data
 
-        return self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fetch)
+        return self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fetch, span)
 
     def _fill(self, obj: Object, number: int) -> int:
         return len(self._block(obj, number)) if threading.main_thread().is_alive() else 0

@@ -183,7 +183,10 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             return None
 
     def stats(self) -> dict[str, Any]:
-        """Totals of this process: hits, misses, waits, bytes_local, bytes_origin, requests_origin, errors, engine."""
+        """Totals of this process: hits, misses, waits, bytes_local, bytes_origin, requests_origin, errors, engine.
+
+        health: how the local disk is doing; see `Health`. None without one.
+        """
         return self.blocks.stats()
 
     def _read_only(self, *_: Any, **__: Any) -> Any:

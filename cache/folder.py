@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
-import threading
 import uuid
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import lmdb
 
-from dataload.cache.forks import ForkAware
-from dataload.cache.index import Index
+from dataload.cache import place, trust
+from dataload.cache.index import DAMAGED, Index, Release, Row
 from dataload.cache.locks import KeyLocks
-from dataload.cache.scratch import Scratch, oldest_start, sweep
+from dataload.cache.rebuild import rebuild
+from dataload.cache.scratch import Scratch, drafts, living, oldest_start, sweep
+from dataload.cache.steps import step
 from dataload.errors import ConfigError
 
-FORMAT = 0
+FORMAT = 1
 SETUP_SECONDS = 60.0
-_SETUP = b"\xff" * 32  # the lock under which a folder is made, opened and swept
+CLOSE_SECONDS = 1.0
+_SETUP = b"\xff" * 32  # the lock under which a folder is made, opened, swept and closed
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# What a person must mend. All else (a full disk, a failing one, too many open files) is the tier's own trouble.
+_WRONG_FOLDER = frozenset(
+    {
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EPERM,
+    }
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,35 +51,107 @@ class CacheFolder:
     """A cache folder, open in this process.
 
         FORMAT   version and identity, as JSON      locks    one byte a key, never unlinked
-        index/   LMDB                               tmp/     a folder for each running process
+        index/   LMDB, and how it was left          tmp/     a folder for each running process
         blobs/   ab/<digest>
 
-    Made when missing, with mode 0700. What dead processes left half-written is removed on opening.
+    Made when missing, with mode 0700. What dead processes left half-written is removed on opening. The index is made
+    anew from the blobs when it is lost, damaged, or not to be believed (`trust`), by a process that is alone in the
+    folder: as long as others live that have it open, opening fails instead.
 
-    Raises ConfigError when the folder cannot be used, or holds something that is not a cache of this format.
+    When the folder, or a part of it, is removed under living processes: views that were handed out stay valid; each
+    process notices at its next fill at the latest, lets go, and opens the folder anew, made again if need be. Until
+    then what it keeps may be in no index, so the limit may be exceeded by it; it holds again once a process has opened
+    the folder alone, which makes the index anew.
+
+    rebuilt: whether this opening made the index anew.
+
+    Raises ConfigError when a person must mend it: it holds something that is not a cache of this format, belongs to
+    somebody else, may not be written, lies on a network filesystem. Raises OSError and lmdb.Error when the disk fails,
+    and when the index cannot be used just now.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._blobs = str(path / "blobs")
+        self.closed = False
+        self.rebuilt = False
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._check_foreign()
-            (path / "locks").touch(mode=0o600)
+            place.check(path)
+            # Whoever removed these under living processes took from us how to tell that they live.
+            known = not (path / "index").exists() or ((path / "locks").exists() and (path / "tmp").exists())
+            _touch(path / "locks")
             self.locks = KeyLocks(str(path / "locks"))
-            with self.locks.hold(_SETUP, SETUP_SECONDS):
+            with self.locks.hold(_SETUP, SETUP_SECONDS) as held:
+                if not held:
+                    raise TimeoutError(errno.ETIMEDOUT, f"others have been opening it for {SETUP_SECONDS:.0f} s")
                 self._check_format()
-                for name in ("index", "tmp", "blobs"):
+                for name in ("tmp", "blobs", "index"):
                     (path / name).mkdir(mode=0o700, exist_ok=True)
-                self.index = self._open_index()
-                self._forget(sweep(path / "tmp"))
-                self.scratch = Scratch(path / "tmp")
+                self.index = Index(path / "index")
+                try:
+                    self._set_up(known=known)
+                except BaseException:
+                    self.index.shut()
+                    raise
         except OSError as error:
+            if error.errno not in _WRONG_FOLDER:
+                raise
             reason = error.strerror or error
             raise ConfigError(f"cache_dir {path} cannot be used ({reason}): name a folder you may write to") from error
+        self._close = weakref.finalize(self, _close, os.getpid(), path, self.index, self.scratch, self.locks)
+
+    def _set_up(self, *, known: bool) -> None:
+        step("recover: locked")
+        swept = sweep(self.path / "tmp")
+        step("recover: swept")
+        alone = known and not living(self.path / "tmp")
+        self._open_index(alone=alone)
+        self._forget(swept)
+        step("recover: forgotten")
+        for dead in swept:
+            shutil.rmtree(dead, ignore_errors=True)  # Fillers of the same blobs may be at it too; what stays is swept again.
+        self.scratch = Scratch(self.path / "tmp")
+        if not known:
+            trust.doubt(self.path / "index")
+
+    def close(self) -> None:
+        """Let go of the folder, as the end of the process does: an index that nobody has open is put on the disk."""
+        self.closed = True
+        self._close()
+
+    def doubt(self) -> None:
+        """Let go of a folder of which something was removed or damaged; its index is to be made anew."""
+        trust.doubt(self.path / "index")
+        self.close()
+
+    def check_place(self) -> None:
+        """Raises OSError when what this process has open is no longer what others find here."""
+        self.scratch.check_place()
+        self.index.check_place()
 
     def path_of(self, digest: bytes) -> Path:
+        return Path(self.file_of(digest))
+
+    def file_of(self, digest: bytes) -> str:
+        """`path_of` as text, which takes a tenth of the time."""
         name = digest.hex()
-        return self.path / "blobs" / name[:2] / name
+        return f"{self._blobs}/{name[:2]}/{name}"
+
+    def publish(self, draft: Path, digest: bytes) -> str:
+        """Give a sealed draft its name; the path it now has. Raises OSError."""
+        target = self.file_of(digest)
+        folder, name = os.path.split(target)
+        try:
+            parent = os.open(folder, _FOLDER)
+        except FileNotFoundError:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            parent = os.open(folder, _FOLDER)
+        try:
+            os.rename(draft, name, dst_dir_fd=parent)
+        finally:
+            os.close(parent)
+        return target
 
     def unlink(self, digest: bytes) -> bool:
         """Remove a blob's file; whether there was one."""
@@ -67,17 +161,59 @@ class CacheFolder:
             return False
         return True
 
-    def discard(self, digest: bytes) -> None:
-        """Remove a blob, file before row. Its lock must be held."""
-        self.unlink(digest)
-        self.index.drop(digest)
+    def clear(self, digest: bytes, own: Path) -> None:
+        """Remove what there is of a blob on the disk, but for `own`. Its lock must be held.
 
-    def release(self, digest: bytes) -> bool:
-        """Remove a blob's file; True when its row covers nothing any more, and nobody is filling it just now."""
+        own: the file in our scratch folder by which a sweep finds the row, should we be killed.
+        """
+        self.unlink(digest)
+        if self.index.size_of(digest) is not None:
+            self._clear_drafts(digest, own)  # Of a dead filler that nobody has swept: its row stands for them.
+        step("discard: unlinked")
+
+    def discard(self, digest: bytes, draft: Path | None = None) -> None:
+        """Remove a blob, or the draft of one, file before row. Its lock must be held."""
+        mark = self.scratch.mark(digest)
+        if draft is None:
+            self.clear(digest, mark)
+        else:
+            draft.unlink(missing_ok=True)
+        self.index.drop(digest)
+        mark.unlink(missing_ok=True)
+
+    def reserve(self, row: Row, *, limit: int, evict_before: Callable[[], int]) -> bool:
+        """`Index.reserve`, removing the files of what is evicted."""
+        with self._releasing() as release:
+            return self.index.reserve(row, limit=limit, evict_before=evict_before, release=release)
+
+    def evict(self, keep_bytes: int) -> None:
+        """`Index.evict`, removing the files of what is evicted."""
+        with self._releasing() as release:
+            self.index.evict(keep_bytes, release)
+
+    @contextmanager
+    def _releasing(self) -> Iterator[Release]:
+        marks: list[Path] = []
+        yield partial(self._release, marks)
+        for mark in marks:  # The rows are gone. Where an error kept them, so do the marks stay.
+            mark.unlink(missing_ok=True)
+
+    def _release(self, marks: list[Path], digest: bytes) -> bool:
+        mark = self.scratch.mark(digest)
+        marks.append(mark)
         if self.unlink(digest):
             return True
+        # Somebody is filling it just now, or was killed: then its row stands for what is left in tmp/.
         with self.locks.hold(digest, timeout=0) as alone:
-            return alone and not self.path_of(digest).exists()
+            if alone and not self.path_of(digest).exists():
+                self._clear_drafts(digest, mark)
+                return True
+        return False
+
+    def _clear_drafts(self, digest: bytes, own: Path) -> None:
+        for draft in drafts(self.path / "tmp", digest):
+            if draft != own:
+                draft.unlink(missing_ok=True)
 
     def oldest_process(self) -> int:
         """When the oldest process at work here started, in ns since the Unix epoch."""
@@ -87,18 +223,11 @@ class CacheFolder:
         """Bytes a cache may take here when nobody says: what it holds, and 90 % of what the disk has free."""
         return self.index.used_bytes() + shutil.disk_usage(self.path).free * 9 // 10
 
-    def _check_foreign(self) -> None:
-        # Another process may be making this very cache: it writes these names first, and the others after FORMAT.
-        strangers = sorted(child.name for child in self.path.iterdir() if not child.name.startswith("locks"))
-        if strangers and not (self.path / "FORMAT").exists():
-            raise ConfigError(f"cache_dir {self.path} holds other files ({strangers[0]}, …): name an empty folder")
-
     def _check_format(self) -> None:
         file = self.path / "FORMAT"
         if not file.exists():
-            draft = file.with_name("locks.FORMAT")
-            draft.write_text(json.dumps({"format": FORMAT, "uuid": str(uuid.uuid4())}))
-            draft.replace(file)
+            place.make_private(self.path)
+            trust.write_durably(file, json.dumps({"format": FORMAT, "uuid": str(uuid.uuid4())}))
             return
         try:
             found = json.loads(file.read_text())["format"]
@@ -109,58 +238,46 @@ class CacheFolder:
                 f"cache_dir {self.path} has format {found}, this version reads {FORMAT}: remove it or name another"
             )
 
-    def _open_index(self) -> Index:
-        index = Index(str(self.path / "index"))
+    def _open_index(self, *, alone: bool) -> None:
+        path = self.path / "index"
+        if (alone and not trust.trusted(path)) or not self._readable():
+            if not alone:  # Others may go on with what they have open: two indexes would keep twice the limit.
+                raise OSError(errno.EBUSY, "its index is lost or damaged, and others have it open", str(path))
+            rebuild(self.index, path, self.path / "blobs")
+            self.rebuilt = True
+        if alone:
+            trust.note_open(path)
+
+    def _readable(self) -> bool:
         try:
-            index.used_bytes()
-        except (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError) as error:
-            log.warning("cache %s: its index is damaged (%s); starting with an empty one", self.path, error)
-            for name in ("index", "blobs"):
-                shutil.rmtree(self.path / name)
-                (self.path / name).mkdir(mode=0o700)
-        return index
+            self.index.used_bytes()
+        except (FileNotFoundError, *DAMAGED) as error:
+            log.debug("cache %s: its index cannot be read: %s", self.path, error)
+            return False
+        return True
 
-    def _forget(self, unfinished: list[bytes]) -> None:
-        for digest in unfinished:
-            with self.locks.hold(digest, timeout=0) as alone:
-                if alone and not self.path_of(digest).exists():
-                    self.index.drop(digest)
+    def _forget(self, swept: dict[Path, set[bytes]]) -> None:
+        for digest in set().union(*swept.values()):
+            self.index.drop(digest, unless=partial(self._is_kept, digest, swept))
 
-
-class _OpenFolders(ForkAware):
-    """The folders that this process has open: one of each, however many tiers name it (LMDB allows no second)."""
-
-    def __init__(self) -> None:
-        self._forget_all()
-
-    def _forget_all(self) -> None:
-        self._opening = threading.Lock()
-        self._folders: weakref.WeakValueDictionary[tuple[int, int], CacheFolder] = weakref.WeakValueDictionary()
-
-    def after_fork_in_child(self) -> None:
-        self._forget_all()
-
-    def open(self, path: Path) -> CacheFolder:
-        super().__init__()  # Here and not at import: from the first folder on, forks matter. Again does no harm.
-        with self._opening:
-            folder = self._folders.get(_identity(path))
-            if folder is None:
-                folder = CacheFolder(path)
-                self._folders[_identity(path)] = folder
-            return folder
+    def _is_kept(self, digest: bytes, swept: dict[Path, set[bytes]]) -> bool:
+        # Drafts first: one that is published meanwhile is found under its name.
+        drafted = any(draft.parent not in swept for draft in drafts(self.path / "tmp", digest))
+        return drafted or self.path_of(digest).exists()
 
 
-def _identity(path: Path) -> tuple[int, int]:
-    try:
-        status = path.stat()
-    except OSError:
-        return (0, 0)
-    return status.st_dev, status.st_ino
+def _touch(path: Path) -> None:
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
 
-_open_folders = _OpenFolders()
-
-
-def open_folder(path: Path) -> CacheFolder:
-    """The cache folder at `path`, open in this process. Raises ConfigError as `CacheFolder` does."""
-    return _open_folders.open(path)
+def _close(owner: int, path: Path, index: Index, scratch: Scratch, locks: KeyLocks) -> None:
+    if os.getpid() != owner:
+        return
+    with suppress(OSError, lmdb.Error), locks.hold(_SETUP, CLOSE_SECONDS) as held:
+        scratch.close()
+        if held and not living(path / "tmp"):
+            index.sync()
+            step("close: synced")
+            trust.note_closed(path / "index")
+    scratch.close()
+    index.shut()

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from dataload.cache import blob
-from dataload.cache.folder import CacheFolder, open_folder
-from dataload.cache.index import Row
-from dataload.errors import ConfigError, CorruptEntry
+import lmdb
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+from dataload.cache import blob
+from dataload.cache.folder import CacheFolder
+from dataload.cache.index import Row
+from dataload.cache.opened import open_folder
+from dataload.cache.proven import Proven
+from dataload.cache.scratch import DIGEST
+from dataload.errors import ConfigError, CorruptEntry
 
 
 @dataclass
 class Report:
-    """What `verify` found. bytes: on disk, footers included; problems: one line each, naming the blob."""
+    """What `verify` found. bytes: on disk, checksums included; problems: one line each, naming the blob."""
 
     blobs: int = 0
     bytes: int = 0
@@ -29,11 +31,14 @@ def open_existing(path: Path) -> CacheFolder:
     """The cache at `path`. Raises ConfigError when there is none: looking at a cache must not make one."""
     if not (path / "FORMAT").exists():
         raise ConfigError(f"no cache at {path}: name its folder with cache_dir")
-    return open_folder(path)
+    try:
+        return open_folder(path)
+    except (OSError, lmdb.Error) as error:
+        raise ConfigError(f"the cache at {path} cannot be opened just now: {error}") from error
 
 
 def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int], object] = lambda _: None) -> Report:
-    """Read every blob and check it against its key and checksum, and the index against the files.
+    """Read every blob and check it against its key and checksums, the index against the files, and its accounts.
 
     repair: remove what is wrong; it will be fetched again. Blobs being filled just now are passed over.
     progress: called with the bytes of each blob.
@@ -49,11 +54,16 @@ def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int
             report.problems.append(f"{row.name}: {problem}")
         progress(row.size)
     for file in (folder.path / "blobs").glob("*/*"):
-        digest = bytes.fromhex(file.name) if _DIGEST.fullmatch(file.name) else b""
+        digest = bytes.fromhex(file.name) if DIGEST.fullmatch(file.name) else b""
         if digest in known:
             continue
         if not digest or _holds(folder, digest, partial(_unknown, folder, digest), repair=repair):
             report.problems.append(f"{file}: not in the index")
+    owed = folder.index.owed_bytes()
+    if owed:
+        report.problems.append(f"{folder.path / 'index'}: its accounts are off by {owed} bytes")
+        if repair:
+            folder.index.balance()
     return report
 
 
@@ -65,7 +75,7 @@ def evict(folder: CacheFolder, *, path: str | None = None, keep_bytes: int = 0) 
     """
     before = folder.index.used_bytes()
     if path is None:
-        folder.index.evict(keep_bytes, folder.release)
+        folder.evict(keep_bytes)
     else:
         below = (f"{path.rstrip('/')}/", f"{path}#")
         for row in folder.index.rows():
@@ -78,12 +88,12 @@ def evict(folder: CacheFolder, *, path: str | None = None, keep_bytes: int = 0) 
 
 def _problem(folder: CacheFolder, row: Row) -> str | None:
     try:
-        payload = blob.open_map(folder.path_of(row.digest), row.digest, set())
+        payload = blob.open_map(folder.path_of(row.digest), row.digest, Proven())
     except FileNotFoundError:
         return "in the index, but its file is gone"
     except (OSError, CorruptEntry) as error:
         return str(error)
-    size = len(payload) + blob.FOOTER_BYTES
+    size = blob.size_on_disk(len(payload), row.name)
     return None if size == row.size else f"takes {size} bytes, the index says {row.size}"
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import logging
-import mmap
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any
 
 import lmdb
 
 from dataload.cache import blob
-from dataload.cache.folder import CacheFolder, open_folder
+from dataload.cache.buffers import Buffers
+from dataload.cache.draft import DiskDraft
+from dataload.cache.folder import CacheFolder
 from dataload.cache.forks import ForkAware
-from dataload.cache.index import Row
-from dataload.cache.tier import BlobKey, Draft, Fill
+from dataload.cache.health import Breaker, Health
+from dataload.cache.index import DAMAGED, Row
+from dataload.cache.opened import open_folder
+from dataload.cache.proven import Proven
+from dataload.cache.steps import step
+from dataload.cache.tier import BlobKey, Fill, Span, cut
+from dataload.errors import ConfigError, CorruptEntry
 from dataload.metrics import Counters
 
 FILL_SECONDS = 120.0
@@ -34,18 +42,28 @@ class LocalTier(ForkAware):
     policy: "pin" admits until full and evicts only what no running process has used since it started; "lru" evicts
         what was used longest ago.
 
-    Notes: nothing is opened before the first use. A warm `get` costs a lookup and a map; the first one in a process
-    also reads the blob through to check it. Pickles as its settings.
+    clock: seconds, monotonic; by it a failing disk is tried again.
 
-    Raises ConfigError at the first use when the folder cannot be used or holds something else.
+    Notes: nothing is opened before the first use. A warm `get` costs a lookup and a map; what a process reads for the
+    first time it also checks, in pieces of 64 KiB. Pickles as its settings. What the disk does wrong (full, failing,
+    removed) is counted and logged; `stats()["health"]` says how it is.
+
+    Raises ConfigError at the first use when the folder is one that a person must mend; see `CacheFolder`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], limit: int | None = None, policy: str = "pin") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        limit: int | None = None,
+        policy: str = "pin",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.path = Path(path)
         self.policy = policy
         self.fill_seconds = FILL_SECONDS
         self._given_limit = limit
-        self.proven: set[tuple[bytes, int, int]] = set()
+        self._clock = clock
+        self._was_open = False
         self._touched: set[bytes] = set()
         self._reported: set[str] = set()
         self._flush_at = 0.0
@@ -54,6 +72,9 @@ class LocalTier(ForkAware):
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
+        self.health = Health(str(self.path), self._clock)
+        self.proven = Proven()
+        self.buffers = Buffers()
         self._opening = threading.Lock()
         self._folder: CacheFolder | None = None
 
@@ -61,49 +82,66 @@ class LocalTier(ForkAware):
         return LocalTier, (self.path, self._given_limit, self.policy)
 
     def __repr__(self) -> str:
-        used = "not opened" if self._folder is None else f"{self._folder.index.used_bytes()} of {self.limit} bytes"
-        return f"LocalTier({str(self.path)!r}, {self.policy}, {used})"
+        state = "not opened" if self._folder is None else self.health.state
+        return f"LocalTier({str(self.path)!r}, {self.policy}, {state})"
 
     @property
     def folder(self) -> CacheFolder:
-        """What this process has open; opened on first use."""
+        """What this process has open; opened on first use, and again after the folder was removed. Raises OSError."""
+        folder = self._folder
+        if folder is not None and not folder.closed:
+            return folder
         with self._opening:
-            if self._folder is None:
-                self._folder = open_folder(self.path)
+            if self._folder is None or self._folder.closed:
+                try:
+                    self._folder = open_folder(self.path)
+                except ConfigError as error:
+                    if not self._was_open:
+                        raise
+                    raise OSError(errno.ENXIO, str(error)) from error
+                self._was_open = True
                 self._limit = self._given_limit or self._folder.room()
+                if self._folder.rebuilt:  # It entered all that was there.
+                    self._folder.evict(self._limit)
             return self._folder
 
     @property
     def limit(self) -> int:
-        """Most bytes on disk."""
-        _ = self.folder
-        return self._limit
+        """Most bytes on disk; without end where nobody said and the disk cannot be asked."""
+        with self.trouble("opening it", self.health.reads):
+            _ = self.folder
+            return self._limit
+        return self._given_limit or sys.maxsize
 
-    def get(self, key: BlobKey) -> memoryview | None:
-        found = self._look_up(key)
+    def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
+        found = self._look_up(key, span)
         if found is not None:
             self.counters.add(hits=1, bytes=len(found))
         return found
 
-    def get_or_fill(self, key: BlobKey, fill: Fill) -> memoryview:
-        found = self.get(key)
+    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
+        found = self.get(key, span)
         if found is not None:
             return found
+        keep = not self.health.reads.tripped and self.health.writes.allows()
         with ExitStack() as stack:
             alone = False  # Past the deadline, or without locks: fetch, and keep nothing. Never a deadlock.
-            with self.trouble("locking a blob"):
-                alone = stack.enter_context(self.folder.locks.hold(key.digest, self.fill_seconds))
-            found = self._look_up(key)
+            if keep:
+                with self.trouble("locking a blob", self.health.writes):
+                    alone = stack.enter_context(self.folder.locks.hold(key.digest, self.fill_seconds))
+                found = self._look_up(key, span, locked=alone)
             if found is not None:
                 self.counters.add(hits=1, waits=1, bytes=len(found))
                 return found
-            self.counters.add(misses=1)
-            draft = stack.enter_context(_DiskDraft(self, key, keep=alone))
+            self.counters.add(misses=1, unkept=int(not keep))
+            step("fill: locked")
+            draft = stack.enter_context(DiskDraft(self, key, keep=alone))
             fill(draft.allocate)
-            return draft.publish()
+            step("fill: filled")
+            return cut(draft.publish(), span)
 
-    def stats(self) -> dict[str, float]:
-        return self.counters.snapshot()
+    def stats(self) -> dict[str, Any]:
+        return {**self.counters.snapshot(), "health": self.health.stats()}
 
     def flush(self) -> None:
         """Write down which blobs were used since the last time."""
@@ -116,24 +154,42 @@ class LocalTier(ForkAware):
         """Enter a blob of `size` bytes in the index, evicting as the policy allows; False when it does not fit."""
         self.flush()
         folder = self.folder
-        return folder.index.reserve(
-            Row(key.digest, key.name, size),
-            limit=self.limit,
-            evict_before=folder.oldest_process if self.policy == "pin" else time.time_ns,
-            release=folder.release,
-        )
+        evict_before = folder.oldest_process if self.policy == "pin" else time.time_ns
+        return folder.reserve(Row(key.digest, key.name, size), limit=self.limit, evict_before=evict_before)
 
     @contextmanager
-    def trouble(self, doing: str) -> Iterator[None]:
-        """Swallows the tier's own trouble: counted, and logged once a kind. The bytes come from elsewhere."""
+    def trouble(self, doing: str, breaker: Breaker) -> Iterator[None]:
+        """Swallows the tier's own trouble: counted, and logged once a kind. The bytes come from elsewhere.
+
+        breaker: of what is left alone for a while when this goes on.
+        """
         try:
             yield
         except (OSError, lmdb.Error) as error:
-            self.counters.add(errors=1)
-            kind = f"{doing} {type(error).__name__} {getattr(error, 'errno', None)}"
-            if kind not in self._reported:
-                self._reported.add(kind)
-                log.warning("cache %s: trouble %s, going on without it: %s", self.path, doing, error)
+            self._failed(doing, error, breaker)
+
+    def _failed(self, doing: str, error: Exception, breaker: Breaker) -> None:
+        self._report(doing, error)
+        if isinstance(error, CorruptEntry):  # One blob's trouble, not the disk's.
+            return
+        folder = self._folder
+        if folder is None or (folder.closed and getattr(error, "errno", None) != errno.ESTALE):
+            self.health.reads.failed(for_good=True)  # It cannot be opened.
+        elif folder.closed:
+            return  # Another thread has just let go of it.
+        elif isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
+            folder.doubt()
+            self.health.reads.failed()
+        else:
+            breaker.failed()
+
+    def _report(self, doing: str, error: Exception) -> None:
+        self.counters.add(errors=1)
+        kind = f"{doing} {type(error).__name__} {getattr(error, 'errno', None)}"
+        if kind not in self._reported:
+            self._reported.add(kind)
+            # Its text, not itself: kept by a handler, its traceback would keep the folder open.
+            log.warning("cache %s: trouble %s, going on without it: %s", self.path, doing, str(error))
 
     def refuse(self, key: BlobKey, size: int) -> None:
         """Count a blob that there is no room for."""
@@ -149,72 +205,43 @@ class LocalTier(ForkAware):
                 size,
             )
 
-    def _look_up(self, key: BlobKey) -> memoryview | None:
-        folder = self.folder
-        with self.trouble("reading a blob"):
-            if folder.index.size_of(key.digest) is None:
-                return None
-            try:
-                found = blob.open_map(folder.path_of(key.digest), key.digest, self.proven)
-            except FileNotFoundError:  # It is being filled just now, or its filler died.
-                return None
-            self._touched.add(key.digest)
-            if time.monotonic() >= self._flush_at:
-                self.flush()
-            return found
-        return None
-
-
-class _DiskDraft(Draft):
-    """A blob being filled on disk where that goes, else in memory; gone again unless it is published."""
-
-    def __init__(self, tier: LocalTier, key: BlobKey, *, keep: bool) -> None:
-        super().__init__(key)
-        self._tier = tier
-        self._keep = keep
-        self._owner = os.getpid()
-        self._path: Path | None = None
-        self._map: mmap.mmap | None = None
-
-    def room(self, size: int) -> memoryview:
-        if self._keep:
-            with self._tier.trouble("making room for a blob"):
-                self._map = self._on_disk(size)
-        return super().room(size) if self._map is None else memoryview(self._map)[:size]
-
-    def publish(self) -> memoryview:
-        in_memory = super().publish()
-        if self._map is None or self._path is None:
-            return in_memory
-        folder, digest = self._tier.folder, self.key.digest
-        with self._tier.trouble("keeping a blob"):
-            blob.seal(self._map, digest)
-            target = folder.path_of(digest)
-            target.parent.mkdir(mode=0o700, exist_ok=True)
-            self._path.rename(target)
-            self._path = None
-            return blob.open_map(target, digest, self._tier.proven)
-        return in_memory
-
-    def _on_disk(self, size: int) -> mmap.mmap | None:
-        folder, digest = self._tier.folder, self.key.digest
-        folder.discard(digest)  # A row without its file, or a file that failed its check.
-        # The file is there before its row, so that whoever sweeps up after us knows which row to drop.
-        self._path = folder.scratch.draft(digest)
-        descriptor = blob.create(self._path)
+    def _look_up(self, key: BlobKey, span: Span | None, *, locked: bool = False) -> memoryview | None:
+        """The blob if it is kept. locked: the caller holds its lock."""
+        if not self.health.reads.allows():
+            return None
+        found = None
         try:
-            if not self._tier.reserve(self.key, size + blob.FOOTER_BYTES):
-                self._tier.refuse(self.key, size)
-                return None
-            return blob.allocate(descriptor, size)
-        finally:
-            os.close(descriptor)
+            folder = self.folder
+            if folder.index.size_of(key.digest) is not None or self._adopt(folder, key, locked=locked):
+                try:
+                    found = blob.open_map(folder.file_of(key.digest), key.digest, self.proven, span)
+                except FileNotFoundError:  # It is being filled just now, or its filler died.
+                    found = None
+            if found is not None or self.health.reads.tripped:
+                self.health.reads.worked()
+        except (OSError, lmdb.Error) as error:
+            self._failed("reading a blob", error, self.health.reads)
+        if found is not None:
+            self._touched.add(key.digest)
+            if time.monotonic() >= self._flush_at and not self.health.writes.tripped:
+                with self.trouble("noting uses", self.health.writes):
+                    self.flush()
+        return found
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._path is not None and os.getpid() == self._owner:
-            with self._tier.trouble("dropping a draft"):
-                self._path.unlink(missing_ok=True)
-                self._tier.folder.index.drop(self.key.digest)
+    def _adopt(self, folder: CacheFolder, key: BlobKey, *, locked: bool) -> bool:
+        """Enter a row for a sound file that has none, as when the index was lost under us; whether there was one."""
+        path = folder.file_of(key.digest)
+        if self.health.writes.tripped or not os.path.exists(path):  # noqa: PTH110 - asked at every miss
+            return False
+        with ExitStack() as stack:
+            if not locked and not stack.enter_context(folder.locks.hold(key.digest, timeout=0)):
+                return False
+            if folder.index.size_of(key.digest) is not None:  # Another was faster.
+                return True
+            footer, _, _ = blob.read_footer(path)
+            with self.trouble("making room for a blob", self.health.writes):
+                if footer.digest == key.digest and self.reserve(key, footer.size):
+                    step("adopt: entered")
+                    return True
+                folder.unlink(key.digest)
+        return False

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from dataload.cache.forks import ForkAware
 
@@ -77,7 +77,7 @@ class KeyLocks(ForkAware):
     @contextmanager
     def _locked_byte(self, byte: int, deadline: float) -> Iterator[bool]:
         owner = os.getpid()
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._descriptors.add(descriptor)
         try:
             wait = FIRST_WAIT
@@ -87,7 +87,8 @@ class KeyLocks(ForkAware):
             yield held
         finally:
             if os.getpid() == owner:
-                _set_lock(descriptor, byte, fcntl.F_UNLCK)  # Closing alone would not do while a child shares it.
+                with suppress(OSError):  # Closing alone would not do while a child shares it.
+                    _set_lock(descriptor, byte, fcntl.F_UNLCK)
                 self._descriptors.discard(descriptor)
                 os.close(descriptor)
 

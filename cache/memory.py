@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from dataload.cache.forks import ForkAware
 from dataload.cache.locks import ThreadLocks
-from dataload.cache.tier import BlobKey, Draft, Fill
+from dataload.cache.tier import BlobKey, Draft, Fill, Span, cut
 from dataload.metrics import Counters
 
 
@@ -32,20 +32,22 @@ class MemoryTier(ForkAware):
     def __reduce__(self) -> tuple[type[MemoryTier], tuple[int]]:
         return MemoryTier, (self.limit,)
 
-    def get(self, key: BlobKey) -> memoryview | None:
+    def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         with self._mutex:
-            found = self._blobs.get(key.digest)
-            if found is not None:
-                self._blobs.move_to_end(key.digest)
-                self.counters.add(hits=1, bytes=len(found))
+            whole = self._blobs.get(key.digest)
+            if whole is None:
+                return None
+            self._blobs.move_to_end(key.digest)
+            found = cut(whole, span)
+            self.counters.add(hits=1, bytes=len(found))
             return found
 
-    def get_or_fill(self, key: BlobKey, fill: Fill) -> memoryview:
-        found = self.get(key)
+    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
+        found = self.get(key, span)
         if found is not None:
             return found
         with self._locks.hold(key.digest):
-            found = self.get(key)
+            found = self.get(key, span)
             if found is not None:
                 self.counters.add(waits=1)
                 return found
@@ -54,7 +56,7 @@ class MemoryTier(ForkAware):
             fill(draft.allocate)
             blob = draft.publish()
             self._keep(key, blob)
-            return blob
+            return cut(blob, span)
 
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()

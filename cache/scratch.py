@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dataload.cache.forks import ForkAware
 
+DIGEST = re.compile(r"[0-9a-f]{64}")
+_SWEPT = "-swept"
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
 
 class Scratch(ForkAware):
-    """The folder `tmp/<start>-<random>` of this process; file names are the digests of the blobs being filled.
+    """The folder `tmp/<start>-<random>` of this process; file names are the digests of the blobs it is filling, or
+    whose files it is removing.
 
     The lock on the folder (flock(2)) says that its owner lives, across containers with process numbers of their own
     too. Whoever locks another's folder has found a dead one.
@@ -23,8 +32,13 @@ class Scratch(ForkAware):
     def __init__(self, parent: Path) -> None:
         self._path = parent / f"{time.time_ns():020d}-{secrets.token_hex(8)}"
         self._path.mkdir(mode=0o700)
-        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._descriptor = os.open(self._path, _FOLDER)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._inode = os.fstat(self._descriptor).st_ino
+        except OSError:
+            os.close(self._descriptor)
+            raise
         self.close = weakref.finalize(self, _close, os.getpid(), self._path, self._descriptor)
         super().__init__()
 
@@ -32,9 +46,26 @@ class Scratch(ForkAware):
         os.close(self._descriptor)
         self.close.detach()
 
+    def check_place(self) -> None:
+        """Raises OSError when others no longer find the folder that proves this process alive."""
+        if self._path.stat().st_ino != self._inode:
+            raise FileNotFoundError(errno.ENOENT, "it was replaced", str(self._path))
+
     def draft(self, digest: bytes) -> Path:
         """Path for writing the blob `digest`: at most one filler of a blob is at work on a host."""
         return self._path / f"{digest.hex()}-{secrets.token_hex(4)}"
+
+    def mark(self, digest: bytes) -> Path:
+        """An empty file that has whoever sweeps up after us look at the row of this blob, whose file is to go."""
+        path = self.draft(digest)
+        with suppress(OSError):  # On a full disk it must be possible to evict, too.
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        return path
+
+
+def drafts(parent: Path, digest: bytes) -> list[Path]:
+    """The files of living and dead processes for one blob."""
+    return list(parent.glob(f"*/{digest.hex()}-*"))
 
 
 def oldest_start(parent: Path) -> int:
@@ -43,24 +74,52 @@ def oldest_start(parent: Path) -> int:
     return min((int(start) for start in starts if start.isdecimal()), default=time.time_ns())
 
 
-def sweep(parent: Path) -> list[bytes]:
-    """Remove the folders of dead processes; the digests of the blobs they were filling. Call it under a lock."""
-    unfinished = []
+def sweep(parent: Path) -> dict[Path, set[bytes]]:
+    """The folders of dead processes and the blobs at work in each, whose files are replaced by empty ones.
+
+    Call it under a lock, then look at the rows of these blobs, then remove the folders: killed in between, whoever
+    comes next finds them again.
+    """
+    found: dict[Path, set[bytes]] = {}
     for folder in parent.iterdir():
-        try:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):  # Its owner has just ended; or it is no folder of ours.
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            unfinished += [bytes.fromhex(draft.name.partition("-")[0]) for draft in folder.iterdir()]
-            shutil.rmtree(folder)
-        finally:
-            os.close(descriptor)
-    return unfinished
+        with _locked(folder) as dead:
+            if dead:
+                drafts = [draft for draft in folder.iterdir() if DIGEST.fullmatch(draft.name.partition("-")[0])]
+                found[folder] = {bytes.fromhex(draft.name.partition("-")[0]) for draft in drafts}
+                for digest in found[folder]:
+                    with suppress(OSError):  # On a full disk, what is swept makes room.
+                        (folder / f"{digest.hex()}{_SWEPT}").touch(mode=0o600)
+                for draft in drafts:
+                    if not draft.name.endswith(_SWEPT):
+                        draft.unlink(missing_ok=True)  # A living filler of this blob may clear it just now.
+    return found
+
+
+def living(parent: Path) -> bool:
+    """Whether a process is at work in this cache."""
+    for folder in parent.iterdir():
+        with _locked(folder) as dead:
+            if dead is False:
+                return True
+    return False
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool | None]:
+    """Hold the lock of a folder in `tmp/`; yields False when its owner does, None when there is no such folder."""
+    try:
+        descriptor = os.open(folder, _FOLDER)
+    except (FileNotFoundError, NotADirectoryError):  # Its owner has just ended; or it is no folder of ours.
+        yield None
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+    else:
+        yield True if os.fstat(descriptor).st_nlink else None  # Its owner may have ended between the two.
+    finally:
+        os.close(descriptor)
 
 
 def _close(owner: int, path: Path, descriptor: int) -> None:

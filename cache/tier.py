@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from dataload.cache.redact import redacted
 
 Allocate = Callable[[int], memoryview]
 """`allocate(size)` gives the writable memory, of exactly `size` bytes, to write a blob into. Called once a fill."""
+
+Span = tuple[int, int]
+"""Bytes [start, stop) of a blob, 0 <= start <= stop; cut to its size."""
 
 Fill = Callable[[Allocate], None]
 """Makes one blob: fetches or computes it, asks `allocate` for room as soon as the size is known, and writes it all.
@@ -34,13 +37,13 @@ class BlobKey:
     def __post_init__(self) -> None:
         digest = hashlib.blake2b(digest_size=32, person=b"dataload blob")
         for part in (self.origin, self.path, self.version, self.what):
-            encoded = part.encode()
+            encoded = part.encode(errors="surrogateescape")  # A path on disk need not be UTF-8.
             digest.update(len(encoded).to_bytes(8, "little") + encoded)
         object.__setattr__(self, "digest", digest.digest())
 
     @property
     def name(self) -> str:
-        return f"{redacted(self.path)}#{self.what}"
+        return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()
 
 
 class Tier(Protocol):
@@ -51,14 +54,22 @@ class Tier(Protocol):
     counted, and the caller gets its bytes from `fill`.
     """
 
-    def get(self, key: BlobKey) -> memoryview | None:
-        """The blob as a read-only view of bytes, or None when it is not kept here."""
+    def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
+        """The blob, or `span` of it, as a read-only view of bytes, or None when it is not kept here.
 
-    def get_or_fill(self, key: BlobKey, fill: Fill) -> memoryview:
-        """The blob as a read-only view of bytes; when it is not kept here, `fill` makes it first."""
+        Notes: a tier that checks what it reads checks what `span` touches, so a small one is cheap.
+        """
 
-    def stats(self) -> dict[str, float]:
+    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
+        """As `get`; when the blob is not kept here, `fill` makes all of it first."""
+
+    def stats(self) -> dict[str, Any]:
         """Totals of this process: hits, misses, waits, bytes, errors."""
+
+
+def cut(blob: memoryview, span: Span | None) -> memoryview:
+    """`span` of a whole blob; None: all of it."""
+    return blob if span is None else blob[span[0] : span[1]]
 
 
 class Draft:

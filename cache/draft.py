@@ -1,0 +1,98 @@
+"""A blob being filled on the local disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from dataload.cache import blob
+from dataload.cache.steps import step
+from dataload.cache.tier import BlobKey, Draft
+
+MAPPED_BYTES = 64 << 20  # From here on a blob is written through a map of its file, slower, but not held in memory.
+
+if TYPE_CHECKING:
+    from dataload.cache.local import LocalTier
+
+
+class DiskDraft(Draft):
+    """A blob being filled on disk where that goes, else in memory; gone again unless it is published.
+
+    keep: whether to try the disk at all. With it, the blob's lock is held.
+    """
+
+    def __init__(self, tier: LocalTier, key: BlobKey, *, keep: bool) -> None:
+        super().__init__(key)
+        self._tier = tier
+        self._keep = keep
+        self._owner = os.getpid()
+        self._path: Path | None = None
+        self._map: mmap.mmap | None = None
+        self._size = 0  # bytes of the file
+        self._payload_bytes = 0
+
+    def room(self, size: int) -> memoryview:
+        self._payload_bytes, self._size = size, blob.size_on_disk(size, self.key.name)
+        if self._keep:
+            with self._tier.trouble("making room for a blob", self._tier.health.writes):
+                self._map = self._on_disk()
+        return super().room(size) if self._map is None else memoryview(self._map)[:size]
+
+    def publish(self) -> memoryview:
+        in_memory = super().publish()
+        if self._map is None or self._path is None:
+            return in_memory
+        tier, digest = self._tier, self.key.digest
+        with tier.trouble("keeping a blob", tier.health.writes):
+            blob.seal(self._map, self._payload_bytes, digest, self.key.name)
+            if self._size < MAPPED_BYTES:
+                blob.write(self._path, self._map, self._size)
+            step("fill: sealed")
+            target = tier.folder.publish(self._path, digest)
+            self._path = None
+            step("fill: published")
+            tier.health.worked()
+            # Mapped again: through the memory it was written to, whoever is given it could write on.
+            with suppress(FileNotFoundError):  # Evicted by another before that: no trouble of the disk's.
+                found = blob.open_map(target, digest, tier.proven, just_sealed=True)
+                self._recycle(in_memory)
+                return found
+        return in_memory
+
+    def _recycle(self, in_memory: memoryview) -> None:
+        if self._map is not None and self.payload is not None and self._size < MAPPED_BYTES:
+            in_memory.release()
+            self.payload.release()
+            self._tier.buffers.give_back(self._map)
+
+    def _on_disk(self) -> mmap.mmap | None:
+        folder, digest = self._tier.folder, self.key.digest
+        folder.check_place()
+        # The file is there before its row, so that whoever sweeps up after us knows which row to drop.
+        self._path = folder.scratch.draft(digest)
+        descriptor = blob.create(self._path)
+        step("fill: drafted")
+        try:
+            folder.clear(digest, self._path)  # A file that failed its check; what a dead filler left.
+            if not self._tier.reserve(self.key, self._size):
+                self._tier.refuse(self.key, self._size)
+                return None
+            step("fill: reserved")
+            # A disk without room says so here; written to through a map, it would be a SIGBUS.
+            os.posix_fallocate(descriptor, 0, self._size)
+            step("fill: allocated")
+            mapped = self._size >= MAPPED_BYTES
+            return mmap.mmap(descriptor, self._size) if mapped else self._tier.buffers.take(self._size)
+        finally:
+            os.close(descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._path is not None and os.getpid() == self._owner:
+            with self._tier.trouble("dropping a draft", self._tier.health.writes):
+                self._tier.folder.discard(self.key.digest, self._path)

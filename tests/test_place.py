@@ -1,0 +1,152 @@
+"""Which folders can hold a cache, who may look into it, and what is planted there by others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tiers import LIMIT, key, look, put
+
+from dataload.cache import blob, fsck, place
+from dataload.cache.local import LocalTier
+from dataload.errors import ConfigError, CorruptEntry
+
+MOUNTS = """\
+22 21 0:40 / {home} rw - {kind} server:/export rw
+23 21 0:41 / {home}\\040local rw - xfs /dev/nvme0n1 rw
+21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+"""
+
+
+@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "9p", "fuse", "fuse.sshfs", "ceph", "lustre"])
+def test_network_filesystems_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    mounts, real = tmp_path / "mountinfo", place.filesystem_of
+    mounts.write_text(MOUNTS.format(home=tmp_path, kind=kind))
+    monkeypatch.setattr(place, "filesystem_of", lambda path: real(path, mounts))
+    with pytest.raises(ConfigError, match=rf"network filesystem \({kind}\).*local disk"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+def test_the_innermost_mount_counts(tmp_path: Path) -> None:
+    home, mounts = tmp_path / "home", tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS.format(home=home, kind="nfs4"))
+    for name, kind in (("home", "nfs4"), ("home local", "xfs"), ("homes", "ext4")):
+        (tmp_path / name).mkdir()
+        assert place.filesystem_of(tmp_path / name, mounts) == kind
+    (tmp_path / "link").symlink_to(home)
+    assert place.filesystem_of(tmp_path / "link", mounts) == "nfs4"
+    assert place.filesystem_of(home, tmp_path / "none") == ""
+    assert place.filesystem_of(tmp_path)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, filled: bool) -> None:
+    if filled:
+        put(LocalTier(tmp_path / "c"), "x/0")
+    else:
+        (tmp_path / "c").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "c").stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"belongs to user \d+, this process runs as \d+"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_root_too_is_refused_in_a_folder_of_another_user(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a folder away")
+    (tmp_path / "c").mkdir()
+    os.chown(tmp_path / "c", 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345, this process runs as 0"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+@pytest.mark.parametrize("made_by_user", [False, True])
+def test_nobody_else_may_look_into_a_cache(tmp_path: Path, *, made_by_user: bool) -> None:
+    path, mask = tmp_path / "c", os.umask(0)
+    try:
+        if made_by_user:
+            path.mkdir(mode=0o777)
+        tier = LocalTier(path)
+        put(tier, "x/0")
+        modes = {entry: entry.stat().st_mode & 0o777 for entry in [path, *path.rglob("*")]}
+    finally:
+        os.umask(mask)
+    assert {mode for entry, mode in modes.items() if entry.is_dir()} == {0o700}
+    assert {mode for entry, mode in modes.items() if entry.is_file()} == {0o600}
+
+
+@pytest.mark.parametrize("name", place.OUR_NAMES)
+def test_planted_links_are_refused(tmp_path: Path, name: str) -> None:
+    path, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
+    put(LocalTier(path), "x/0")
+    shutil.move(path / name, elsewhere)
+    (path / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=f"symbolic link, {name}"):
+        put(LocalTier(path), "x/0")
+
+
+def test_nothing_is_written_through_links(tmp_path: Path) -> None:
+    tier, victim, folder = LocalTier(tmp_path / "c", LIMIT), tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("precious")
+    folder.mkdir()
+    target = tier.folder.path_of(key("x/0").digest)
+    target.parent.symlink_to(folder)
+    put(tier, "x/0")
+    assert list(folder.iterdir()) == []
+    target.parent.unlink()
+    target.parent.mkdir()
+    target.symlink_to(victim)
+    tier = LocalTier(tmp_path / "c", LIMIT)
+    put(tier, "x/0")
+    assert not target.is_symlink()
+    assert look(tier, "x/0")
+    (tmp_path / "draft").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        blob.create(tmp_path / "draft")
+    assert victim.read_text() == "precious"
+
+
+def test_links_in_tmp_are_not_swept(tmp_path: Path) -> None:
+    put(LocalTier(tmp_path / "c"), "x/0")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("the only copy")
+    (tmp_path / "c" / "tmp" / "0-0").symlink_to(tmp_path / "folder")
+    (tmp_path / "c" / "tmp" / "1-1").mkdir()
+    (tmp_path / "c" / "tmp" / "1-1" / "what is this").write_text("")
+    assert look(LocalTier(tmp_path / "c"), "x/0")
+    assert (tmp_path / "folder" / "thesis.tex").exists()
+
+
+def test_the_first_format_is_refused_by_name(tmp_path: Path) -> None:
+    put(LocalTier(tmp_path / "c"), "x/0")
+    (tmp_path / "c" / "FORMAT").write_text(json.dumps({"format": 0}))
+    with pytest.raises(ConfigError, match="has format 0, this version reads 1: remove it or name another"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_a_format_that_a_power_failure_took_back_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+    )
+    tier = LocalTier(tmp_path / "c")
+    assert tier.folder
+    assert synced[:2] == ["locks.FORMAT", "c"]
+
+
+def test_a_cache_that_cannot_be_opened_just_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(LocalTier(tmp_path / "c"), "x/0")
+
+    def mkdir(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(ConfigError, match="cannot be opened just now"):
+        fsck.open_existing(tmp_path / "c")
+
+
+def test_corrupt_entries_are_no_user_error(tmp_path: Path) -> None:
+    assert issubclass(CorruptEntry, OSError)
