@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -43,11 +44,27 @@ def to_batch(
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """A batch as a sequence of row dicts, made when asked for. columns: the whole batch, by column."""
+    """A batch as a sequence of row dicts, made when asked for. columns: the whole batch, as `to_batch` shapes it."""
 
-    def __init__(self, columns: Batch, length: int) -> None:
-        self.columns = columns
+    def __init__(
+        self,
+        gathered: Mapping[str, Column],
+        length: int,
+        ragged: str = "list",
+        group: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self._gathered = gathered
         self._length = length
+        self._ragged = ragged
+        self._group = group
+
+    @cached_property
+    def columns(self) -> Batch:
+        return to_batch(self._gathered, ragged=self._ragged, group=self._group)
+
+    def shaped(self, *, ragged: str, group: Mapping[str, Sequence[str]] | None) -> Rows:
+        """The same rows in another shape."""
+        return Rows(self._gathered, self._length, ragged, group)
 
     def __len__(self) -> int:
         return self._length

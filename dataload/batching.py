@@ -13,6 +13,7 @@ import torch
 from dataload.batch import Rows, pack
 from dataload.columns import Array
 from dataload.dataset import Dataset
+from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key
 from dataload.samplers.sharded import ShardedSampler
 from dataload.stats import Stopwatch
@@ -40,10 +41,14 @@ class Answer(NamedTuple):
 
 
 class Requests(Iterable[Request]):
-    """The requests of one rank, from wherever it was told to start."""
+    """The requests of one rank, from wherever it was told to start.
 
-    def __init__(self, sampler: ShardedSampler) -> None:
+    batches: row numbers of each batch, from where `sampler` stands on; None: the sampler's own.
+    """
+
+    def __init__(self, sampler: ShardedSampler, batches: Iterable[Sequence[int]] | None = None) -> None:
         self._sampler = sampler
+        self._batches = batches
         self._start = (0, 0)
 
     def start_at(self, epoch: int, cursor: int) -> Requests:
@@ -55,9 +60,9 @@ class Requests(Iterable[Request]):
 
     def _from(self, epoch: int, cursor: int) -> Iterator[Request]:
         sampler = self._sampler
-        for rows in sampler.batches(epoch, cursor):
+        for rows in sampler.batches(epoch, cursor) if self._batches is None else self._batches:
             key = derive_key("transform", sampler.seed, epoch, cursor, sampler.rank)
-            yield Request(cursor, rows, key)
+            yield Request(cursor, np.asarray(rows, np.int64), key)
             cursor += sampler.global_batch_size
 
 
@@ -82,14 +87,27 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._counted: dict[str, float] = {}
 
     def __getitem__(self, request: Request) -> Answer:
-        rows = self._dataset.batch(request.rows, ragged=self._ragged, group=self._group)
-        batch = rows.columns if self._collate is None else self._collate(rows)
-        if self._transform is not None:
-            rng = {"rng": np.random.Generator(np.random.Philox(request.key))} if self._wants_rng else {}
-            batch = self._transform(batch, **rng)
+        batch = self._made(self._dataset.batch(request.rows), request.key)
         if torch.utils.data.get_worker_info() is None:
             return Answer(request.cursor, len(request.rows), batch, {})
         return Answer(request.cursor, len(request.rows), pack(batch), self._traffic())
+
+    def collate(self, rows: Rows) -> Any:
+        """The batch of these rows, for a plain DataLoader in the loader's place (accelerate's `skip_first_batches`).
+
+        Raises ConfigError for a transform that takes `rng`, which only the loader has.
+        """
+        if self._wants_rng:
+            raise ConfigError("transform(batch, rng) needs the loader itself: skip batches by load_state_dict instead")
+        return self._made(rows, 0)
+
+    def _made(self, rows: Rows, key: int) -> Any:
+        rows = rows.shaped(ragged=self._ragged, group=self._group)
+        batch = rows.columns if self._collate is None else self._collate(rows)
+        if self._transform is None:
+            return batch
+        rng = {"rng": np.random.Generator(np.random.Philox(key))} if self._wants_rng else {}
+        return self._transform(batch, **rng)
 
     def _traffic(self) -> dict[str, float]:
         """What this worker's cache counted since it was last asked."""

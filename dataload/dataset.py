@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 
-from dataload.batch import Rows, to_batch
+from dataload.batch import Rows
 from dataload.cache.blocks import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
@@ -17,14 +17,14 @@ from dataload.columns import check_types
 from dataload.errors import ConfigError
 from dataload.manifest import Manifest, RowGroup, Source, resolve, source_paths
 from dataload.rowstore import RowStore
-from dataload.samplers.order import default_window
+from dataload.samplers.trade import default_window
 
 
 class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of Parquet files, numbered in file order. Map-style, picklable, the same in every process.
 
     schema: Arrow schema of the chosen columns; row_groups: all of them in file order; fingerprint: names the
-    objects and their versions.
+    objects and their versions; window: row groups that a loader shuffles together unless told otherwise.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in columns or manifest.schema.names])
         check_types(self.schema)
         self.block_lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
-        capacity = 2 * default_window(self.block_lengths)
-        self.rowstore = RowStore(manifest.row_groups, self.schema.names, blocks, capacity, fill_null)
+        # Of whole row groups, whatever the columns: who reads others should see the same order.
+        self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
+        self.rowstore = RowStore(manifest.row_groups, self.schema.names, blocks, 2 * self.window, fill_null)
 
     @property
     def num_rows(self) -> int:
@@ -72,9 +73,9 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise IndexError(f"a batch is of one row at least, each of 0 to {len(self) - 1}")
         return self.batch(numbers)
 
-    def batch(self, rows: Any, *, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None) -> Rows:
-        """The rows of these numbers (int64 [B]), as `dataload.batch.to_batch` shapes them."""
-        return Rows(to_batch(self.rowstore.gather(rows), ragged=ragged, group=group), len(rows))
+    def batch(self, rows: Any) -> Rows:
+        """The rows of these numbers (int64 [B])."""
+        return Rows(self.rowstore.gather(rows), len(rows))
 
 
 def make_dataset(

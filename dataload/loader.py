@@ -9,19 +9,19 @@ from contextlib import closing
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.batch import map_tensors, unpack
 from dataload.batching import Answer, BatchMaker, Request, Requests
 from dataload.cache.config import CacheConfig
-from dataload.cache.local import LocalTier
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.manifest import Source
 from dataload.prefetch import Lookahead, run_ahead
+from dataload.room import provide
 from dataload.samplers.order import Shuffle
-from dataload.samplers.sharded import ShardedSampler
 from dataload.stats import LoaderStats, Stopwatch
+from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_device
 from dataload.world import World
 
 BATCHES_AHEAD = 8
@@ -29,48 +29,51 @@ BATCHES_AHEAD = 8
 log = logging.getLogger(__name__)
 
 
-class Loader(DataLoader[Any]):
+class Loader(Unwrapped, DataLoader[Any]):
     """Batches of one rank; `make_loader` makes it.
 
-    Notes: its position is that of the latest iterator, and counts what was handed out, not what was prefetched.
+    Notes: its position is that of the latest iterator, and counts what was handed out, not what was prefetched. Each
+    argument is an attribute or goes to torch, and `batch_sampler` is there, because Lightning builds the loader that
+    predicts from another one's attributes, with a batch sampler that remembers what it was asked for.
     """
 
     dataset: Dataset
-    sampler: ShardedSampler
+    sampler: TrainerSampler
 
     def __init__(
         self,
         dataset: Dataset,
-        batch_size: int,
         *,
-        sampler: ShardedSampler,
         maker: BatchMaker,
-        device: torch.device | None,
-        prefetch: int,
+        batch_size: int = 1,
+        sampler: TrainerSampler | None = None,
+        batch_sampler: BatchSampler | None = None,
+        drop_last: bool = False,
+        device: torch.device | None = None,
+        prefetch: int = BATCHES_AHEAD,
+        detected: bool = False,
         **dataloader_kwargs: Any,
     ) -> None:
-        super().__init__(dataset, batch_size, sampler=sampler, drop_last=sampler.drop_last, **dataloader_kwargs)
-        self._maker = maker
-        self._device = device
-        self._prefetch = prefetch
-        self._requests = Requests(sampler)
+        batching: dict[str, Any] = {"batch_sampler": batch_sampler}
+        if batch_sampler is None:
+            batching = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
+        super().__init__(dataset, **{**dataloader_kwargs, **batching, "collate_fn": maker.collate})
+        if batch_sampler is not None:
+            vars(self)["sampler"] = batch_sampler.sampler  # torch, which guards the name, has put another one there
+        self.maker = maker
+        self.device = device
+        self.prefetch = prefetch
+        self.detected = detected
+        self._requests = Requests(self.sampler, batch_sampler)
         self._stats = LoaderStats()
         self._given: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has handed out
         self._traffic: Counter[str] = Counter()  # of the workers
         self._workers: DataLoader[Answer] | None = None
         if self.num_workers:
             # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
-            self._workers = DataLoader(
-                maker, batch_size=None, sampler=self._requests, collate_fn=_as_it_is, **dataloader_kwargs
-            )
-
-        self._provide()
-
-    def _provide(self) -> None:
-        """Room for what the order needs at a time. Raises ConfigError when the cache has less."""
-        check_room(self.dataset, self.sampler)
-        rowstore = self.dataset.rowstore
-        rowstore.capacity = max(rowstore.capacity, 2 * drawn_on(self.sampler))
+            own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is}
+            self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
+        provide(dataset, self.sampler)
 
     @property
     def padding(self) -> int:
@@ -79,7 +82,8 @@ class Loader(DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch the next iteration runs. A position restored in this very epoch is kept."""
-        self.sampler.set_epoch(epoch)
+        if epoch != self.sampler.epoch:
+            self.sampler.seek(epoch, 0)
         self._given = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +97,7 @@ class Loader(DataLoader[Any]):
         """Go on where `state` ends, in any world, with any workers. Raises ConfigError for another dataset."""
         self.sampler.load_state_dict(state)
         self._given = None
-        self._provide()
+        provide(self.dataset, self.sampler)
 
     def stats(self) -> LoaderStats:
         """Figures of the running epoch, or of the last one."""
@@ -101,12 +105,16 @@ class Loader(DataLoader[Any]):
 
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
         sampler = self.sampler
+        if self.detected and sampler.num_replicas == 1:
+            _check_alone()
         if self._given is not None and self._given[0] == sampler.epoch and sampler.finished_at(self._given[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took the last batch without asking for one more.
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
         watch = Stopwatch(stats, self.dataset.blocks.stats if self._workers is None else lambda: self._traffic)
-        with closing(self._answers(epoch, cursor)) as answers:
+        # A last batch without padding has no remainder for accelerate to cut off.
+        remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
+        with closing(self._answers(epoch, cursor)) as answers, announced(remainder) as announce_last:
             while True:
                 latest = self._stats is stats
                 if self.persistent_workers and not latest:
@@ -117,8 +125,11 @@ class Loader(DataLoader[Any]):
                     break
                 stats.rows += answer.rows
                 stats.batches += 1
+                used = min(answer.cursor + sampler.global_batch_size, sampler.num_rows)
                 if latest:
-                    self._given = epoch, min(answer.cursor + sampler.global_batch_size, sampler.num_rows)
+                    self._given = epoch, used
+                if sampler.finished_at(used):
+                    announce_last()
                 yield answer.batch
         watch.update()
         if sampler.epoch == epoch:  # else somebody has set another meanwhile
@@ -127,10 +138,11 @@ class Loader(DataLoader[Any]):
     def _answers(self, epoch: int, cursor: int) -> Generator[Answer, None, None]:
         requests = self._requests.start_at(epoch, cursor)
         if self._workers is None:
-            made = run_ahead(self._make(iter(requests), epoch, cursor), self._prefetch)
+            made = run_ahead(self._make(iter(requests), epoch, cursor), self.prefetch)
         else:
+            self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers)
-        device = self._device
+        device = self.device or trainer_device()
         with closing(made):
             for answer in made:
                 if device is None:
@@ -149,7 +161,7 @@ class Loader(DataLoader[Any]):
         needed = self.sampler.blocks_from(epoch, cursor)
         lookahead = Lookahead(needed, rowstore.prefetch, ahead=rowstore.capacity // 2)
         for request in requests:
-            answer = self._maker[request]
+            answer = self.maker[request]
             lookahead.touch(rowstore.owners(request.rows))  # after it: what is needed now comes before what comes next
             if self.pin_memory and torch.cuda.is_available():
                 answer = answer._replace(batch=map_tensors(answer.batch, torch.Tensor.pin_memory))
@@ -188,7 +200,7 @@ def make_loader(
     source: what `make_dataset` takes, or what it made.
     batch_size: rows of a batch on this rank.
     shuffle: True or "block": row groups over the whole dataset, rows inside a window of `window` row groups; "full":
-        every row anywhere; False: file order.
+        every row anywhere; False: file order. window: None: `default_window` of the row groups' rows and bytes.
     seed: of the order, together with the epoch and the dataset.
     num_streams: parts of the dataset that nodes keep to themselves; None: as many as there are nodes, or 1.
     num_workers: processes that make batches; 0: a thread.
@@ -206,8 +218,6 @@ def make_loader(
 
     Raises ConfigError for arguments that cannot work, and what `make_dataset` raises.
     """
-    world = World.detect(world)
-    nodes = world.num_nodes or 1
     own = {"columns": columns, "storage_options": storage_options, "fill_null": fill_null}
     place = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster}
     if isinstance(source, Dataset):
@@ -224,14 +234,17 @@ def make_loader(
             raise ConfigError(f"{name}={number} must be at least 1")
     if not dataloader_kwargs.get("in_order", True):
         raise ConfigError("in_order=False: batches out of order cannot be resumed; leave it out")
-    sampler = ShardedSampler(
+    detected = world is None
+    world = World.detect(world)
+    nodes = world.num_nodes or 1
+    sampler = TrainerSampler(
         dataset.block_lengths,
         world.world_size,
         world.rank,
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
-        window=window,
+        window=dataset.window if window is None else window,
         batch_size=batch_size,
         num_streams=num_streams or nodes,
         num_nodes=nodes,
@@ -244,46 +257,16 @@ def make_loader(
         dataloader_kwargs["prefetch_factor"] = prefetch
     return Loader(
         dataset,
-        batch_size,
-        sampler=sampler,
         maker=maker,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
         device=where,
         prefetch=prefetch or BATCHES_AHEAD,
+        detected=detected,
         num_workers=num_workers,
         pin_memory=where is not None and where.type == "cuda" if pin_memory is None else pin_memory,
         **dataloader_kwargs,
-    )
-
-
-def drawn_on(sampler: ShardedSampler) -> int:
-    """Row groups that batches draw on at a time: a window in every stream and what one batch spans, or all of them."""
-    order = sampler.order
-    every = len(order.block_lengths)
-    spanned = -(-sampler.global_batch_size * every // max(1, order.n))
-    return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams) + spanned)
-
-
-def check_room(dataset: Dataset, sampler: ShardedSampler) -> None:
-    """Raises ConfigError when the cache is too small for what the order needs at a time.
-
-    Only where all columns are read: how much of a row group some take is not looked up.
-    """
-    tier = dataset.blocks.tier
-    if not isinstance(tier, LocalTier) or len(dataset.schema) < len(dataset.manifest.schema):
-        return
-    order, limit = sampler.order, tier.limit
-    groups = len(dataset.row_groups) if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
-    need = sum(sorted((group.bytes for group in dataset.row_groups), reverse=True)[:groups])
-    if limit >= need:
-        return
-    if order.shuffle == "full":
-        raise ConfigError(
-            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset, {need} bytes; "
-            f"raise cache_bytes to {need} or more, or shuffle='block'"
-        )
-    raise ConfigError(
-        f"cache_bytes={limit} is too small: two windows of {groups // 2} row groups, {need} bytes, are needed; raise "
-        f"cache_bytes to {need} or more, or lower window"
     )
 
 
@@ -291,6 +274,16 @@ def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ConfigError(f"{name}={value!r} {reason}")
+
+
+def _check_alone() -> None:
+    """Raises ConfigError when there are several ranks by now: each of them would be given every row."""
+    world = World.detect()
+    if world.world_size > 1:
+        raise ConfigError(
+            f"this loader was made for a single process, but this is rank {world.rank} of {world.world_size}: make it "
+            "after the ranks have been started (in Lightning, in train_dataloader), or pass world=World(rank, size)"
+        )
 
 
 def _as_it_is(answer: Any) -> Any:

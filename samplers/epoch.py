@@ -29,7 +29,8 @@ class EpochOrder:
         self._seed = seed
         self._epoch = epoch
         pieces = np.concatenate([self._shuffled(stream) for stream in range(len(placement.pieces) - 1)])
-        self._starts = np.concatenate(([0], np.cumsum(placement.length[pieces])))
+        self._starts = np.zeros(len(pieces) + 1, np.int64)
+        np.cumsum(placement.length[pieces], out=self._starts[1:])
         self._first = placement.first[pieces]
         self._window_starts = self._starts[placement.windows]
         # Batches go through all streams at once, each of which is in a window or about to enter the next.
@@ -81,7 +82,8 @@ class EpochOrder:
         """The stream's pieces in this epoch's order."""
         first, end = self._placement.pieces[stream : stream + 2].tolist()
         key = derive_key("row groups", self._seed, self._epoch, stream)
-        pieces: Int64 = first + KeyedPermutation(end - first, key)[:]
+        pieces = KeyedPermutation(end - first, key)[:]
+        pieces += first
         return pieces
 
     def _window(self, number: int) -> Window:

@@ -13,17 +13,12 @@ from dataload.errors import ConfigError
 from dataload.samplers.epoch import EpochOrder
 from dataload.samplers.lru import LRU
 from dataload.samplers.placement import place
+from dataload.samplers.trade import default_window
 
 Int64 = npt.NDArray[np.int64]
 Shuffle = Literal["block", "full", False]
 
-DEFAULT_WINDOW = 16
 SHUFFLES: Final[dict[object, Shuffle]] = {True: "block", "block": "block", "full": "full", False: False}
-
-
-def default_window(block_lengths: Sequence[int] | npt.ArrayLike) -> int:
-    """Row groups in a window when the user does not say: it follows from the footers alone."""
-    return max(1, min(DEFAULT_WINDOW, len(np.asarray(block_lengths))))
 
 
 class Order:
@@ -75,7 +70,8 @@ class Order:
         for name, number in (("window", self.window), ("num_streams", self.num_streams)):
             if number < 1:
                 raise ConfigError(f"{name}={number}: must be at least 1")
-        self._starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
+        self._starts = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=self._starts[1:])
         self.n = int(self._starts[-1])
         if self.shuffle is False:
             self.num_streams = 1
@@ -100,6 +96,8 @@ class Order:
             raise IndexError(f"positions {asked.min()} to {asked.max()} are not all in an epoch of {self.n} rows")
         if self.shuffle is False:
             return asked.copy()
+        if self.num_streams == 1:
+            return self._epoch(epoch).rows(asked)
         numbers = asked // self.num_streams
         streams = asked - numbers * self.num_streams
         places: Int64 = self._placement.cuts[streams] + numbers

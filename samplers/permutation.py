@@ -13,6 +13,7 @@ from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key, mix
 
 Int64 = npt.NDArray[np.int64]
+UInt32 = npt.NDArray[np.uint32]
 
 SMALL = 1 << 16
 ROUNDS = 6
@@ -114,7 +115,7 @@ class _Feistel:
     def __init__(self, n: int, key: int) -> None:
         self._n = n
         self._bits = ((n - 1).bit_length() + 1) // 2
-        self._radix = -(-n >> self._bits)
+        self._radix = np.uint32(-(-n >> self._bits))
         self._keys = (mix(key, np.arange(ROUNDS, dtype=np.uint64)) >> np.uint64(32)).astype(np.uint32)
 
     def forward(self, numbers: Int64) -> Int64:
@@ -126,41 +127,53 @@ class _Feistel:
     def _walk(self, numbers: Int64, step: Callable[[Int64], Int64]) -> Int64:
         found = np.empty(len(numbers), np.int64)
         for start in range(0, len(numbers), CHUNK):
-            chunk = found[start : start + CHUNK]
-            chunk[:] = step(numbers[start : start + CHUNK])
-            outside = np.flatnonzero(chunk >= self._n)
-            while outside.size:
-                chunk[outside] = step(chunk[outside])
-                outside = outside[chunk[outside] >= self._n]
+            found[start : start + CHUNK] = step(numbers[start : start + CHUNK])
+        outside = np.flatnonzero(found >= self._n)
+        while outside.size:
+            found[outside] = step(found[outside])
+            outside = outside[found[outside] >= self._n]
         return found
+
+    # Sums modulo radix: of a number below radix and the same less radix, which then wraps to the top of the 32 bits,
+    # the right one is the smaller.
 
     def _encipher(self, numbers: Int64) -> Int64:
         low, high = self._halves(numbers)
         for key_high, key_low in self._keys.reshape(-1, 2):
             high += self._high_hash(low, key_high)
-            high -= (high >= self._radix) * self._radix
+            np.minimum(high, high - self._radix, out=high)
             low ^= self._low_hash(high, key_low)
-        return high << self._bits | low
+        return self._whole(low, high)
 
     def _decipher(self, images: Int64) -> Int64:
         low, high = self._halves(images)
         for key_high, key_low in self._keys.reshape(-1, 2)[::-1]:
             low ^= self._low_hash(high, key_low)
             high -= self._high_hash(low, key_high)
-            high += (high < 0) * self._radix
-        return high << self._bits | low
+            np.minimum(high, high + self._radix, out=high)
+        return self._whole(low, high)
 
-    def _halves(self, numbers: Int64) -> tuple[npt.NDArray[np.uint32], Int64]:
-        return (numbers & ((1 << self._bits) - 1)).astype(np.uint32), numbers >> self._bits
+    def _halves(self, numbers: Int64) -> tuple[UInt32, UInt32]:
+        return (numbers & ((1 << self._bits) - 1)).astype(np.uint32), (numbers >> self._bits).astype(np.uint32)
 
-    def _low_hash(self, high: Int64, key: np.uint32) -> npt.NDArray[np.uint32]:
-        return _hash(high.astype(np.uint32), key) >> np.uint32(32 - self._bits)
+    def _whole(self, low: UInt32, high: UInt32) -> Int64:
+        whole = high.astype(np.int64)
+        whole <<= self._bits
+        whole |= low
+        return whole
 
-    def _high_hash(self, low: npt.NDArray[np.uint32], key: np.uint32) -> Int64:
-        return _hash(low, key) * np.int64(self._radix) >> 32
+    def _low_hash(self, high: UInt32, key: np.uint32) -> UInt32:
+        hashes = _hash(high, key)
+        hashes >>= np.uint32(32 - self._bits)
+        return hashes
+
+    def _high_hash(self, low: UInt32, key: np.uint32) -> UInt32:
+        products = _hash(low, key) * np.uint64(self._radix)
+        products >>= np.uint64(32)
+        return products.astype(np.uint32)
 
 
-def _hash(halves: npt.NDArray[np.uint32], key: np.uint32) -> npt.NDArray[np.uint32]:
+def _hash(halves: UInt32, key: np.uint32) -> UInt32:
     """32-bit hashes, good in their upper bits: C. Wellons's prospected hash functions, less the last shift."""
     hashes = halves + key
     hashes *= MULTIPLIERS[0]

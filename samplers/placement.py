@@ -45,21 +45,25 @@ def place(starts: Int64, num_streams: int, width: int | None, dataset_key: bytes
     """
     lengths = np.diff(starts)
     groups = KeyedPermutation(len(lengths), derive_key("placement", dataset_key))[:]
-    groups = groups[lengths[groups] > 0]
-    ends = np.cumsum(lengths[groups])
+    if not lengths.all():
+        groups = groups[lengths[groups] > 0]
+    first, length = starts[groups], lengths[groups]
+    ends = np.cumsum(length)
     cuts = even_split(int(starts[-1]), num_streams)
     inner = cuts[cuts > 0]
     at = np.searchsorted(ends, inner)
-    through = at == np.searchsorted(ends, inner, "right")  # cuts that are no border of row groups
-    which = np.insert(np.arange(len(groups)), at[through], at[through])
-    piece_ends = np.insert(ends, at[through], inner[through])
-    length = np.diff(piece_ends, prepend=0)
-    begins = piece_ends - length
-    pieces = np.searchsorted(begins, cuts)
+    through = at != np.searchsorted(ends, inner, "right") - 1  # cuts that are no border of row groups
+    if through.any():
+        which = np.insert(np.arange(len(groups)), at[through], at[through])
+        first = (first - ends + length)[which]
+        ends = np.insert(ends, at[through], inner[through])
+        length = np.diff(ends, prepend=0)
+        first += ends - length
+    pieces = np.searchsorted(ends, cuts, "right")
     windows = [begin + window_borders(end - begin, width) for begin, end in itertools.pairwise(pieces.tolist())]
     return Placement(
         cuts=cuts,
-        first=begins + (starts[1:][groups] - ends)[which],
+        first=first,
         length=length,
         pieces=pieces,
         windows=np.concatenate([*windows, pieces[-1:]]),

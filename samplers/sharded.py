@@ -30,6 +30,8 @@ class ShardedSampler(DistributedSampler[int]):
         position                 0 1 2 3    4 5 6 7    8 9 10
         num_streams=1   rank 0   0 1        4 5        8 9
                         rank 1       2 3        6 7      10 0*
+        drop_last=True  rank 0   0 1        4 5
+                        rank 1       2 3        6 7
         num_streams=2   rank 0   0   2      4   6      8   10         node 0 owns stream 0, the even positions
         num_nodes=2     rank 1     1   3      5   7      9    0*      node 1 owns stream 1
 
@@ -148,7 +150,7 @@ class ShardedSampler(DistributedSampler[int]):
         for run in self._runs(epoch, self.cursor):
             yield from run.ravel().tolist()
         if self.epoch == epoch:  # else somebody has set another epoch, or another iteration came to its end first
-            self.set_epoch(epoch + 1)
+            self.seek(epoch + 1, 0)
 
     def __len__(self) -> int:
         """Rows of each rank in a full epoch, padding included."""

@@ -27,7 +27,9 @@ class Window:
         # Looking up a piece by binary search costs more than all the rest, mostly in mispredicted branches. So guess by
         # the piece at the start of a short stretch of rows; few stretches hold a border of pieces.
         self._stretch = (size // (2 * GUIDES * len(first))).bit_length()  # log2 of its rows
-        self._guesses = np.searchsorted(starts, np.arange(0, size, 1 << self._stretch), "right") - 1
+        reached = -(-starts[1:-1] >> self._stretch)  # by each piece but the first: the first stretch that begins in it
+        self._guesses = np.bincount(reached, minlength=(size >> self._stretch) + 1)
+        np.cumsum(self._guesses, out=self._guesses)
 
     def rows(self, numbers: Int64) -> Int64:
         """The rows numbered so in the shuffled window, int64 of the same length."""

@@ -18,8 +18,10 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
 from dataload.loader import Loader
+from dataload.samplers import trade
 
 FILES = [[40, 60], [7, 0, 93], [50, 50, 1]]
 N = 301
@@ -334,6 +336,43 @@ def test_workers(dataset: Any, options: dict[str, Any]) -> None:
         assert ids(batches) == ids(plain)
         assert {batch["worker"] for batch in batches} == set(range(options["num_workers"]))
     del batches, loader
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_row_once_over_ranks_and_workers(dataset: Any, drop_last: bool) -> None:
+    """Five ranks with 0 to 2 workers each: as many batches on each, and those of a rank without workers."""
+    found, counts = [], set()
+    for rank in range(5):
+        options = {"world": World(rank, 5), "drop_last": drop_last}
+        loader = make_loader(dataset, 7, num_workers=rank % 3, **options)
+        batches = [ids([batch]) for batch in loader]
+        assert batches == [ids([batch]) for batch in make_loader(dataset, 7, **options)]
+        counts.add((len(batches), len(loader)))
+        rows = [row for batch in batches for row in batch]
+        found += rows[: len(rows) - make_loader(dataset, 7, **options).padding]
+    assert counts == {(8, 8) if drop_last else (9, 9)}
+    assert len(found) == len(set(found)) == (280 if drop_last else N)
+
+
+def test_the_default_window_is_that_of_the_footers(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_loader(dataset, 16).sampler.order.window == len(dataset.row_groups) == 8
+    assert make_loader(dataset, 16, window=5).sampler.order.window == 5
+    monkeypatch.setattr(trade, "MEMORY", sum(sorted(group.bytes for group in dataset.row_groups)[-6:]))
+    assert make_loader(Dataset(dataset.manifest, dataset.blocks), 16).sampler.order.window == 3
+
+
+def test_lightning_seeds_workers_after_the_loader_is_made(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, num_workers=1, transform=seeded)
+    loader.worker_init_fn = seed_by_hand
+    assert {batch["seed"] for batch in loader} == {123}
+
+
+def seed_by_hand(worker: int) -> None:
+    torch.manual_seed(123)
+
+
+def seeded(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "seed": torch.initial_seed()}
 
 
 def lists(batch: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dataload.samplers.order import Order, default_window
 from dataload.samplers.permutation import KeyedPermutation
 from dataload.samplers.quality import shuffle_quality
 from dataload.samplers.sharded import ShardedSampler
+from dataload.samplers.trade import BATCH, GOAL, MEMORY, WindowTrade, weigh_window
 
 
 def permuted(items, *key):
@@ -203,6 +204,49 @@ def test_default_window():
     assert Order([5] * 100).window == 16
 
 
+@pytest.mark.parametrize(("size", "window"), [(2**20, 204), (128 * 2**20, 16), (2**29, 4), (2**32, 2)])
+def test_the_default_window_fits_into_memory(size, window):
+    lengths, sizes = [5000] * 1000, [size] * 1000
+    assert default_window(lengths, sizes) == window
+    trade = weigh_window(window, lengths, sizes)
+    assert trade.bytes == 2 * window * size <= max(MEMORY, 4 * size)
+    past_the_small_windows = 1 + (BATCH - 1) * (1 - window / 1000) / window
+    assert past_the_small_windows <= GOAL or 2 * (window + 1) * size > MEMORY
+    assert window == 2 or 1 + (BATCH - 1) * (1 - (window - 1) / 1000) / (window - 1) > GOAL
+
+
+def test_the_default_window_of_odd_row_groups():
+    assert default_window([5] * 40, [1] * 39 + [2**40]) == 2
+    assert default_window([5] * 3, [1] * 3) == 3
+    assert default_window([5], [2**40]) == 1
+    assert default_window([], []) == 1
+    assert weigh_window(16, [], []) == WindowTrade(1, 1.0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 4])
+def test_the_first_batch_waits_for_little(num_streams):
+    """Of row groups of 128 MB: at most 256 MB on each node, one stream a node."""
+    lengths, sizes, batch_size = [100_000] * 400, [128_000_000] * 400, 4096
+    order = Order(lengths, window=default_window(lengths, sizes), num_streams=num_streams)
+    blocks = order.rows(0, np.arange(num_streams * batch_size)) // 100_000
+    for stream in range(num_streams):
+        assert len(np.unique(blocks[stream::num_streams])) * 128_000_000 <= 256_000_000
+    trade = weigh_window(order.window, lengths, sizes, batch_size)
+    assert (trade.first_row_groups, trade.first_bytes) == (1, 128_000_000)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_batch_waits_for_no_more_than_foretold(seed):
+    lengths = np.random.default_rng(seed).integers(0, 50, 60)
+    order = Order(lengths, window=8, seed=seed)
+    for batch_size in (1, 10, 100, 500, 5000):
+        rows = order.rows(0, np.arange(min(batch_size, order.n)))
+        touched = np.unique(np.searchsorted(np.cumsum(lengths), rows, "right"))
+        trade = weigh_window(8, lengths, lengths * 10, batch_size)
+        assert len(touched) <= trade.first_row_groups
+        assert lengths[touched].sum() * 10 <= trade.first_bytes
+
+
 def test_true_is_block():
     assert Order([9] * 9, shuffle=True).rows(0, range(81)).tolist() == Order([9] * 9).rows(0, range(81)).tolist()
 
@@ -246,6 +290,19 @@ def test_a_billion_rows_cost_little_memory_anywhere():
     assert peak < 20e6
     assert len(np.unique(np.concatenate((first, later)))) == 2 * 16_384
     assert len(set(ahead)) == 20
+
+
+@pytest.mark.parametrize("shuffle", ["block", "full"])
+def test_a_sampler_of_a_billion_rows_costs_little_memory(shuffle):
+    lengths = np.full(200_000, 5_000)
+    tracemalloc.start()
+    sampler = ShardedSampler(lengths, 8, 3, batch_size=256, shuffle=shuffle)
+    sampler.set_epoch(1)
+    first = next(sampler.batches())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+    assert len(first) == 256
 
 
 def test_pickled_and_shared_between_threads():
@@ -310,6 +367,36 @@ def test_quality_is_what_the_formula_says(window, num_streams):
     expected = 1 + (batch_size - 1) * (1 - window / 1000) / window
     assert quality.variance_ratio == pytest.approx(expected, rel=0.15)
     assert quality.adjacency < 0.02
+    assert quality.exactly_once
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "window", "num_streams"), [(1000, 200, 4, 1), (4000, 100, 16, 1), (4000, 100, 64, 4)]
+)
+def test_quality_is_close_to_the_formula_where_small_windows_are_few(count, length, window, num_streams):
+    lengths, batch_size = [length] * count, 32
+    quality = shuffle_quality(Order(lengths, window=window, num_streams=num_streams), lengths, batch_size)
+    expected = 1 + (batch_size - 1) * (1 - window / count) / window
+    assert quality.variance_ratio == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(("count", "length", "window"), [(1000, 200, 4), (1000, 200, 204), (4000, 100, 64)])
+def test_quality_is_as_foretold_with_the_edges(count, length, window):
+    lengths = [length] * count
+    quality = shuffle_quality(Order(lengths, window=window), lengths, 32)
+    foretold = weigh_window(window, lengths, batch_size=32).variance_ratio
+    assert quality.variance_ratio == pytest.approx(foretold, rel=0.05)
+
+
+def test_full_is_uniform_over_sorted_labels():
+    """Ten labels, one after the other in the file: as in chance, neighbours share theirs, and batches vary in them."""
+    lengths, n = [100_000] * 10, 1_000_000
+    rows = Order(lengths, shuffle="full").rows(0, np.arange(n))
+    labels = rows // 100_000
+    chance = (100_000 - 1) / (n - 1)
+    assert np.mean(labels[1:] == labels[:-1]) / chance == pytest.approx(1, abs=0.01)
+    quality = shuffle_quality(rows, lengths, 256)
+    assert quality.variance_ratio <= 1.02
     assert quality.exactly_once
 
 

@@ -8,6 +8,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key, mix
@@ -90,6 +92,19 @@ def test_bijective_with_exact_inverse(n):
     assert np.array_equal(permutation[permutation.inverse[:]], np.arange(n))
 
 
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(st.integers(1, 10**7), st.integers(-(2**70), 2**70), st.integers(0, 2**40))
+@example(10**7, 0, 0)
+def test_bijective_at_any_size(n, seed, epoch):
+    """In range and undone exactly: so no two images are the same. All of them, or 50,000 of many."""
+    permutation = Permutation(n, seed, epoch)
+    indices = np.arange(n) if n < 10**6 or n == 10**7 else np.random.default_rng(epoch).integers(0, n, 50_000)
+    images = permutation[indices]
+    assert images.min() >= 0
+    assert images.max() < n
+    assert np.array_equal(permutation.inverse[images], indices)
+
+
 @pytest.mark.parametrize("n", HUGE)
 def test_inverse_of_huge_permutations(n):
     indices = np.append(np.random.default_rng(0).integers(0, n, 50_000), [0, n - 1])
@@ -157,10 +172,28 @@ def test_memory_does_not_grow_with_n():
     assert peak < 500_000
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [100, 10_000, 65_536, 10**6])
+def test_epochs_do_not_resemble_each_other(n):
+    """Spearman's correlation of the ranks in two epochs."""
+    epochs = [Permutation(n, 5, epoch)[:] for epoch in range(3)]
+    for first, second in itertools.combinations(epochs, 2):
+        assert abs(np.corrcoef(first, second)[0, 1]) < 3 / np.sqrt(n)
+
+
+@pytest.mark.parametrize("n", [7, 20, 100])
+def test_few_go_everywhere(n):
+    counts = np.zeros((n, n), np.int64)
+    for seed in range(3000):
+        counts[np.arange(n), Permutation(n, seed, seed % 5)[:]] += 1
+    # Of the n * n counts only (n - 1)**2 are free: each row and each column has as many.
+    chi_square = ((counts - 3000 / n) ** 2 / (3000 / n)).sum() * (n - 1) / n
+    assert abs(chi_square - (n - 1) ** 2) / np.sqrt(2 * (n - 1) ** 2) < 4
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
 def test_all_permutations_of_few_are_equally_likely(n):
     numbers = {images: number for number, images in enumerate(itertools.permutations(range(n)))}
-    draws = [numbers[tuple(Permutation(n, draw % 7, draw // 7)[:].tolist())] for draw in range(150 * len(numbers))]
+    draws = [numbers[tuple(Permutation(n, draw % 7, draw // 7)[:].tolist())] for draw in range(60 * len(numbers))]
     assert abs(z_score(np.bincount(draws, minlength=len(numbers)))) < 4
 
 

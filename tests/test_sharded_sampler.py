@@ -7,8 +7,9 @@ import json
 import math
 import pickle
 import random
+import sys
 from collections import Counter
-from itertools import islice, product
+from itertools import chain, islice, product
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dataload.errors import ConfigError
 from dataload.samplers import ShardedSampler
+from dataload.samplers.permutation import Images
 from dataload.samplers.share import Share
 from dataload.samplers.split import stream_owners
 
@@ -41,6 +43,8 @@ def test_the_table_in_the_docstring():
 
     assert positions(0) == [[0, 1], [4, 5], [8, 9]]
     assert positions(1) == [[2, 3], [6, 7], [10, 0]]
+    assert positions(0, drop_last=True) == [[0, 1], [4, 5]]
+    assert positions(1, drop_last=True) == [[2, 3], [6, 7]]
     assert positions(0, num_streams=2, num_nodes=2) == [[0, 2], [4, 6], [8, 10]]
     assert positions(1, num_streams=2, num_nodes=2) == [[1, 3], [5, 7], [9, 0]]
 
@@ -71,6 +75,24 @@ def test_drop_last_leaves_out_less_than_a_global_batch():
         assert {sampler.padding for sampler in samplers} == {0}
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("lengths", [[5, 0, 1, 9], [1], [0], [], [2, 0, 1], [40, 1, 0, 17]])
+def test_every_small_world(lengths, drop_last):
+    """More ranks than row groups, fewer rows than ranks, row groups of one row and of none."""
+    n = sum(lengths)
+    for num_replicas, batch_size in product(range(1, 17), (1, 3, 8)):
+        samplers = ranks(num_replicas, lengths, batch_size=batch_size, drop_last=drop_last, num_streams=2)
+        batches = [[rows.tolist() for rows in sampler.batches()] for sampler in samplers]
+        global_batch = num_replicas * batch_size
+        wanted = n // global_batch if drop_last else math.ceil(n / global_batch)
+        assert {len(mine) for mine in batches} == {wanted}
+        assert len({tuple(map(len, mine)) for mine in batches}) == 1
+        rows = [list(chain(*mine)) for mine in batches]
+        unpadded = [row for mine, s in zip(rows, samplers, strict=True) for row in mine[: len(mine) - s.padding]]
+        assert len(set(unpadded)) == len(unpadded) == (n // global_batch * global_batch if drop_last else n)
+        assert set(chain(*rows)) == set(unpadded)
+
+
 @pytest.mark.parametrize(("batch_size", "drop_last"), [(1, False), (4, False), (1, True)])
 def test_lengths_are_those_of_torch(batch_size, drop_last):
     for n, num_replicas in product([0, 1, 5, 31, 32, 33, 100], [1, 2, 7, 32, 40]):
@@ -91,9 +113,21 @@ def test_global_batches_do_not_depend_on_the_world():
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("shuffle", ["block", "full"])
+def test_global_batches_of_1_2_4_and_8_ranks(shuffle):
+    """The partial last batch too, its padding aside."""
+    seen = set()
+    for num_replicas in (1, 2, 4, 8):
+        samplers = ranks(num_replicas, batch_size=16 // num_replicas, shuffle=shuffle, num_streams=4)
+        batches = global_batches(samplers, epoch=3)
+        batches[-1] = batches[-1][: ROWS % 16]
+        seen.add(str([sorted(batch) for batch in batches]))
+    assert len(seen) == 1
+
+
 def test_resuming_elsewhere_loses_and_repeats_nothing():
     chance = random.Random(0)
-    for _ in range(60):
+    for _ in range(100):
         first, second, streams = chance.choice(WORLDS), chance.choice(WORLDS), chance.choice([1, 2, 3, 6])
         samplers = ranks(first[0], batch_size=first[1], num_streams=streams, seed=chance.randrange(9))
         whole = global_batches(samplers, epoch=4)
@@ -141,6 +175,41 @@ def test_nodes_keep_to_their_own_row_groups(num_nodes, num_streams, per_node, ba
     # Only row groups on the borders of streams are read by two nodes.
     assert sum(map(len, read)) <= len(set(block_of)) + num_streams - 1
     assert max(map(len, read)) < 100 / num_nodes + 15
+
+
+def blocks_by_node(num_nodes, epoch, num_streams=12, per_node=2, batch_size=6):
+    """The row groups that each node reads in an epoch of 100 uneven ones, whose rows are whole global batches."""
+    chance = random.Random(1)
+    lengths = [chance.randint(0, 60) for _ in range(99)]
+    lengths.append(-sum(lengths) % 72 + 72)
+    block_of = np.repeat(np.arange(100), lengths)
+    samplers = ranks(
+        num_nodes * per_node, lengths, batch_size=batch_size, num_streams=num_streams, num_nodes=num_nodes, seed=epoch
+    )
+    rows = [np.concatenate(list(sampler.batches(epoch))) for sampler in samplers]
+    nodes = [np.concatenate(rows[node * per_node : node * per_node + per_node]) for node in range(num_nodes)]
+    return [set(block_of[mine].tolist()) for mine in nodes], lengths
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 6])
+def test_a_node_reads_its_row_groups_and_the_border_ones(num_nodes):
+    blocks, lengths = blocks_by_node(num_nodes, 0)
+    assert all(blocks_by_node(num_nodes, epoch)[0] == blocks for epoch in (1, 2, 7))
+    share = sum(lengths) // num_nodes
+    for node, mine in enumerate(blocks):
+        alone = mine.difference(*(blocks[other] for other in range(num_nodes) if other != node))
+        assert sum(lengths[block] for block in alone) <= share
+        assert len(mine) - len(alone) <= 2 * 12 // num_nodes  # at both borders of each of its streams
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+def test_a_node_that_joins_takes_only_the_surplus(num_nodes):
+    batch_size = 12 // num_nodes
+    before, lengths = blocks_by_node(num_nodes, 0, per_node=1, batch_size=batch_size)
+    after, _ = blocks_by_node(num_nodes + 1, 0, per_node=1, batch_size=12 // (num_nodes + 1))
+    assert all(new <= old for old, new in zip(before, after, strict=False))
+    moved = sum(lengths[block] for block in after[-1])
+    assert moved <= sum(lengths) / (num_nodes + 1) + 24 * max(lengths)
 
 
 @pytest.mark.parametrize("num_streams", [1, 2, 6, 12, 13, 64])
@@ -286,6 +355,40 @@ def test_state_restores_the_order_as_well():
     assert resumed.state_dict() == state
     assert (resumed.seed, resumed.epoch, resumed.cursor, resumed.shuffle) == (5, 6, 40, True)
     assert list(resumed) == list(saved)
+
+
+def test_seeking_far_is_no_more_work(monkeypatch):
+    """Elements looked up and calls made until the first batches of a resumed epoch, near 1 % and near 99 % of it."""
+    lengths = [1000] * 2000
+    looked_up, calls = [], []
+    look_up = Images.__getitem__
+
+    def counted(images, index):
+        found = look_up(images, index)
+        looked_up.append(len(images) if isinstance(found, int) else len(images) + found.size)
+        return found
+
+    monkeypatch.setattr(Images, "__getitem__", counted)
+
+    def work(share, shuffle):
+        """Of 16 resumptions, a window's length in all, for some meet the end of a window and others do not."""
+        looked_up.clear()
+        calls.clear()
+        for step in range(16):
+            saved = ShardedSampler(lengths, 4, 1, batch_size=64, shuffle=shuffle)
+            saved.seek(2, int(share * saved.num_rows) + 1000 * step)
+            resumed = ShardedSampler(lengths, 4, 1, batch_size=64)
+            sys.setprofile(lambda frame, event, argument: calls.append(event))
+            try:
+                resumed.load_state_dict(saved.state_dict())
+                list(islice(resumed.batches(), 16))
+            finally:
+                sys.setprofile(None)
+        return sum(looked_up), len(calls)
+
+    for shuffle in ("block", "full"):
+        near, far = work(0.01, shuffle), work(0.98, shuffle)
+        assert all(late <= 1.05 * early for early, late in zip(near, far, strict=True)), (near, far)
 
 
 def test_state_of_something_else_is_refused():

@@ -1,0 +1,107 @@
+"""One rank of a program of accelerate's over a loader of ours: what it saw goes into a JSON file.
+
+accelerate_rank.py FOLDER_OF_PARQUET OUTPUT_FOLDER
+"""
+
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.state import GradientState
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
+
+from dataload import World, make_dataset, make_loader
+
+folder, out = sys.argv[1], Path(sys.argv[2])
+rank = int(os.environ["RANK"])
+seen = {}
+dataset = make_dataset(folder, cache=None)
+COLUMN = "row_id"
+
+
+def accelerator_of(**config):
+    plugin = GradientAccumulationPlugin(num_steps=4)
+    return Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(**config), gradient_accumulation_plugin=plugin
+    )
+
+
+def rows_of(batches):
+    return [row for batch in batches for row in batch[COLUMN].tolist()]
+
+
+seen["once"], seen["itself"] = {}, []
+for split, even, stateful in itertools.product([False, True], repeat=3):
+    accelerator = accelerator_of(split_batches=split, even_batches=even, use_stateful_dataloader=stateful)
+    loader = make_loader(dataset, 16)
+    prepared = accelerator.prepare(loader)
+    seen["itself"].append(prepared is loader)
+    gathered = []
+    for batch in prepared:
+        gathered += accelerator.gather_for_metrics(batch[COLUMN]).tolist()
+    seen["once"][f"split={split} even={even} stateful={stateful}"] = gathered
+
+# What a resumed epoch and one that drops its tail have to cut off is not what a whole one has.
+loader = accelerator.prepare(make_loader(dataset, 16))
+loader.load_state_dict({**loader.state_dict(), "cursor": 101})
+seen["from 101"] = [row for batch in loader for row in accelerator.gather_for_metrics(batch[COLUMN]).tolist()]
+dropping = accelerator.prepare(make_loader(dataset, 16, drop_last=True))
+seen["dropped"] = [row for batch in dropping for row in accelerator.gather_for_metrics(batch[COLUMN]).tolist()]
+
+# Accumulation: which steps synchronise, with an evaluation in the middle, and after a loop that was left early.
+accelerator = accelerator_of()
+model = torch.nn.Linear(1, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+train, evaluation = accelerator.prepare(make_loader(dataset, 16), make_loader(dataset, 100, shuffle=False))
+next(iter(train))
+seen["nothing active"] = GradientState().active_dataloader is None
+steps, alike = [], []
+for number, batch in enumerate(train):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch["half"][:, None].float()).mean())
+        steps.append(accelerator.sync_gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator.sync_gradients:
+        weights = accelerator.gather(next(model.parameters()).detach().ravel())
+        alike.append(bool((weights == weights[0]).all()))
+    if number == 5:
+        seen["evaluated"] = sum(len(accelerator.gather_for_metrics(batch[COLUMN])) for batch in evaluation)
+seen["synchronised"], seen["weights alike"] = steps, alike
+
+# Save and load in the middle of epoch 1.
+whole = make_loader(dataset, 16)
+whole.set_epoch(1)
+seen["wanted"] = rows_of(whole)
+accelerator = accelerator_of()
+loader = accelerator.prepare(make_loader(dataset, 16))
+loader.set_epoch(1)
+batches = iter(loader)
+begun = rows_of(itertools.islice(batches, 4))
+accelerator.save_state(str(out / "state"))
+batches.close()
+accelerator.wait_for_everyone()
+accelerator = accelerator_of()
+loader = accelerator.prepare(make_loader(dataset, 16))
+accelerator.load_state(str(out / "state"))
+seen["resumed"] = begun + rows_of(loader)
+
+loader = make_loader(dataset, 16, group={"x": ["half"]})
+seen["skipped"] = [batch["x"].ravel().mul(2).int().tolist() for batch in skip_first_batches(loader, 3)]
+loader.set_epoch(0)
+seen["unskipped"] = [batch["x"].ravel().mul(2).int().tolist() for batch in loader]
+
+# Batches go where accelerate's own would; no other device is at hand than one without memory.
+from accelerate.state import PartialState  # noqa: E402
+
+PartialState._shared_state["device"] = torch.device("meta")
+seen["device"] = next(iter(make_loader(dataset, 16, world=World())))["half"].device.type
+seen["asked for"] = next(iter(make_loader(dataset, 16, world=World(), device="cpu")))["half"].device.type
+PartialState._shared_state["device"] = torch.device("cpu")
+
+(out / f"{rank}.json").write_text(json.dumps(seen))
+torch.distributed.destroy_process_group()
