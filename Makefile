@@ -3,14 +3,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test check format demo wheel constraints clean
+.PHONY: setup test check chaos format demo bench peers wheel constraints clean
 
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo]" --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,bench]" --group dev
 	touch $@
 
 test: setup
@@ -22,6 +22,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# A thousand kills and ten thousand steps of fuzzing: a few minutes.
+chaos: setup
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/test_local_tier_kills.py tests/test_local_tier_fuzz.py
+
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -29,12 +33,22 @@ format: setup
 demo: setup
 	$(BIN)/dataload demo
 
+# Beside the other loaders; they live in an environment of their own, for their pins exclude ours.
+bench: setup .venv-peers/.ready
+	$(BIN)/dataload bench $(BENCH)
+
+peers: .venv-peers/.ready
+
+.venv-peers/.ready: benchmarks/peers.txt
+	PYTHON=$(PYTHON) sh benchmarks/peers.sh
+	touch $@
+
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # The newest versions that pyproject.toml admits, exactly; torch stays at the pinned release.
 constraints: setup
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo]" --group dev
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench]" --group dev
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
+from dataload.benchmarks.run import bench
 from dataload.errors import ConfigError, DataError, DataloadError, OriginNotFound
 
 if TYPE_CHECKING:
@@ -151,6 +152,9 @@ def demo(
     result = run_demo(cache_dir=cache_dir, keep=keep, shuffled_labels=shuffled_labels, seed=seed, json=as_json)
     if result.problems:
         raise typer.Exit(FOUND_A_PROBLEM)
+
+
+app.command()(bench)
 
 
 def main() -> None:

@@ -31,10 +31,10 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     wanted = {"dataload/py.typed"}
-    for folder, place in ((".", "dataload"), ("cache", "dataload/cache"), ("samplers", "dataload/samplers")):
-        base = ROOT / ("dataload" if folder == "." else folder)
-        wanted |= {f"{place}/{path.name}" for path in base.glob("*.py")}
-    wanted |= {f"dataload/demo/{path.name}" for path in (ROOT / "dataload" / "demo").glob("*.py")}
+    for place in ("dataload", "dataload/demo"):
+        wanted |= {f"{place}/{path.name}" for path in (ROOT / place).glob("*.py")}
+    for place in ("benchmarks", "benchmarks/systems", "cache", "samplers"):
+        wanted |= {f"dataload/{place}/{path.name}" for path in (ROOT / place).glob("*.py")}
     assert held == wanted
 
 
@@ -67,7 +67,7 @@ def test_it_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> N
 
 
 def test_the_folders_are_flat_and_linked() -> None:
-    for name in ("cache", "samplers"):
+    for name, below in (("benchmarks", {"systems", "results"}), ("cache", set()), ("samplers", set())):
         assert (ROOT / "dataload" / name).is_symlink()
         assert (ROOT / "dataload" / name).readlink() == Path("..") / name
-        assert not [path for path in (ROOT / name).iterdir() if path.is_dir() and path.name != "__pycache__"]
+        assert {path.name for path in (ROOT / name).iterdir() if path.is_dir()} <= below | {"__pycache__"}

@@ -155,9 +155,9 @@ def held_bytes(cache_dir: Path, url: str) -> int:
     """Bytes that the cache holds of the objects below `url`."""
     if not (cache_dir / "FORMAT").exists():
         return 0
-    index = open_existing(cache_dir).index
-    held = sum(row.size for row in index.rows() if row.name.startswith(url.removeprefix("s3://")))
-    index.close()
+    folder = open_existing(cache_dir)
+    held = sum(row.size for row in folder.index.rows() if row.name.startswith(url.removeprefix("s3://")))
+    folder.close()
     return held
 
 

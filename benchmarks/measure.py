@@ -1,0 +1,190 @@
+"""One measurement, in a process of its own: a system reads a cold epoch, then warm ones, and every figure is noted.
+
+Started as `python -m dataload.benchmarks.measure ANSWER`, it reads a Task from its standard input and writes what it
+saw to the file ANSWER; both are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import traceback
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import psutil
+
+from dataload.benchmarks.systems.base import Setting, System
+from dataload.benchmarks.systems.registry import Entry, named
+from dataload.benchmarks.workloads import Truth, workloads
+
+# What some systems import at their first use, pyarrow and fsspec among them. Imports are not what is measured here.
+LOADED_LATE = ("pandas", "s3fs", "torch")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds. A phase that takes longer is cut short; warm epochs are repeated until they took `warm_at_least`."""
+
+    cold_at_most: float
+    warm_at_least: float
+    warm_at_most: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process is to measure. system, workload: by name; truth: what each epoch must deliver."""
+
+    system: str
+    workload: str
+    size: str
+    endpoint_url: str
+    prefix: str
+    converted: str
+    files: str
+    cache_dir: str
+    num_workers: int
+    seed: int
+    truth: dict[str, int]
+    limits: dict[str, float]
+
+
+@dataclass
+class Phase:
+    """What one phase took. The origin counts requests and bytes; cpu_seconds are of all processes together."""
+
+    epochs: int = 0
+    rows: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    first_batch_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    origin_bytes: int = 0
+    origin_requests: int = 0
+    duplicate_gets: int = 0
+    cut: bool = False
+
+
+@dataclass
+class Measured:
+    """phases by name; problems: what was wrong with the rows that were delivered."""
+
+    phases: dict[str, Phase] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+class Measurement:
+    def __init__(self, entry: Entry, setting: Setting, truth: Truth, limits: Limits) -> None:
+        self._entry = entry
+        self._setting = setting
+        self._truth = truth
+        self._limits = limits
+        self._orders: set[int] = set()
+        self.measured = Measured()
+
+    def run(self) -> Measured:
+        make, limits = self._entry.load(), self._limits
+        for name in LOADED_LATE:
+            with suppress(ImportError):
+                import_module(name)
+        with self._phase("cold") as cold:
+            started = perf_counter()
+            system: System = make(self._setting)
+            if "cold" in self._entry.phases:
+                self._epoch(system, cold, 0, started, limits.cold_at_most)
+        with closing(system), self._phase("warm") as warm:
+            while "warm" in self._entry.phases and warm.seconds < limits.warm_at_least and not self._hopeless(warm):
+                self._epoch(system, warm, warm.epochs + 1, perf_counter(), limits.warm_at_most - warm.seconds)
+        self.measured.phases = {name: self.measured.phases[name] for name in self._entry.phases}
+        return self.measured
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[Phase]:
+        phase = self.measured.phases[name] = Phase()
+        cpu, sent = _cpu_seconds(), self._sent()
+        yield phase
+        phase.cpu_seconds = _cpu_seconds() - cpu
+        now = self._sent()
+        phase.origin_bytes = now["get_bytes"] - sent["get_bytes"]
+        phase.duplicate_gets = now["duplicate_gets"] - sent["duplicate_gets"]
+        phase.origin_requests = sum(now[kind] - sent[kind] for kind in now if kind.endswith("_requests"))
+
+    def _epoch(self, system: System, phase: Phase, number: int, started: float, at_most: float) -> None:
+        consumer = self._setting.workload.consumer()
+        first_batch_at = None
+        for batch in system.epoch(number):
+            now = perf_counter()
+            first_batch_at = first_batch_at or now
+            if isinstance(batch, int):
+                consumer.rows += batch
+            else:
+                consumer.take(batch)
+            if now - started > at_most:
+                phase.cut = True
+                break
+        phase.seconds += perf_counter() - started
+        phase.first_batch_seconds = phase.first_batch_seconds or (first_batch_at or perf_counter()) - started
+        phase.epochs += 1
+        phase.rows += consumer.rows
+        phase.num_bytes += consumer.num_bytes
+        if not phase.cut:
+            self._check(number, consumer)
+
+    def _hopeless(self, phase: Phase) -> bool:
+        return phase.cut or bool(self.measured.problems)
+
+    def _check(self, number: int, consumer: Any) -> None:
+        if consumer.rows != self._truth.rows:
+            self.measured.problems.append(f"epoch {number}: {consumer.rows} rows of {self._truth.rows}")
+        elif consumer.num_bytes and consumer.digest != self._truth.digest:
+            self.measured.problems.append(f"epoch {number}: not the rows of the dataset")
+        if consumer.order in self._orders and self._entry.kind != "floor":
+            self.measured.problems.append(f"epoch {number}: an order that was there before")
+        self._orders.add(consumer.order)
+
+    def _sent(self) -> dict[str, int]:
+        with urllib.request.urlopen(f"{self._setting.endpoint_url}/__stats") as answer:
+            stats: dict[str, int] = json.load(answer)
+        return stats
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process and of all that it started, ended or not."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = process_time() + ended.ru_utime + ended.ru_stime
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
+
+
+def _measured(task: Task) -> dict[str, Any]:
+    setting = Setting(
+        workload=workloads(task.size)[task.workload],
+        endpoint_url=task.endpoint_url,
+        prefix=task.prefix,
+        converted=task.converted,
+        files=Path(task.files),
+        cache_dir=Path(task.cache_dir),
+        num_workers=task.num_workers,
+        seed=task.seed,
+    )
+    run = Measurement(named(task.system), setting, Truth(**task.truth), Limits(**task.limits))
+    try:
+        return asdict(run.run())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the table shows it
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+if __name__ == "__main__":
+    given = Task(**json.load(sys.stdin))
+    Path(sys.argv[1]).write_text(json.dumps(_measured(given)))

@@ -1,0 +1,93 @@
+"""How fast the order is made: `python -m dataload.benchmarks.order`, on one core, beside numpy's own in the same run.
+
+A billion rows in 200,000 row groups. Times are of the processor, not of the clock, and the least of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import process_time
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dataload.samplers.permutation import Permutation
+from dataload.samplers.sharded import ShardedSampler
+
+BLOCKS, ROWS_OF_EACH = 200_000, 5_000
+BATCH = 256
+STREAM = 4_000_000  # rows
+REPEATS = 5
+
+
+def main() -> None:
+    table = Table("what", "figure", "aim", title=f"{BLOCKS * ROWS_OF_EACH:,} rows in {BLOCKS:,} row groups")
+    lengths = np.full(BLOCKS, ROWS_OF_EACH)
+    for shuffle, rate in (("block", 20), ("full", 5)):
+        table.add_row(
+            f"{shuffle}: construct, set_epoch, first batch", f"{_begin(lengths, shuffle) * 1e3:.1f} ms", "<= 15 ms"
+        )
+        sampler: Any = ShardedSampler(lengths, 1, 0, shuffle=shuffle, batch_size=BATCH)  # type: ignore[arg-type]
+        next(sampler.batches())
+        for share in (0.01, 0.5, 0.99):
+            table.add_row(f"{shuffle}: seek to {share:.0%}", f"{_seek(sampler, share) * 1e3:.2f} ms", "<= 1 ms")
+        table.add_row(f"{shuffle}: index stream", f"{_stream(sampler):.1f} M/s", f">= {rate} M/s")
+    random = np.random.default_rng(0)
+    permutation, indices = Permutation(BLOCKS * ROWS_OF_EACH, 0, 0), np.arange(STREAM)
+    values, places = np.arange(STREAM), random.permutation(STREAM)
+    for name, make in (
+        ("Permutation alone", lambda: permutation[indices]),
+        ("floor: numpy's permutation of as many", lambda: random.permutation(STREAM)),
+        ("floor: numpy's take at random", lambda: values.take(places)),
+        ("floor: a copy", values.copy),
+    ):
+        table.add_row(name, f"{STREAM / _least(make) / 1e6:.1f} M/s", "")
+    table.add_row("floor: two numpy permutations of the row groups", f"{_least(lambda: _two(random)) * 1e3:.1f} ms", "")
+    Console().print(table)
+
+
+def _begin(lengths: Any, shuffle: Any) -> float:
+    def begin() -> None:
+        sampler = ShardedSampler(lengths, 8, 3, shuffle=shuffle, batch_size=BATCH)
+        sampler.set_epoch(1)
+        next(sampler.batches())
+
+    return _least(begin)
+
+
+def _seek(sampler: ShardedSampler, share: float) -> float:
+    """Seconds to the first batch from somewhere near `share` of the epoch, each time in another window."""
+    near = iter(range(int(share * sampler.num_rows), sampler.num_rows, 16 * ROWS_OF_EACH))
+    return _least(lambda: next(sampler.batches(sampler.epoch, next(near))))
+
+
+def _stream(sampler: ShardedSampler) -> float:
+    """Millions of rows a second, in batches."""
+
+    def stream() -> None:
+        batches = sampler.batches()
+        for _ in range(STREAM // BATCH):
+            next(batches)
+
+    return STREAM / _least(stream) / 1e6
+
+
+def _two(random: np.random.Generator) -> None:
+    random.permutation(BLOCKS)
+    random.permutation(BLOCKS)
+
+
+def _least(work: Callable[[], Any]) -> float:
+    """Seconds of the fastest of a few runs."""
+    seconds = []
+    for _ in range(REPEATS):
+        start = process_time()
+        work()
+        seconds.append(process_time() - start)
+    return min(seconds)
+
+
+if __name__ == "__main__":
+    main()

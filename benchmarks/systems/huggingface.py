@@ -1,0 +1,110 @@
+"""Hugging Face datasets: `Streaming` reads the Parquet files as they lie, `MapStyle` makes Arrow files of them on disk.
+
+Both hand out Arrow tables; the numpy format was about as fast, Python rows and tensors were slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.dataset
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+
+from dataload.benchmarks.batches import Batch, transformed, values
+from dataload.benchmarks.systems.base import Setting
+from dataload.benchmarks.systems.torch_loading import buffer_rows, keep_temporary_files_in, options, portable
+from dataload.benchmarks.workloads import Workload
+
+datasets.disable_progress_bars()
+datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+
+
+class Streaming:
+    """Row groups are the shards, so that workers and the shuffle have more of them than there are files.
+
+    The shuffle buffer is filled from one shard after another: taking rows from ten by turns, as it would if not told,
+    was 12 times slower, and leaves workers a tenth of the shards.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        keep_temporary_files_in(setting.cache_dir)
+        ahead = pa.dataset.ParquetFragmentScanOptions(
+            cache_options=pa.CacheOptions(prefetch_limit=1, range_size_limit=128 << 20)
+        )
+        self._rows = (
+            _load(setting, streaming=True, fragment_scan_options=ahead)
+            .reshard()
+            .shuffle(seed=setting.seed, buffer_size=buffer_rows(setting.workload), max_buffer_input_shards=1)
+            .with_format("arrow")
+        )
+        self._made = partial(_made, workload=setting.workload)
+        self._batch_size = setting.batch_size
+        self._loader: DataLoader[pa.Table] | None = None
+        if setting.num_workers:
+            self._rows = self._rows.batch(setting.batch_size)
+            self._loader = DataLoader(
+                self._rows,
+                batch_size=None,
+                collate_fn=partial(_made_of_lists, workload=setting.workload),
+                **options(setting.num_workers),
+            )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        self._rows.set_epoch(number)
+        if self._loader is not None:
+            return iter(self._loader)
+        return map(self._made, self._rows.iter(self._batch_size))
+
+    def close(self) -> None:
+        del self._loader, self._rows
+
+
+class MapStyle:
+    """Batches are read by lists of row numbers: the DataLoader's own batching asks for rows one by one."""
+
+    def __init__(self, setting: Setting) -> None:
+        keep_temporary_files_in(setting.cache_dir)
+        rows = _load(setting, num_proc=setting.num_workers or None)
+        self._order = torch.Generator()
+        self._seed = setting.seed
+        self._loader = DataLoader(
+            rows.with_format("arrow"),
+            sampler=BatchSampler(RandomSampler(rows, generator=self._order), setting.batch_size, drop_last=False),
+            batch_size=None,
+            collate_fn=partial(_made, workload=setting.workload),
+            **options(setting.num_workers),
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        self._order.manual_seed(self._seed + number)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        del self._loader
+
+
+def _load(setting: Setting, **arguments: Any) -> Any:
+    return datasets.load_dataset(
+        "parquet",
+        data_files=f"{setting.url}/*.parquet",
+        split="train",
+        cache_dir=str(setting.cache_dir),
+        storage_options=setting.storage_options,
+        **arguments,
+    )
+
+
+def _made_of_lists(row: pa.Table, workload: Workload) -> Batch:
+    """Of a batch made in the dataset: a table of one row whose values are lists."""
+    return _made(pa.table({name: row[name].combine_chunks().flatten() for name in row.column_names}), workload)
+
+
+def _made(table: pa.Table, workload: Workload) -> Batch:
+    whole = table.combine_chunks()
+    batch = {name: values(whole[name].chunk(0)) for name in whole.column_names}
+    return portable(transformed(batch, workload.transform))

@@ -1,0 +1,96 @@
+"""MosaicML Streaming: samples in MDS shards, which are fetched whole and kept on disk.
+
+Shards are compressed with zstd where the Parquet files are: they are unpacked once, on arrival, so warm epochs do not
+pay for it and cold ones fetch less.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dataload.benchmarks.batches import Batch, Row
+from dataload.benchmarks.systems.base import Setting
+from dataload.benchmarks.systems.conversion import file_bytes, rows
+from dataload.benchmarks.systems.torch_loading import collated, keep_temporary_files_in, options
+from dataload.benchmarks.workloads import FEATURES, TOKENS, Workload
+
+try:
+    import torchvision  # noqa: F401
+except RuntimeError:
+    # Built for another torch than the one beside it, say for a GPU. What imports it here needs none of its operators.
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+
+ENCODINGS = {
+    "image": "bytes",
+    "label": "int64",
+    "text": "str",
+    "tokens": f"ndarray:int32:{TOKENS}",
+    "user": "int64",
+    "x": f"ndarray:float32:{len(FEATURES)}",
+}
+
+
+def convert(workload: Workload, files: Path, folder: Path) -> None:
+    samples = rows(workload, files)
+    first = next(samples)
+    with MDSWriter(
+        out=str(folder),
+        columns={name: ENCODINGS[name] for name in first},
+        compression="zstd" if workload.compression == "zstd" else None,
+        size_limit=file_bytes(files),
+        progress_bar=False,
+    ) as writer:
+        writer.write(first)
+        for sample in samples:
+            writer.write(sample)
+
+
+class Mosaic:
+    def __init__(self, setting: Setting) -> None:
+        keep_temporary_files_in(setting.cache_dir)
+        access = setting.storage_options
+        os.environ |= {
+            "S3_ENDPOINT_URL": setting.endpoint_url,
+            "AWS_ACCESS_KEY_ID": access["key"],
+            "AWS_SECRET_ACCESS_KEY": access["secret"],
+            "AWS_DEFAULT_REGION": access["client_kwargs"]["region_name"],
+        }
+        self._dataset = _Transformed(
+            setting.workload.transform,
+            remote=setting.converted_url,
+            local=str(setting.cache_dir / "shards"),
+            shuffle=True,
+            shuffle_seed=setting.seed,
+            batch_size=setting.batch_size,
+        )
+        for stream in self._dataset.streams:
+            stream._downloader.clean_up()  # noqa: SLF001 - else workers share its connection, and mix up their shards
+        self._loader = StreamingDataLoader(
+            self._dataset, batch_size=setting.batch_size, collate_fn=collated, **options(setting.num_workers)
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the dataset counts its epochs itself
+        return iter(self._loader)
+
+    def close(self) -> None:
+        if hasattr(self._dataset, "_iterator"):
+            self._dataset._iterator.exit()  # noqa: SLF001 - an epoch that was cut short leaves threads that wait
+        del self._loader, self._dataset
+
+
+class _Transformed(StreamingDataset):  # type: ignore[misc]
+    def __init__(self, transform: Callable[[Row], Row] | None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._transform = transform
+
+    def __getitem__(self, at: int) -> Any:
+        row = super().__getitem__(at)
+        return self._transform(row) if self._transform else row

@@ -1,0 +1,55 @@
+"""dataload itself, as its README says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from dataload.benchmarks.batches import Batch, Row, transformed
+from dataload.benchmarks.systems.base import Setting
+from dataload.cache.config import CacheConfig
+from dataload.dataset import make_dataset
+from dataload.loader import make_loader
+
+SLEEP_SECONDS = 0.01
+
+
+class Dataload:
+    """`make_loader` over a cache of its own."""
+
+    def __init__(self, setting: Setting) -> None:
+        workload = setting.workload
+        cache = CacheConfig(cache_dir=str(setting.cache_dir))
+        self._loader = make_loader(
+            make_dataset(setting.url, storage_options=setting.storage_options, cache=cache),
+            setting.batch_size,
+            seed=setting.seed,
+            group={"x": list(workload.features)} if workload.features else None,
+            num_workers=setting.num_workers,
+            persistent_workers=setting.num_workers > 0,
+            transform=partial(_transformed, workload.transform) if workload.transform else None,
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        self._loader.set_epoch(number)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        del self._loader
+
+
+def _transformed(transform: Callable[[Row], Row], batch: Batch) -> Batch:
+    rows = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    return transformed(rows, transform)
+
+
+class Slowed(Dataload):
+    """The same with a sleep before each batch: what the instrument must show as slower."""
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        for batch in super().epoch(number):
+            time.sleep(SLEEP_SECONDS)
+            yield batch

@@ -1,0 +1,53 @@
+"""The loader of the tutorials: all columns read into memory, a dataset that gives one row, torch's DataLoader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pyarrow.parquet as pq
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dataload.benchmarks.batches import Batch, Row, values
+from dataload.benchmarks.systems.base import Setting
+from dataload.benchmarks.systems.torch_loading import collated, options
+
+
+class TorchRows:
+    """Rows are drawn from memory one at a time, by a sampler that shuffles them all."""
+
+    def __init__(self, setting: Setting) -> None:
+        filesystem = fsspec.filesystem("s3", **setting.storage_options)
+        table = pq.read_table(setting.url.removeprefix("s3://"), filesystem=filesystem)
+        self._order = torch.Generator()
+        self._seed = setting.seed
+        self._loader = DataLoader(
+            _Rows({name: values(table[name].combine_chunks()) for name in table.column_names}, setting),
+            setting.batch_size,
+            shuffle=True,
+            generator=self._order,
+            collate_fn=collated,
+            **options(setting.num_workers),
+        )
+
+    def epoch(self, number: int) -> Iterator[Batch]:
+        self._order.manual_seed(self._seed + number)
+        return iter(self._loader)
+
+    def close(self) -> None:
+        del self._loader
+
+
+class _Rows(Dataset[Row]):
+    def __init__(self, columns: dict[str, Any], setting: Setting) -> None:
+        self._columns = columns
+        self._transform = setting.workload.transform
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, index: int) -> Row:
+        row = {name: column[index] for name, column in self._columns.items()}
+        return self._transform(row) if self._transform else row

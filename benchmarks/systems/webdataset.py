@@ -1,0 +1,81 @@
+"""WebDataset: samples in tar shards, fetched over http by curl and kept on disk, shuffled in a buffer.
+
+A member of a tar file costs more than a small row, so small rows are packed, many to a member, and come apart again
+before the shuffle buffer. Shards are not compressed: they would be unpacked anew in each epoch.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import webdataset
+
+from dataload.benchmarks.batches import Batch, Row, rows_of
+from dataload.benchmarks.systems.base import BUCKET, Setting
+from dataload.benchmarks.systems.conversion import columns, file_rows
+from dataload.benchmarks.systems.torch_loading import buffer_rows, collated, options
+from dataload.benchmarks.workloads import Workload
+
+LIST = "shards.txt"
+PACK = 256
+
+
+def convert(workload: Workload, files: Path, folder: Path) -> None:
+    pattern = str(folder / "shard-%06d.tar")
+    samples = enumerate(_samples(workload, files))
+    number, sample = next(samples)
+    rows = file_rows(workload, files)
+    maxcount = -(-rows // PACK) if "pyd" in sample else rows
+    with webdataset.ShardWriter(pattern, maxcount=maxcount, maxsize=1 << 60, verbose=0, mtime=0) as writer:
+        writer.write({"__key__": f"{number:09d}", **sample})
+        for number, sample in samples:
+            writer.write({"__key__": f"{number:09d}", **sample})
+    (folder / LIST).write_text("\n".join(sorted(path.name for path in folder.glob("*.tar"))))
+
+
+def _samples(workload: Workload, files: Path) -> Iterator[dict[str, Any]]:
+    for group in columns(workload, files):
+        if "image" in group:
+            for row in rows_of(group):
+                yield {"jpg": row["image"], "cls": int(row["label"])}
+        else:
+            for first in range(0, len(group["label"]), PACK):
+                yield {"pyd": {name: column[first : first + PACK] for name, column in group.items()}}
+
+
+class WebDataset:
+    def __init__(self, setting: Setting) -> None:
+        shards = f"{setting.endpoint_url}/{BUCKET}/{setting.converted}"
+        with urlopen(f"{shards}/{LIST}") as listed:
+            urls = [f"{shards}/{name}" for name in listed.read().decode().split()]
+        dataset = webdataset.WebDataset(
+            urls,
+            shardshuffle=len(urls),
+            detshuffle=True,  # else every epoch has the shards in the same order
+            seed=setting.seed,
+            cache_dir=str(setting.cache_dir),
+            empty_check=False,
+        ).compose(_rows, webdataset.detshuffle(buffer_rows(setting.workload), seed=setting.seed))
+        if setting.workload.transform:
+            dataset = dataset.compose(partial(map, setting.workload.transform))  # its own map adds a key to each row
+        dataset = dataset.batched(setting.batch_size, collation_fn=collated)
+        self._loader = webdataset.WebLoader(dataset, batch_size=None, **options(setting.num_workers))
+
+    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the shuffles count their epochs themselves
+        return iter(self._loader)
+
+    def close(self) -> None:
+        del self._loader
+
+
+def _rows(samples: Iterable[dict[str, Any]]) -> Iterator[Row]:
+    for sample in samples:
+        if "pyd" in sample:
+            yield from rows_of(pickle.loads(sample["pyd"]))
+        else:
+            yield {"image": sample["jpg"], "label": int(sample["cls"])}
