@@ -110,7 +110,7 @@ class CacheFolder:
         self._forget(swept)
         step("recover: forgotten")
         for dead in swept:
-            shutil.rmtree(dead, ignore_errors=True)  # Fillers of the same blobs may be at it too; what stays is swept again.
+            shutil.rmtree(dead, ignore_errors=True)  # A living filler may be clearing them, too.
         self.scratch = Scratch(self.path / "tmp")
         if not known:
             trust.doubt(self.path / "index")
