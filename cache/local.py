@@ -238,7 +238,10 @@ class LocalTier(ForkAware):
                 return False
             if folder.index.size_of(key.digest) is not None:  # Another was faster.
                 return True
-            footer, _, _ = blob.read_footer(path)
+            try:
+                footer, _, _ = blob.read_footer(path)
+            except FileNotFoundError:  # Another has filled it and let it go since we looked.
+                return False
             with self.trouble("making room for a blob", self.health.writes):
                 if footer.digest == key.digest and self.reserve(key, footer.size):
                     step("adopt: entered")

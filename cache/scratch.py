@@ -65,7 +65,8 @@ class Scratch(ForkAware):
 
 def drafts(parent: Path, digest: bytes) -> list[Path]:
     """The files of living and dead processes for one blob."""
-    return list(parent.glob(f"*/{digest.hex()}-*"))
+    ours = f"{digest.hex()}-"
+    return [file for folder in _listed(parent) for file in _listed(folder) if file.name.startswith(ours)]
 
 
 def oldest_start(parent: Path) -> int:
@@ -84,7 +85,7 @@ def sweep(parent: Path) -> dict[Path, set[bytes]]:
     for folder in parent.iterdir():
         with _locked(folder) as dead:
             if dead:
-                drafts = [draft for draft in folder.iterdir() if DIGEST.fullmatch(draft.name.partition("-")[0])]
+                drafts = [draft for draft in _listed(folder) if DIGEST.fullmatch(draft.name.partition("-")[0])]
                 found[folder] = {bytes.fromhex(draft.name.partition("-")[0]) for draft in drafts}
                 for digest in found[folder]:
                     with suppress(OSError):  # On a full disk, what is swept makes room.
@@ -102,6 +103,14 @@ def living(parent: Path) -> bool:
             if dead is False:
                 return True
     return False
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What is in a folder: nothing, when its owner has just ended, or when it is no folder of ours."""
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 @contextmanager

@@ -534,3 +534,20 @@ def test_sweeping_twice_finds_nothing(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c")
     put(tier, "a")
     assert sweep(tier.path / "tmp") == {}
+
+
+def test_a_process_may_end_while_another_looks_for_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    ending, listdir = tier.path / "tmp" / "0-0", os.listdir
+    ending.mkdir()
+
+    def list_then_end(path: Any) -> list[str]:
+        found = listdir(path)
+        if Path(path) == ending.parent:
+            shutil.rmtree(ending, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(os, "listdir", list_then_end)
+    assert fsck.evict(tier.folder, path="bucket/a") == row_bytes("a")
+    assert not ending.exists()

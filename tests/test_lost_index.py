@@ -426,6 +426,22 @@ def test_another_blob_is_not_adopted(orphaned: LocalTier) -> None:
     assert is_kept(orphaned, "x/0")
 
 
+def test_what_is_to_be_adopted_may_be_evicted_meanwhile(orphaned: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is no sign that somebody removes the cache."""
+    folder, exists = orphaned.folder, os.path.exists
+
+    def then_evicted(path: Any) -> bool:
+        found = exists(path)
+        Path(path).unlink(missing_ok=True)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "exists", then_evicted)
+        assert orphaned.get(key("x/0")) is None
+    assert orphaned.folder is folder
+    assert "errors" not in orphaned.stats()
+
+
 def test_nothing_is_adopted_while_another_holds_its_lock(orphaned: LocalTier) -> None:
     with orphaned.folder.locks.hold(key("x/0").digest, timeout=0):
         assert orphaned.get(key("x/0")) is None
