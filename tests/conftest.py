@@ -104,8 +104,9 @@ def dataset_of(bucket: Bucket) -> Callable[..., str]:
     return write
 
 
-def pytest_collection_finish() -> None:
-    """What is imported by now stays: the collections between tests need not look at it each time."""
+@pytest.fixture(scope="module", autouse=True)
+def what_is_imported_stays() -> None:
+    """The collections between tests need not look each time at what earlier modules, and this one, have imported."""
     gc.collect()
     gc.freeze()
 
