@@ -152,9 +152,14 @@ class Loader(Unwrapped, DataLoader[Any]):
                     yield answer._replace(batch=batch)
 
     def _unpacked(self, answers: Iterable[Answer]) -> Generator[Answer, None, None]:
-        for answer in answers:
-            self._traffic.update(answer.traffic)
-            yield answer._replace(batch=unpack(answer.batch))
+        try:
+            for answer in answers:
+                self._traffic.update(answer.traffic)
+                yield answer._replace(batch=unpack(answer.batch))
+        except Exception as error:  # noqa: BLE001
+            # The frame in torch that raised it holds it, too: a circle that would keep the workers until it is found by
+            # the garbage collector, which ends their queues before they are told to stop, and then waits 5 s for each.
+            raise error.with_traceback(None)  # noqa: B904
 
     def _make(self, requests: Iterator[Request], epoch: int, cursor: int) -> Iterator[Answer]:
         rowstore = self.dataset.rowstore

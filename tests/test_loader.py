@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -401,6 +402,7 @@ def broken(batch: dict[str, Any]) -> dict[str, Any]:
 def test_what_a_transform_raises_arrives(dataset: Any, workers: int) -> None:
     with pytest.raises(ValueError, match="a broken transform"):
         ids(make_loader(dataset, 16, transform=broken, num_workers=workers))
+    assert multiprocessing.active_children() == []  # No collection of garbage was needed.
 
 
 def test_collate_fn_gets_rows(dataset: Any) -> None:
