@@ -57,13 +57,15 @@ def create(path: Path) -> int:
 def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:
     """Write behind the first `payload` bytes of a map, of `size_on_disk` bytes at least, what proves them."""
     with memoryview(written)[: size_on_disk(payload, name)] as whole:
-        sums = b"".join(
-            xxhash.xxh3_64_digest(whole[start : min(start + PIECE_BYTES, payload)])
-            for start in range(0, payload, PIECE_BYTES)
-        )
+        sums = _sums(whole[:payload])
         proof, encoded = sums + name.encode(), len(name.encode())
         fields = _FIELDS.pack(MAGIC, VERSION, encoded, payload, digest, xxhash.xxh3_64_digest(proof))
         whole[payload:] = proof + fields + xxhash.xxh3_64_digest(fields)
+
+
+def _sums(payload: memoryview) -> bytes:
+    pieces = (payload[start : start + PIECE_BYTES] for start in range(0, len(payload), PIECE_BYTES))
+    return b"".join(map(xxhash.xxh3_64_digest, pieces))
 
 
 def write(path: Path, sealed: mmap.mmap, size: int) -> None:

@@ -87,14 +87,17 @@ def evict(folder: CacheFolder, *, path: str | None = None, keep_bytes: int = 0) 
 
 
 def _problem(folder: CacheFolder, row: Row) -> str | None:
+    path = folder.path_of(row.digest)
     try:
-        payload = blob.open_map(folder.path_of(row.digest), row.digest, Proven())
+        _, name, status = blob.read_footer(path)  # An empty blob is read without a look at its name.
+        blob.open_map(path, row.digest, Proven())
     except FileNotFoundError:
         return "in the index, but its file is gone"
     except (OSError, CorruptEntry) as error:
         return str(error)
-    size = blob.size_on_disk(len(payload), row.name)
-    return None if size == row.size else f"takes {size} bytes, the index says {row.size}"
+    if (name, status.st_size) != (row.name, row.size):
+        return f"is {name!r} of {status.st_size} bytes, the index says {row.name!r} of {row.size}"
+    return None
 
 
 def _damaged(folder: CacheFolder, row: Row) -> bool:

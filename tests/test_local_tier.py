@@ -11,6 +11,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,23 @@ def test_a_damaged_index_is_started_anew(tmp_path: Path, damaged: bytes) -> None
     assert put(tier, "a") == data_of("a")
     assert put(tier, "b") == data_of("b")
     assert_sound(tier, {"a", "b"})
+
+
+def test_a_damaged_name_of_an_empty_blob_is_found(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    assert tier.get_or_fill(key("a"), lambda allocate: allocate(0)) is not None
+    file = tier.folder.path_of(key("a").digest)
+    file.write_bytes(file.read_bytes().replace(b"bucket", b"bukkit"))
+    assert len(fsck.verify(tier.folder).problems) == 1
+
+
+@pytest.mark.parametrize("changed", [{"name": "bucket/b#all"}, {"size": ROW + 1}])
+def test_an_index_that_differs_from_its_files_is_found(tmp_path: Path, changed: dict[str, Any]) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    tier.folder.index.enter([replace(row, **changed) for row in tier.folder.index.rows()])
+    assert len(fsck.verify(tier.folder, repair=True).problems) == 1
+    assert_sound(tier, set())
 
 
 def test_repair_removes_what_is_wrong(tmp_path: Path) -> None:
