@@ -1,0 +1,291 @@
+"""How fast the local tier is: `python -m dataload.benchmarks.tier`, beside plain files in the same rounds.
+
+The tier and its floors take turns, so that a slow minute of the machine hits both; each figure is the median of the
+rounds, with the lowest and the highest. All is in the page cache, and neither the tier nor the plain writes sync. Who
+reads adds up all that was read, on either side; what is filled comes from memory, on either side.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dataload.benchmarks.circumstances import circumstances
+from dataload.cache.index import Row
+from dataload.cache.local import LocalTier
+from dataload.cache.opened import open_folder
+from dataload.cache.tier import Allocate, BlobKey, Fill
+
+SPAN = 64 << 10
+LOOKUPS, SPANS = 20_000, 2_000
+LIMIT = 1 << 50
+
+Round = Callable[[], float]
+"""Measures once."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What is measured in `unit`. floor: what it stands beside; least: share of that to reach; most: what it may be."""
+
+    name: str
+    unit: str
+    floor: str = ""
+    least: float | None = None
+    most: float | None = None
+
+
+AIMS = (
+    Aim("warm read of blobs", "MB/s", "pread of plain files", least=0.8),
+    Aim("pread of plain files", "MB/s"),
+    Aim("read of 64 KiB", "µs", "pread of 64 KiB", most=50),
+    Aim("pread of 64 KiB", "µs"),
+    Aim("fill", "MB/s", "write of plain files", least=0.7),
+    Aim("write of plain files", "MB/s"),
+    Aim("lookup", "µs", most=5),
+    Aim("opening", "ms", most=100),
+    Aim("making the index anew", "blobs/s"),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Over the rounds. to_floor: of the medians; bar: what is aimed at, and met: whether it is reached."""
+
+    name: str
+    unit: str
+    median: float
+    low: float
+    high: float
+    floor: str
+    to_floor: float | None
+    bar: str
+    met: bool | None
+
+
+def measure(
+    folder: Annotated[Path | None, typer.Option(help="On the disk to be measured; default: a temporary one.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each figure is taken.")] = 7,
+    blobs: Annotated[int, typer.Option(min=1, help="How many are read and filled in a round.")] = 32,
+    blob_bytes: Annotated[int, typer.Option(min=SPAN, help="Of each.")] = 4 << 20,
+    entries: Annotated[int, typer.Option(min=1, help="Of the index that is opened and looked into.")] = 1_000_000,
+    rebuilt: Annotated[int, typer.Option(min=1, help="Small blobs whose index is made anew.")] = 20_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Measure the local tier beside plain files."""
+    with tempfile.TemporaryDirectory(prefix="dataload-tier-", dir=folder) as made:
+        data = np.random.default_rng(0).integers(0, 256, blob_bytes, np.uint8)
+        files = Files(Path(made), data, blobs)
+        takers = reads(files) | fills(files) | index(Path(made) / "entries", entries)
+        takers |= {"making the index anew": rebuilding(Path(made) / "rebuilt", rebuilt)}
+        logging.getLogger("dataload").setLevel(logging.ERROR)  # It is told each time.
+        taken: dict[str, list[float]] = {name: [] for name in takers}
+        for _ in range(rounds + 1):
+            for name, take in takers.items():
+                taken[name].append(take())
+    figures = judged({name: values[1:] for name, values in taken.items()})  # The first round only warms up.
+    if as_json:
+        settings = {"rounds": rounds, "blobs": blobs, "blob_bytes": blob_bytes, "entries": entries, "rebuilt": rebuilt}
+        found = circumstances(None) | {"settings": settings, "figures": [asdict(figure) for figure in figures]}
+        typer.echo(json.dumps(found))
+    else:
+        show(figures)
+
+
+class Files:
+    """The same bytes as blobs of a tier and as plain files."""
+
+    def __init__(self, folder: Path, data: Any, count: int) -> None:
+        self.data = data
+        self.tier = LocalTier(folder / "tier", LIMIT)
+        self.keys = [key_of(f"kept/{number}") for number in range(count)]
+        self.paths = [folder / "plain" / str(number) for number in range(count)]
+        (folder / "plain").mkdir()
+        self.new = folder / "new"
+        for key, path in zip(self.keys, self.paths, strict=True):
+            self.tier.get_or_fill(key, fill_with(data))
+            path.write_bytes(data)
+
+    @property
+    def bytes(self) -> int:
+        return len(self.keys) * len(self.data)
+
+
+def judged(taken: dict[str, list[float]]) -> list[Figure]:
+    """The figures, from what was taken in each round."""
+    middle = {name: median(values) for name, values in taken.items()}
+    return [figure_of(aim, taken[aim.name], middle.get(aim.floor)) for aim in AIMS]
+
+
+def figure_of(aim: Aim, values: list[float], floor: float | None) -> Figure:
+    middle = median(values)
+    ratio = middle / floor if floor else None
+    bar, met = "", None
+    if aim.least is not None and ratio is not None:
+        bar, met = f">= {aim.least:g} ×", ratio >= aim.least
+    elif aim.most is not None:
+        bar, met = f"<= {aim.most:g} {aim.unit}", middle <= aim.most
+    return Figure(aim.name, aim.unit, middle, min(values), max(values), aim.floor, ratio, bar, met)
+
+
+def show(figures: list[Figure]) -> None:
+    table = Table("what", "unit", "median", "lowest", "highest", "to its floor", "bar")
+    for each in figures:
+        ratio = f"{each.to_floor:.2f} ×" if each.to_floor else ""
+        bar = "" if each.met is None else f"{each.bar}, {'met' if each.met else 'MISSED'}"
+        table.add_row(each.name, each.unit, *map(number, (each.median, each.low, each.high)), ratio, bar)
+    Console(width=120).print(table)
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def key_of(path: str) -> BlobKey:
+    return BlobKey("benchmark", path, "1", "all")
+
+
+def fill_with(data: Any) -> Fill:
+    def fill(allocate: Allocate) -> None:
+        allocate(len(data))[:] = data
+
+    return fill
+
+
+def touch(read: Any) -> Any:
+    """The sum of it: every byte is looked at, as a consumer would."""
+    return np.frombuffer(read, np.uint8).view(np.uint64).sum()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = perf_counter()
+    work()
+    return perf_counter() - start
+
+
+def reads(files: Files) -> dict[str, Round]:
+    """Whole blobs in MB/s, and spans of them in µs."""
+    chance = np.random.default_rng(1)
+
+    def tier() -> None:
+        for key in files.keys:
+            touch(files.tier.get(key))
+
+    def plain() -> None:
+        for path in files.paths:
+            touch(pread(path, len(files.data), 0))
+
+    def places() -> list[tuple[int, int]]:
+        """Numbers of files, and places to read a span from."""
+        numbers = chance.integers(0, len(files.keys), SPANS).tolist()
+        starts = chance.integers(0, len(files.data) // SPAN, SPANS) * SPAN
+        return list(zip(numbers, starts.tolist(), strict=True))
+
+    def spans() -> float:
+        found = places()
+        return seconds(lambda: [touch(files.tier.get(files.keys[at], (start, start + SPAN))) for at, start in found])
+
+    def plain_spans() -> float:
+        found = places()
+        return seconds(lambda: [touch(pread(files.paths[at], SPAN, start)) for at, start in found])
+
+    return {
+        "warm read of blobs": lambda: files.bytes / seconds(tier) / 1e6,
+        "pread of plain files": lambda: files.bytes / seconds(plain) / 1e6,
+        "read of 64 KiB": lambda: spans() / SPANS * 1e6,
+        "pread of 64 KiB": lambda: plain_spans() / SPANS * 1e6,
+    }
+
+
+def pread(path: Path, size: int, start: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.pread(descriptor, size, start)
+    finally:
+        os.close(descriptor)
+
+
+def fills(files: Files) -> dict[str, Round]:
+    """MB/s. New blobs and new files each time; removing them is not counted."""
+    buffer = np.empty_like(files.data)
+
+    def tier() -> float:
+        keys = [key_of(f"new/{number}") for number in range(len(files.keys))]
+        fill = fill_with(files.data)
+        took = seconds(lambda: [files.tier.get_or_fill(key, fill) for key in keys])
+        for key in keys:
+            files.tier.folder.discard(key.digest)
+        return files.bytes / took / 1e6
+
+    def plain() -> float:
+        files.new.mkdir()
+        took = seconds(lambda: [write(files.new / path.name) for path in files.paths])
+        shutil.rmtree(files.new)
+        return files.bytes / took / 1e6
+
+    def write(path: Path) -> int:
+        buffer[:] = files.data  # As they come from an origin: into memory first, then to the disk.
+        with path.open("wb", buffering=0) as file:
+            return file.write(buffer)
+
+    return {"fill": tier, "write of plain files": plain}
+
+
+def index(folder: Path, entries: int) -> dict[str, Round]:
+    """Lookup in µs, opening in ms. The rows have no files, which neither asks for."""
+    digests = [key_of(f"row/{number}").digest for number in range(entries)]
+    opened = open_folder(folder)
+    opened.index.enter(Row(digest, f"bucket/folder/{digest.hex()}#0-4194304", 1) for digest in sorted(digests))
+    opened.close()
+    chance = np.random.default_rng(2)
+
+    def look_up() -> float:
+        opened = open_folder(folder)
+        chosen = [digests[at] for at in chance.integers(0, entries, LOOKUPS).tolist()]
+        took = seconds(lambda: [opened.index.size_of(digest) for digest in chosen])
+        opened.close()
+        return took / LOOKUPS * 1e6
+
+    def opening() -> float:
+        tier = LocalTier(folder, LIMIT)
+        took = seconds(lambda: tier.folder)
+        tier.folder.close()
+        return took * 1e3
+
+    return {"lookup": look_up, "opening": opening}
+
+
+def rebuilding(folder: Path, count: int) -> Round:
+    """Blobs a second."""
+    tier = LocalTier(folder, LIMIT)
+    for number in range(count):
+        tier.get_or_fill(key_of(f"small/{number}"), fill_with(b"small"))
+    tier.folder.close()
+
+    def rebuild() -> float:
+        shutil.rmtree(folder / "index")
+        tier = LocalTier(folder, LIMIT)
+        took = seconds(lambda: tier.folder)
+        assert tier.folder.rebuilt
+        tier.folder.close()
+        return count / took
+
+    return rebuild
+
+
+if __name__ == "__main__":
+    typer.run(measure)
