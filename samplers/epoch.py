@@ -28,10 +28,10 @@ class EpochOrder:
         self._placement = placement
         self._seed = seed
         self._epoch = epoch
-        pieces = np.concatenate([self._shuffled(stream) for stream in range(len(placement.pieces) - 1)])
-        self._starts = np.zeros(len(pieces) + 1, np.int64)
-        np.cumsum(placement.length[pieces], out=self._starts[1:])
-        self._first = placement.first[pieces]
+        self._pieces = np.concatenate([self._shuffled(stream) for stream in range(len(placement.pieces) - 1)])
+        self._starts = np.zeros(len(self._pieces) + 1, np.int64)
+        np.take(placement.length, self._pieces, out=self._starts[1:], mode="clip")  # "raise" would copy the output
+        np.cumsum(self._starts, out=self._starts)
         self._window_starts = self._starts[placement.windows]
         # Batches go through all streams at once, each of which is in a window or about to enter the next.
         self._windows: LRU[int, Window] = LRU(2 * len(placement.cuts))
@@ -90,4 +90,4 @@ class EpochOrder:
         first, end = self._placement.windows[number : number + 2].tolist()
         stream = int(np.searchsorted(self._placement.first_windows, number, "right")) - 1
         key = derive_key("rows", self._seed, self._epoch, stream, number - int(self._placement.first_windows[stream]))
-        return Window(self._first[first:end], self._starts[first : end + 1] - self._starts[first], key)
+        return Window(self._pieces[first:end], self._starts[first : end + 1], self._placement.first, key)

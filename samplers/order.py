@@ -60,7 +60,7 @@ class Order:
         if shuffle not in SHUFFLES:
             raise ConfigError(f'shuffle={shuffle!r}: use "block" (or True), "full" or False')
         lengths = np.asarray(block_lengths, np.int64)
-        if lengths.ndim != 1 or (lengths < 0).any():
+        if lengths.ndim != 1 or lengths.min(initial=0) < 0:
             raise ConfigError("block_lengths must be one list of row counts, none of them negative")
         self.shuffle = SHUFFLES[shuffle]
         self.seed = int(seed)

@@ -22,7 +22,10 @@ MULTIPLIERS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
 class Images:
-    """What a formula makes of 0..n-1, to be indexed like an array that was never stored."""
+    """What a formula makes of 0..n-1, to be indexed like an array that was never stored.
+
+    formula: called with arrays that it may overwrite.
+    """
 
     def __init__(self, n: int, formula: Callable[[Int64], Int64]) -> None:
         self._n = n
@@ -41,7 +44,7 @@ class Images:
         indices = np.asarray(index)
         if indices.size and indices.dtype.kind not in "iu":
             raise IndexError(f"a permutation is indexed by whole numbers, not by {indices.dtype}")
-        images = self._formula(self._checked(indices.astype(np.int64, copy=False).ravel()))
+        images = self._formula(self._checked(indices.astype(np.int64).ravel()))
         return int(images[0]) if indices.ndim == 0 else images.reshape(indices.shape)
 
     def _checked(self, indices: Int64) -> Int64:
@@ -125,14 +128,13 @@ class _Feistel:
         return self._walk(images, self._decipher)
 
     def _walk(self, numbers: Int64, step: Callable[[Int64], Int64]) -> Int64:
-        found = np.empty(len(numbers), np.int64)
         for start in range(0, len(numbers), CHUNK):
-            found[start : start + CHUNK] = step(numbers[start : start + CHUNK])
-        outside = np.flatnonzero(found >= self._n)
+            numbers[start : start + CHUNK] = step(numbers[start : start + CHUNK])
+        outside = np.flatnonzero(numbers >= self._n)
         while outside.size:
-            found[outside] = step(found[outside])
-            outside = outside[found[outside] >= self._n]
-        return found
+            numbers[outside] = step(numbers[outside])
+            outside = outside[numbers[outside] >= self._n]
+        return numbers
 
     # Sums modulo radix: of a number below radix and the same less radix, which then wraps to the top of the 32 bits,
     # the right one is the smaller.

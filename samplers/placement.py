@@ -40,26 +40,28 @@ class Placement:
 def place(starts: Int64, num_streams: int, width: int | None, dataset_key: bytes) -> Placement:
     """The placement of row groups that begin at `starts`, int64 [M + 1], the number of rows at the end.
 
-    It depends on the dataset alone, so that all seeds, epochs and jobs share what a node has cached, and sorted data
-    does not leave one node with one label. width: row groups in a window of one stream; None: all.
+    It depends on the dataset alone, so that all seeds, epochs and jobs share what a node has cached. Streams draw their
+    row groups at random, so that sorted data does not leave one node with one label; a single stream has them all, and
+    the epochs shuffle them. width: row groups in a window of one stream; None: all.
     """
-    lengths = np.diff(starts)
-    groups = KeyedPermutation(len(lengths), derive_key("placement", dataset_key))[:]
-    if not lengths.all():
-        groups = groups[lengths[groups] > 0]
-    first, length = starts[groups], lengths[groups]
-    ends = np.cumsum(length)
+    first, length = starts[:-1], np.diff(starts)
+    if not length.all():
+        first, length = first[length > 0], length[length > 0]
     cuts = even_split(int(starts[-1]), num_streams)
-    inner = cuts[cuts > 0]
-    at = np.searchsorted(ends, inner)
-    through = at != np.searchsorted(ends, inner, "right") - 1  # cuts that are no border of row groups
-    if through.any():
+    pieces = np.array([0, len(length)])
+    if num_streams > 1:
+        groups = KeyedPermutation(len(length), derive_key("placement", dataset_key))[:]
+        first, length = first[groups], length[groups]
+        ends = np.cumsum(length)
+        inner = cuts[cuts > 0]
+        at = np.searchsorted(ends, inner)
+        through = at != np.searchsorted(ends, inner, "right") - 1  # cuts that are no border of row groups
         which = np.insert(np.arange(len(groups)), at[through], at[through])
         first = (first - ends + length)[which]
         ends = np.insert(ends, at[through], inner[through])
         length = np.diff(ends, prepend=0)
         first += ends - length
-    pieces = np.searchsorted(ends, cuts, "right")
+        pieces = np.searchsorted(ends, cuts, "right")
     windows = [begin + window_borders(end - begin, width) for begin, end in itertools.pairwise(pieces.tolist())]
     return Placement(
         cuts=cuts,
