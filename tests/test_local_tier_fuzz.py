@@ -187,8 +187,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["flip", "cut", "delete"]), seed=st.integers(0, 1 << 16))
     def damage(self, kind: str, seed: int) -> None:
-        """Put a damaged copy in a blob's place, or nothing."""
-        files = sorted(tiers.files_of(self._path).items())
+        """Put a damaged copy in a blob's place, or nothing. Damaged once: a bit flipped twice is as it was."""
+        files = sorted(each for each in tiers.files_of(self._path).items() if each[0] not in self._damaged)
         if not files:
             return
         chance = random.Random(seed)
