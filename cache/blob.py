@@ -51,7 +51,7 @@ def size_on_disk(payload: int, name: str) -> int:
 
 def create(path: Path) -> int:
     """Descriptor of a new, empty file. Raises OSError."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:

@@ -59,7 +59,7 @@ class Scratch(ForkAware):
         """An empty file that has whoever sweeps up after us look at the row of this blob, whose file is to go."""
         path = self.draft(digest)
         with suppress(OSError):  # On a full disk it must be possible to evict, too.
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         return path
 
 

@@ -57,7 +57,7 @@ def write_durably(file: Path, text: str) -> None:
     """Replace a file by one that holds `text`, which a power failure does not take back. Raises OSError."""
     draft = file.with_name(f"locks.{file.name}")
     draft.unlink(missing_ok=True)
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.write(descriptor, text.encode())
         os.fsync(descriptor)

@@ -69,6 +69,13 @@ def test_a_flipped_bit_is_found(file: Path, at: int) -> None:
         blob.open_map(file, DIGEST, Proven())
 
 
+@pytest.mark.parametrize("at", [SUMS, NAMED - 1, NAMED, FOOTER - 1, FOOTER, -1])
+def test_a_flipped_bit_is_found_without_a_look_at_the_payload(file: Path, at: int) -> None:
+    flip(file, at)
+    with pytest.raises(CorruptEntry):
+        blob.read_footer(file)
+
+
 @pytest.mark.parametrize("size", [0, 1, 71, 72, SUMS, NAMED, FOOTER, FOOTER + 71])
 def test_a_file_cut_short_is_found(file: Path, size: int) -> None:
     os.truncate(file, size)
