@@ -10,6 +10,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 MASK = (1 << 64) - 1
+ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbouring labels come out far apart
 
 
 class Consumer:
@@ -19,8 +20,8 @@ class Consumer:
         a batch that has "x" in their place has done so already.
 
     After an epoch `rows` rows of `num_bytes` bytes went by, and `digest` is a sum over them modulo 2^64: the same in
-    any order and any batches, another one when a row is missing or doubled, or a value wrong. `order` is a checksum of
-    the labels as they came: another one in another order.
+    any order and any batches, another one when a row is missing or doubled, a value wrong, or beside another label.
+    `order` is a checksum of the labels as they came: another one in another order.
     """
 
     def __init__(self, features: tuple[str, ...] = ()) -> None:
@@ -35,20 +36,21 @@ class Consumer:
             features = [_array(batch[name]) for name in self._features]
             batch = {name: value for name, value in batch.items() if name not in self._features}
             batch["x"] = np.stack(features, axis=1)
+        labels = np.ascontiguousarray(_array(batch["label"]))
         for value in batch.values():
-            self._touch(value)
-        self.rows += len(batch["label"])
-        self.order = zlib.crc32(_array(batch["label"]).tobytes(), self.order)
+            self._touch(value, labels)
+        self.rows += len(labels)
+        self.order = zlib.crc32(labels.tobytes(), self.order)
 
-    def _touch(self, value: Any) -> None:
+    def _touch(self, value: Any, labels: npt.NDArray[Any]) -> None:
         if isinstance(value, list):
-            for item in value:
+            for item, label in zip(value, labels.tolist(), strict=True):
                 data = item.encode() if isinstance(item, str) else item
-                self.digest = (self.digest + xxh3_64_intdigest(data)) & MASK
+                self.digest = (self.digest + xxh3_64_intdigest(data, label)) & MASK
                 self.num_bytes += len(data)
         else:
             array = np.ascontiguousarray(_array(value))
-            self.digest = (self.digest + _total(array)) & MASK
+            self.digest = (self.digest + _total(array, labels)) & MASK
             self.num_bytes += array.nbytes
 
 
@@ -58,10 +60,11 @@ def _array(value: Any) -> npt.NDArray[Any]:
     return array
 
 
-def _total(array: npt.NDArray[Any]) -> int:
-    """A sum over words that never span two rows, so that it is the same in any order of the rows."""
+def _total(array: npt.NDArray[Any], labels: npt.NDArray[Any]) -> int:
+    """A sum over the words of each row, times an odd number for its label, so that it is the same in any order."""
     if not len(array):
         return 0
     of_a_row = array.nbytes // len(array)
     word = next(size for size in (8, 4, 2, 1) if of_a_row % size == 0)
-    return int(array.reshape(-1).view(f"u{word}").sum(dtype=np.uint64))
+    sums = array.reshape(len(array), -1).view(f"u{word}").sum(axis=1, dtype=np.uint64)
+    return int(np.dot(sums, labels.astype(np.uint64) * np.uint64(ODD) | np.uint64(1)))

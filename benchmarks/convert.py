@@ -10,13 +10,16 @@ import shutil
 import sys
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
-from dataload.benchmarks.systems.registry import named
+from xxhash import xxh3_64_hexdigest
+
+from dataload.benchmarks.systems.registry import Entry, named
 from dataload.benchmarks.workloads import workloads
 
 
 def convert(system: str, workload: str, size: str, files: Path, folder: Path) -> None:
-    """Fills `folder`, and notes beside it, as JSON, the seconds it took and the bytes it has."""
+    """Fills `folder`, and notes beside it, as JSON, the seconds it took, the bytes it has and what it was `made_of`."""
     unfinished = folder.with_name(folder.name + "-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -25,8 +28,25 @@ def convert(system: str, workload: str, size: str, files: Path, folder: Path) ->
     converter(workloads(size)[workload], files, unfinished)
     seconds = perf_counter() - started
     num_bytes = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
+    shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
-    folder.with_suffix(".json").write_text(json.dumps({"seconds": seconds, "bytes": num_bytes}))
+    price = {"seconds": seconds, "bytes": num_bytes, "made_of": made_of(named(system), files)}
+    folder.with_suffix(".json").write_text(json.dumps(price))
+
+
+def price_of(entry: Entry, files: Path, folder: Path) -> dict[str, Any] | None:
+    """What was noted of a conversion that still holds; None when there is none."""
+    try:
+        noted: dict[str, Any] = json.loads(folder.with_suffix(".json").read_text())
+    except FileNotFoundError:
+        return None
+    return noted if noted.get("made_of") == made_of(entry, files) else None
+
+
+def made_of(entry: Entry, files: Path) -> str:
+    """A hash of what a conversion depends on: the rows, and the system's module here."""
+    truth = files.with_suffix(".json").read_bytes()
+    return xxh3_64_hexdigest(truth + entry.source().read_bytes())
 
 
 if __name__ == "__main__":

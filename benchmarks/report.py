@@ -29,7 +29,9 @@ def markdown(results: Result) -> str:
         f"Size {results['size']}, {results['rounds']} rounds, an origin {origin}.",
         "",
         "Each cell: the median of the rounds (lowest–highest) · its ratio to the best peer with as many workers · its",
-        "ratio to the floor. More is better for rows/s, less for all else. Every system's rows were checked.",
+        "ratio to the floor, medians of the ratios within each round. More is better for rows/s, less for all else.",
+        "Origin, loader and training step share the cores. Memory is anonymous and shared, without the page cache.",
+        "The rows of every whole epoch were checked.",
     ]
     summary = summarise(results)
     for workload, workers in dict.fromkeys((entry["workload"], entry["workers"]) for entry in summary):
@@ -41,11 +43,11 @@ def markdown(results: Result) -> str:
             "",
             f"{truth['rows']:,} rows, {parquet} as Parquet, {decoded} decoded.",
             "",
-            _row(["system", *(f"{figure.title} ({figure.unit})" for figure in FIGURES)]),
-            _row(["---"] * (1 + len(FIGURES))),
+            _row(["system", "shuffled", *(f"{figure.title} ({figure.unit})" for figure in FIGURES)]),
+            _row(["---"] * (2 + len(FIGURES))),
         ]
         lines += [
-            _row([entry["system"], *_cells(entry)])
+            _row([entry["system"], named(entry["system"]).shuffle, *_cells(entry)])
             for entry in summary
             if (entry["workload"], entry["workers"]) == (workload, workers)
         ]
@@ -63,7 +65,7 @@ def headline(results: Result) -> str:
     """The few figures that README shows: ours beside the best peer and the floor, at each workload's best workers."""
     summary = summarise(results)
     lines = [
-        _row(["workload", "epoch", "dataload", "best peer", "", "floor"]),
+        _row(["workload", "epoch", "dataload, rows/s", "best peer, rows/s", "", "of the floor"]),
         _row(["---", "---", "--:", "--:", "---", "--:"]),
     ]
     for workload in results["workloads"]:
@@ -72,7 +74,6 @@ def headline(results: Result) -> str:
             mine, peer = best["ours"], best["peer"]
             if mine is None:
                 continue
-            floor = mine[1]["median"] / mine[1]["to_floor"] if mine[1]["to_floor"] else None
             lines.append(
                 _row(
                     [
@@ -81,7 +82,7 @@ def headline(results: Result) -> str:
                         _number(mine[1]["median"], figure),
                         _number(peer[1]["median"], figure) if peer else "–",
                         peer[0] if peer else "",
-                        _number(floor, figure) if floor else "–",
+                        _ratio(mine[1]["to_floor"]),
                     ]
                 )
             )
@@ -135,7 +136,7 @@ def _cells(entry: Result) -> list[str]:
     if not entry["figures"]:
         return ["; ".join(entry["errors"]), *[""] * (len(FIGURES) - 1)]
     cells = [_cell(entry["figures"].get(figure.name), figure) for figure in FIGURES]
-    notes = [*entry["problems"], *entry["errors"], *(["an epoch was cut short"] if entry["cut"] else [])]
+    notes = [*entry["problems"], *entry["errors"], *(f"{phase} epoch cut short" for phase in entry["cut"])]
     cells[0] += f" ({'; '.join(notes)})" if notes else ""
     return cells
 
@@ -144,8 +145,15 @@ def _cell(spread: Result | None, figure: Figure) -> str:
     if spread is None:
         return "–"
     low, high = _number(spread["low"], figure), _number(spread["high"], figure)
-    ratios = [f"{spread[name]:.2g}×" if spread[name] is not None else "–" for name in ("to_peer", "to_floor")]
+    ratios = [_ratio(spread[name]) for name in ("to_peer", "to_floor")]
     return " · ".join([f"{_number(spread['median'], figure)} ({low}–{high})", *ratios])
+
+
+def _ratio(spread: Result | None) -> str:
+    if spread is None:
+        return "–"
+    value = spread["median"]
+    return f"{value:,.0f}×" if value >= 10 else f"{value:.2g}×"
 
 
 def _number(value: float, figure: Figure) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,12 +40,14 @@ def bench(
         from dataload.benchmarks.circumstances import circumstances
         from dataload.benchmarks.measure import Limits
         from dataload.benchmarks.suite import Suite
-        from dataload.benchmarks.summary import disagreements, summarise
+        from dataload.benchmarks.summary import compare as compared
+        from dataload.benchmarks.summary import summarise
     except ImportError as error:
         raise ConfigError(f"bench needs more packages ({error.name}): pip install 'dataload[bench]'") from error
 
     other = json.loads(compare.read_text()) if compare else None  # before `latest` is written anew
     peers = peers_python.absolute() if peers_python.exists() else None
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that a measurement under way is ended, too
     suite = Suite(
         size="small" if quick else size,
         workloads=tuple(_parts(workloads or (QUICK_WORKLOADS if quick else ""))),
@@ -59,7 +63,7 @@ def bench(
     found = circumstances(peers) | suite.run(lambda line: typer.echo(line, err=True))
     found["summary"] = summarise(found)
 
-    kept = results / ("quick" if quick else "wire" if wire else "latest")
+    kept = results / _name(found, restricted=bool(workloads or systems), quick=quick)
     results.mkdir(parents=True, exist_ok=True)
     kept.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     kept.with_suffix(".md").write_text(report.markdown(found))
@@ -68,10 +72,21 @@ def bench(
         report.into_readme(README, report.headline(found))
     typer.echo(json.dumps(found) if as_json else f"{report.headline(found)}\n\nMore in {kept}.md, .json and .png")
     if other:
-        shared, apart = disagreements(found["summary"], summarise(other))
-        typer.echo("\n".join([*apart, f"{shared - len(apart)} of {shared} figures agree with {compare}"]), err=True)
+        both = compared(found, other)
+        total = (
+            f"{len(both.apart)} of {both.shared} figures are apart from {compare}; by chance alone {both.by_chance:.0f}"
+        )
+        typer.echo("\n".join([*both.one_sided, *both.apart, total]), err=True)
     if wrong := _wrong(found["summary"]):
         raise DataloadError(f"dataload did not deliver: {'; '.join(wrong)}")
+
+
+def _name(found: dict[str, Any], *, restricted: bool, quick: bool) -> str:
+    """Of the files: what is published is only replaced by a whole run."""
+    if quick:
+        return "quick"
+    whole = not restricted and found["size"] == "full"
+    return ("wire" if found["wire"] else "latest") if whole else "partial"
 
 
 def _parts(text: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from dataload.benchmarks.convert import price_of
 from dataload.benchmarks.measure import Limits, Task
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.systems.base import BUCKET
@@ -27,6 +27,7 @@ from dataload.errors import ConfigError
 
 WIRE_LATENCY = 0.030
 SAMPLE_SECONDS = 0.2
+UNFINISHED = "unfinished.json"  # what was measured so far, should the suite be ended early
 PATIENCE_SECONDS = 60.0  # beyond the limits of its phases, for a process to start, to open and to end
 CONVERSION_SECONDS = 1800.0
 
@@ -60,25 +61,9 @@ class Suite:
         data = self.folder / "data"
         chosen = self._chosen()
         data.mkdir(parents=True, exist_ok=True)
-        described, runs = {}, []
-        until = time.monotonic() + self.seconds
-        with Origin(data) as origin:
-            for workload in chosen:
-                say(f"{workload.name}: making {workload.rows:,} rows")
-                truth = write(workload, self._data(workload, "parquet"))
-                described[workload.name] = asdict(truth) | {"conversions": self._conversions(workload, say)}
-                origin.behave(
-                    latency=WIRE_LATENCY if self.wire else 0.0,
-                    bytes_per_second=workload.bytes_per_second if self.wire else None,
-                )
-                for number, workers, entry in self._turns():
-                    origin.reset()
-                    task = self._task(entry, workload, workers, truth, origin.endpoint_url)
-                    result = self._measure(entry, task, until - time.monotonic())
-                    say(f"{workload.name}, round {number}, {workers} workers, {entry.name}: {_in_short(result)}")
-                    place = {"workload": workload.name, "system": entry.name, "workers": workers, "round": number}
-                    runs.append(place | result)
-        return {
+        described: Result = {}
+        runs: list[Result] = []
+        results = {
             "size": self.size,
             "rounds": self.rounds,
             "wire": self.wire,
@@ -86,6 +71,30 @@ class Suite:
             "workloads": described,
             "runs": runs,
         }
+        until = time.monotonic() + self.seconds
+        with Origin(data) as origin:
+            for workload in chosen:
+                say(f"{workload.name}: making {workload.rows:,} rows")
+                truth = write(workload, self._data(workload, "parquet"))
+                conversions = self._conversions(workload, until, say)
+                described[workload.name] = asdict(truth) | {"conversions": conversions}
+                origin.behave(
+                    latency=WIRE_LATENCY if self.wire else 0.0,
+                    bytes_per_second=workload.bytes_per_second if self.wire else None,
+                )
+                for number, workers, entry in self._turns():
+                    origin.reset()
+                    if failed := conversions.get(entry.name, {}).get("error"):
+                        result = {"error": f"not converted: {failed}"}
+                    else:
+                        task = self._task(entry, workload, workers, truth, origin.endpoint_url)
+                        result = self._measure(entry, task, until - time.monotonic())
+                    say(f"{workload.name}, round {number}, {workers} workers, {entry.name}: {_in_short(result)}")
+                    place = {"workload": workload.name, "system": entry.name, "workers": workers, "round": number}
+                    runs.append(place | result)
+                    (self.folder / UNFINISHED).write_text(json.dumps(results))
+        (self.folder / UNFINISHED).unlink(missing_ok=True)
+        return results
 
     def _chosen(self) -> list[Workload]:
         known = workloads(self.size)
@@ -94,12 +103,18 @@ class Suite:
         return [known[name] for name in self.workloads or known]
 
     def _turns(self) -> Iterator[tuple[int, int, Entry]]:
-        """(round, workers, system): the systems take turns, so that a slow minute of the machine hits them alike."""
-        for number in range(self.rounds):
-            for workers in self.workers:
-                for entry in self.entries:
-                    if workers in entry.workers:
-                        yield number, workers, entry
+        """(round, workers, system): the systems take turns, so that a slow minute of the machine hits them alike.
+
+        Each turn begins with another one. Those that have no workers run once a round.
+        """
+        turns = [(number, workers) for number in range(self.rounds) for workers in self.workers]
+        for turn, (number, workers) in enumerate(turns):
+            first = turn * len(self.entries) // len(turns)
+            for entry in self.entries[first:] + self.entries[:first]:
+                if entry.parallel:
+                    yield number, workers, entry
+                elif workers == self.workers[0]:
+                    yield number, 0, entry
 
     def _data(self, workload: Workload, kind: str) -> Path:
         """The folder of the workload's files of one kind: "parquet", or the module of the system they are for."""
@@ -108,30 +123,21 @@ class Suite:
     def _python(self, entry: Entry) -> Path | None:
         return Path(sys.executable) if entry.environment == "own" else self.peers_python
 
-    def _conversions(self, workload: Workload, say: Callable[[str], object]) -> dict[str, Result]:
+    def _conversions(self, workload: Workload, until: float, say: Callable[[str], object]) -> dict[str, Result]:
         """What it took to make the workload's copies in the systems' own formats: seconds and bytes of each."""
-        prices = {}
+        prices: dict[str, Result] = {}
         for entry in self.entries:
             python = self._python(entry)
             if not entry.converts or python is None:
                 continue
-            folder = self._data(workload, entry.module)
-            noted = folder.with_suffix(".json")
-            if not noted.exists():
-                say(f"{workload.name}: converting for {entry.name}")
-                shutil.rmtree(folder, ignore_errors=True)
-                task = (entry.name, workload.name, self.size, self._data(workload, "parquet"), folder)
-                ended = subprocess.run(
-                    [python, "-m", "dataload.benchmarks.convert", *map(str, task)],
-                    capture_output=True,
-                    text=True,
-                    timeout=CONVERSION_SECONDS,
-                    check=False,
-                )
-                if ended.returncode:
-                    prices[entry.name] = {"error": _last_line(ended.stderr)}
-                    continue
-            prices[entry.name] = json.loads(noted.read_text())
+            files, folder = self._data(workload, "parquet"), self._data(workload, entry.module)
+            if price := price_of(entry, files, folder):
+                prices[entry.name] = price
+                continue
+            say(f"{workload.name}: converting for {entry.name}")
+            task = (entry.name, workload.name, self.size, files, folder)
+            patience = min(CONVERSION_SECONDS, max(0.0, until - time.monotonic()))
+            prices[entry.name] = _converted(python, task, patience) or price_of(entry, files, folder) or {}
         return prices
 
     def _task(self, entry: Entry, workload: Workload, workers: int, truth: Truth, endpoint_url: str) -> Task:
@@ -165,6 +171,16 @@ class Suite:
             return _in_a_process(python, replace(task, cache_dir=str(cache_dir)), Path(scratch), patience)
 
 
+def _converted(python: Path, task: tuple[object, ...], patience: float) -> Result | None:
+    """Why a conversion failed; None when it did not."""
+    command = [str(python), "-m", "dataload.benchmarks.convert", *map(str, task)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done within {patience:.0f} s"}
+    return {"error": _last_line(ended.stderr)} if ended.returncode else None
+
+
 def _in_a_process(python: Path, task: Task, scratch: Path, patience: float) -> Result:
     """What the task measured within `patience` seconds, and the peak memory of its processes; or why nothing."""
     answer, log = scratch / "answer.json", scratch / "log"
@@ -185,31 +201,42 @@ def _in_a_process(python: Path, task: Task, scratch: Path, patience: float) -> R
                 process.stdin.write(json.dumps(asdict(task)))
                 process.stdin.close()
             peak = _peak_memory(process, patience)
-        except TimeoutError:
-            return {"error": f"no answer within {patience:.0f} s"}
         finally:
+            still_there = process.poll() is None
             _end(process)
-        if not answer.exists():
-            said.seek(0)
-            return {"error": f"ended with {process.returncode}: {_last_line(said.read())}"}
-    result: Result = json.loads(answer.read_text())
-    return result | {"peak_memory_bytes": peak}
+        if answer.exists():  # A process that hangs when it is done has measured something.
+            result: Result = json.loads(answer.read_text()) | {"peak_memory_bytes": peak}
+            return result | ({"error": f"did not end within {patience:.0f} s"} if still_there else {})
+        if still_there:
+            return {"error": f"no answer within {patience:.0f} s"}
+        said.seek(0)
+        return {"error": f"ended with {process.returncode}: {_last_line(said.read())}"}
 
 
 def _peak_memory(process: psutil.Popen, patience: float) -> int:
-    """The most that a process and all it started held at once: proportional set size, looked at while it runs."""
-    peak = 0
-    for _ in range(int(patience / SAMPLE_SECONDS)):
+    """The most that a process and all it started held at once, looked at until it ends or `patience` seconds are over.
+
+    Counted is what cannot be dropped: anonymous and shared memory, each page once; not the page cache.
+    """
+    peak, until = 0, time.monotonic() + patience
+    while time.monotonic() < until:
         held = 0
         with suppress(psutil.NoSuchProcess):
-            for each in [process, *process.children(recursive=True)]:
-                with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                    held += each.memory_full_info().pss
+            held = sum(_held(each.pid) for each in [process, *process.children(recursive=True)])
         peak = max(peak, held)
         with suppress(psutil.TimeoutExpired):
             process.wait(SAMPLE_SECONDS)
-            return peak
-    raise TimeoutError
+            break
+    return peak
+
+
+def _held(pid: int) -> int:
+    """Bytes, by proc_pid_smaps(5)."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # It has just ended.
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def _end(process: psutil.Popen) -> None:
@@ -224,7 +251,6 @@ def _last_line(text: str) -> str:
 
 
 def _in_short(result: Result) -> str:
-    if "error" in result:
-        return str(result["error"])
-    rates = [f"{name} {phase['rows'] / phase['seconds']:,.0f} rows/s" for name, phase in result["phases"].items()]
-    return ", ".join([*rates, *result["problems"]])
+    phases, wrong = result.get("phases", {}), [*result.get("problems", ()), *filter(None, [result.get("error")])]
+    rates = [f"{name} {phase['rows'] / phase['seconds']:,.0f} rows/s" for name, phase in phases.items()]
+    return ", ".join([*rates, *wrong])

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from math import comb
 from statistics import median
 from typing import Any
 
 from dataload.benchmarks.systems.registry import named
+from dataload.errors import ConfigError
 
-GETS, DECODE, GATHER = "floor: ranged GETs", "floor: decode", "floor: gather"
+FIRST, GETS, DECODE, GATHER = "floor: first GET", "floor: ranged GETs", "floor: decode", "floor: gather"
+# What two runs must have in common to be compared.
+CIRCUMSTANCES = ("size", "wire", "limits", "machine", "versions")
 
 Result = dict[str, Any]
 Place = tuple[str, int, str]  # workload, workers, system
+Values = dict[int, float]  # by round
 
 
 @dataclass(frozen=True)
 class Figure:
     """What is measured. phase: which one it is of, "" for the whole run.
 
-    of: from that phase and the truth of the workload. floor: from the medians of the floors' same figure, by system,
-    and the truth; None where there is none.
+    of: from that phase and the truth of the workload; None where the phase does not tell.
+    floor: from the floors' same figure, by system, and the truth; None where there is none.
     """
 
     name: str
@@ -28,31 +33,33 @@ class Figure:
     unit: str
     more_is_better: bool
     phase: str
-    of: Callable[[Result, Result], float]
+    of: Callable[[Result, Result], float | None]
     floor: Callable[[dict[str, float], Result], float | None]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over the rounds. to_peer, to_floor: the median over the best peer's and over the floor's."""
+    """Over the rounds."""
 
     median: float
     low: float
     high: float
-    to_peer: float | None
-    to_floor: float | None
 
 
 def _rate(phase: Result, _: Result) -> float:
     return float(phase["rows"] / phase["seconds"])
 
 
-def _epoch_bytes(phase: Result, truth: Result) -> float:
-    return float(phase["origin_bytes"] / phase["rows"] * truth["rows"])
+def _epoch_bytes(phase: Result, _: Result) -> float | None:
+    return None if phase["cut"] else float(phase["origin_bytes"] / phase["epochs"])
 
 
-def _cpu(phase: Result, truth: Result) -> float:
-    return float(phase["cpu_seconds"] / (phase["rows"] / truth["rows"] * truth["decoded_bytes"] / 1e9))
+def _cpu(phase: Result, truth: Result) -> float | None:
+    return (
+        None
+        if phase["cut"]
+        else float(phase["cpu_seconds"] / (phase["rows"] / truth["rows"] * truth["decoded_bytes"] / 1e9))
+    )
 
 
 def _least(*names: str) -> Callable[[dict[str, float], Result], float | None]:
@@ -75,7 +82,7 @@ FIGURES = (
         False,
         "cold",
         lambda cold, _: cold["first_batch_seconds"],
-        _least(GETS),
+        _least(FIRST),
     ),
     Figure("cold_rate", "cold epoch", "rows/s", True, "cold", _rate, _least(GETS, DECODE)),
     Figure("warm_rate", "warm epochs", "rows/s", True, "warm", _rate, _least(GATHER)),
@@ -90,68 +97,123 @@ FIGURES = (
 def summarise(results: Result) -> list[Result]:
     """One entry for each workload, worker count and system, in the order of the runs: its figures, or why it has none.
 
-    The best peer is the best at the same worker count that delivered the dataset's rows; the floors have no workers.
+    A figure is a Spread, with `to_peer` and `to_floor`, Spreads of the ratios within each round, or None: machines
+    have slow minutes, which hit what runs side by side alike. The best peer of a round is the best at the same worker
+    count that delivered the dataset's rows; the floors have no workers.
     """
     truths, runs = results["workloads"], _by_place(results["runs"])
-    medians = {
-        place: {figure.name: median(values) for figure, values in _figures(of, truths[place[0]])}
-        for place, of in runs.items()
-    }
+    values = {place: _values(of, truths[place[0]]) for place, of in runs.items()}
     sound = {place for place, of in runs.items() if not any(run.get("problems") for run in of)}
     summary = []
     for place, of in runs.items():
         workload, workers, system = place
-        kin = {other: found for other, found in medians.items() if other[0] == workload and other in sound}
+        kin = {other: found for other, found in values.items() if other[0] == workload and other in sound}
         floors = {name: found for (_, _, name), found in kin.items() if named(name).kind == "floor"}
         peers = [found for (_, n, name), found in kin.items() if n == workers and named(name).kind == "peer"]
         entry: Result = {"workload": workload, "workers": workers, "system": system}
         entry["errors"] = sorted({run["error"] for run in of if "error" in run})
         entry["problems"] = sorted({problem for run in of for problem in run.get("problems", ())})
-        entry["cut"] = any(phase["cut"] for run in of for phase in run.get("phases", {}).values())
+        entry["cut"] = sorted({name for run in of for name, phase in run.get("phases", {}).items() if phase["cut"]})
         entry["figures"] = {
-            figure.name: asdict(_spread(figure, values, peers, floors, truths[workload]))
-            for figure, values in _figures(of, truths[workload])
+            figure.name: _spread(mine.values())
+            | {
+                "to_peer": _ratios(mine, _best(figure, peers)),
+                "to_floor": _ratios(mine, _floor(figure, floors, truths[workload], mine)),
+            }
+            for figure in FIGURES
+            if (mine := values[place].get(figure.name))
         }
         summary.append(entry)
     return summary
 
 
-def disagreements(one: list[Result], other: list[Result]) -> tuple[int, list[str]]:
-    """How many figures two summaries share, and those whose ranges do not overlap, in words."""
-    shared, apart = 0, []
-    others = {_place(entry): entry["figures"] for entry in other}
-    for entry in one:
-        for name, mine in entry["figures"].items():
-            theirs = others.get(_place(entry), {}).get(name)
-            if theirs is None:
-                continue
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs beside each other. shared: how many figures both have.
+
+    apart: those whose ranges do not overlap, in words; by_chance: how many such there would be if nothing differed.
+    one_sided: what only one of the runs has, in words.
+    """
+
+    shared: int
+    apart: list[str]
+    by_chance: float
+    one_sided: list[str]
+
+
+def compare(one: Result, other: Result) -> Comparison:
+    """Do two runs agree? Compared are the ratios to the floor and to the best peer where there are any.
+
+    Of two samples of m and n values from one distribution, the ranges are apart with the odds 2 / C(m + n, m).
+
+    Raises ConfigError when they were not run alike.
+    """
+    if different := [name for name in CIRCUMSTANCES if one.get(name) != other.get(name)]:
+        raise ConfigError(f"the two runs differ in {', '.join(different)}: they cannot be compared")
+    ours, theirs = ({_place(entry): entry["figures"] for entry in summarise(run)} for run in (one, other))
+    apart, shared = [], 0
+    for place in ours.keys() & theirs.keys():
+        for name in ours[place].keys() & theirs[place].keys():
+            mine, its = ours[place][name], theirs[place][name]
+            kind = next((kind for kind in ("to_floor", "to_peer") if mine[kind] and its[kind]), None)
+            if kind:
+                mine, its = mine[kind], its[kind]
             shared += 1
-            if mine["low"] > theirs["high"] or theirs["low"] > mine["high"]:
-                between = [f"{spread['low']:.4g}–{spread['high']:.4g}" for spread in (mine, theirs)]
-                apart.append(f"{', '.join(map(str, _place(entry)))}: {name} {between[0]} against {between[1]}")
-    return shared, apart
+            if mine["low"] > its["high"] or its["low"] > mine["high"]:
+                between = " against ".join(f"{spread['low']:.4g}–{spread['high']:.4g}" for spread in (mine, its))
+                apart.append(f"{', '.join(map(str, place))}: {name} {kind or ''} {between}")
+    rounds = one["rounds"], other["rounds"]
+    odds = 2 / comb(sum(rounds), rounds[0])
+    lonely = sorted(f"{', '.join(map(str, place))}: in one of the runs alone" for place in ours.keys() ^ theirs.keys())
+    return Comparison(shared, sorted(apart), odds * shared, lonely)
 
 
-def _spread(
-    figure: Figure,
-    values: list[float],
-    peers: list[dict[str, float]],
-    floors: dict[str, dict[str, float]],
-    truth: Result,
-) -> Spread:
-    middle = median(values)
-    rivals = [peer[figure.name] for peer in peers if figure.name in peer]
-    best = (max if figure.more_is_better else min)(rivals, default=None)
-    floor = figure.floor({name: found[figure.name] for name, found in floors.items() if figure.name in found}, truth)
-    return Spread(middle, min(values), max(values), middle / best if best else None, middle / floor if floor else None)
+def _spread(values: Iterable[float]) -> Result:
+    found = list(values)
+    return asdict(Spread(median(found), min(found), max(found)))
 
 
-def _figures(runs: list[Result], truth: Result) -> Iterator[tuple[Figure, list[float]]]:
-    """The figures that the runs have, each with its value in every run."""
+def _ratios(mine: Values, theirs: Values) -> Result | None:
+    ratios = [mine[number] / theirs[number] for number in mine if theirs.get(number)]
+    return _spread(ratios) if ratios else None
+
+
+def _best(figure: Figure, systems: list[dict[str, Values]]) -> Values:
+    """Of each round."""
+    best = max if figure.more_is_better else min
+    found: dict[int, list[float]] = {}
+    for system in systems:
+        for number, value in system.get(figure.name, {}).items():
+            found.setdefault(number, []).append(value)
+    return {number: best(values) for number, values in found.items()}
+
+
+def _floor(figure: Figure, floors: dict[str, dict[str, Values]], truth: Result, rounds: Iterable[int]) -> Values:
+    found = {}
+    for number in rounds:
+        of_round = {
+            name: values[figure.name][number]
+            for name, values in floors.items()
+            if number in values.get(figure.name, ())
+        }
+        if floor := figure.floor(of_round, truth):
+            found[number] = floor
+    return found
+
+
+def _values(runs: list[Result], truth: Result) -> dict[str, Values]:
+    """The figures that the runs have, each with its value in every round."""
+    found: dict[str, Values] = {}
     for figure in FIGURES:
-        parts = [run["phases"].get(figure.phase) if figure.phase else run for run in runs if "phases" in run]
-        if values := [figure.of(part, truth) for part in parts if part and part.get("rows", 1)]:
-            yield figure, values
+        for run in runs:
+            part = run.get("phases", {}).get(figure.phase) if figure.phase else run
+            if part and part.get("rows", 1) and (value := _of(figure, part, truth)) is not None:
+                found.setdefault(figure.name, {})[run["round"]] = value
+    return found
+
+
+def _of(figure: Figure, part: Result, truth: Result) -> float | None:
+    return figure.of(part, truth) if figure.phase or "peak_memory_bytes" in part else None
 
 
 def _by_place(runs: list[Result]) -> dict[Place, list[Result]]:

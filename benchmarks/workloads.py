@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from dataload.benchmarks.consumer import Consumer
 from dataload.errors import ConfigError
 
 SEED = 20_26
-VERSION = 1  # of what the functions here make: folders made by another are made anew
+VERSION = 2  # of what the functions here make: folders made by another are made anew
 SIZES = {"tiny": 0.1, "small": 1, "full": 4}
 TOKENS, VOCABULARY = 1024, 50_257
 FEATURES = tuple(f"f{number:02d}" for number in range(16))
@@ -55,10 +56,14 @@ class Workload:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a workload's files hold: an epoch that was delivered whole has this many rows and this digest."""
+    """What a workload's files hold: an epoch that was delivered whole has this many rows and this digest.
+
+    order: the consumer's checksum of the files' own order.
+    """
 
     rows: int
     digest: int
+    order: int
     decoded_bytes: int
     parquet_bytes: int
     version: int = VERSION
@@ -138,10 +143,11 @@ def write(workload: Workload, folder: Path) -> Truth:
     """
     noted = folder.with_suffix(".json")
     if noted.exists():
-        truth = Truth(**json.loads(noted.read_text()))
-        if truth.version == VERSION and truth.rows == workload.rows:
-            return truth
-    folder.mkdir(parents=True, exist_ok=True)
+        found = json.loads(noted.read_text())
+        if found["version"] == VERSION and found["rows"] == workload.rows:
+            return Truth(**found)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     consumer = workload.consumer()
     for number, groups in enumerate(_files(workload)):
         with pq.ParquetWriter(
@@ -152,7 +158,7 @@ def write(workload: Workload, folder: Path) -> Truth:
                 for batch in batches_of(group, workload):
                     consumer.take(batch)
     written = sum(path.stat().st_size for path in folder.glob("*.parquet"))
-    truth = Truth(consumer.rows, consumer.digest, consumer.num_bytes, written)
+    truth = Truth(consumer.rows, consumer.digest, consumer.order, consumer.num_bytes, written)
     noted.write_text(json.dumps(asdict(truth)))
     return truth
 

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import s3fs
 
 from dataload.cache.config import CacheConfig
 from dataload.demo.server import S3Server
@@ -116,6 +117,7 @@ def nothing_left_behind() -> Iterator[None]:
     """No thread and no child process that a test started outlives it."""
     before = set(threading.enumerate())
     yield
+    s3fs.S3FileSystem.clear_instance_cache()  # Each keeps 24,000 objects of botocore, which slow every collection down.
     gc.collect()
     ours = [thread for thread in threading.enumerate() if thread not in before and not lives_on(thread)]
     for thread in ours:

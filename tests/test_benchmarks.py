@@ -17,18 +17,20 @@ import torch
 from dataload.benchmarks import report
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
-from dataload.benchmarks.measure import Limits, Measurement
+from dataload.benchmarks.convert import made_of, price_of
+from dataload.benchmarks.measure import Limits, Measured, Measurement
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.suite import Suite
-from dataload.benchmarks.summary import disagreements, summarise
+from dataload.benchmarks.summary import compare, summarise
 from dataload.benchmarks.systems.base import BUCKET, Setting
 from dataload.benchmarks.systems.ours import SLEEP_SECONDS
 from dataload.benchmarks.systems.registry import ENTRIES, Entry, named
 from dataload.benchmarks.workloads import Truth, workloads, write
+from dataload.errors import ConfigError
 
 WORKLOADS = workloads("tiny")
+SHORT = Limits(60, 0.0001, 60)
 OWN = [entry for entry in ENTRIES if entry.environment == "own" and entry.kind != "check"]
-ONE_EPOCH = Limits(60, 0, 60)  # each
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,12 @@ def setting_of(data: Path, origin: Origin | None, workload: str, cache_dir: Path
     files = data / BUCKET / prefix
     endpoint_url = origin.endpoint_url if origin else ""
     return Setting(WORKLOADS[workload], endpoint_url, prefix, "", files, cache_dir, workers)
+
+
+def measure(entry: Entry, setting: Setting, truth: Truth, limits: Limits = SHORT) -> Measured:
+    measurement = Measurement(entry, setting, truth, limits)
+    measurement.run()
+    return measurement.measured
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
@@ -74,6 +82,9 @@ def test_the_digest_sees_rows_that_are_missing_doubled_or_wrong() -> None:
     assert whole not in {digest(0, 1), digest(0, 1, 1), digest(0, 1, 2, 2)}
     assert digest(0, 1, 2, image=[b"a", b"bd", b"d"]) != whole
     assert digest(0, 1, 2, x=-rows["x"]) != whole
+    swapped = rows["label"][[1, 0, 2]]
+    assert digest(0, 1, 2, label=swapped, x=rows["x"][[1, 0, 2]]) != whole
+    assert digest(0, 1, 2, label=swapped, image=[b"bc", b"a", b"d"]) != whole
 
 
 def test_features_count_the_same_in_columns_as_in_one_array() -> None:
@@ -88,22 +99,26 @@ def test_features_count_the_same_in_columns_as_in_one_array() -> None:
 
 # fsspec's block cache leaves its files open, and the datasets of pyarrow leave the files of theirs.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("entry", OWN, ids=lambda entry: entry.name)
-@pytest.mark.parametrize("workload", ["images", "table", "text", "jpeg", "tokens"])
+@pytest.mark.parametrize(
+    ("entry", "workload", "workers"),
+    [
+        *((entry, workload, 0) for entry in OWN for workload in WORKLOADS),
+        *((entry, workload, 2) for entry in OWN if entry.parallel for workload in ("images", "text", "tokens")),
+    ],
+    ids=lambda value: value.name if isinstance(value, Entry) else str(value),
+)
 def test_every_system_delivers_each_row_once(
     entry: Entry, workload: str, workers: int, data: Path, tmp_path: Path
 ) -> None:
-    if workers not in entry.workers or (workers and workload in ("jpeg", "table")):
-        return
     truth = write(WORKLOADS[workload], data / BUCKET / f"tiny/{workload}/parquet")
     with Origin(data) as origin:
         setting = setting_of(data, origin, workload, tmp_path, workers)
-        measured = Measurement(entry, setting, truth, Limits(60, 0.0001, 60)).run()
+        measured = measure(entry, setting, truth)
     assert not measured.problems
     assert measured.phases.keys() == set(entry.phases)
+    assert "warm" not in entry.phases or measured.phases["warm"].epochs == 2
     for phase in measured.phases.values():
-        assert phase.rows == phase.epochs * truth.rows > 0
+        assert phase.rows == (phase.epochs * truth.rows if entry.whole else WORKLOADS[workload].batch_size) > 0
         assert not phase.cut
         assert 0 < phase.first_batch_seconds <= phase.seconds
 
@@ -132,7 +147,7 @@ class _Fake:
     [
         (slice(None), True, None),
         (slice(1, None), True, "epoch 0: 24999 rows of 25000"),
-        (slice(None), False, "epoch 1: an order that was there before"),
+        (slice(None), False, "epoch 0: an order that was there before, or that of the files"),
     ],
 )
 def test_what_is_wrong_with_an_epoch_is_said(
@@ -142,8 +157,8 @@ def test_what_is_wrong_with_an_epoch_is_said(
     monkeypatch.setattr(Entry, "load", lambda _: lambda setting: _Fake(setting, rows, shuffled=shuffled))
     with Origin(data) as origin:
         setting = setting_of(data, origin, "table", tmp_path)
-        measured = Measurement(named("DataLoader over rows"), setting, truth, Limits(60, 0.0001, 60)).run()
-        wrong = Measurement(named("DataLoader over rows"), setting, replace(truth, digest=1), ONE_EPOCH).run()
+        measured = measure(named("DataLoader over rows"), setting, truth)
+        wrong = measure(named("DataLoader over rows"), setting, replace(truth, digest=1))
     assert (problem in measured.problems) if problem else not measured.problems
     assert any("rows" in said for said in wrong.problems)
 
@@ -152,7 +167,8 @@ def test_a_phase_that_takes_too_long_is_cut_and_says_so(data: Path, tmp_path: Pa
     truth = write(WORKLOADS["table"], data / BUCKET / "tiny/table/parquet")
     with Origin(data) as origin:
         setting = setting_of(data, origin, "table", tmp_path)
-        measured = Measurement(named("DataLoader over rows"), setting, truth, Limits(0, 0, 0)).run()
+        measured = measure(named("DataLoader over rows"), setting, truth, Limits(0, 0, 0))
+    assert measured.phases.keys() == {"cold"}, "what follows a cut epoch is not warm"
     assert measured.phases["cold"].cut
     assert measured.phases["cold"].rows == WORKLOADS["table"].batch_size
     assert not measured.problems
@@ -163,7 +179,7 @@ def test_a_slowed_loader_is_slower_by_its_sleep(data: Path, tmp_path: Path) -> N
     truth = write(WORKLOADS["tokens"], data / BUCKET / "tiny/tokens/parquet")
     with Origin(data) as origin:
         setting = setting_of(data, origin, "tokens", tmp_path)
-        measured = Measurement(named("dataload, slowed"), setting, truth, Limits(60, 0.0001, 60)).run()
+        measured = measure(named("dataload, slowed"), setting, truth)
     warm = measured.phases["warm"]
     batches = -(-truth.rows // WORKLOADS["tokens"].batch_size)
     assert warm.seconds >= warm.epochs * batches * SLEEP_SECONDS
@@ -173,9 +189,8 @@ def test_the_origin_counts_for_each_phase_what_that_phase_fetched(data: Path, tm
     truth = write(WORKLOADS["images"], data / BUCKET / "tiny/images/parquet")
     with Origin(data) as origin:
         setting = setting_of(data, origin, "images", tmp_path)
-        limits = Limits(60, 0.0001, 60)
-        floor = Measurement(named("floor: ranged GETs"), setting, truth, limits).run().phases["cold"]
-        ours = Measurement(named("dataload"), setting, truth, limits).run().phases
+        floor = measure(named("floor: ranged GETs"), setting, truth).phases["cold"]
+        ours = measure(named("dataload"), setting, truth).phases
     assert floor.origin_bytes == truth.parquet_bytes
     assert floor.duplicate_gets == 0
     assert truth.parquet_bytes <= ours["cold"].origin_bytes <= 1.02 * truth.parquet_bytes
@@ -202,7 +217,8 @@ def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
     names = ["dataload", "LitData", "floor: gather"]
     results = suite_of(data, *names).run(said.append)
     json.dumps(results)
-    assert [run["system"] for run in results["runs"]] == names * 2
+    turned = [*names[1:], *names[:1]]
+    assert [run["system"] for run in results["runs"]] == [*names, *turned]
     assert [run["round"] for run in results["runs"]] == [0] * len(names) + [1] * len(names)
     errors = {run["system"]: run["error"] for run in results["runs"] if "error" in run}
     assert errors == {"LitData": "not run: its environment is not made (make peers)"}
@@ -235,8 +251,9 @@ def test_a_measurement_that_dies_is_reported(program: str, error: str, tmp_path:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}"\n')
     python.chmod(0o700)
     results = suite_of(tmp_path, "LitData", peers_python=python, rounds=1).run(lambda _: None)
+    assert [run["error"] for run in results["runs"]] == [f"not converted: {error.partition(': ')[2]}"]
+    results = suite_of(tmp_path, "Hugging Face, streaming", peers_python=python, rounds=1).run(lambda _: None)
     assert [run["error"] for run in results["runs"]] == [error]
-    assert "error" in results["workloads"]["images"]["conversions"]["LitData"]
 
 
 def result_of(system: str, *rates: float, workers: int = 0, problem: str = "") -> list[dict[str, Any]]:
@@ -245,6 +262,7 @@ def result_of(system: str, *rates: float, workers: int = 0, problem: str = "") -
         "num_bytes": 100,
         "first_batch_seconds": 1.0,
         "cpu_seconds": 1.0,
+        "epochs": 1,
         "origin_bytes": 0,
         "cut": False,
     }
@@ -262,33 +280,77 @@ def result_of(system: str, *rates: float, workers: int = 0, problem: str = "") -
     ]
 
 
-TRUTH = asdict(Truth(100, 0, 1000, 1000))
+TRUTH = asdict(Truth(100, 0, 0, 1000, 1000))
 
 
 def test_a_summary_gives_medians_ranges_and_ratios() -> None:
     runs = [
         *result_of("dataload", 30, 10, 20),
-        *result_of("LitData", 4, 5, 6),
+        *result_of("LitData", 5, 4, 10),
         *result_of("WebDataset", 7, 8, 100, problem="epoch 0: 3 rows of 100"),
         *result_of("MosaicML Streaming", 50, 50, 50, workers=2),
-        *result_of("floor: gather", 40),
+        *result_of("floor: gather", 60, 40, 40),
     ]
     [ours, litdata, *_] = summarise({"runs": runs, "workloads": {"images": TRUTH}})
     rate = ours["figures"]["warm_rate"]
     assert (rate["low"], rate["median"], rate["high"]) == pytest.approx((10, 20, 30))
-    assert (rate["to_peer"], rate["to_floor"]) == pytest.approx((20 / 5, 20 / 40))
-    assert litdata["figures"]["warm_rate"]["to_peer"] == pytest.approx(1)
+    assert rate["to_peer"] == pytest.approx({"low": 2, "median": 2.5, "high": 6})
+    assert rate["to_floor"] == pytest.approx({"low": 0.25, "median": 0.5, "high": 0.5})
+    assert litdata["figures"]["warm_rate"]["to_peer"]["median"] == pytest.approx(1)
 
 
 def test_two_runs_agree_where_their_ranges_overlap() -> None:
-    def summary(*rates: float) -> list[Any]:
-        return summarise({"runs": result_of("dataload", *rates), "workloads": {"images": TRUTH}})
+    def run(*rates: float, size: str = "full") -> dict[str, Any]:
+        runs = result_of("dataload", *rates)
+        return {"runs": runs, "workloads": {"images": TRUTH}, "rounds": len(rates), "size": size}
 
-    shared, apart = disagreements(summary(10, 20), summary(20, 30))
-    assert (shared, apart) == (4, [])
-    shared, apart = disagreements(summary(10, 20), summary(21, 30))
-    assert (shared, len(apart)) == (4, 1)
-    assert "warm_rate 10–20 against 21–30" in apart[0]
+    both = compare(run(10, 20), run(20, 30))
+    assert (both.shared, both.apart, both.one_sided) == (4, [], [])
+    assert both.by_chance == pytest.approx(4 / 3)  # of 6 ways to deal 4 values, 2 keep the low ones apart
+    both = compare(run(10, 20), run(21, 30))
+    assert (both.shared, len(both.apart)) == (4, 1)
+    assert "warm_rate  10–20 against 21–30" in both.apart[0]
+    with pytest.raises(ConfigError, match="differ in size"):
+        compare(run(10), run(10, size="small"))
+
+
+def test_two_runs_on_unlike_days_agree_by_their_ratios() -> None:
+    def run(*rates: float, floor: float) -> dict[str, Any]:
+        floors = result_of("floor: gather", *[floor] * len(rates))
+        return {"runs": [*result_of("dataload", *rates), *floors], "workloads": {"images": TRUTH}, "rounds": 2}
+
+    both = compare(run(10, 20, floor=20), run(100, 200, floor=200))
+    assert not [said for said in both.apart if "warm_rate to_floor" in said]
+    assert [
+        said for said in compare(run(10, 20, floor=20), run(10, 20, floor=200)).apart if "warm_rate to_floor" in said
+    ]
+
+
+def test_a_warm_phase_that_fails_loses_no_cold_one(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(_Fake):
+        def epoch(self, number: int) -> Iterator[Any]:
+            if number:
+                raise RuntimeError("no more")
+            return super().epoch(number)
+
+    truth = write(WORKLOADS["table"], data / BUCKET / "tiny/table/parquet")
+    monkeypatch.setattr(Entry, "load", lambda _: lambda setting: Failing(setting, slice(None), shuffled=True))
+    with Origin(data) as origin:
+        setting = setting_of(data, origin, "table", tmp_path)
+        measurement = Measurement(named("DataLoader over rows"), setting, truth, SHORT)
+        with pytest.raises(RuntimeError, match="no more"):
+            measurement.run()
+    assert measurement.measured.phases.keys() == {"cold"}
+
+
+def test_a_conversion_is_made_anew_when_what_it_is_made_of_changed(tmp_path: Path) -> None:
+    write(WORKLOADS["tokens"], tmp_path / "parquet")
+    entry, folder = named("WebDataset"), tmp_path / "webdataset"
+    assert price_of(entry, tmp_path / "parquet", folder) is None
+    folder.with_suffix(".json").write_text(json.dumps({"made_of": made_of(entry, tmp_path / "parquet")}))
+    assert price_of(entry, tmp_path / "parquet", folder)
+    (tmp_path / "parquet.json").write_text("others")
+    assert price_of(entry, tmp_path / "parquet", folder) is None
 
 
 def test_when_the_time_is_over_the_rest_is_not_run_and_says_so(data: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.fs
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from dataload.benchmarks.batches import Batch, batches_of
@@ -48,6 +50,20 @@ class Blockcache(S3fs):
             target_protocol="s3",
             target_options=setting.storage_options,
             cache_storage=str(setting.cache_dir),
+        )
+
+
+class Native(S3fs):
+    """Through the S3 client that Arrow brings along."""
+
+    def filesystem(self, setting: Setting) -> Any:
+        access, address = setting.storage_options, urlsplit(setting.endpoint_url)
+        return pyarrow.fs.S3FileSystem(
+            access_key=access["key"],
+            secret_key=access["secret"],
+            region=access["client_kwargs"]["region_name"],
+            scheme=address.scheme,
+            endpoint_override=address.netloc,
         )
 
 

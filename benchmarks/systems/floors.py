@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +18,26 @@ from dataload.benchmarks.batches import Batch, batches_of, transformed, values
 from dataload.benchmarks.systems.base import BUCKET, Setting
 
 RANGE_BYTES = 8 << 20
-RUN_BATCHES = 32
+RUN_BYTES = 1 << 20  # that stay in a core's cache
+
+
+class FirstGet:
+    """One GET of as many bytes as a batch takes in the files, and nothing else under way: an epoch of one batch."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._wire = _Wire(setting)
+        self._workload = setting.workload
+        path = min(setting.files.glob("*.parquet"))
+        files = [each.stat().st_size for each in setting.files.glob("*.parquet")]
+        share = sum(files) * self._workload.batch_size // self._workload.rows
+        self._range = (path.name, 0, min(share, path.stat().st_size, RANGE_BYTES))
+
+    def epoch(self, number: int) -> Iterator[int]:  # noqa: ARG002 - the same bytes, always
+        self._wire.get(self._range)
+        yield self._workload.batch_size
+
+    def close(self) -> None:
+        self._wire.close()
 
 
 class Saturator:
@@ -26,12 +47,10 @@ class Saturator:
     """
 
     def __init__(self, setting: Setting) -> None:
-        self._address = urlsplit(setting.endpoint_url).netloc
-        self._of_thread = threading.local()
-        self._connections: list[http.client.HTTPConnection] = []
+        self._wire = _Wire(setting)
         self._rows = setting.workload.rows
         self._ranges = [
-            (f"/{BUCKET}/{setting.prefix}/{path.name}", start, min(start + RANGE_BYTES, path.stat().st_size))
+            (path.name, start, min(start + RANGE_BYTES, path.stat().st_size))
             for path in sorted(setting.files.glob("*.parquet"))
             for start in range(0, path.stat().st_size, RANGE_BYTES)
         ]
@@ -41,18 +60,29 @@ class Saturator:
         order = np.random.default_rng(number).permutation(len(self._ranges))
         total = sum(stop - start for _, start, stop in self._ranges)
         arrived = rows = 0
-        for num_bytes in self._pool.map(self._get, [self._ranges[index] for index in order]):
+        for num_bytes in self._pool.map(self._wire.get, [self._ranges[index] for index in order]):
             arrived += num_bytes
             yield self._rows * arrived // total - rows
             rows = self._rows * arrived // total
 
     def close(self) -> None:
         self._pool.shutdown()
-        for connection in self._connections:
-            connection.close()
+        self._wire.close()
 
-    def _get(self, wanted: tuple[str, int, int]) -> int:
-        path, start, stop = wanted
+
+class _Wire:
+    """Ranged GETs of a workload's files, on a connection and into a buffer for each thread."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._address = urlsplit(setting.endpoint_url).netloc
+        self._folder = f"/{BUCKET}/{setting.prefix}"
+        self._of_thread = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []
+
+    def get(self, wanted: tuple[str, int, int]) -> int:
+        """Fetch bytes `start` up to `stop` of a file; how many there were. Raises OSError when some are missing."""
+        name, start, stop = wanted
+        path = f"{self._folder}/{name}"
         here = self._of_thread
         if not hasattr(here, "connection"):
             here.connection = http.client.HTTPConnection(self._address)
@@ -68,26 +98,38 @@ class Saturator:
             raise OSError(f"{path}: {got} bytes came instead of {stop - start}")
         return got
 
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
 
 class Decode:
-    """Parquet files on the local disk, in the page cache since they were made, decoded in file order by Arrow."""
+    """Parquet files on the local disk, in the page cache since they were made, decoded by Arrow on every core."""
 
     def __init__(self, setting: Setting) -> None:
         self._workload = setting.workload
-        self._files = sorted(setting.files.glob("*.parquet"))
+        self._groups = [
+            (path, number)
+            for path in sorted(setting.files.glob("*.parquet"))
+            for number in range(pq.read_metadata(path).num_row_groups)
+        ]
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
     def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the order of the files, always
-        for path in self._files:
-            with pq.ParquetFile(path, memory_map=True) as file:
-                for group in range(file.num_row_groups):
-                    yield from batches_of(file.read_row_group(group), self._workload)
+        for batches in self._pool.map(self._decode, self._groups):
+            yield from batches
 
     def close(self) -> None:
-        pass
+        self._pool.shutdown()
+
+    def _decode(self, group: tuple[Path, int]) -> list[Batch]:
+        path, number = group
+        with pq.ParquetFile(path, memory_map=True) as file:
+            return list(batches_of(file.read_row_group(number, use_threads=False), self._workload))
 
 
 class Gather:
-    """Every row in memory; batches in shuffled order, gathered in runs: numbers by row, bytes as they lie."""
+    """Every row in memory; batches in shuffled order, small ones many at once: numbers by row, bytes as they lie."""
 
     def __init__(self, setting: Setting) -> None:
         self._workload = workload = setting.workload
@@ -100,12 +142,14 @@ class Gather:
         }
         self._arrays = {name: column for name, column in columns.items() if name not in self._lists}
         self._seed = setting.seed
+        of_a_batch = workload.batch_size * sum(array[0].nbytes for array in self._arrays.values())
+        self._batches_at_once = max(1, RUN_BYTES // of_a_batch)
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        size = self._workload.batch_size
+        size, at_once = self._workload.batch_size, self._batches_at_once
         order = np.random.default_rng([self._seed, number]).permutation(self._workload.rows)
-        for first in range(0, len(order), RUN_BATCHES * size):
-            run = order[first : first + RUN_BATCHES * size]
+        for first in range(0, len(order), at_once * size):
+            run = order[first : first + at_once * size]
             arrays = {name: np.take(array, run, axis=0, mode="clip") for name, array in self._arrays.items()}
             lists: dict[str, list[Any]] = {name: array[run].tolist() for name, array in self._lists.items()}
             for start in range(0, len(run), size):

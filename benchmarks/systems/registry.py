@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -11,18 +12,22 @@ from typing import Any, Literal
 class Entry:
     """A system, not yet imported.
 
-    kind: "ours", "peer" or "floor". environment: "own" is the one that runs the suite, "peers" has one for itself.
-    phases: "cold", the first epoch with nothing cached, and "warm", those after it. converts: needs its own format.
+    kind: "ours", "peer", "floor", or "check" for what shows whether the instrument works.
+    shuffle: among what its rows are mixed. environment: "own" is the one that runs the suite, "peers" has one for
+    itself. phases: "cold", the first epoch with nothing cached, and "warm", those after it. converts: needs its own
+    format. parallel: has workers. whole: reads all rows.
     """
 
     name: str
     module: str
     maker: str
     kind: Literal["ours", "peer", "floor", "check"]
+    shuffle: str
     environment: Literal["own", "peers"] = "own"
     phases: tuple[str, ...] = ("cold", "warm")
-    workers: tuple[int, ...] = (0, 2)
     converts: bool = False
+    parallel: bool = True
+    whole: bool = True
 
     def load(self) -> Any:
         return getattr(self._module(), self.maker)
@@ -30,24 +35,44 @@ class Entry:
     def converter(self) -> Any:
         return self._module().convert
 
+    def source(self) -> Path:
+        """The file of its module."""
+        return Path(__file__).with_name(f"{self.module}.py")
+
     def _module(self) -> Any:
         return import_module(f"dataload.benchmarks.systems.{self.module}")
 
 
+WINDOW = "row groups, then rows within a window of them"
+BUFFER = "files, then rows within a buffer"
+ALL = "all rows"
+
 ENTRIES = (
-    Entry("dataload", "ours", "Dataload", "ours"),
-    Entry("pyarrow.dataset, s3fs", "arrow", "S3fs", "peer"),
-    Entry("pyarrow.dataset, blockcache", "arrow", "Blockcache", "peer"),
-    Entry("Hugging Face, streaming", "huggingface", "Streaming", "peer", "peers"),
-    Entry("Hugging Face, map-style", "huggingface", "MapStyle", "peer", "peers"),
-    Entry("MosaicML Streaming", "mosaic", "Mosaic", "peer", "peers", converts=True),
-    Entry("LitData", "litdata", "LitData", "peer", "peers", converts=True),
-    Entry("WebDataset", "webdataset", "WebDataset", "peer", "peers", converts=True),
-    Entry("DataLoader over rows", "torch_rows", "TorchRows", "peer"),
-    Entry("floor: ranged GETs", "floors", "Saturator", "floor", phases=("cold",), workers=(0,)),
-    Entry("floor: decode", "floors", "Decode", "floor", phases=("cold",), workers=(0,)),
-    Entry("floor: gather", "floors", "Gather", "floor", phases=("warm",), workers=(0,)),
-    Entry("dataload, slowed", "ours", "Slowed", "check"),
+    Entry("dataload", "ours", "Dataload", "ours", WINDOW),
+    Entry("pyarrow.dataset, s3fs", "arrow", "S3fs", "peer", WINDOW),
+    Entry("pyarrow.dataset, blockcache", "arrow", "Blockcache", "peer", WINDOW),
+    Entry("pyarrow.dataset, its own S3", "arrow", "Native", "peer", WINDOW),
+    Entry(
+        "Hugging Face, streaming", "huggingface", "Streaming", "peer", "row groups, then rows within a buffer", "peers"
+    ),
+    Entry("Hugging Face, map-style", "huggingface", "MapStyle", "peer", ALL, "peers"),
+    Entry(
+        "MosaicML Streaming",
+        "mosaic",
+        "Mosaic",
+        "peer",
+        "files, then rows within a range of them",
+        "peers",
+        converts=True,
+    ),
+    Entry("LitData", "litdata", "LitData", "peer", "files, then rows within each", "peers", converts=True),
+    Entry("WebDataset", "webdataset", "WebDataset", "peer", BUFFER, "peers", converts=True),
+    Entry("DataLoader over rows", "torch_rows", "TorchRows", "peer", ALL),
+    Entry("floor: first GET", "floors", "FirstGet", "floor", "none", phases=("cold",), parallel=False, whole=False),
+    Entry("floor: ranged GETs", "floors", "Saturator", "floor", "none", phases=("cold",), parallel=False),
+    Entry("floor: decode", "floors", "Decode", "floor", "none", phases=("cold",), parallel=False),
+    Entry("floor: gather", "floors", "Gather", "floor", ALL, phases=("warm",), parallel=False),
+    Entry("dataload, slowed", "ours", "Slowed", "check", WINDOW),
 )
 
 
