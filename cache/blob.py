@@ -93,14 +93,10 @@ def open_map(
     """
     descriptor = _open(path)
     try:
-        status = os.fstat(descriptor)
-        if status.st_size < FOOTER_BYTES:
-            raise CorruptEntry(f"{path} is cut short: {status.st_size} bytes are less than a footer")
+        footer, status = _footer(path, descriptor)
         mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
     finally:
         os.close(descriptor)
-    whole = memoryview(mapped)
-    footer = _parse(path, bytes(whole[-FOOTER_BYTES:]), status.st_size)
     if footer.digest != digest:
         raise CorruptEntry(f"{path} holds another blob, with key {footer.digest.hex()}")
     if just_sealed:
@@ -108,8 +104,8 @@ def open_map(
     start, stop = (0, footer.payload) if span is None else (span[0], min(span[1], footer.payload))
     if stop > start:
         _read_in(mapped, start, stop)
-        _check(path, whole, footer, range(start // PIECE_BYTES, _pieces(stop)), status, proven)
-    return whole[: footer.payload][start:stop]
+        _check(path, mapped, footer, range(start // PIECE_BYTES, _pieces(stop)), status, proven)
+    return memoryview(mapped)[: footer.payload][start:stop]
 
 
 def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
@@ -119,8 +115,7 @@ def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
     """
     descriptor = _open(path)
     try:
-        status = os.fstat(descriptor)
-        footer = _parse(path, os.pread(descriptor, FOOTER_BYTES, max(0, status.st_size - FOOTER_BYTES)), status.st_size)
+        footer, status = _footer(path, descriptor)
         proof = os.pread(descriptor, footer.size - footer.payload - FOOTER_BYTES, footer.payload)
     finally:
         os.close(descriptor)
@@ -136,6 +131,12 @@ def _open(path: str | Path) -> int:
         if error.errno == errno.ELOOP:
             raise CorruptEntry(f"{path} is a symbolic link, not a blob") from error
         raise
+
+
+def _footer(path: str | Path, descriptor: int) -> tuple[Footer, os.stat_result]:
+    status = os.fstat(descriptor)
+    found = os.pread(descriptor, FOOTER_BYTES, max(0, status.st_size - FOOTER_BYTES))
+    return _parse(path, found, status.st_size), status
 
 
 def _parse(path: str | Path, found: bytes, file_bytes: int) -> Footer:
@@ -161,12 +162,14 @@ def _read_in(mapped: mmap.mmap, start: int, stop: int) -> None:
 
 
 def _check(
-    path: str | Path, whole: memoryview, footer: Footer, pieces: range, status: os.stat_result, proven: Proven
+    path: str | Path, mapped: mmap.mmap, footer: Footer, pieces: range, status: os.stat_result, proven: Proven
 ) -> None:
     asked = ((1 << len(pieces)) - 1) << pieces.start
     known = proven.bits(footer.digest, status)
     if known & asked == asked:
         return
+    _read_in(mapped, footer.payload, footer.size)
+    whole = memoryview(mapped)
     proof = whole[footer.payload : -FOOTER_BYTES]
     if not known and xxhash.xxh3_64_digest(proof) != footer.checksum:
         raise CorruptEntry(f"{path} has damaged checksums")

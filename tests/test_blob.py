@@ -101,12 +101,14 @@ def test_lengths_that_cannot_be_are_harmless(file: Path, field: str, at: int, va
 def test_another_blob_or_format_is_never_misread(file: Path, tmp_path: Path) -> None:
     with pytest.raises(CorruptEntry, match="another blob"):
         blob.open_map(write(tmp_path / "other", digest=bytes(32)), DIGEST, Proven())
-    whole = bytearray(file.read_bytes())
-    struct.pack_into("<I", whole, FOOTER + 8, 2)
-    whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
-    file.write_bytes(whole)
-    with pytest.raises(CorruptEntry, match="another format"):
-        blob.open_map(file, DIGEST, Proven())
+    good = file.read_bytes()
+    for at in (0, 8):  # magic and version
+        whole = bytearray(good)
+        whole[FOOTER + at] ^= 2
+        whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
+        file.write_bytes(whole)
+        with pytest.raises(CorruptEntry, match="another format"):
+            blob.open_map(file, DIGEST, Proven())
 
 
 def test_a_symbolic_link_is_no_blob(file: Path, tmp_path: Path) -> None:
@@ -213,6 +215,22 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
     with pytest.raises(OSError, match="cannot read") as caught:
         blob._read_in(SimpleNamespace(madvise=madvise), 0, 10)
     assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("left", [0, 2 * PIECE, SUMS])
+def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(file: Path, left: int) -> None:
+    """In a child. A file that is cut short is reported like a sector that cannot be read."""
+    child = os.fork()
+    if child == 0:
+        real = mmap.mmap
+        mmap.mmap = lambda *given, **options: (real(*given, **options), os.truncate(file, left))[0]
+        try:
+            blob.open_map(file, DIGEST, Proven())
+        except OSError as error:
+            os._exit(int(error.errno != errno.EIO))
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_map_past_the_end_of_its_file_is_an_error_and_no_signal(tmp_path: Path) -> None:
