@@ -21,8 +21,9 @@ class WindowTrade:
     """A window of so many row groups, over all streams.
 
     variance_ratio: expected, of batches of `batch_size` rows over data sorted by label; 1 is a uniform shuffle.
-    first_row_groups, first_bytes: at most, that the first batch waits for on each node, and that it needs; bytes: of
-    the two windows that are held at a time. Bytes are as the footers say them, and 0 where they are not known.
+    first_row_groups, first_bytes: at most, that the first batch waits for on each node, with one stream a node and the
+    row groups aside that borders of streams cut; bytes: of the two windows that are held at a time. Bytes are as the
+    footers say them, and 0 where they are not known.
     """
 
     window: int

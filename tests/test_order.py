@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from itertools import chain, groupby, islice, pairwise
+from dataclasses import asdict
+from itertools import chain, combinations, groupby, islice, pairwise
 
 import numpy as np
 import pytest
@@ -249,16 +250,29 @@ def test_the_first_batch_waits_for_little(num_streams):
     assert (trade.first_row_groups, trade.first_bytes) == (1, 128_000_000)
 
 
+@pytest.mark.parametrize("num_streams", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_first_batch_waits_for_no_more_than_foretold(seed):
+def test_the_first_batch_waits_for_no_more_than_foretold(seed, num_streams):
     lengths = np.random.default_rng(seed).integers(0, 50, 60)
-    order = Order(lengths, window=8, seed=seed)
+    order = Order(lengths, window=8, seed=seed, num_streams=num_streams)
     for batch_size in (1, 10, 100, 500, 5000):
         rows = order.rows(0, np.arange(min(batch_size, order.n)))
-        touched = np.unique(np.searchsorted(np.cumsum(lengths), rows, "right"))
         trade = weigh_window(8, lengths, lengths * 10, batch_size)
-        assert len(touched) <= trade.first_row_groups
-        assert lengths[touched].sum() * 10 <= trade.first_bytes
+        for stream in range(num_streams):
+            touched = np.unique(np.searchsorted(np.cumsum(lengths), rows[stream::num_streams], "right"))
+            assert len(touched) <= trade.first_row_groups
+            assert lengths[touched].sum() * 10 <= trade.first_bytes
+
+
+def test_the_trade_can_be_printed():
+    trade = weigh_window(8, [100] * 50, [1000] * 50, batch_size=150)
+    assert json.loads(json.dumps(asdict(trade))) == {
+        "window": 8,
+        "variance_ratio": pytest.approx(1 + 149 * (9 - 1) / 50),  # windows of 1, 2, 4, five of 8, and 3 are left
+        "first_row_groups": 3,
+        "first_bytes": 3000,
+        "bytes": 16_000,
+    }
 
 
 def test_true_is_block():
@@ -412,6 +426,13 @@ def test_full_is_uniform_over_sorted_labels():
     quality = shuffle_quality(rows, lengths, 256)
     assert quality.variance_ratio <= 1.02
     assert quality.exactly_once
+
+
+def test_epochs_of_full_do_not_resemble_each_other():
+    order = Order([100, 0, 1, 700] * 100, shuffle="full", seed=3)
+    epochs = [order.rows(epoch, np.arange(order.n)) for epoch in range(3)]
+    for first, second in combinations(epochs, 2):
+        assert abs(np.corrcoef(first, second)[0, 1]) < 3 / np.sqrt(order.n)
 
 
 def test_quality_of_the_extremes():

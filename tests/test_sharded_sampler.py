@@ -259,6 +259,7 @@ def test_the_world_is_detected(monkeypatch):
         monkeypatch.setenv(name, str(number))
     found = ShardedSampler(LENGTHS, num_streams=2)
     assert (found.num_replicas, found.rank, found.num_nodes) == (8, 5, 2)
+    assert ShardedSampler(LENGTHS, 16).num_nodes == 1  # how 16 ranks are spread is not known
     given = ShardedSampler(LENGTHS, 3, 1)
     assert (given.num_replicas, given.rank, given.num_nodes) == (3, 1, 1)
     monkeypatch.delenv("RANK")
