@@ -140,7 +140,7 @@ def _footer(path: str | Path, descriptor: int) -> tuple[Footer, os.stat_result]:
 
 
 def _parse(path: str | Path, found: bytes, file_bytes: int) -> Footer:
-    if len(found) < FOOTER_BYTES or found[_FIELDS.size :] != xxhash.xxh3_64_digest(found[: _FIELDS.size]):
+    if found[_FIELDS.size :] != xxhash.xxh3_64_digest(found[: _FIELDS.size]):
         raise CorruptEntry(f"{path} has no valid footer")
     magic, version, name, payload, digest, checksum = _FIELDS.unpack_from(found)
     footer = Footer(payload, name, digest, checksum)

@@ -28,11 +28,8 @@ def boot_id() -> str:
 
 def trusted(index: Path) -> bool:
     """Whether what the index at this path says may be believed. Raises OSError."""
-    try:
-        state = (index / "state").read_text()
-    except (FileNotFoundError, UnicodeDecodeError):
-        return False
-    return state == _CLOSED or (state != "" and state == boot_id())
+    state = _state(index)
+    return state == _CLOSED or state == boot_id() != ""
 
 
 def note_open(index: Path) -> None:

@@ -151,6 +151,7 @@ def test_what_is_proven_is_not_hashed_again(file: Path, monkeypatch: pytest.Monk
     os.utime(file, ns=(0, 0))
     assert pieces() == 4
     shutil.copy(file, file.with_name("copy"))
+    os.utime(file.with_name("copy"), ns=(0, 0))
     file.with_name("copy").replace(file)
     assert pieces() == 4
 
@@ -217,15 +218,20 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
     assert caught.value.errno == errno.EIO
 
 
-@pytest.mark.parametrize("left", [0, 2 * PIECE, SUMS])
-def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(file: Path, left: int) -> None:
+@pytest.mark.parametrize(("left", "proven"), [(2 * PIECE, False), (SUMS, False), (2 * PIECE, True)])
+def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
+    file: Path, left: int, *, proven: bool
+) -> None:
     """In a child. A file that is cut short is reported like a sector that cannot be read."""
+    known = Proven()
+    if proven:
+        blob.open_map(file, DIGEST, known)
     child = os.fork()
     if child == 0:
         real = mmap.mmap
         mmap.mmap = lambda *given, **options: (real(*given, **options), os.truncate(file, left))[0]
         try:
-            blob.open_map(file, DIGEST, Proven())
+            blob.open_map(file, DIGEST, known)
         except OSError as error:
             os._exit(int(error.errno != errno.EIO))
         finally:
@@ -240,6 +246,12 @@ def test_a_map_past_the_end_of_its_file_is_an_error_and_no_signal(tmp_path: Path
     os.truncate(tmp_path / "file", 4096)
     with pytest.raises(OSError, match="cannot read"):
         blob._read_in(mapped, 8192, 1 << 20)
+
+
+def test_a_write_may_take_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: real(descriptor, data[:PIECE], at))
+    assert blob.open_map(write(tmp_path / "blob"), DIGEST, Proven()) == DATA
 
 
 def test_buffers_are_used_again_unless_somebody_holds_a_view() -> None:

@@ -166,6 +166,16 @@ def test_a_killed_process_is_no_power_failure(left: Path) -> None:
     assert all(look(tier, name) for name in NAMES)
 
 
+def test_a_state_that_nobody_wrote(left: Path) -> None:
+    (left / "index" / "state").write_bytes(b"\xff\xfe")
+    folder = open_folder(left)
+    assert folder.rebuilt
+    (left / "index" / "state").write_bytes(b"\xff\xfe")
+    folder.close()
+    assert open_folder(left).rebuilt
+    assert assert_sound(left, LIMIT) == set(NAMES)
+
+
 def test_only_the_last_one_closes(tmp_path: Path) -> None:
     path = tmp_path / "c"
     with neighbour(path):
