@@ -447,6 +447,7 @@ def test_quality_of_the_extremes():
     assert not shuffle_quality([*range(4999), 0], lengths, 50).exactly_once
     assert not shuffle_quality(range(4999), lengths, 50).exactly_once
     assert not shuffle_quality([*range(4999), 5000], lengths, 50).exactly_once
+    assert not shuffle_quality([*range(4999), -1], lengths, 50).exactly_once
     assert shuffle_quality([], [], 50).exactly_once
 
 

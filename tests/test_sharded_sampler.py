@@ -177,6 +177,17 @@ def test_nodes_keep_to_their_own_row_groups(num_nodes, num_streams, per_node, ba
     assert max(map(len, read)) < 100 / num_nodes + 15
 
 
+@pytest.mark.parametrize(("num_replicas", "batch_size"), [(2, 4), (3, 2)])
+def test_streams_that_cannot_be_local_are_everybodys(num_replicas, batch_size):
+    """A state's streams in a world that they do not suit: each node is told of all that it reads."""
+    state = ShardedSampler(LENGTHS, 1, 0, num_streams=3).state_dict()
+    block_of = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
+    for sampler in ranks(num_replicas, batch_size=batch_size, num_nodes=2):
+        sampler.load_state_dict(state)
+        read = set(block_of[np.concatenate(list(sampler.batches()))].tolist())
+        assert read <= set(sampler.blocks_from())
+
+
 def blocks_by_node(num_nodes, epoch, num_streams=12, per_node=2, batch_size=6):
     """The row groups that each node reads in an epoch of 100 uneven ones, whose rows are whole global batches."""
     chance = random.Random(1)
@@ -231,6 +242,7 @@ def test_owners_move_only_the_surplus(num_streams):
         ({"num_streams": 10, "num_nodes": 4}, "num_streams=8"),
         ({"num_streams": 64, "num_nodes": 2}, "num_streams=32"),
         ({"num_streams": 3, "num_nodes": 3}, r"num_nodes=(2|4)"),
+        ({"num_streams": 3, "num_nodes": 3, "batch_size": 3}, r"num_nodes=(2|4)"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"rank": 8}, "rank=8"),
