@@ -39,7 +39,7 @@ bench: setup .venv-peers/.ready
 
 peers: .venv-peers/.ready
 
-.venv-peers/.ready: benchmarks/peers.txt
+.venv-peers/.ready: benchmarks/peers.txt benchmarks/peers.sh
 	PYTHON=$(PYTHON) sh benchmarks/peers.sh
 	touch $@
 
@@ -52,4 +52,4 @@ constraints: setup
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-peers .bench build dist *.egg-info

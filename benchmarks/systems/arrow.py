@@ -21,7 +21,7 @@ POOL = 16  # row groups that rows are shuffled among, over all workers
 
 
 class S3fs:
-    """Straight from s3fs, every epoch."""
+    """Straight from s3fs, every epoch; without its read-ahead, which fetched three times what Arrow had asked for."""
 
     def __init__(self, setting: Setting) -> None:
         self._loader: DataLoader[Batch] = DataLoader(
@@ -32,7 +32,7 @@ class S3fs:
         )
 
     def filesystem(self, setting: Setting) -> Any:
-        return fsspec.filesystem("s3", **setting.storage_options)
+        return fsspec.filesystem("s3", **setting.storage_options, default_cache_type="none")
 
     def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - workers count epochs for themselves
         return iter(self._loader)
