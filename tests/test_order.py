@@ -444,9 +444,11 @@ def test_quality_of_the_extremes():
     assert in_file_order.adjacency == 1
     assert in_file_order.variance_ratio == pytest.approx(50, rel=0.05)
     assert in_file_order.exactly_once
+    assert shuffle_quality(range(4999, -1, -1), lengths, 50).adjacency == 0
     assert not shuffle_quality([*range(4999), 0], lengths, 50).exactly_once
     assert not shuffle_quality(range(4999), lengths, 50).exactly_once
     assert not shuffle_quality([*range(4999), 5000], lengths, 50).exactly_once
+    assert not shuffle_quality(range(5001), lengths, 50).exactly_once
     assert not shuffle_quality([*range(4999), -1], lengths, 50).exactly_once
     assert shuffle_quality([], [], 50).exactly_once
 
