@@ -56,11 +56,12 @@ def place(starts: Int64, num_streams: int, width: int | None, dataset_key: bytes
         inner = cuts[cuts > 0]
         at = np.searchsorted(ends, inner)
         through = at != np.searchsorted(ends, inner, "right") - 1  # cuts that are no border of row groups
-        which = np.insert(np.arange(len(groups)), at[through], at[through])
-        first = (first - ends + length)[which]
-        ends = np.insert(ends, at[through], inner[through])
-        length = np.diff(ends, prepend=0)
-        first += ends - length
+        if through.any():
+            which = np.insert(np.arange(len(groups)), at[through], at[through])
+            first = (first - ends + length)[which]
+            ends = np.insert(ends, at[through], inner[through])
+            length = np.diff(ends, prepend=0)
+            first += ends - length
         pieces = np.searchsorted(ends, cuts, "right")
     windows = [begin + window_borders(end - begin, width) for begin, end in itertools.pairwise(pieces.tolist())]
     return Placement(
