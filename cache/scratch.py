@@ -44,7 +44,6 @@ class Scratch(ForkAware):
 
     def after_fork_in_child(self) -> None:
         os.close(self._descriptor)
-        self.close.detach()
 
     def check_place(self) -> None:
         """Raises OSError when others no longer find the folder that proves this process alive."""
@@ -126,7 +125,7 @@ def _locked(folder: Path) -> Iterator[bool | None]:
     except BlockingIOError:
         yield False
     else:
-        yield True if os.fstat(descriptor).st_nlink else None  # Its owner may have ended between the two.
+        yield True
     finally:
         os.close(descriptor)
 

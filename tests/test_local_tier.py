@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
@@ -194,6 +195,22 @@ def test_a_forked_child_does_not_end_its_parents_lock(tmp_path: Path) -> None:
             assert not pool.apply(can_lock, (str(tier.path),)), "the child's end dropped its parent's lock"
             pool.close()
             pool.join()
+
+
+def test_a_forked_child_that_leaves_a_lock_does_nothing(tmp_path: Path) -> None:
+    """Its copy of the descriptor was closed at the fork: by now the number may be another file's."""
+    locks, child = LocalTier(tmp_path / "c").folder.locks, 0
+    try:
+        with locks.hold(key("a").digest, timeout=0):
+            child = os.fork()
+            other = os.open(os.devnull, os.O_RDONLY)
+        os.close(other)
+        if child == 0:
+            os._exit(0)
+    finally:
+        if child == 0:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_living_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
@@ -480,6 +497,29 @@ def test_a_full_disk_is_no_error(small_disk: Path, caplog: pytest.LogCaptureFixt
     assert 0 < report.blobs < 20
 
 
+@pytest.mark.parametrize("failing", ["-", "-swept"])
+def test_what_a_full_disk_has_no_marks_for_goes_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    dead = tier.path / "tmp" / "0-0"
+    dead.mkdir()
+    (dead / f"{key('b').digest.hex()}-0").write_bytes(bytes(100))
+    real = os.open
+
+    def full(path: Any, flags: int, *mode: int, **options: Any) -> int:
+        if flags & os.O_CREAT and failing in Path(path).name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", full)
+    assert sweep(tier.path / "tmp") == {dead: {key("b").digest}}
+    assert list(dead.glob("*-0")) == []
+    assert fsck.evict(tier.folder) == row_bytes("a")
+    assert_sound(tier, set())
+
+
 # The folder
 
 
@@ -554,7 +594,11 @@ def test_sweeping_twice_finds_nothing(tmp_path: Path) -> None:
     assert sweep(tier.path / "tmp") == {}
 
 
-def test_a_process_may_end_while_another_looks_for_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "look",
+    [lambda tier: fsck.evict(tier.folder, path="bucket/a"), lambda tier: sweep(tier.path / "tmp")],
+)
+def test_a_process_may_end_while_another_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: Any) -> None:
     tier = LocalTier(tmp_path / "c")
     put(tier, "a")
     ending, listdir = tier.path / "tmp" / "0-0", os.listdir
@@ -567,5 +611,6 @@ def test_a_process_may_end_while_another_looks_for_drafts(tmp_path: Path, monkey
         return found
 
     monkeypatch.setattr(os, "listdir", list_then_end)
-    assert fsck.evict(tier.folder, path="bucket/a") == row_bytes("a")
+    look(tier)
     assert not ending.exists()
+    assert "errors" not in tier.stats()

@@ -12,6 +12,7 @@ from tiers import LIMIT, key, look, put
 
 from dataload.cache import blob, fsck, place
 from dataload.cache.local import LocalTier
+from dataload.cache.locks import KeyLocks
 from dataload.errors import ConfigError, CorruptEntry
 
 MOUNTS = """\
@@ -88,6 +89,18 @@ def test_planted_links_are_refused(tmp_path: Path, name: str) -> None:
         put(LocalTier(path), "x/0")
 
 
+def test_a_link_planted_just_after_the_look_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that anybody may write to, until it becomes a cache."""
+    path, victim = tmp_path / "c", tmp_path / "victim"
+    monkeypatch.setattr(place, "check", lambda path: (path / "locks").symlink_to(victim))
+    with pytest.raises(ConfigError, match="symbolic links"):
+        put(LocalTier(path), "x/0")
+    assert not victim.exists()
+    victim.touch()
+    with pytest.raises(OSError, match="symbolic links"), KeyLocks(str(path / "locks")).hold(bytes(32), timeout=0):
+        pass
+
+
 def test_nothing_is_written_through_links(tmp_path: Path) -> None:
     tier, victim, folder = LocalTier(tmp_path / "c", LIMIT), tmp_path / "victim", tmp_path / "folder"
     victim.write_text("precious")
@@ -116,7 +129,11 @@ def test_links_in_tmp_are_not_swept(tmp_path: Path) -> None:
     (tmp_path / "c" / "tmp" / "0-0").symlink_to(tmp_path / "folder")
     (tmp_path / "c" / "tmp" / "1-1").mkdir()
     (tmp_path / "c" / "tmp" / "1-1" / "what is this").write_text("")
-    assert look(LocalTier(tmp_path / "c"), "x/0")
+    (tmp_path / "c" / "tmp" / "stray").write_text("")
+    tier = LocalTier(tmp_path / "c", LIMIT)
+    assert look(tier, "x/0")
+    put(tier, "huge")
+    assert fsck.evict(tier.folder, path="bucket/x") > 0
     assert (tmp_path / "folder" / "thesis.tex").exists()
 
 
