@@ -94,15 +94,16 @@ class LocalTier(ForkAware):
         with self._opening:
             if self._folder is None or self._folder.closed:
                 try:
-                    self._folder = open_folder(self.path)
+                    folder = open_folder(self.path)
                 except ConfigError as error:
                     if not self._was_open:
                         raise
                     raise OSError(errno.ENXIO, str(error)) from error
                 self._was_open = True
-                self._limit = self._given_limit or self._folder.room()
-                if self._folder.rebuilt:  # It entered all that was there.
-                    self._folder.evict(self._limit)
+                self._limit = self._given_limit or folder.room()
+                if folder.rebuilt:  # It entered all that was there.
+                    folder.evict(self._limit)
+                self._folder = folder  # From here on other threads use it.
             return self._folder
 
     @property

@@ -20,8 +20,9 @@ import pytest
 from tiers import LIMIT, data_of, key, put
 
 from dataload.cache import fsck
+from dataload.cache.folder import CacheFolder
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, Breaker, Health
-from dataload.cache.index import Index
+from dataload.cache.index import SMALL_MAP_BYTES, Index
 from dataload.cache.local import LocalTier
 
 
@@ -255,6 +256,43 @@ def test_a_use_that_cannot_be_written_down_is_still_a_hit(tmp_path: Path, monkey
         assert tier.get(key("x/0")) == data_of("x/0")
     assert tier.stats()["health"]["state"] == "degraded"
     assert tier.stats()["errors"] == 1
+
+
+def test_a_disk_that_does_not_say_how_full_it_is(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", None, "lru", clock)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", counted(shutil.disk_usage, "", [], lambda _: True, errno.EIO))
+        for _ in range(3):
+            put(tier, "x/0")
+            clock.now += 2 * LONGEST_PAUSE
+        assert tier.stats()["health"]["state"] == "off"
+    put(tier, "x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")
+    assert tier.stats()["health"]["state"] == "normal"
+
+
+def test_a_tier_is_open_to_other_threads_when_its_limit_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, room, open_by_then = LocalTier(tmp_path / "cache"), CacheFolder.room, []
+    monkeypatch.setattr(CacheFolder, "room", lambda self: (open_by_then.append(tier._folder), room(self))[1])
+    put(tier, "x/0")
+    assert open_by_then == [None]
+
+
+def test_where_address_space_is_short_the_index_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = lmdb.open
+
+    def short(path: str, *, map_size: int, **options: Any) -> Any:
+        if map_size > SMALL_MAP_BYTES:
+            raise lmdb.MemoryError("Cannot allocate memory")
+        return real(path, map_size=map_size, **options)
+
+    monkeypatch.setattr(lmdb, "open", short)
+    tier = LocalTier(tmp_path / "cache", LIMIT)
+    put(tier, "x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")
 
 
 # A real disk
