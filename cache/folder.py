@@ -126,8 +126,7 @@ class CacheFolder:
         self.close()
 
     def check_place(self) -> None:
-        """Raises OSError when what this process has open is no longer what others find here."""
-        self.scratch.check_place()
+        """Raises OSError when the index that this process has open is no longer what others find here."""
         self.index.check_place()
 
     def path_of(self, digest: bytes) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -35,7 +34,6 @@ class Scratch(ForkAware):
         self._descriptor = os.open(self._path, _FOLDER)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._inode = os.fstat(self._descriptor).st_ino
         except OSError:
             os.close(self._descriptor)
             raise
@@ -44,11 +42,6 @@ class Scratch(ForkAware):
 
     def after_fork_in_child(self) -> None:
         os.close(self._descriptor)
-
-    def check_place(self) -> None:
-        """Raises OSError when others no longer find the folder that proves this process alive."""
-        if self._path.stat().st_ino != self._inode:
-            raise FileNotFoundError(errno.ENOENT, "it was replaced", str(self._path))
 
     def draft(self, digest: bytes) -> Path:
         """Path for writing the blob `digest`: at most one filler of a blob is at work on a host."""

@@ -271,9 +271,30 @@ def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        os._exit(sum("index" in link for link in links))
+        os._exit(sum("data.mdb" in link for link in links))
     assert os.waitpid(child, 0)[1] == 0
     assert tier.get(key("a")) == data_of("a")
+
+
+def test_no_thread_opens_the_index_again_before_a_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    index = tier.folder.index
+    close, thread = index.close, threading.Thread(target=index.used_bytes)
+
+    def close_then_used() -> None:
+        close()
+        thread.start()
+        thread.join(0.2)  # Time to open it, which it must not.
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "close", close_then_used)
+        child = os.fork()
+    if child == 0:
+        links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        os._exit(sum("data.mdb" in link for link in links))
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
 
 
 def test_past_the_deadline_a_waiter_fetches_without_keeping(tmp_path: Path) -> None:

@@ -306,7 +306,40 @@ def test_damage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert tier.folder.rebuilt
 
 
+def test_an_index_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB must not open it twice: also while somebody still holds the error."""
+    opened = index.Index(left / "index")
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input") as caught:
+        patch.setattr(index.Index, "_fill_up", fails)
+        opened.used_bytes()
+    assert opened.used_bytes() > 0
+    assert caught.value.errno == 5
+
+
+def test_who_still_uses_an_index_that_was_let_go_hears_so(left: Path) -> None:
+    folder = open_folder(left)
+    folder.close()
+    with pytest.raises(OSError, match="closed"):
+        folder.index.used_bytes()
+
+
 # Folders removed under a living process
+
+
+def test_an_index_that_was_replaced_is_noticed(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c", LIMIT, "lru")
+    put(tier, "x/0")
+    first = tier.folder
+    shutil.move(tmp_path / "c" / "index", tmp_path / "index")
+    shutil.copytree(tmp_path / "index", tmp_path / "c" / "index")
+    put(tier, "x/2")  # The fill that notices.
+    put(tier, "x/3")
+    assert tier.folder is not first
+    assert is_kept(tier, "x/3")
 
 
 @pytest.mark.parametrize(
