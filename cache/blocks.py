@@ -11,8 +11,9 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
 from dataload.cache.memory import MemoryTier
-from dataload.cache.origin import Origin, version_of
+from dataload.cache.origin import Origin
 from dataload.cache.tier import Allocate, BlobKey, Span, Tier
+from dataload.cache.version import version_of
 from dataload.errors import ConfigError
 
 IN_FLIGHT = 16
@@ -105,8 +106,8 @@ class Blocks(ForkAware):
             "requests_origin": origin.get("requests", 0),
             "errors": {"local": tier.get("errors", 0) + tier.get("unkept", 0), "origin": origin.get("errors", 0)},
             "health": tier.get("health"),
-            "engine": "fsspec",
-            "engine_reason": "the only engine of this version",
+            "engine": self.origin.engine.name,
+            "engine_reason": self.origin.engine.reason,
         }
 
     def _numbers(self, start: int, stop: int) -> range:

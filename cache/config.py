@@ -13,7 +13,7 @@ from dataload.errors import ConfigError
 
 POLICIES = ("pin", "lru")
 CONSISTENCIES = ("generation", "open", "immutable")
-ENGINES = ("auto", "fsspec")
+ENGINES = ("auto", "fsspec", "obstore")
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class CacheConfig:
     policy: "pin" keeps what running jobs use and stops admitting when full; "lru" drops what was used longest ago.
     consistency: when an object's version is asked for: once per "generation" (listing), at every "open", or never
         again once known ("immutable").
-    engine: who moves the bytes: "auto" or "fsspec".
+    engine: who moves the bytes: "auto", "fsspec" or "obstore"; "auto" takes obstore for S3 where it can be told all
+        that s3fs was told, and `stats()` says why where it does not.
     cluster: no cluster tier is built in yet; must be None.
     origin_id: name of the store inside cache keys; default: its protocol and endpoint. Give two addresses of one
         store (a VPC endpoint, a proxy) the same name to share what is cached.

@@ -12,8 +12,9 @@ from fsspec.implementations.chained import ChainedFileSystem
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.file import BlockFile
-from dataload.cache.origin import Origin, connect, version_of
+from dataload.cache.origin import Origin, connect
 from dataload.cache.redact import redacted
+from dataload.cache.version import version_of
 from dataload.errors import ConfigError
 
 
@@ -62,7 +63,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")
         if fs is None:
             fs = connect(str(target_protocol), target_options)
-        self.blocks = Blocks.open(Origin(fs, origin_id), self.config)
+        self.blocks = Blocks.open(Origin(fs, origin_id, engine), self.config)
         self._strip_protocol = self._path  # a class method by nature, but here the origin's class decides
         self._known: dict[str, dict[str, Any]] = {}
 
@@ -206,4 +207,4 @@ def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheC
         raise ConfigError(f"{redacted(url)} cannot be opened with these storage_options: {redacted(error)}") from error
     if isinstance(filesystem, TierCacheFileSystem):
         return filesystem.blocks
-    return Blocks.open(Origin(filesystem, config.origin_id if config else None), config)
+    return Blocks.open(Origin(filesystem, *((config.origin_id, config.engine) if config else ())), config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import pickle
 from collections.abc import Iterator
@@ -10,21 +9,21 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec
-from fsspec.asyn import sync
 from fsspec.core import has_magic
 from fsspec.utils import tokenize
 from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_after_attempt, stop_after_delay
 from tenacity import wait_random_exponential as full_jitter
 
+from dataload.cache.engine import Engine, WrongBodyError, engine_for
 from dataload.cache.forks import ForkAware
 from dataload.cache.redact import redacted
+from dataload.cache.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.metrics import Counters
 
 ATTEMPTS = 6
 ATTEMPTS_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
-CHANGED = "was replaced while it was being read: list the dataset anew (on a filesystem, invalidate_cache)"
 
 # Options that say which store an address is, as against how to get in. Credentials never become part of a key.
 ADDRESS_OPTIONS = ("endpoint_url", "base_url", "host", "port", "account_name", "namenode")
@@ -54,9 +53,10 @@ PATH_IS_NAME = frozenset(
         "webhdfs",
     }
 )
-VERSION_FIELDS = ("ETag", "etag", "generation", "sha256", "md5Hash", "checksum")
 # Packages whose errors are a request's, though they are no OSError: a body cut short is aiohttp's ClientPayloadError.
-TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore"})
+TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore", "obstore"})
+
+_DENIALS = ("PermissionDeniedError", "UnauthenticatedError")  # obstore's, which are no PermissionError
 
 log = logging.getLogger(__name__)
 
@@ -66,25 +66,29 @@ class Origin(ForkAware):
 
     filesystem: any fsspec filesystem; in a forked child a fresh one with the same options takes its place.
     identity: the store's name in cache keys; default: its protocol and address.
+    engine: who moves the bytes: "auto", "fsspec" or "obstore".
 
     Notes: `read` may be called from any thread. Requests that fail in passing are retried with full jitter.
     """
 
-    def __init__(self, filesystem: Any, identity: str | None = None) -> None:
+    def __init__(self, filesystem: Any, identity: str | None = None, engine: str = "auto") -> None:
         self._filesystem = filesystem
         self._inherited = False
         self._identity = identity
+        self._wanted = engine
+        self._engine: Engine | None = None
         self.counters = Counters()
         super().__init__()
 
-    def __reduce__(self) -> tuple[type[Origin], tuple[Any, str | None]]:
-        return Origin, (self._filesystem, self._identity)
+    def __reduce__(self) -> tuple[type[Origin], tuple[Any, str | None, str]]:
+        return Origin, (self._filesystem, self._identity, self._wanted)
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
+        self._engine = None
         self._inherited = True  # with event loops that run in threads of the parent's
 
     @property
@@ -95,6 +99,13 @@ class Origin(ForkAware):
             self._filesystem = pickle.loads(pickle.dumps(self._filesystem))  # noqa: S301
             self._inherited = False
         return self._filesystem
+
+    @property
+    def engine(self) -> Engine:
+        """Who moves the bytes in this process. Raises ConfigError when the one asked for cannot."""
+        if self._engine is None:
+            self._engine = engine_for(self.filesystem, self._wanted)
+        return self._engine
 
     @property
     def address(self) -> str:
@@ -134,7 +145,7 @@ class Origin(ForkAware):
                 if info["type"] == "file" and not name.endswith("/")
             }
 
-    def read(self, path: str, start: int, stop: int, version: str) -> bytes:
+    def read(self, path: str, start: int, stop: int, version: str) -> memoryview:
         """Exactly the bytes [start, stop) of that version of an object.
 
         Raises ObjectChanged when there is another version now (where the store can tell), OriginError after retries.
@@ -143,28 +154,10 @@ class Origin(ForkAware):
             for attempt in _attempts():
                 with attempt:
                     self.counters.add(requests=1)
-                    data = self._get(path, start, stop, version)
+                    data = memoryview(self.engine.get(path, start, stop, version))
                     self.counters.add(bytes=len(data))
                     if len(data) != stop - start:
-                        raise _WrongBodyError(f"{len(data)} bytes came instead of {stop - start}")
-        return data
-
-    def _get(self, path: str, start: int, stop: int, version: str) -> bytes:
-        filesystem = self.filesystem
-        if not hasattr(filesystem, "call_s3"):
-            data = bytes(filesystem.cat_file(path, start=start, end=stop))
-            if version_of(self.info(path)) != version:  # all that can be had without If-Match
-                raise ObjectChanged(f"{redacted(path)} {CHANGED}")
-            return data
-        # s3fs's own cat_file sends no If-Match.
-        bucket, key, version_id = filesystem.split_path(path)
-        asked = f"bytes={start}-{stop - 1}"
-        condition = {"VersionId": version_id} if version_id else {"IfMatch": version}
-        response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=asked, **condition)
-        data = bytes(sync(filesystem.loop, _body, response["Body"]))
-        sent = response.get("ContentRange")
-        if sent and not sent.startswith(f"bytes {start}-{stop - 1}/"):
-            raise _WrongBodyError(f"{sent} came instead of {asked}")
+                        raise WrongBodyError(f"{len(data)} bytes came instead of {stop - start}")
         return data
 
     @contextmanager
@@ -184,13 +177,9 @@ class Origin(ForkAware):
             where, said = redacted(what), redacted(error)
             if _status(error) == 412:
                 raise ObjectChanged(f"{where} {CHANGED}") from error
-            if isinstance(error, PermissionError):
+            if _denied(error):
                 raise OriginError(f"{where}: {self.address} denied access, check the credentials: {said}") from error
             raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {said}") from error
-
-
-class _WrongBodyError(OSError):
-    pass
 
 
 def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
@@ -199,15 +188,6 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
         return fsspec.filesystem(protocol, **(options or {}))
     except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"no filesystem for {protocol}:// with these options: {redacted(error)}") from error
-
-
-def version_of(info: dict[str, Any]) -> str:
-    """The version of an object, from what its store says: the ETag verbatim, else a digest of all that is said."""
-    for name in VERSION_FIELDS:
-        if info.get(name):
-            return str(info[name])
-    said = sorted((name, str(value)) for name, value in info.items())
-    return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()
 
 
 def _attempts() -> Retrying:
@@ -220,11 +200,6 @@ def _attempts() -> Retrying:
     )
 
 
-async def _body(stream: Any) -> bytes:
-    async with stream:
-        return bytes(await stream.read())
-
-
 def _is_trouble(error: BaseException) -> bool:
     """Whether the store or the way to it failed, as against a mistake in the program."""
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in TRANSPORTS
@@ -232,10 +207,14 @@ def _is_trouble(error: BaseException) -> bool:
 
 def _passing(error: BaseException) -> bool:
     """Whether trying again may help: not with what the store has decided."""
-    if not _is_trouble(error) or isinstance(error, (FileNotFoundError, PermissionError, DataloadError)):
+    if not _is_trouble(error) or isinstance(error, (FileNotFoundError, DataloadError)) or _denied(error):
         return False
     status = _status(error)
     return status is None or status in (408, 429) or status >= 500
+
+
+def _denied(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or type(error).__name__ in _DENIALS
 
 
 def _status(error: BaseException) -> int | None:
@@ -245,6 +224,8 @@ def _status(error: BaseException) -> int | None:
         if isinstance(status := getattr(cause, "status", None), int):  # aiohttp
             return status
         response = getattr(cause, "response", None)
+        if type(cause).__name__ == "PreconditionError":  # obstore
+            return 412
         if isinstance(response, dict):  # botocore
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
         cause = cause.__cause__

@@ -46,12 +46,12 @@ def read_row_group(
 
 def _fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     start = max(0, obj.size - TAIL_BYTES)
-    tail = blocks.origin.read(obj.path, start, obj.size, obj.version) if obj.size else b""
+    tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
     if len(tail) < _TRAILER_BYTES or not tail.endswith(MAGIC):
         raise DataError(f"{obj.path} is not a Parquet file: take it out of the dataset, or name the files with a glob")
     size = int.from_bytes(tail[-_TRAILER_BYTES:-4], "little") + _TRAILER_BYTES
     if size > obj.size:
         raise DataError(f"{obj.path} is cut short: its footer says {size} bytes and the object has {obj.size}")
     if size > len(tail):
-        tail = blocks.origin.read(obj.path, obj.size - size, start, obj.version) + tail
+        tail = bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
     return tail[-size:]

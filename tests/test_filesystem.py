@@ -267,13 +267,14 @@ def test_trouble_is_not_absence(tmp_path: Path) -> None:
 
 def test_reads_do_not_wait_behind_a_prefetch(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
     release = threading.Event()
-    get = Origin._get
+    engine = fs.blocks.origin.engine
+    get = engine.get
 
-    def held(self: Origin, path: str, *rest: Any) -> bytes:
+    def held(path: str, *rest: Any) -> bytes:
         assert "data.bin" in path or release.wait(60)
-        return get(self, path, *rest)
+        return get(path, *rest)
 
-    monkeypatch.setattr(Origin, "_get", held)
+    monkeypatch.setattr(engine, "get", held)
     for number in range(40):
         bucket.put(f"many/{number}", b"x")
     fs.prefetch(f"{bucket.name}/many")
@@ -353,7 +354,7 @@ def test_a_lasting_fault_is_raised_and_nothing_is_kept(
 
 def test_bytes_that_are_missing_are_noticed(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("dataload.cache.origin.ATTEMPTS", 2)
-    monkeypatch.setattr(Origin, "_get", lambda *_: b"too few")
+    monkeypatch.setattr(fs.blocks.origin.engine, "get", lambda *_: b"too few")
     with pytest.raises(OriginError, match="7 bytes came instead of 100000"):
         fs.cat_file(bucket.url("folder/data.bin"), end=1)
     assert fs.blocks.tier.stats()["misses"] == 1
@@ -365,7 +366,7 @@ def test_a_mistake_of_ours_is_not_the_origins(fs: TierCacheFileSystem, bucket: A
     def broken(*_: Any) -> bytes:
         raise TypeError("a bug")
 
-    monkeypatch.setattr(Origin, "_get", broken)
+    monkeypatch.setattr(fs.blocks.origin.engine, "get", broken)
     with pytest.raises(TypeError, match="a bug"):
         fs.cat_file(bucket.url("folder/data.bin"))
 
