@@ -24,6 +24,7 @@ from dataload.cache.folder import CacheFolder
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, Breaker, Health
 from dataload.cache.index import SMALL_MAP_BYTES, Index
 from dataload.cache.local import LocalTier
+from dataload.cache.locks import KeyLocks
 
 
 class Clock:
@@ -270,6 +271,23 @@ def test_a_disk_that_does_not_say_how_full_it_is(tmp_path: Path) -> None:
     put(tier, "x/0")
     assert tier.get(key("x/0")) == data_of("x/0")
     assert tier.stats()["health"]["state"] == "normal"
+
+
+def test_a_folder_that_others_are_long_in_opening_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", clock)
+    tier.path.mkdir()
+    (tier.path / "locks").touch()
+    monkeypatch.setattr("dataload.cache.folder.SETUP_SECONDS", 0)
+    with KeyLocks(str(tier.path / "locks")).hold(b"\xff" * 32, timeout=0):
+        put(tier, "x/0")
+        assert tier.stats()["health"]["state"] == "off"
+        assert not (tier.path / "index").exists()
+    clock.now += 2 * LONGEST_PAUSE
+    put(tier, "x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")
 
 
 def test_a_tier_is_open_to_other_threads_when_its_limit_is_known(

@@ -320,6 +320,17 @@ def test_an_index_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytes
     assert caught.value.errno == 5
 
 
+def test_a_folder_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input") as caught:
+        patch.setattr(trust, "note_open", fails)
+        open_folder(left)
+    assert open_folder(left).index.used_bytes() > 0
+    assert caught.value.errno == 5
+
+
 def test_who_still_uses_an_index_that_was_let_go_hears_so(left: Path) -> None:
     folder = open_folder(left)
     folder.close()
