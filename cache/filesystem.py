@@ -142,7 +142,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         info = self.info(path)
         if info["type"] != "file":
             raise IsADirectoryError(f"{path} is a folder")
-        return Object.of(info)
+        return Object.of(info | {"name": path})  # s3fs leaves out which version was asked for
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> BlockFile:
         if mode != "rb":

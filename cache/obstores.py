@@ -32,9 +32,15 @@ CLIENT_OPTIONS = frozenset({"endpoint_url", "region_name", "use_ssl"})
 # Those that are about time and numbers; ours hold here.
 CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_timeout", "retries"})
 CREDENTIALS_LAST = timedelta(minutes=5)  # then the session is asked again, which renews what is about to expire
+STALL_SECONDS = 20  # without a byte
+NOT_PARTIAL = "non-partial response"
 AMAZON = ".amazonaws.com"
 
 _used_in: int | None = None  # The process in which obstore has started its threads. They are lost in a fork.
+
+
+class UnsuitableError(Exception):
+    """obstore cannot read from this store at all; the message says why."""
 
 
 def untranslatable(filesystem: Any) -> str | None:
@@ -76,7 +82,14 @@ class Obstore:
         bucket, key, version_id = self._filesystem.split_path(path)
         options: dict[str, Any] = {"version": version_id} if version_id else {"if_match": version}
         options["range"] = (start, stop)
-        return obstore.get(self._store(bucket), key, options=options).bytes()  # type: ignore[arg-type] # a TypedDict
+        try:
+            return obstore.get(self._store(bucket), key, options=options).bytes()  # type: ignore[arg-type] # a TypedDict
+        except obstore.exceptions.GenericError as error:
+            if NOT_PARTIAL in str(error):
+                raise UnsuitableError(
+                    "the store answers a range with the whole object, which obstore refuses"
+                ) from error
+            raise
 
     def _store(self, bucket: str) -> Any:
         with self._making:
@@ -109,7 +122,7 @@ def _store_of(filesystem: Any, bucket: str) -> Any:
     return S3Store(
         bucket,
         **options,
-        client_options={"allow_http": True, "connect_timeout": "5s", "read_timeout": "20s", "timeout": "60s"},
+        client_options={"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "60s"},
         retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=60)},  # The origin tries again.
     )
 

@@ -14,8 +14,9 @@ from fsspec.utils import tokenize
 from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_after_attempt, stop_after_delay
 from tenacity import wait_random_exponential as full_jitter
 
-from dataload.cache.engine import Engine, WrongBodyError, engine_for
+from dataload.cache.engine import Engine, Fsspec, WrongBodyError, engine_for
 from dataload.cache.forks import ForkAware
+from dataload.cache.obstores import UnsuitableError
 from dataload.cache.redact import redacted
 from dataload.cache.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
@@ -154,11 +155,18 @@ class Origin(ForkAware):
             for attempt in _attempts():
                 with attempt:
                     self.counters.add(requests=1)
-                    data = memoryview(self.engine.get(path, start, stop, version))
+                    data = memoryview(self._get(path, start, stop, version))
                     self.counters.add(bytes=len(data))
                     if len(data) != stop - start:
                         raise WrongBodyError(f"{len(data)} bytes came instead of {stop - start}")
         return data
+
+    def _get(self, path: str, start: int, stop: int, version: str) -> Any:
+        try:
+            return self.engine.get(path, start, stop, version)
+        except UnsuitableError as error:
+            self._engine = Fsspec(self.filesystem, str(error))
+            return self._engine.get(path, start, stop, version)
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -174,7 +182,7 @@ class Origin(ForkAware):
             if not _is_trouble(error):
                 raise
             self.counters.add(errors=1)
-            where, said = redacted(what), redacted(error)
+            where, said = redacted(what), redacted(str(error).partition("\n")[0])  # obstore adds its source
             if _status(error) == 412:
                 raise ObjectChanged(f"{where} {CHANGED}") from error
             if _denied(error):

@@ -1,0 +1,250 @@
+"""Who moves the bytes: the same ones whoever it is, named with its reason, and right on a bad day."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from dataload.benchmarks import s3
+from dataload.benchmarks.origin import Origin as Server
+from dataload.benchmarks.systems.base import BUCKET
+from dataload.cache import obstores
+from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.errors import ConfigError, ObjectChanged, OriginError
+
+ENGINES = ("obstore", "fsspec")
+BLOCK = 64 << 10
+DATA = np.random.default_rng(5).bytes(3 * BLOCK + 17)
+
+
+def open_fs(cache_dir: Path, options: dict[str, Any], **arguments: Any) -> TierCacheFileSystem:
+    given = {"cache_dir": str(cache_dir), "block_bytes": BLOCK, "skip_instance_cache": True} | arguments
+    return fsspec.filesystem("tiercache", target_protocol="s3", target_options=options, **given)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_move_the_same_bytes_and_are_named(bucket: Any, tmp_path: Path, engine: str) -> None:
+    bucket.put("a b/ü+x.bin", DATA)
+    fs = open_fs(tmp_path, bucket.options, engine=engine)
+    assert fs.cat_file(bucket.url("a b/ü+x.bin")) == DATA
+    stats = fs.stats()
+    assert (stats["engine"], stats["engine_reason"]) == (engine, "asked for")
+    assert stats["bytes_origin"] == len(DATA)
+
+
+def test_auto_takes_obstore(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert fs.stats()["engine"] == "obstore"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"profile": "work"}, "s3fs was given profile"),
+        ({"config_kwargs": {"s3": {"addressing_style": "path"}}}, "s3fs was given s3"),
+        ({"client_kwargs": {"verify": False, "region_name": "us-east-1"}}, "s3fs was given verify"),
+        ({"s3_additional_kwargs": {"SSECustomerAlgorithm": "AES256"}}, "s3fs was given s3_additional_kwargs"),
+    ],
+)
+def test_what_obstore_cannot_be_told_is_left_to_s3fs(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    fs = open_fs(tmp_path, options)
+    assert (fs.stats()["engine"], fs.stats()["engine_reason"]) == ("fsspec", reason)
+    with pytest.raises(ConfigError, match=f"engine='obstore' cannot be used: {reason}"):
+        open_fs(tmp_path, options, engine="obstore").stats()
+
+
+def test_other_stores_are_read_by_their_filesystem(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("tiercache", target_protocol="memory", cache_dir=str(tmp_path))
+    assert fs.stats()["engine"] == "fsspec"
+    assert "is not s3fs" in fs.stats()["engine_reason"]
+
+
+def in_a_child(work: Callable[[], bytes]) -> bytes:
+    """What `work` returns in a forked child."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, work())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def test_a_forked_child_does_without_obstore(bucket: Any, tmp_path: Path) -> None:
+    """Its threads are not there: a request would hang for ever."""
+    bucket.put("x", DATA)
+    bucket.put("y", DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options)
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+    def work() -> bytes:
+        right = fs.cat_file(bucket.url("y")) == DATA[::-1]
+        return f"{right} {fs.stats()['engine']}".encode()
+
+    assert in_a_child(work) == b"True fsspec"
+    assert fs.stats()["engine"] == "obstore"
+
+
+def test_credentials_of_the_session_are_used_and_asked_for_again(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody names a key: the session finds one, which may be another tomorrow."""
+    bucket.put("x", DATA)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr(obstores, "CREDENTIALS_LAST", -obstores.CREDENTIALS_LAST)
+    asked = []
+    ask = obstores._Credentials.__call__
+    monkeypatch.setattr(obstores._Credentials, "__call__", lambda self: asked.append(ask(self)) or asked[-1])
+    options = {name: value for name, value in bucket.options.items() if name not in ("key", "secret")}
+    fs = open_fs(tmp_path, options, engine="obstore")
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert len(asked) == 4, "they had expired before each of the four blocks"
+    assert {each["access_key_id"] for each in asked} == {"from-the-environment"}
+
+
+def test_anonymous_requests_are_not_signed(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    bucket.client.put_object_acl(Bucket=bucket.name, Key="x", ACL="public-read")
+    options = {name: value for name, value in bucket.options.items() if name not in ("key", "secret")}
+    fs = open_fs(tmp_path, options | {"anon": True}, engine="obstore")
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_version_that_is_named_is_read(bucket: Any, tmp_path: Path, engine: str) -> None:
+    bucket.client.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
+    old = bucket.client.put_object(Bucket=bucket.name, Key="x", Body=DATA)["VersionId"]
+    bucket.put("x", DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options | {"version_aware": True}, engine=engine)
+    assert fs.cat_file(f"{bucket.url('x')}?versionId={old}") == DATA
+    assert fs.cat_file(bucket.url("x")) == DATA[::-1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_object_that_was_replaced_is_named(bucket: Any, tmp_path: Path, engine: str) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options, engine=engine)
+    assert fs.cat_file(bucket.url("x"), end=10) == DATA[:10]
+    bucket.put("x", DATA[::-1])
+    with pytest.raises(ObjectChanged, match=f"{bucket.name}/x"):
+        fs.cat_file(bucket.url("x"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_object_that_is_gone_and_a_bucket_that_is_none(bucket: Any, tmp_path: Path, engine: str) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options, engine=engine)
+    fs.info(bucket.url("x"))
+    bucket.client.delete_object(Bucket=bucket.name, Key="x")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        fs.cat_file(bucket.url("x"))
+
+
+# On a bad day
+
+
+@pytest.fixture
+def slow_store(tmp_path: Path) -> Iterator[Server]:
+    folder = tmp_path / "objects" / BUCKET
+    folder.mkdir(parents=True)
+    for number in range(8):
+        (folder / f"{number}.bin").write_bytes(DATA[number:])
+    with Server(tmp_path / "objects") as server:
+        yield server
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fault", ["slow_down", "reset", "short", "all"])
+def test_faults_in_passing_change_no_byte(
+    slow_store: Server, tmp_path: Path, engine: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.FIRST_PAUSE", 0.001)
+    odds = dict.fromkeys(("slow_down", "reset", "short"), 0.1) if fault == "all" else {fault: 0.3}
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine=engine)
+    fs.ls(BUCKET)
+    slow_store.behave(**odds, seed=3)
+    names = [f"{BUCKET}/{number}.bin" for number in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(fs.cat_file, names)) == [DATA[number:] for number in range(8)]
+    blocks = sum(-(-len(DATA[number:]) // BLOCK) for number in range(8))
+    assert blocks <= fs.stats()["requests_origin"] < 3 * blocks  # botocore answers a SlowDown itself
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_origin_that_stays_down_is_one_error(
+    slow_store: Server, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.ATTEMPTS", 3)
+    monkeypatch.setattr("dataload.cache.origin.FIRST_PAUSE", 0.001)
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine=engine)
+    fs.ls(BUCKET)
+    slow_store.behave(reset=1.0)
+    with pytest.raises(OriginError, match=rf"{BUCKET}/0\.bin bytes 0-9: ") as raised:
+        fs.blocks.origin.read(f"{BUCKET}/0.bin", 0, 10, fs.ukey(f"{BUCKET}/0.bin"))
+    assert "\n" not in str(raised.value)
+    assert fs.stats()["requests_origin"] == 3
+
+
+def test_a_body_that_stalls_is_asked_for_again(
+    slow_store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstores, "STALL_SECONDS", 1)
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine="obstore")
+    fs.ls(BUCKET)
+    slow_store.behave(stalled=0.5, seed=1)
+    assert fs.cat_file(f"{BUCKET}/0.bin") == DATA
+    assert fs.stats()["requests_origin"] > 4
+
+
+class _Whole(http.server.BaseHTTPRequestHandler):
+    """A store that has never heard of ranges."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(DATA)
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("ETag", '"one"')
+        self.send_header("Last-Modified", formatdate(0, usegmt=True))
+        self.send_header("Content-Length", str(len(DATA)))
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_store_without_ranges_is_read_by_s3fs(tmp_path: Path) -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Whole) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            fs = open_fs(tmp_path, s3.storage_options(f"http://127.0.0.1:{server.server_port}"))
+            assert fs.cat_file("bucket/x") == DATA
+            assert (
+                fs.stats()["engine_reason"] == "the store answers a range with the whole object, which obstore refuses"
+            )
+        finally:
+            fs.fs.close_session(fs.fs.loop, fs.fs.s3)
+            server.shutdown()
+            thread.join()
