@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 
 from dataload.cache import blob, fsck, steps
+from dataload.cache import folder as folder_module
 from dataload.cache.folder import CacheFolder
 from dataload.cache.local import LocalTier
+from dataload.cache.locks import KeyLocks
 from dataload.cache.scratch import sweep
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
@@ -149,6 +151,63 @@ def test_a_waiter_takes_over_from_a_killed_filler(tmp_path: Path) -> None:
     os.kill(victim.pid, signal.SIGKILL)
     assert put(tier, "a") == data_of("a")
     victim.join()
+    assert_sound(tier, {"a"})
+
+
+def test_a_blob_whose_remover_died_before_removing_it_stays(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    dead = tier.path / "tmp" / "0-0"
+    dead.mkdir()
+    (dead / f"{key('a').digest.hex()}-0").touch()
+    tier.folder.close()
+    tier = LocalTier(tier.path)
+    assert_sound(tier, {"a"})
+    assert not dead.exists()
+
+
+def test_what_is_published_while_the_dead_are_swept_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A living filler has the blob's row, a draft, then a file; whoever looks for either must not miss both."""
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    folder, target = tier.folder, tier.folder.path_of(key("a").digest)
+    dead, draft = tier.path / "tmp" / "0-0", folder.scratch.draft(key("a").digest)
+    dead.mkdir()
+    target.rename(draft)
+    real_drafts, real_exists = folder_module.drafts, Path.exists
+
+    def drafts_then_published(*given: Any) -> list[Path]:
+        found = real_drafts(*given)
+        folder.publish(draft, key("a").digest)
+        return found
+
+    def exists_then_published(path: Path) -> bool:
+        found = real_exists(path)
+        if path == target and real_exists(draft):
+            folder.publish(draft, key("a").digest)
+        return found
+
+    monkeypatch.setattr(folder_module, "drafts", drafts_then_published)
+    monkeypatch.setattr(Path, "exists", exists_then_published)
+    folder._forget({dead: {key("a").digest}})
+    monkeypatch.undo()
+    dead.rmdir()
+    assert_sound(tier, {"a"})
+
+
+def test_what_is_published_while_it_is_evicted_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    target, hold = tier.folder.path_of(key("a").digest), KeyLocks.hold
+    draft = target.rename(tmp_path / "draft")
+
+    def hold_when_published(self: KeyLocks, digest: bytes, timeout: float) -> Any:
+        draft.rename(target)
+        return hold(self, digest, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyLocks, "hold", hold_when_published)
+        fsck.evict(tier.folder)
     assert_sound(tier, {"a"})
 
 
