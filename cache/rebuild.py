@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -41,12 +40,14 @@ def rebuild(index: Index, path: Path, blobs: Path) -> None:
 
 
 def _rows(folder: Path) -> Iterator[Row]:
+    if not folder.is_dir() or folder.is_symlink():
+        return
     now = time.time_ns()
-    for file in os.scandir(folder) if folder.is_dir() and not folder.is_symlink() else ():
+    for file in folder.iterdir():
         try:
-            footer, name, status = blob.read_footer(Path(file.path))
+            footer, name, status = blob.read_footer(file)
             if footer.digest.hex() != file.name or file.name[:2] != folder.name:
-                raise CorruptEntry(f"{file.path} holds another blob")
+                raise CorruptEntry(f"{file} holds another blob")
         except FileNotFoundError:
             continue
         except OSError as error:
@@ -57,7 +58,7 @@ def _rows(folder: Path) -> Iterator[Row]:
             yield Row(footer.digest, name, status.st_size, min(now, status.st_mtime_ns))
 
 
-def _remove(file: os.DirEntry[str]) -> None:
+def _remove(file: Path) -> None:
     # Nothing in blobs/ was ever put there by anyone but us.
     with suppress(IsADirectoryError):
-        Path(file.path).unlink(missing_ok=True)
+        file.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from dataload.cache import blob, fsck, steps
@@ -209,6 +210,22 @@ def test_what_is_published_while_it_is_evicted_stays(tmp_path: Path, monkeypatch
         patch.setattr(KeyLocks, "hold", hold_when_published)
         fsck.evict(tier.folder)
     assert_sound(tier, {"a"})
+
+
+def test_who_cannot_drop_the_row_of_a_removed_file_leaves_a_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should it be killed then, the next one to open the cache drops the row."""
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+
+    def fails(*_: object) -> None:
+        raise lmdb.MapFullError("full")
+
+    monkeypatch.setattr(tier.folder.index, "_drop", fails)
+    with pytest.raises(lmdb.MapFullError):
+        fsck.evict(tier.folder)
+    assert [file.name[:64] for file in tier.path.glob("tmp/*/*")] == [key("a").digest.hex()]
 
 
 # Many processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -15,7 +16,7 @@ import lmdb
 import pytest
 from tiers import LIMIT, assert_sound, bytes_in, data_of, files_of, key, look, put
 
-from dataload.cache import fsck, index, steps, trust
+from dataload.cache import blob, fsck, index, steps, trust
 from dataload.cache.local import LocalTier
 from dataload.cache.opened import open_folder
 from dataload.cache.tier import Allocate
@@ -268,6 +269,42 @@ def test_a_new_index_takes_nothing_for_a_blob_that_is_none(left: Path) -> None:
     folder = open_folder(left)
     assert len(folder.index.rows()) == len(NAMES)
     assert len(list((left / "blobs").glob("*/*"))) == len(NAMES)
+
+
+def test_a_new_index_leaves_alone_what_lies_elsewhere_or_is_no_file(left: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "thesis.tex").write_text("the only copy")
+    (left / "blobs" / "zz").symlink_to(tmp_path / "elsewhere")
+    (left / "blobs" / "00").mkdir(exist_ok=True)
+    (left / "blobs" / "00" / ("0" * 64)).mkdir()
+    shutil.rmtree(left / "index")
+    assert len(open_folder(left).index.rows()) == len(NAMES)
+    assert (tmp_path / "elsewhere" / "thesis.tex").exists()
+
+
+def test_a_new_index_takes_nobody_to_have_used_a_blob_tomorrow(left: Path) -> None:
+    os.utime(files_of(left)[key("x/0").digest], (2**33, 2**33))
+    shutil.rmtree(left / "index")
+    folder = open_folder(left)
+    assert max(row.used_at for row in folder.index.rows()) <= time.time_ns()
+
+
+def test_a_blob_may_go_while_a_new_index_is_made(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, going = blob.read_footer, files_of(left)[key("x/0").digest]
+    monkeypatch.setattr(blob, "read_footer", lambda path: (going.unlink(missing_ok=True), real(path))[1])
+    shutil.rmtree(left / "index")
+    assert len(open_folder(left).index.rows()) == len(NAMES) - 1
+
+
+def test_blobs_that_cannot_be_opened_just_now_stay(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Path) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    shutil.rmtree(left / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(blob, "read_footer", fails)
+        put(LocalTier(left, LIMIT, "lru"), "x/0")
+    assert assert_sound(left, LIMIT) == set(NAMES)
 
 
 def test_an_index_is_not_dropped_under_others(tmp_path: Path) -> None:
