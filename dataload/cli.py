@@ -45,6 +45,29 @@ def common(debug: Annotated[bool, typer.Option(help="Show tracebacks.")] = False
 
 
 @app.command()
+def plan(
+    url: str,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="Row groups to shuffle together; default: the best.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, of all ranks together.")] = 256,
+    cache_dir: CacheDir = None,
+    cache_bytes: CacheBytes = None,
+    storage_options: StorageOptions = None,
+    as_json: Json = False,
+) -> None:
+    """What reading a dataset will take, and what its shuffle is worth: from the footers alone."""
+    from dataload.cache.filesystem import open_source
+    from dataload.manifest import list_objects, pin
+    from dataload.plan import plan as foretell
+
+    blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes))
+    objects = list_objects(url, blocks)
+    found = foretell(pin(objects, blocks), objects, blocks.block_bytes, window, batch_size)
+    _print(found.to_json(), as_json, str(found))
+
+
+@app.command()
 def warm(
     url: str,
     cache_dir: CacheDir = None,

@@ -71,6 +71,23 @@ def test_warm_stats_verify_evict(run: Any, bucket: Any, dataset_of: Callable[...
     assert json.loads(run("stats", *cache, "--json").stdout)["bytes"] == 0
 
 
+def test_plan_says_what_the_first_epoch_takes(run: Any, bucket: Any, dataset_of: Callable[..., str]) -> None:
+    """No byte of the data is read for it."""
+    url = dataset_of([[300, 200], [100, 400]])
+    size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
+    said = run("plan", url)
+    assert said.returncode == 0, said.stderr
+    assert "2 objects" in said.stdout
+    assert "1,000 rows in 4 row groups" in said.stdout
+    for what in ("variance ratio", "first batch: waits for", "memory:"):
+        assert what in said.stdout
+    found = json.loads(run("plan", url, "--window", "2", "--batch-size", "350", "--json").stdout)
+    assert (found["objects"], found["bytes"], found["rows"], found["row_groups"]) == (2, size, 1000, 4)
+    assert (found["trade"]["window"], found["trade"]["first_row_groups"]) == (2, 3)
+    json_of_all = json.loads(run("warm", url, "--json").stdout)
+    assert json_of_all["requests_origin"] == found["requests"]
+
+
 def test_the_default_cache_is_the_users(run: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     assert run("warm", dataset_of([[10]])).returncode == 0
     assert (tmp_path / "home" / "dataload" / "FORMAT").exists()
