@@ -144,6 +144,14 @@ def test_the_first_format_is_refused_by_name(tmp_path: Path) -> None:
         put(LocalTier(tmp_path / "c"), "x/0")
 
 
+@pytest.mark.parametrize("found", ["", "{", "[]", "{}", "7"])
+def test_a_format_that_cannot_be_read_is_refused(tmp_path: Path, found: str) -> None:
+    put(LocalTier(tmp_path / "c"), "x/0")
+    (tmp_path / "c" / "FORMAT").write_text(found)
+    with pytest.raises(ConfigError, match="has format unreadable"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
 def test_a_format_that_a_power_failure_took_back_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
     monkeypatch.setattr(
