@@ -82,9 +82,6 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             return [self._path(one) for one in path]
         return self.blocks.origin.path_of(os.fspath(path).removeprefix("tiercache://"))
 
-    def unstrip_protocol(self, name: str) -> str:
-        return str(self.fs.unstrip_protocol(name))
-
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         path = self._path(path)
         known = self._known.get(path)

@@ -101,7 +101,8 @@ def test_listing(fs: TierCacheFileSystem, bucket: Any) -> None:
     assert fs.exists(f"{name}/folder/deep/other.bin")
     assert not fs.exists(f"{name}/nothing")
     assert fs.modified(f"{name}/folder/data.bin") is not None
-    assert fs.unstrip_protocol(f"{name}/x") == f"s3://{name}/x"
+    assert fs.unstrip_protocol(f"{name}/x") == f"tiercache://{name}/x"  # which this filesystem reads, not another
+    assert fs.info(fs.unstrip_protocol(f"{name}/folder/data.bin"))["size"] == len(DATA)
 
 
 def test_bytes_leave_the_origin_once(fs: TierCacheFileSystem, bucket: Any, tmp_path: Path) -> None:
