@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dataload.cache.config import CacheConfig
 from dataload.cache.forks import ForkAware
@@ -18,6 +19,8 @@ from dataload.errors import ConfigError
 
 IN_FLIGHT = 16
 UNCACHED_BYTES = 256 << 20
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ class Blocks(ForkAware):
         for one in pending:
             one.result()
         return whole.toreadonly()
+
+    def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
+        """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""
+        return self._pool("read").submit(call, *args)
 
     def fill(self, obj: Object) -> list[Future[int]]:
         """Start fetching the blocks of an object that are not kept yet; the bytes of each, when it is there.
