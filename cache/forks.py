@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from contextlib import suppress
 
 
 class ForkAware:
     """Told of every fork of this process, in the forking thread.
 
-    A subclass overrides what it needs, and calls `super().__init__()` last: from there on it may be told.
+    A subclass overrides what it needs, and calls `super().__init__()` when it is ready to be told.
     `before_fork` and `after_fork_in_parent` come in pairs.
     """
 
@@ -65,3 +66,17 @@ class _Forks:
 
 
 _forks = _Forks()
+
+
+def close_copies(path: str | os.PathLike[str]) -> None:
+    """Close every descriptor that this child has of the file or folder at `path`, which is no link.
+
+    Asked of the kernel, not taken from a list: another thread of the parent may have been opening or closing one at the
+    fork, so that a list would lack it, or have its number, which is another file's by now.
+    """
+    real = os.path.realpath(path)
+    with suppress(OSError):  # Without /proc they end with the child.
+        for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 - there may be thousands
+            with suppress(OSError):  # The one that lists them is gone.
+                if os.readlink(f"/proc/self/fd/{number}") == real:  # noqa: PTH115 - `stat` may hang on another's disk
+                    os.close(int(number))

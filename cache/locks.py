@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dataload.cache.forks import ForkAware
+from dataload.cache.forks import ForkAware, close_copies
 
 FIRST_WAIT = 0.0005
 LONGEST_WAIT = 0.02
@@ -53,14 +53,11 @@ class KeyLocks(ForkAware):
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._descriptors: set[int] = set()
         self._threads = ThreadLocks()
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        for descriptor in self._descriptors:
-            os.close(descriptor)  # Never unlock here: the lock is the parent's. Closing lets it end with the parent.
-        self._descriptors.clear()
+        close_copies(self._path)  # Never unlock here: the lock is the parent's. Closing lets it end with the parent.
 
     @contextmanager
     def hold(self, digest: bytes, timeout: float) -> Iterator[bool]:
@@ -78,7 +75,6 @@ class KeyLocks(ForkAware):
     def _locked_byte(self, byte: int, deadline: float) -> Iterator[bool]:
         owner = os.getpid()
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._descriptors.add(descriptor)
         try:
             wait = FIRST_WAIT
             while not (held := _set_lock(descriptor, byte, fcntl.F_WRLCK)) and time.monotonic() < deadline:
@@ -87,9 +83,8 @@ class KeyLocks(ForkAware):
             yield held
         finally:
             if os.getpid() == owner:
-                with suppress(OSError):  # Closing alone would not do while a child shares it.
+                with suppress(OSError):  # Closing alone would not do while a child has yet to close its copy.
                     _set_lock(descriptor, byte, fcntl.F_UNLCK)
-                self._descriptors.discard(descriptor)
                 os.close(descriptor)
 
 

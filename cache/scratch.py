@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dataload.cache.forks import ForkAware
+from dataload.cache.forks import ForkAware, close_copies
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 _SWEPT = "-swept"
@@ -31,17 +31,17 @@ class Scratch(ForkAware):
     def __init__(self, parent: Path) -> None:
         self._path = parent / f"{time.time_ns():020d}-{secrets.token_hex(8)}"
         self._path.mkdir(mode=0o700)
-        self._descriptor = os.open(self._path, _FOLDER)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._descriptor)
-            raise
-        self.close = weakref.finalize(self, _close, os.getpid(), self._path, self._descriptor)
         super().__init__()
+        descriptor = os.open(self._path, _FOLDER)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            raise
+        self.close = weakref.finalize(self, _close, os.getpid(), self._path, descriptor)
 
     def after_fork_in_child(self) -> None:
-        os.close(self._descriptor)
+        close_copies(self._path)
 
     def draft(self, digest: bytes) -> Path:
         """Path for writing the blob `digest`: at most one filler of a blob is at work on a host."""

@@ -24,7 +24,7 @@ from dataload.cache import folder as folder_module
 from dataload.cache.folder import CacheFolder
 from dataload.cache.local import LocalTier
 from dataload.cache.locks import KeyLocks
-from dataload.cache.scratch import sweep
+from dataload.cache.scratch import Scratch, sweep
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
 
@@ -165,6 +165,19 @@ def test_a_blob_whose_remover_died_before_removing_it_stays(tmp_path: Path) -> N
     tier = LocalTier(tier.path)
     assert_sound(tier, {"a"})
     assert not dead.exists()
+
+
+def test_the_row_of_a_blob_that_is_filled_while_the_dead_are_swept_stays(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+
+    def fill(allocate: Allocate) -> None:
+        room = allocate(SIZE)
+        tier.folder._forget({tier.path / "tmp" / "0-0": {key("a").digest}})
+        assert tier.folder.index.size_of(key("a").digest) == ROW
+        room[:] = data_of("a")
+
+    tier.get_or_fill(key("a"), fill)
+    assert_sound(tier, {"a"})
 
 
 def test_what_is_published_while_the_dead_are_swept_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +321,74 @@ def test_a_living_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+def opened(name: str) -> int:
+    """How many descriptors this process has of files with `name` in their paths."""
+    links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return sum(name in link for link in links)
+
+
+def take_a_lock(path: Path) -> None:
+    with KeyLocks(str(path / "locks")).hold(bytes(32), timeout=0) as alone:
+        assert alone
+
+
+def take_a_scratch_folder(path: Path) -> None:
+    Scratch(path).close()
+
+
+@pytest.mark.parametrize("take", [take_a_lock, take_a_scratch_folder])
+def test_a_child_forked_while_a_lock_is_taken_has_no_copy_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, take: Any
+) -> None:
+    """As when another thread forks just then."""
+    real, ends = os.open, []
+    (tmp_path / "locks").touch()
+
+    def open_then_fork(*given: Any) -> int:
+        descriptor, child = real(*given), os.fork()
+        if child == 0:
+            os._exit(opened(str(tmp_path)))
+        ends.append(os.waitpid(child, 0)[1])
+        return descriptor
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", open_then_fork)
+        take(tmp_path)
+    assert ends == [0]
+
+
+def test_a_fork_leaves_alone_what_has_the_number_of_a_closed_descriptor(tmp_path: Path) -> None:
+    folder = LocalTier(tmp_path / "c").folder
+    folder.close()
+    others = [os.open(tmp_path / "other", os.O_RDONLY | os.O_CREAT) for _ in range(20)]
+    child = os.fork()
+    if child == 0:
+        os._exit(opened("other"))
+    for other in others:
+        os.close(other)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(others)
+
+
+def test_a_lock_ends_though_a_child_has_yet_to_close_its_copy(tmp_path: Path) -> None:
+    path = tmp_path / "locks"
+    path.touch()
+    locks = KeyLocks(str(path))
+    with locks.hold(bytes(32), timeout=0):
+        (held,) = (int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.resolve() == path)
+        copy = os.dup(held)
+    with locks.hold(bytes(32), timeout=0) as alone:
+        assert alone
+    os.close(copy)
+
+
+def test_threads_of_one_process_do_not_poll_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks = LocalTier(tmp_path / "c").folder.locks
+    with locks.hold(bytes(32), timeout=0), monkeypatch.context() as patch:
+        patch.setattr(os, "open", never)
+        with locks.hold(bytes(32), timeout=0) as second:
+            assert not second
+
+
 def can_lock(path: str) -> bool:
     with LocalTier(path).folder.locks.hold(key("a").digest, timeout=0) as alone:
         return alone
@@ -346,8 +427,7 @@ def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
     put(tier, "a")
     child = os.fork()
     if child == 0:
-        links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        os._exit(sum("data.mdb" in link for link in links))
+        os._exit(opened("data.mdb"))
     assert os.waitpid(child, 0)[1] == 0
     assert tier.get(key("a")) == data_of("a")
 
@@ -367,8 +447,7 @@ def test_no_thread_opens_the_index_again_before_a_fork(tmp_path: Path, monkeypat
         patch.setattr(index, "close", close_then_used)
         child = os.fork()
     if child == 0:
-        links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        os._exit(sum("data.mdb" in link for link in links))
+        os._exit(opened("data.mdb"))
     assert os.waitpid(child, 0)[1] == 0
     thread.join()
 
@@ -470,10 +549,28 @@ def test_repair_removes_what_is_wrong(tmp_path: Path) -> None:
         put(tier, name)
     damage("bit", tier.folder.path_of(key("a").digest), Path())
     tier.folder.index.drop(key("b").digest)
+    assert len(fsck.verify(tier.folder).problems) == 2
     report = fsck.verify(tier.folder, repair=True)
     assert len(report.problems) == 2
     assert key("a").name in report.problems[0]
     assert_sound(tier, {"c"})
+
+
+def test_what_is_no_blob_is_told_and_stays(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    (stranger := files_of(tier)[0].with_name("notes.txt")).write_text("the only copy")
+    assert fsck.verify(tier.folder, repair=True).problems == [f"{stranger}: not in the index"]
+    assert stranger.read_text() == "the only copy"
+
+
+def test_looking_a_cache_over_says_how_far_it_is(tmp_path: Path) -> None:
+    tier, told = LocalTier(tmp_path / "c"), []
+    for name in "ab":
+        put(tier, name)
+    report = fsck.verify(tier.folder, progress=told.append)
+    assert told == [ROW, ROW]
+    assert (report.blobs, report.bytes) == (2, 2 * ROW)
 
 
 # Limit
