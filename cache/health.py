@@ -57,7 +57,7 @@ class Breaker:
     def worked(self) -> None:
         self._failures = 0
         if self.tripped:
-            self.tripped = self._trying = False
+            self.tripped = False
             self._changed()
 
 

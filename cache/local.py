@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -75,7 +74,6 @@ class LocalTier(ForkAware):
         self.health = Health(str(self.path), self._clock)
         self.proven = Proven()
         self.buffers = Buffers()
-        self._opening = threading.Lock()
         self._folder: CacheFolder | None = None
 
     def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str]]:
@@ -91,20 +89,18 @@ class LocalTier(ForkAware):
         folder = self._folder
         if folder is not None and not folder.closed:
             return folder
-        with self._opening:
-            if self._folder is None or self._folder.closed:
-                try:
-                    folder = open_folder(self.path)
-                except ConfigError as error:
-                    if not self._was_open:
-                        raise
-                    raise OSError(errno.ENXIO, str(error)) from error
-                self._was_open = True
-                self._limit = self._given_limit or folder.room()
-                if folder.rebuilt:  # It entered all that was there.
-                    folder.evict(self._limit)
-                self._folder = folder  # From here on other threads use it.
-            return self._folder
+        try:
+            folder = open_folder(self.path)  # The same for threads that come here at once.
+        except ConfigError as error:
+            if not self._was_open:
+                raise
+            raise OSError(errno.ENXIO, str(error)) from error
+        self._was_open = True
+        self._limit = self._given_limit or folder.room()
+        if folder.rebuilt:  # It entered all that was there.
+            folder.evict(self._limit)
+        self._folder = folder  # From here on other threads use it.
+        return folder
 
     @property
     def limit(self) -> int:
@@ -237,8 +233,6 @@ class LocalTier(ForkAware):
         with ExitStack() as stack:
             if not locked and not stack.enter_context(folder.locks.hold(key.digest, timeout=0)):
                 return False
-            if folder.index.size_of(key.digest) is not None:  # Another was faster.
-                return True
             try:
                 footer, _, _ = blob.read_footer(path)
             except FileNotFoundError:  # Another has filled it and let it go since we looked.

@@ -60,6 +60,7 @@ def test_a_breaker_tries_again_after_pauses_that_grow() -> None:
     assert breaker.allows()
     assert changes == [True, False]
     breaker.failed(for_good=True)
+    assert not breaker.allows()
     clock.now += FIRST_PAUSE
     assert breaker.allows()
 
@@ -215,6 +216,13 @@ def test_off_passes_the_tier_over(tmp_path: Path) -> None:
     clock.now += FIRST_PAUSE
     assert tier.get(key("x/0")) == data_of("x/0")
     assert tier.stats()["health"]["state"] == "normal"
+
+
+def test_a_cache_that_cannot_be_opened_is_off_at_once(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", LIMIT)
+    with failing(lambda _: True, errno.EIO):
+        assert tier.get(key("x/0")) is None
+    assert tier.stats()["health"]["state"] == "off"
 
 
 def test_a_miss_ends_being_off_too(tmp_path: Path) -> None:

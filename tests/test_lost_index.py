@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import shutil
 import signal
@@ -17,7 +18,9 @@ import pytest
 from tiers import LIMIT, assert_sound, bytes_in, data_of, files_of, key, look, put
 
 from dataload.cache import blob, fsck, index, steps, trust
+from dataload.cache.health import READ_FAILURES
 from dataload.cache.local import LocalTier
+from dataload.cache.locks import KeyLocks
 from dataload.cache.opened import open_folder
 from dataload.cache.tier import Allocate
 
@@ -186,15 +189,27 @@ def test_only_the_last_one_closes(tmp_path: Path) -> None:
     assert (path / "index" / "state").read_text() == "closed"
 
 
-def test_a_child_does_not_close_for_its_parent(tmp_path: Path) -> None:
+def test_nothing_is_noted_as_closed_while_another_opens_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataload.cache.folder.CLOSE_SECONDS", 0)
+    folder = LocalTier(tmp_path, LIMIT).folder
+    with KeyLocks(str(tmp_path / "locks")).hold(b"\xff" * 32, timeout=0):
+        folder.close()
+    assert (tmp_path / "index" / "state").read_text() == trust.boot_id()
+
+
+def test_a_child_does_not_close_for_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = LocalTier(tmp_path, LIMIT)
     put(tier, "x/0")
     folder = tier.folder
     child = os.fork()
     if child == 0:
-        folder.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+        try:
+            monkeypatch.delattr(KeyLocks, "hold")  # A thread of the parent may have been inside.
+            folder.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
     assert (tmp_path / "index" / "state").read_text() == trust.boot_id()
     assert len(list((tmp_path / "tmp").iterdir())) == 1
     put(tier, "x/2")
@@ -341,6 +356,48 @@ def test_damage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert is_kept(tier, "x/0")
     assert tier.folder is not first
     assert tier.folder.rebuilt
+
+
+def test_an_index_cut_short_is_filled_up_to_its_last_page(left: Path) -> None:
+    file = left / "index" / "data.mdb"
+    size = file.stat().st_size
+    os.truncate(file, size - mmap.PAGESIZE)
+    cut = index.Index(file.parent)
+    cut.used_bytes()
+    cut.shut()
+    assert file.stat().st_size == size
+
+
+def test_an_index_that_is_damaged_again_and_again_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = LocalTier(tmp_path / "c", LIMIT)
+
+    def damaged(*_: object) -> None:
+        raise lmdb.CorruptedError("damaged")
+
+    monkeypatch.setattr(index.Index, "size_of", damaged)
+    for _ in range(READ_FAILURES):
+        assert not look(tier, "x/0")
+    assert tier.stats()["health"]["state"] == "off"
+
+
+def test_who_finds_the_folder_closed_by_another_thread_opens_it_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = LocalTier(tmp_path / "c", LIMIT)
+    folder, reserve = tier.folder, index.Index.reserve
+
+    def reserve_when_closed(self: index.Index, *given: Any, **options: Any) -> bool:
+        folder.close()
+        return reserve(self, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index.Index, "reserve", reserve_when_closed)
+        put(tier, "x/0")
+    assert tier.stats()["health"]["state"] == "normal"
+    put(tier, "x/0")
+    assert is_kept(tier, "x/0")
 
 
 def test_an_index_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,6 +593,13 @@ def test_what_is_to_be_adopted_may_be_evicted_meanwhile(orphaned: LocalTier, mon
 def test_nothing_is_adopted_while_another_holds_its_lock(orphaned: LocalTier) -> None:
     with orphaned.folder.locks.hold(key("x/0").digest, timeout=0):
         assert orphaned.get(key("x/0")) is None
+    assert look(orphaned, "x/0")
+
+
+def test_nothing_is_adopted_while_writing_fails(orphaned: LocalTier) -> None:
+    orphaned.health.writes.failed()
+    assert not look(orphaned, "x/0")
+    orphaned.health.writes.worked()
     assert look(orphaned, "x/0")
 
 

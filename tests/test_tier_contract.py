@@ -146,6 +146,11 @@ def test_it_pickles(tier: Tier) -> None:
     assert copy.get_or_fill(key("a"), Filler(b"bytes")) == b"bytes"
 
 
+def test_a_local_tier_pickles_as_its_settings(tmp_path: Path) -> None:
+    copy = pickle.loads(pickle.dumps(LocalTier(tmp_path, 123_456, "lru")))
+    assert (copy.path, copy.limit, copy.policy) == (tmp_path, 123_456, "lru")
+
+
 def test_it_works_in_a_forked_child(tier: Tier) -> None:
     tier.get_or_fill(key("a"), Filler(b"before"))
     child = os.fork()
