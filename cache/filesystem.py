@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.implementations.chained import ChainedFileSystem
+from fsspec.utils import isfilelike
 
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.file import BlockFile
 from dataload.cache.origin import Origin, connect
+from dataload.cache.ranges import Range, outcomes, read_ranges
 from dataload.cache.redact import redacted
-from dataload.cache.version import version_of
-from dataload.errors import ConfigError
+from dataload.cache.version import VERSION_FIELDS, version_of
+from dataload.errors import ConfigError, ObjectChanged
+
+BLOCKS_AT_ONCE = 4  # of a file that is copied
+KNOWN_THAT_TRAVEL = 20_000  # objects whose size and version a pickled filesystem takes along: 5 MB
 
 
 class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -67,6 +75,10 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         self._strip_protocol = self._path  # a class method by nature, but here the origin's class decides
         self._known: dict[str, dict[str, Any]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        known = dict(islice(reversed(self._known.items()), KNOWN_THAT_TRAVEL))
+        return _remade, (type(self), self.storage_args, self.storage_options, known)
+
     @property
     def fs(self) -> Any:
         """The filesystem behind the cache."""
@@ -103,6 +115,14 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         self._learn(found.values())
         return found if detail else sorted(found)
 
+    def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        detail = kwargs.pop("detail", False)
+        with self.blocks.origin.naming(path):
+            # The origin knows best what is magic in its names: a "?" is not in a web address.
+            found = self.fs.glob(self._path(path), maxdepth=maxdepth, detail=True, **kwargs)
+        self._learn(found.values())
+        return found if detail else sorted(found)
+
     def exists(self, path: str, **_: Any) -> bool:
         return self._type_of(path) is not None
 
@@ -119,6 +139,11 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
     def created(self, path: str) -> Any:
         with self.blocks.origin.naming(path):
             return self.fs.created(self._path(path))
+
+    def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> Any:
+        """An address that anybody may read for a while; straight from the origin, past the cache."""
+        with self.blocks.origin.naming(path):
+            return self.fs.sign(self._path(path), expiration=expiration, **kwargs)
 
     def ukey(self, path: str) -> str:
         return version_of(self.info(path))
@@ -147,10 +172,89 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         return BlockFile(self.blocks, self.object(path), self._forget)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        with self._open(path) as file:
-            first, last, _step = slice(start, end).indices(file.size)
-            file.seek(first)
-            return file.read(max(0, last - first))
+        obj = self.object(path)
+        first, last, _step = slice(start, end).indices(obj.size)
+        try:
+            return bytes(self.blocks.read(obj, first, last))
+        except ObjectChanged:
+            self._forget(obj)
+            raise
+
+    def cat_ranges(
+        self,
+        paths: list[str],
+        starts: int | list[int | None] | None,
+        ends: int | list[int | None] | None,
+        max_gap: int | None = None,  # noqa: ARG002 (blocks are what ranges are fetched in)
+        on_error: str = "return",
+        **_: Any,
+    ) -> list[bytes | Exception]:
+        """The bytes of many ranges, fetched at once; as `cat_file` reads bounds that are None or negative.
+
+        on_error: "return" puts an exception in the place of what cannot be read, anything else raises it.
+        """
+        if not isinstance(paths, list):
+            raise TypeError(f"cat_ranges takes a list of paths, not {paths!r}")
+        bounds = [one if isinstance(one, list) else [one] * len(paths) for one in (starts, ends)]
+        if any(len(one) != len(paths) for one in bounds):
+            raise ValueError(f"{len(paths)} paths need as many starts and ends: {len(bounds[0])} and {len(bounds[1])}")
+        names = dict.fromkeys(paths)
+        objects = dict(zip(names, self._objects(list(names)), strict=True))
+
+        def cut(path: str, start: int | None, end: int | None) -> Range | Exception:
+            obj = objects[path]
+            if isinstance(obj, Exception):
+                return obj
+            first, last, _step = slice(start, end).indices(obj.size)
+            return obj, first, max(first, last)
+
+        found = read_ranges(self.blocks, map(cut, paths, *bounds))
+        for path, result in zip(paths, found, strict=True):
+            if isinstance(result, ObjectChanged):
+                self._known.pop(self._path(path), None)
+            if isinstance(result, Exception) and on_error != "return":
+                raise result
+        return found
+
+    def cat(
+        self,
+        path: str | list[str],
+        recursive: bool = False,
+        on_error: str = "raise",
+        start: int | None = None,
+        end: int | None = None,
+        **_: Any,
+    ) -> Any:
+        paths = self.expand_path(path, recursive=recursive)
+        if recursive:
+            paths = [one for one in paths if self.isfile(one)]
+        elif isinstance(path, str) and paths == [self._path(path)]:
+            return self.cat_file(paths[0], start, end)
+        found = self.cat_ranges(paths, start, end, on_error="raise" if on_error == "raise" else "return")
+        pairs = zip(paths, found, strict=True)
+        return {one: result for one, result in pairs if on_error == "return" or not isinstance(result, Exception)}
+
+    def get_file(
+        self, rpath: str, lpath: Any = None, callback: Any = DEFAULT_CALLBACK, outfile: Any = None, **_: Any
+    ) -> None:
+        """Copies an object to a local file, a few blocks at a time. What cannot be copied whole is removed again."""
+        if outfile is None and isfilelike(lpath):
+            outfile = lpath
+        if outfile is None and self.isdir(rpath):
+            Path(lpath).mkdir(parents=True, exist_ok=True)
+            return
+        with self._open(rpath) as file:
+            if outfile is not None:
+                _copy(file, outfile, callback)
+                return
+            Path(lpath).parent.mkdir(parents=True, exist_ok=True)
+            with Path(lpath).open("wb") as made:
+                try:
+                    _copy(file, made, callback)
+                except BaseException:
+                    if Path(lpath).is_file():  # and no /dev/stdout
+                        Path(lpath).unlink()
+                    raise
 
     def prefetch(self, paths: str | list[str], *, wait: bool = False) -> None:
         """Start filling the cache with whole objects (paths, folders or globs); `wait` until they are there.
@@ -161,14 +265,22 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         listed = [origin.list(self._path(path)) for path in ([paths] if isinstance(paths, str) else paths)]
         infos = [info for found in listed for info in found.values()]
         self._learn(infos)
-        futures = [future for info in infos for future in self.blocks.fill(Object.of(info))]
+        objects = self._objects([info["name"] for info in infos])
+        for one in objects:
+            if isinstance(one, Exception):
+                raise one
+        futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.fill(obj)]
         for future in futures if wait else ():
             future.result()
 
+    def _objects(self, paths: list[str]) -> list[Object | Exception]:
+        """What `object` gives for each path; what has to be asked for first is, many at a time."""
+        return outcomes(self.blocks, self.object, paths)
+
     def _learn(self, infos: Iterable[dict[str, Any]]) -> None:
-        """A listing says of each object what a request for it alone would."""
+        """A listing says of an object with an ETag what a request for it alone would, but of others it may say less."""
         whole = (info for info in infos if info["type"] == "file" and info.get("size") is not None)
-        self._known.update((info["name"], info) for info in whole)
+        self._known.update((info["name"], info) for info in whole if any(map(info.get, VERSION_FIELDS)))
 
     def _forget(self, obj: Object) -> None:
         self._known.pop(obj.path, None)
@@ -190,7 +302,27 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
     def _read_only(self, *_: Any, **__: Any) -> Any:
         raise ConfigError("tiercache is read-only: write through the filesystem behind it (`.fs`)")
 
-    mkdir = makedirs = rmdir = rm = rm_file = mv = cp_file = pipe_file = put_file = touch = _read_only
+    mkdir = makedirs = mkdirs = touch = _read_only
+    rm = rm_file = rmdir = delete = _rm = _read_only
+    cp = cp_file = copy = mv = move = rename = _read_only
+    pipe = pipe_file = put = put_file = upload = write_bytes = write_text = _read_only
+    start_transaction = end_transaction = _read_only
+    transaction = property(_read_only)
+
+
+def _remade(
+    cls: type[TierCacheFileSystem], args: tuple[Any, ...], options: dict[str, Any], known: dict[str, dict[str, Any]]
+) -> TierCacheFileSystem:
+    fs = cls(*args, **options)
+    fs._known.update(known)
+    return fs
+
+
+def _copy(file: BlockFile, into: Any, callback: Any) -> None:
+    callback.set_size(file.size)
+    while data := file.read(BLOCKS_AT_ONCE * file.blocksize):
+        into.write(data)
+        callback.relative_update(len(data))
 
 
 def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheConfig | None) -> Blocks:
