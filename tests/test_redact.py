@@ -15,7 +15,7 @@ from dataload.cache.redact import redacted
         ("https://host/x?X-Amz-Signature=secret&y=1 failed", "https://host/x failed"),
         ("GET 'https://host/x?sig=secret' \"https://host/y?sig=secret\"", "GET 'https://host/x' \"https://host/y\""),
         ("https://host/x?versionId=3", "https://host/x?versionId=3"),
-        ("bucket/x@y", "bucket/x@y"),
+        ("https://host/x@y", "https://host/x@y"),
         ("two\nlines\r\n  here", "two lines here"),
     ],
 )
