@@ -24,6 +24,7 @@ from dataload.cache import folder as folder_module
 from dataload.cache.folder import CacheFolder
 from dataload.cache.local import LocalTier
 from dataload.cache.locks import KeyLocks
+from dataload.cache.opened import _open_folders, open_folder
 from dataload.cache.scratch import Scratch, sweep
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
@@ -415,11 +416,26 @@ def test_many_threads_fork_at_once(tmp_path: Path) -> None:
 
 
 def test_tiers_of_one_folder_share_what_is_open(tmp_path: Path) -> None:
-    tiers = [LocalTier(tmp_path / "c") for _ in range(5)]
+    (tmp_path / "link").symlink_to(tmp_path)
+    tiers = [LocalTier(tmp_path / "c"), LocalTier(tmp_path / "link" / "c"), LocalTier(tmp_path / "c")]
     for tier in tiers:
         put(tier, "a")
     assert len({id(tier.folder) for tier in tiers}) == 1
     assert len(list((tmp_path / "c" / "tmp").iterdir())) == 1
+
+
+def test_a_child_opens_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Though its parent keeps one, and another thread of the parent was just opening one."""
+    folder = open_folder(tmp_path / "c")
+    with _open_folders._opening:
+        child = os.fork()
+        if child == 0:
+            try:
+                signal.alarm(20)
+                os._exit(int(LocalTier(tmp_path / "c").folder is folder))
+            finally:
+                os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
@@ -554,6 +570,40 @@ def test_repair_removes_what_is_wrong(tmp_path: Path) -> None:
     assert len(report.problems) == 2
     assert key("a").name in report.problems[0]
     assert_sound(tier, {"c"})
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("wrong", ["file", "row"])
+def test_what_others_put_right_while_a_cache_is_looked_over_is_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, *, filled: bool
+) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    folder, hold = tier.folder, KeyLocks.hold
+    if wrong == "file":
+        damage("bit", folder.path_of(key("a").digest), Path())
+    else:
+        folder.index.drop(key("a").digest)
+
+    def hold_when_right(self: KeyLocks, digest: bytes, timeout: float) -> Any:
+        monkeypatch.undo()
+        folder.discard(digest)
+        if filled:
+            put(tier, "a")
+        return hold(self, digest, timeout)
+
+    monkeypatch.setattr(KeyLocks, "hold", hold_when_right)
+    assert fsck.verify(folder, repair=True).problems == []
+    assert_sound(tier, {"a"} if filled else set())
+
+
+def test_a_link_in_place_of_a_blob_is_found(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    (file,) = files_of(tier)
+    file.symlink_to(file.rename(tmp_path / "elsewhere"))
+    assert len(fsck.verify(tier.folder, repair=True).problems) == 1
+    assert_sound(tier, set())
 
 
 def test_what_is_no_blob_is_told_and_stays(tmp_path: Path) -> None:
