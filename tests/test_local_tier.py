@@ -606,6 +606,17 @@ def test_a_link_in_place_of_a_blob_is_found(tmp_path: Path) -> None:
     assert_sound(tier, set())
 
 
+def test_a_blob_that_the_disk_does_not_give_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(blob, "open_map", fails)
+    assert len(fsck.verify(tier.folder).problems) == 1
+
+
 def test_what_is_no_blob_is_told_and_stays(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c")
     put(tier, "a")
