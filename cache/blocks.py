@@ -17,7 +17,9 @@ from dataload.cache.tier import Allocate, BlobKey, Span, Tier
 from dataload.cache.version import version_of
 from dataload.errors import ConfigError
 
-IN_FLIGHT = 16
+IN_FLIGHT = 16  # requests for reads, and as many ahead of them
+AHEAD_THREADS = 24  # some write to the disk while the origin sends to others
+RUN_BYTES = 8 << 20  # of blocks that are fetched ahead in one request
 UNCACHED_BYTES = 256 << 20
 
 T = TypeVar("T")
@@ -51,6 +53,7 @@ class Blocks(ForkAware):
 
     def after_fork_in_child(self) -> None:
         self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._ahead = threading.BoundedSemaphore(IN_FLIGHT)
 
     @classmethod
     def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
@@ -93,11 +96,13 @@ class Blocks(ForkAware):
         return self._pool("read").submit(call, *args)
 
     def fill(self, obj: Object) -> list[Future[int]]:
-        """Start fetching the blocks of an object that are not kept yet; the bytes of each, when it is there.
+        """Start fetching the blocks of an object that are not kept yet; the bytes of each run, when it is there.
 
         Reads do not wait behind it, nor does the end of the program.
         """
-        return [self._pool("fill").submit(self._fill, obj, number) for number in self._numbers(0, obj.size)]
+        numbers, together = self._numbers(0, obj.size), max(1, RUN_BYTES // self.block_bytes)
+        runs = [numbers[first : first + together] for first in range(0, len(numbers), together)]
+        return [self._pool("fill").submit(self._fill, obj, run) for run in runs]
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process; see `TierCacheFileSystem.stats`."""
@@ -120,9 +125,12 @@ class Blocks(ForkAware):
     def _numbers(self, start: int, stop: int) -> range:
         return range(start // self.block_bytes, -(-stop // self.block_bytes))
 
-    def _block(self, obj: Object, number: int, span: Span | None = None) -> memoryview:
+    def _bounds(self, obj: Object, number: int) -> tuple[int, int]:
         start = number * self.block_bytes
-        stop = min(start + self.block_bytes, obj.size)
+        return start, min(start + self.block_bytes, obj.size)
+
+    def _block(self, obj: Object, number: int, span: Span | None = None) -> memoryview:
+        start, stop = self._bounds(obj, number)
 
         def fetch(allocate: Allocate) -> None:
             data = self.origin.read(obj.path, start, stop, obj.version)
@@ -130,12 +138,49 @@ class Blocks(ForkAware):
 
         return self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fetch, span)
 
-    def _fill(self, obj: Object, number: int) -> int:
-        return len(self._block(obj, number)) if threading.main_thread().is_alive() else 0
+    def _fill(self, obj: Object, numbers: range) -> int:
+        if not threading.main_thread().is_alive():
+            return 0
+        self._fill_together(obj, numbers, [])
+        return self._bounds(obj, numbers[-1])[1] - self._bounds(obj, numbers[0])[0]
+
+    def _fill_together(self, obj: Object, numbers: range, rooms: list[tuple[int, memoryview]]) -> None:
+        """Fetch those of these blocks that are not kept, in one request where they are neighbours.
+
+        Each block's filling holds that of the next within it, so that all are locked until the bytes are there. The
+        locks are taken in the blocks' order by everybody. rooms: first byte of, and memory for, each one so far.
+        """
+        if not numbers:
+            self._fetch_into(obj, rooms)
+            return
+        start, stop = self._bounds(obj, numbers[0])
+        kept = True
+
+        def fill(allocate: Allocate) -> None:
+            nonlocal kept
+            kept = False
+            rooms.append((start, allocate(stop - start)))
+            self._fill_together(obj, numbers[1:], rooms)
+
+        self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fill, (0, 0))
+        if kept:
+            self._fill_together(obj, numbers[1:], rooms)
+
+    def _fetch_into(self, obj: Object, rooms: list[tuple[int, memoryview]]) -> None:
+        while rooms:
+            start, stop = rooms[0][0], rooms[0][0]
+            for first, room in rooms:
+                stop += len(room) if first == stop else 0
+            with self._ahead:
+                data = self.origin.read(obj.path, start, stop, obj.version)
+            while rooms and rooms[0][0] < stop:
+                first, room = rooms.pop(0)
+                room[:] = data[first - start : first - start + len(room)]
 
     def _pool(self, use: str) -> ThreadPoolExecutor:
         pool = self._pools.get(use)
         if pool is None:
-            made = ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix=f"dataload-blocks-{use}")
+            threads = IN_FLIGHT if use == "read" else AHEAD_THREADS
+            made = ThreadPoolExecutor(threads, thread_name_prefix=f"dataload-blocks-{use}")
             pool = self._pools.setdefault(use, made)  # Another thread may have come first.
         return pool

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from fsspec.asyn import sync
+
+from dataload.cache.forks import ForkAware
 
 # What s3fs can be told that obstore is told too, or that has nothing to do with fetching ranges.
 TRANSLATED = frozenset({"anon", "client_kwargs", "endpoint_url", "key", "requester_pays", "secret", "token", "use_ssl"})
@@ -65,7 +68,7 @@ def unusable() -> str | None:
     return "this process was forked from one that used obstore, whose threads are not here" if inherited else None
 
 
-class Obstore:
+class Obstore(ForkAware):
     """Ranges of objects through obstore's own threads; see `dataload.cache.engine.Engine`."""
 
     name = "obstore"
@@ -75,6 +78,11 @@ class Obstore:
         self._filesystem = filesystem
         self._making = threading.Lock()
         self._stores: dict[str, Any] = {}
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        for store in self._stores.values():  # To let go of one waits for its threads, which are not here: never do.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         import obstore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -102,6 +103,17 @@ def test_a_forked_child_does_without_obstore(bucket: Any, tmp_path: Path) -> Non
     assert fs.stats()["engine"] == "obstore"
 
 
+def test_a_forked_child_never_lets_go_of_a_store(bucket: Any, tmp_path: Path) -> None:
+    """It would wait for threads that are its parent's."""
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    assert fs.cat_file(bucket.url("x")) == DATA
+    engine = fs.blocks.origin.engine
+    [store] = engine._stores.values()
+    held = sys.getrefcount(store)
+    assert in_a_child(lambda: str(sys.getrefcount(store) - held).encode()) == b"1"
+
+
 def test_credentials_of_the_session_are_used_and_asked_for_again(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +168,96 @@ def test_an_object_that_is_gone_and_a_bucket_that_is_none(bucket: Any, tmp_path:
     bucket.client.delete_object(Bucket=bucket.name, Key="x")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         fs.cat_file(bucket.url("x"))
+
+
+# Ahead
+
+
+def counted_reads(fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What is asked of the origin from now on: first byte, and the byte behind the last."""
+    asked: list[tuple[int, int]] = []
+    read = fs.blocks.origin.read
+
+    def noting(path: str, start: int, stop: int, version: str) -> memoryview:
+        asked.append((start, stop))
+        return read(path, start, stop, version)
+
+    monkeypatch.setattr(fs.blocks.origin, "read", noting)
+    return asked
+
+
+def test_blocks_fetched_ahead_share_requests(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks in two runs; of a run, only what is not kept is fetched."""
+    monkeypatch.setattr("dataload.cache.blocks.RUN_BYTES", 2 * BLOCK)
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    asked = counted_reads(fs, monkeypatch)
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert sorted(asked) == [(0, 2 * BLOCK), (2 * BLOCK, len(DATA))]
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert len(asked) == 2
+
+
+def test_of_a_run_only_what_is_not_kept_is_fetched(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    fs.cat_file(bucket.url("x"), start=BLOCK, end=BLOCK + 1)
+    asked = counted_reads(fs, monkeypatch)
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert asked == [(0, BLOCK), (2 * BLOCK, len(DATA))]
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
+def test_two_that_fetch_ahead_fetch_once(bucket: Any, tmp_path: Path) -> None:
+    for number in range(6):
+        bucket.put(f"many/{number}", DATA[number:])
+    bucket.server.reset()
+    one, other = (open_fs(tmp_path, bucket.options) for _ in range(2))
+    one.prefetch(bucket.url("many"))
+    other.prefetch(bucket.url("many"), wait=True)
+    one.prefetch(bucket.url("many"), wait=True)
+    assert bucket.server.stats()["get_bytes"] == sum(len(DATA[number:]) for number in range(6))
+
+
+def test_a_run_that_fails_keeps_nothing_and_is_asked_for_again(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> memoryview:
+            raise OriginError("down")
+
+        patch.setattr(fs.blocks.origin, "read", fails)
+        with pytest.raises(OriginError, match="down"):
+            fs.prefetch(bucket.url("x"), wait=True)
+    assert list(tmp_path.glob("blobs/*/*")) == []
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
+def test_no_more_requests_are_under_way_than_agreed(
+    slow_store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.blocks.RUN_BYTES", 4096)
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), block_bytes=4096, engine="fsspec")
+    origin, busy, most = fs.blocks.origin, [], []
+    get = origin.engine.get
+
+    def counting(*asked: Any) -> Any:
+        busy.append(asked)
+        most.append(len(busy))
+        try:
+            return get(*asked)
+        finally:
+            busy.pop()
+
+    origin.engine.get = counting
+    fs.prefetch([f"{BUCKET}/{number}.bin" for number in range(8)], wait=True)
+    assert 2 <= max(most) <= 16
 
 
 # On a bad day

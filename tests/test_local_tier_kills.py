@@ -13,8 +13,6 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -627,29 +625,62 @@ def load_in_steps(path: Path, policy: str, seed: int, dialogue: Connection) -> N
     load(path, policy, seed, 0, _Listening())
 
 
-@contextmanager
-def standing_still(steppers: list[Stepper]) -> Iterator[None]:
-    """Every thread of these processes is stopped, wherever it is."""
-    for stepper in steppers:
-        stepper.signal(signal.SIGSTOP)
-    while any(stepper.states() - {"T"} for stepper in steppers):
-        os.sched_yield()
-    try:
-        yield
-    finally:
+class Watchdog:
+    """A process that has others go on when we do not get there: one of them was stopped with a mutex that we wait for.
+
+    Not a thread: LMDB waits for its mutexes with the interpreter's lock held.
+    """
+
+    def __init__(self) -> None:
+        self._dialogue, theirs = FORKSERVER.Pipe()
+        with theirs:
+            self._process = tiers.start(watch_over, theirs)
+
+    @contextmanager
+    def standing_still(self, steppers: list[Stepper]) -> Iterator[None]:
+        """Every thread of these processes is stopped, wherever it is. Raises TimeoutError when they had to go on."""
         for stepper in steppers:
-            stepper.signal(signal.SIGCONT)
+            stepper.signal(signal.SIGSTOP)
+        while any(stepper.states() - {"T"} for stepper in steppers):
+            os.sched_yield()
+        self._dialogue.send([stepper.process.pid for stepper in steppers])
+        try:
+            yield
+        finally:
+            self._dialogue.send("done")
+            barked = self._dialogue.recv()
+            for stepper in steppers:
+                stepper.signal(signal.SIGCONT)
+            if barked:
+                raise TimeoutError
+
+    def end(self) -> None:
+        self._dialogue.close()
+        assert tiers.end(self._process) == 0
 
 
-def assert_within_at_this_moment(counting: ThreadPoolExecutor, tier: LocalTier, steppers: list[Stepper]) -> None:
+def watch_over(dialogue: Connection) -> None:
+    try:
+        while True:
+            stopped = dialogue.recv()
+            barks = not dialogue.poll(1)
+            for pid in stopped if barks else ():
+                os.kill(pid, signal.SIGCONT)
+            assert dialogue.recv() == "done"
+            dialogue.send(barks)
+    except EOFError:
+        pass
+
+
+def assert_within_at_this_moment(watchdog: Watchdog, tier: LocalTier, steppers: list[Stepper]) -> None:
     """Count while all stand still; once more if one was stopped inside the index with a mutex that we need."""
-    finished: set[Any] = set()
-    while not finished:
-        with standing_still(steppers):
-            count = counting.submit(assert_within, tier, LIMIT)
-            finished, _ = wait_for([count], timeout=1)
-        error = count.exception(PATIENCE)
-    assert error is None, repr(error)
+    while True:
+        try:
+            with watchdog.standing_still(steppers):
+                assert_within(tier, LIMIT)
+        except TimeoutError:
+            continue
+        return
 
 
 @pytest.mark.timeout(1200 if NIGHTLY else 120)
@@ -660,7 +691,7 @@ def test_the_limit_holds_at_every_moment(tmp_path: Path, policy: str) -> None:
     put(tier, "x/1")
     chance, seeds, seen = random.Random(policy), itertools.count(1), set[str]()
     alive: list[Stepper] = []
-    counting = ThreadPoolExecutor(1)
+    watchdog = Watchdog()
     try:
         for number in range(SAMPLES):
             alive += [Stepper(tier.path, policy, next(seeds)) for _ in range(3 - len(alive))]
@@ -668,14 +699,14 @@ def test_the_limit_holds_at_every_moment(tmp_path: Path, policy: str) -> None:
             assert speaking, "all hang"
             speaker: Any = chance.choice(speaking)
             seen.add(speaker.recv_bytes().decode())
-            assert_within_at_this_moment(counting, tier, alive)
+            assert_within_at_this_moment(watchdog, tier, alive)
             speaker.send_bytes(b"go on")
             if number % 20 == 19:
                 alive.pop(chance.randrange(3)).end()
     finally:
         for stepper in alive:
             stepper.end()
-        counting.shutdown()
+        watchdog.end()
     assert {"fill: reserved", "fill: published", "evict: unlinked", "recover: swept"} <= seen
     del tier
     assert_sound(tmp_path / "c", LIMIT, policy)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow.parquet as pq
 
 from dataload.benchmarks.batches import Batch, batches_of, transformed, values
 from dataload.benchmarks.systems.base import BUCKET, Setting
+from dataload.benchmarks.wire import Wire
 
 RANGE_BYTES = 8 << 20
 RUN_BYTES = 1 << 20  # that stay in a core's cache
@@ -25,7 +23,7 @@ class FirstGet:
     """One GET of as many bytes as a batch takes in the files, and nothing else under way: an epoch of one batch."""
 
     def __init__(self, setting: Setting) -> None:
-        self._wire = _Wire(setting)
+        self._wire = Wire(setting.endpoint_url, f"{BUCKET}/{setting.prefix}", RANGE_BYTES)
         self._workload = setting.workload
         path = min(setting.files.glob("*.parquet"))
         files = [each.stat().st_size for each in setting.files.glob("*.parquet")]
@@ -47,7 +45,7 @@ class Saturator:
     """
 
     def __init__(self, setting: Setting) -> None:
-        self._wire = _Wire(setting)
+        self._wire = Wire(setting.endpoint_url, f"{BUCKET}/{setting.prefix}", RANGE_BYTES)
         self._rows = setting.workload.rows
         self._ranges = [
             (path.name, start, min(start + RANGE_BYTES, path.stat().st_size))
@@ -68,39 +66,6 @@ class Saturator:
     def close(self) -> None:
         self._pool.shutdown()
         self._wire.close()
-
-
-class _Wire:
-    """Ranged GETs of a workload's files, on a connection and into a buffer for each thread."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._address = urlsplit(setting.endpoint_url).netloc
-        self._folder = f"/{BUCKET}/{setting.prefix}"
-        self._of_thread = threading.local()
-        self._connections: list[http.client.HTTPConnection] = []
-
-    def get(self, wanted: tuple[str, int, int]) -> int:
-        """Fetch bytes `start` up to `stop` of a file; how many there were. Raises OSError when some are missing."""
-        name, start, stop = wanted
-        path = f"{self._folder}/{name}"
-        here = self._of_thread
-        if not hasattr(here, "connection"):
-            here.connection = http.client.HTTPConnection(self._address)
-            self._connections.append(here.connection)
-            here.buffer = memoryview(bytearray(RANGE_BYTES))
-        here.connection.request("GET", path, headers={"Range": f"bytes={start}-{stop - 1}"})
-        response = here.connection.getresponse()
-        got = 0
-        while read := response.readinto(here.buffer[got : stop - start]):
-            got += read
-        response.read()
-        if got != stop - start:
-            raise OSError(f"{path}: {got} bytes came instead of {stop - start}")
-        return got
-
-    def close(self) -> None:
-        for connection in self._connections:
-            connection.close()
 
 
 class Decode:
