@@ -30,7 +30,7 @@ def bench(
     folder: Annotated[Path, typer.Option(help="For the data: made once, kept for the next time.")] = Path(".bench"),
     peers_python: Annotated[Path, typer.Option(help="Of the peers' environment.")] = Path(".venv-peers/bin/python"),
     results: Annotated[Path, typer.Option(help="Folder for JSON, table and plot.")] = Path("benchmarks/results"),
-    readme: Annotated[bool, typer.Option(help="Put the short table into README.md.")] = False,
+    readme: Annotated[bool, typer.Option(help="Publish: as latest, the short table in README.md.")] = False,
     compare: Annotated[Path | None, typer.Option(help="JSON of another run: do the ranges overlap?")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
@@ -63,7 +63,7 @@ def bench(
     found = circumstances(peers) | suite.run(lambda line: typer.echo(line, err=True))
     found["summary"] = summarise(found)
 
-    kept = results / _name(found, restricted=bool(workloads or systems), quick=quick)
+    kept = results / _name(found, restricted=bool(workloads or systems) and not readme, quick=quick)
     results.mkdir(parents=True, exist_ok=True)
     kept.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     kept.with_suffix(".md").write_text(report.markdown(found))
