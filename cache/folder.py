@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -99,7 +100,10 @@ class CacheFolder:
                 raise
             reason = error.strerror or error
             raise ConfigError(f"cache_dir {path} cannot be used ({reason}): name a folder you may write to") from error
-        self._close = weakref.finalize(self, _close, os.getpid(), path, self.index, self.scratch, self.locks)
+        self.ended = threading.Event()  # closed, all of it: from here on the process may open it again
+        self._close = weakref.finalize(
+            self, _close, os.getpid(), path, self.index, self.scratch, self.locks, self.ended
+        )
 
     def _set_up(self, *, known: bool) -> None:
         step("recover: locked")
@@ -269,14 +273,17 @@ def _touch(path: Path) -> None:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
 
-def _close(owner: int, path: Path, index: Index, scratch: Scratch, locks: KeyLocks) -> None:
+def _close(owner: int, path: Path, index: Index, scratch: Scratch, locks: KeyLocks, ended: threading.Event) -> None:
     if os.getpid() != owner:
         return
-    with suppress(OSError, lmdb.Error), locks.hold(_SETUP, CLOSE_SECONDS) as held:
+    try:
+        with suppress(OSError, lmdb.Error), locks.hold(_SETUP, CLOSE_SECONDS) as held:
+            scratch.close()
+            if held and not living(path / "tmp"):
+                index.sync()
+                step("close: synced")
+                trust.note_closed(path / "index")
         scratch.close()
-        if held and not living(path / "tmp"):
-            index.sync()
-            step("close: synced")
-            trust.note_closed(path / "index")
-    scratch.close()
-    index.shut()
+        index.shut()
+    finally:
+        ended.set()

@@ -6,8 +6,10 @@ import threading
 import weakref
 from pathlib import Path
 
-from dataload.cache.folder import CacheFolder
+from dataload.cache.folder import CLOSE_SECONDS, CacheFolder
 from dataload.cache.forks import ForkAware
+
+Identity = tuple[int, int]  # device and inode
 
 
 class _OpenFolders(ForkAware):
@@ -18,7 +20,8 @@ class _OpenFolders(ForkAware):
 
     def _forget_all(self) -> None:
         self._opening = threading.Lock()
-        self._folders: weakref.WeakValueDictionary[tuple[int, int], CacheFolder] = weakref.WeakValueDictionary()
+        self._folders: weakref.WeakValueDictionary[Identity, CacheFolder] = weakref.WeakValueDictionary()
+        self._ends: dict[Identity, threading.Event] = {}
 
     def after_fork_in_child(self) -> None:
         self._forget_all()
@@ -28,12 +31,15 @@ class _OpenFolders(ForkAware):
         with self._opening:
             folder = self._folders.get(_identity(path))
             if folder is None or folder.closed:
+                # Another thread may be closing it: nobody has it any more, but LMDB has.
+                if ended := self._ends.pop(_identity(path), None):
+                    ended.wait(2 * CLOSE_SECONDS)
                 folder = CacheFolder(path)
-                self._folders[_identity(path)] = folder
+                self._folders[_identity(path)], self._ends[_identity(path)] = folder, folder.ended
             return folder
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _identity(path: Path) -> Identity:
     try:
         status = path.stat()
     except OSError:

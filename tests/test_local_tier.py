@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import pytest
 from dataload.cache import blob, fsck, steps
 from dataload.cache import folder as folder_module
 from dataload.cache.folder import CacheFolder
+from dataload.cache.index import Index
 from dataload.cache.local import LocalTier
 from dataload.cache.locks import KeyLocks
 from dataload.cache.opened import _open_folders, open_folder
@@ -776,6 +778,37 @@ def test_what_a_full_disk_has_no_marks_for_goes_all_the_same(
 
 
 # The folder
+
+
+@pytest.mark.parametrize("how", ["closed", "let go of"])
+def test_a_folder_that_another_thread_is_closing_is_opened_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Nobody has it any more, but LMDB still has, and opens nothing twice."""
+    closing, go_on = threading.Event(), threading.Event()
+    shut = Index.shut
+
+    def slowly(index: Index) -> None:
+        closing.set()
+        assert go_on.wait(60)
+        shut(index)
+
+    monkeypatch.setattr(Index, "shut", slowly)
+    monkeypatch.setattr("dataload.cache.opened.CLOSE_SECONDS", 30)
+    folders = [open_folder(tmp_path / "c")]
+    let_go = folders[0].close if how == "closed" else folders.clear
+    with ThreadPoolExecutor(2) as pool:
+        ending = pool.submit(let_go)
+        del let_go
+        assert closing.wait(60)
+        if how == "closed":
+            folders.clear()
+        opening = pool.submit(open_folder, tmp_path / "c")
+        with pytest.raises(TimeoutError):  # It waits; LMDB would have refused at once.
+            opening.result(0.2)
+        go_on.set()
+        assert opening.result(60).index.rows() == []
+        ending.result(60)
 
 
 def test_nothing_is_opened_before_the_first_use(tmp_path: Path) -> None:
