@@ -192,7 +192,8 @@ def _measured(task: Task) -> dict[str, Any]:
         run.run()
     except Exception as error:  # noqa: BLE001 - whatever it is, the table shows it
         traceback.print_exc()
-        return asdict(run.measured) | {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+        said = (str(error).strip().splitlines() or [""])[-1]  # A worker's error brings its traceback along.
+        return asdict(run.measured) | {"error": f"{type(error).__name__}: {said}"}
     return asdict(run.measured)
 
 

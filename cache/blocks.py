@@ -19,7 +19,7 @@ from dataload.errors import ConfigError
 
 IN_FLIGHT = 16  # requests for reads, and as many ahead of them
 AHEAD_THREADS = 24  # some write to the disk while the origin sends to others
-RUN_BYTES = 8 << 20  # of blocks that are fetched ahead in one request
+RUN_BYTES, RUN_BLOCKS = 8 << 20, 16  # at most, that are fetched ahead in one request
 UNCACHED_BYTES = 256 << 20
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Blocks(ForkAware):
         numbers = self._numbers(start, stop)
         if len(numbers) == 1:
             first = numbers[0] * self.block_bytes
-            return self._block(obj, numbers[0], (start - first, stop - first))
+            return self._interruptibly(obj, numbers[0], (start - first, stop - first))
         whole = memoryview(bytearray(stop - start))
 
         def copy(number: int) -> None:
@@ -91,6 +91,14 @@ class Blocks(ForkAware):
             one.result()
         return whole.toreadonly()
 
+    def _interruptibly(self, obj: Object, number: int, span: Span) -> memoryview:
+        """In the main thread a missing block is fetched by another, so that Ctrl-C is heard meanwhile."""
+        if threading.current_thread() is not threading.main_thread():
+            return self._block(obj, number, span)
+        first, last = self._bounds(obj, number)
+        found = self.tier.get(self.key(obj, f"{first}-{last}"), span)
+        return self._pool("read").submit(self._block, obj, number, span).result() if found is None else found
+
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""
         return self._pool("read").submit(call, *args)
@@ -100,7 +108,7 @@ class Blocks(ForkAware):
 
         Reads do not wait behind it, nor does the end of the program.
         """
-        numbers, together = self._numbers(0, obj.size), max(1, RUN_BYTES // self.block_bytes)
+        numbers, together = self._numbers(0, obj.size), max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes))
         runs = [numbers[first : first + together] for first in range(0, len(numbers), together)]
         return [self._pool("fill").submit(self._fill, obj, run) for run in runs]
 

@@ -64,9 +64,10 @@ class DiskDraft(Draft):
 
     def _recycle(self, in_memory: memoryview) -> None:
         if self._map is not None and self.payload is not None and self._size < MAPPED_BYTES:
-            in_memory.release()
-            self.payload.release()
-            self._tier.buffers.give_back(self._map)
+            with suppress(BufferError):  # Whoever filled it still looks at it: then it stays theirs.
+                in_memory.release()
+                self.payload.release()
+                self._tier.buffers.give_back(self._map)
 
     def _on_disk(self) -> mmap.mmap | None:
         folder, digest = self._tier.folder, self.key.digest

@@ -94,9 +94,9 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             return [self._path(one) for one in path]
         return self.blocks.origin.path_of(os.fspath(path).removeprefix("tiercache://"))
 
-    def info(self, path: str, **_: Any) -> dict[str, Any]:
+    def info(self, path: str, refresh: bool = False, **_: Any) -> dict[str, Any]:
         path = self._path(path)
-        known = self._known.get(path)
+        known = None if refresh else self._known.get(path)
         if known is None:
             known = self._known[path] = self.blocks.origin.info(path)
         return dict(known)
@@ -156,9 +156,12 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         self._known.clear()
         self.fs.invalidate_cache(path)
 
-    def object(self, path: str) -> Object:
-        """The object that `path` names now, by the rules of `consistency`. Raises FileNotFoundError."""
-        path = self._path(path)
+    def object(self, path: str, version_id: str | None = None) -> Object:
+        """The object that `path` names now, by the rules of `consistency`. Raises FileNotFoundError.
+
+        version_id: of the version to read, in a versioned bucket of S3.
+        """
+        path = self._path(path) + (f"?versionId={version_id}" if version_id else "")
         if self.config.consistency == "open":
             self._known.pop(path, None)
         info = self.info(path)
@@ -166,13 +169,15 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             raise IsADirectoryError(f"{path} is a folder")
         return Object.of(info | {"name": path})  # s3fs leaves out which version was asked for
 
-    def _open(self, path: str, mode: str = "rb", **_: Any) -> BlockFile:
+    def _open(self, path: str, mode: str = "rb", version_id: str | None = None, **_: Any) -> BlockFile:
         if mode != "rb":
             self._read_only()
-        return BlockFile(self.blocks, self.object(path), self._forget)
+        return BlockFile(self.blocks, self.object(path, version_id), self._forget)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
-        obj = self.object(path)
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, version_id: str | None = None, **_: Any
+    ) -> bytes:
+        obj = self.object(path, version_id)
         first, last, _step = slice(start, end).indices(obj.size)
         try:
             return bytes(self.blocks.read(obj, first, last))

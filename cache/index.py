@@ -127,7 +127,10 @@ class Index(ForkAware):
         """Bytes on disk of a blob that has a row, else None."""
         with self._gate, self._ready().begin() as txn:
             row = txn.get(digest, db=self._rows)
-        return None if row is None else _ROW.unpack_from(row)[0]
+        try:
+            return None if row is None else _ROW.unpack_from(row)[0]
+        except struct.error as error:
+            raise _damage(error) from error
 
     def rows(self) -> list[Row]:
         """All rows, those used longest ago first; a snapshot."""
@@ -257,8 +260,11 @@ class Index(ForkAware):
 
     @contextmanager
     def _transaction(self, *, write: bool = False) -> Iterator[Any]:
-        with self._gate, self._ready().begin(write=write) as txn:
-            yield txn
+        try:
+            with self._gate, self._ready().begin(write=write) as txn:
+                yield txn
+        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+            raise _damage(error) from error
 
     def _ready(self) -> Any:
         if self._shut:
@@ -298,3 +304,8 @@ class Index(ForkAware):
                 os.posix_fallocate(descriptor, 0, size)
             finally:
                 os.close(descriptor)
+
+
+def _damage(error: Exception) -> lmdb.CorruptedError:
+    """Values that make no sense are damage of the index, which is then made anew."""
+    return lmdb.CorruptedError(f"a value in the index makes no sense: {error}")

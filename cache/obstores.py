@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import threading
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 from fsspec.asyn import sync
@@ -17,6 +19,7 @@ TRANSLATED = frozenset({"anon", "client_kwargs", "endpoint_url", "key", "request
 IRRELEVANT = frozenset(
     {
         "asynchronous",
+        "cache_regions",
         "config_kwargs",
         "default_block_size",
         "default_cache_type",
@@ -37,13 +40,17 @@ CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_tim
 CREDENTIALS_LAST = timedelta(minutes=5)  # then the session is asked again, which renews what is about to expire
 STALL_SECONDS = 20  # without a byte
 NOT_PARTIAL = "non-partial response"
-AMAZON = ".amazonaws.com"
+AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # and not one's own door to it
 
 _used_in: int | None = None  # The process in which obstore has started its threads. They are lost in a fork.
 
 
 class UnsuitableError(Exception):
-    """obstore cannot read from this store at all; the message says why."""
+    """obstore cannot read this; the message says why. whole_store: nor anything else there."""
+
+    def __init__(self, reason: str, *, whole_store: bool = True) -> None:
+        super().__init__(reason)
+        self.whole_store = whole_store
 
 
 def untranslatable(filesystem: Any) -> str | None:
@@ -88,6 +95,8 @@ class Obstore(ForkAware):
         import obstore
 
         bucket, key, version_id = self._filesystem.split_path(path)
+        if not _is_plain(key):
+            raise UnsuitableError("obstore changes the names of such objects", whole_store=False)
         options: dict[str, Any] = {"version": version_id} if version_id else {"if_match": version}
         options["range"] = (start, stop)
         try:
@@ -113,32 +122,60 @@ def _store_of(filesystem: Any, bucket: str) -> Any:
     _used_in = os.getpid()
     filesystem.connect()
     told = filesystem.s3.meta
-    endpoint = str(told.endpoint_url)
-    elsewhere = not endpoint.endswith(AMAZON)
-    options: dict[str, Any] = {"region": told.region_name or "us-east-1", "request_payer": bool(filesystem.req_kw)}
-    if elsewhere:
-        options["endpoint"] = endpoint
-    else:
-        options["region"] = _region(filesystem, bucket)
-    if filesystem.anon:
-        options["skip_signature"] = True
-    elif filesystem.key and filesystem.secret:
-        options |= {"access_key_id": filesystem.key, "secret_access_key": filesystem.secret}
-        options |= {"session_token": filesystem.token} if filesystem.token else {}
-    else:
-        options["credential_provider"] = _Credentials(filesystem)
+    if settings := _settings_of_botocore(filesystem, bucket):
+        raise UnsuitableError(f"obstore cannot be told of {settings}")
+    endpoint, region = str(told.endpoint_url), told.region_name or "us-east-1"
+    if AMAZON.fullmatch(endpoint):
+        region = _region(filesystem, bucket, region)
+        endpoint = f"https://s3.{region}.amazonaws.com"
+    # A limit for the whole body would be one for the speed of the wire.
+    client: Any = {"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "1day"}
+    if endpoint.startswith("https:") and (bundle := filesystem.session.get_config_variable("ca_bundle")):
+        client["root_certificate"] = Path(bundle).read_bytes()
     return S3Store(
         bucket,
-        **options,
-        client_options={"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "60s"},
+        region=region,
+        request_payer=bool(filesystem.req_kw),
+        credential_provider=None if filesystem.anon else _Credentials(filesystem),  # type: ignore[arg-type] # a TypedDict
+        # All that obstore would otherwise take from the environment, where botocore has looked already.
+        endpoint=endpoint,
+        aws_endpoint_url_s3=endpoint,
+        virtual_hosted_style_request=False,
+        s3_express=False,
+        skip_signature=bool(filesystem.anon),
+        client_options=client,
         retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=60)},  # The origin tries again.
     )
 
 
-def _region(filesystem: Any, bucket: str) -> str:
-    """Where a bucket at Amazon lies: obstore, unlike botocore, does not follow it there."""
-    found = filesystem.call_s3("head_bucket", Bucket=bucket)
-    return str(found["ResponseMetadata"]["HTTPHeaders"]["x-amz-bucket-region"])
+def _settings_of_botocore(filesystem: Any, bucket: str) -> str | None:
+    """What botocore was told by the environment or a profile, or knows by a bucket's name, and obstore is not."""
+    config = filesystem.s3.meta.config
+    unlike = {"addressing_style": ("auto", "path", None), "use_accelerate_endpoint": (False, None)}
+    unlike["use_dualstack_endpoint"] = (False, None)
+    for name, usual in unlike.items():
+        if (config.s3 or {}).get(name) not in usual:
+            return name
+    if config.proxies:
+        return "proxies"
+    if "accelerate" in filesystem.s3.meta.endpoint_url:
+        return "accelerated endpoints"
+    return f"buckets such as {bucket}" if bucket.startswith("arn:") or bucket.endswith("--x-s3") else None
+
+
+def _region(filesystem: Any, bucket: str, default: str) -> str:
+    """Where a bucket at Amazon lies: obstore, unlike botocore, does not follow it there. Refusals say it, too."""
+    try:
+        answer = filesystem.call_s3("head_bucket", Bucket=bucket)
+    except OSError as error:
+        answer = getattr(error.__cause__, "response", {})
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return str(headers.get("x-amz-bucket-region", default))
+
+
+def _is_plain(key: str) -> bool:
+    """Whether obstore asks for just this key: it joins and drops parts of others, or refuses them."""
+    return key.isprintable() and all(part not in ("", ".", "..") for part in key.split("/"))
 
 
 class _Credentials:
@@ -148,7 +185,9 @@ class _Credentials:
         self._filesystem = filesystem
 
     def __call__(self) -> dict[str, Any]:
-        key, secret, token = sync(self._filesystem.loop, self._ask)
+        key, secret, token = self._filesystem.key, self._filesystem.secret, self._filesystem.token
+        if not (key and secret):
+            key, secret, token = sync(self._filesystem.loop, self._ask)
         until = datetime.now(UTC) + CREDENTIALS_LAST
         return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": until}
 

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 from fsspec.core import has_magic
 from fsspec.utils import tokenize
-from tenacity import Retrying, before_sleep_log, retry_if_exception, stop_after_attempt, stop_after_delay
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_after_delay
 from tenacity import wait_random_exponential as full_jitter
 
 from dataload.cache.engine import Engine, Fsspec, WrongBodyError, engine_for
@@ -165,8 +165,10 @@ class Origin(ForkAware):
         try:
             return self.engine.get(path, start, stop, version)
         except UnsuitableError as error:
-            self._engine = Fsspec(self.filesystem, str(error))
-            return self._engine.get(path, start, stop, version)
+            other = Fsspec(self.filesystem, str(error))
+            if error.whole_store:
+                self._engine = other
+            return other.get(path, start, stop, version)
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -203,9 +205,14 @@ def _attempts() -> Retrying:
         retry=retry_if_exception(_passing),
         stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_SECONDS),
         wait=full_jitter(FIRST_PAUSE, LONGEST_PAUSE),
-        before_sleep=before_sleep_log(log, logging.DEBUG),
+        before_sleep=_log_failure,
         reraise=True,
     )
+
+
+def _log_failure(state: RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    log.debug("attempt %d failed, trying again: %s", state.attempt_number, redacted(error))
 
 
 def _is_trouble(error: BaseException) -> bool:
@@ -242,7 +249,7 @@ def _status(error: BaseException) -> int | None:
 
 def _address(filesystem: Any) -> tuple[str, str]:
     protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
-    options = {**filesystem.storage_options, **filesystem.storage_options.get("client_kwargs", {})}
+    options = {**filesystem.storage_options, **(filesystem.storage_options.get("client_kwargs") or {})}
     return protocol, ":".join(str(options[name]) for name in ADDRESS_OPTIONS if options.get(name))
 
 

@@ -17,6 +17,7 @@ from dataload.benchmarks.run import bench
 from dataload.errors import ConfigError, DataError, DataloadError, OriginNotFound
 
 if TYPE_CHECKING:
+    from dataload.cache.blocks import Blocks, Object
     from dataload.cache.config import CacheConfig
     from dataload.cache.folder import CacheFolder
 
@@ -57,12 +58,10 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """What reading a dataset will take, and what its shuffle is worth: from the footers alone."""
-    from dataload.cache.filesystem import open_source
-    from dataload.manifest import list_objects, pin
+    from dataload.manifest import pin
     from dataload.plan import plan as foretell
 
-    blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes))
-    objects = list_objects(url, blocks)
+    blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes)
     found = foretell(pin(objects, blocks), objects, blocks.block_bytes, window, batch_size)
     _print(found.to_json(), as_json, str(found))
 
@@ -76,12 +75,10 @@ def warm(
     as_json: Json = False,
 ) -> None:
     """Fetch a dataset into the cache. Stopped half-way, it goes on where it ended."""
-    from dataload.cache.filesystem import open_source
-    from dataload.manifest import list_objects, pin
+    from dataload.manifest import pin
     from dataload.warm import warm as fetch
 
-    blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes))
-    objects = list_objects(url, blocks)
+    blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes)
     manifest = pin(objects, blocks)
     with _progress("warming", sum(obj.size for obj in objects), quiet=as_json) as advance:
         fetch(blocks, objects, advance)
@@ -217,6 +214,17 @@ def _existing(cache_dir: Path | None) -> CacheFolder:
     from dataload.cache.fsck import open_existing
 
     return open_existing(_config(cache_dir, None).folder)
+
+
+def _listed(
+    url: str, storage_options: str | None, cache_dir: Path | None, cache_bytes: str | None
+) -> tuple[Blocks, list[Object]]:
+    """The cache in front of `url`, and the objects there."""
+    from dataload.cache.filesystem import open_source
+    from dataload.manifest import list_objects
+
+    blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes))
+    return blocks, list_objects(url, blocks)
 
 
 def _options(text: str | None) -> dict[str, Any]:

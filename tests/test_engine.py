@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.server
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -147,6 +149,9 @@ def test_a_version_that_is_named_is_read(bucket: Any, tmp_path: Path, engine: st
     bucket.put("x", DATA[::-1])
     fs = open_fs(tmp_path, bucket.options | {"version_aware": True}, engine=engine)
     assert fs.cat_file(f"{bucket.url('x')}?versionId={old}") == DATA
+    assert fs.cat_file(bucket.url("x"), version_id=old) == DATA
+    with fs.open(bucket.url("x"), version_id=old) as file:
+        assert file.read() == DATA
     assert fs.cat_file(bucket.url("x")) == DATA[::-1]
 
 
@@ -158,6 +163,96 @@ def test_an_object_that_was_replaced_is_named(bucket: Any, tmp_path: Path, engin
     bucket.put("x", DATA[::-1])
     with pytest.raises(ObjectChanged, match=f"{bucket.name}/x"):
         fs.cat_file(bucket.url("x"))
+
+
+@pytest.mark.parametrize("key", ["a//b", "a/./b", "/x", "tab\there"])
+def test_a_name_that_obstore_would_change_is_read_by_s3fs(bucket: Any, tmp_path: Path, key: str) -> None:
+    bucket.put(key, DATA)
+    bucket.put("x", DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options)
+    assert fs.cat_file(f"{bucket.name}/{key}") == DATA
+    assert fs.stats()["engine"] == "obstore", "others are still read by it"
+
+
+def test_the_environment_changes_nothing_that_s3fs_was_told(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read by obstore, too, which would believe it more."""
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options, engine="obstore")
+    fs.info(bucket.url("x"))
+    for name, value in {
+        "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9",
+        "AWS_ENDPOINT": "http://127.0.0.1:9",
+        "AWS_SESSION_TOKEN": "another's",
+        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true",
+        "AWS_S3_EXPRESS": "true",
+        "AWS_SKIP_SIGNATURE": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert fs.stats()["engine"] == "obstore"
+
+
+class _Told:
+    """What s3fs looks like to who sets up a store: what botocore resolved, and an answer to HeadBucket."""
+
+    def __init__(self, endpoint_url: str, answer: Any) -> None:
+        self.answer = answer
+        self.s3 = SimpleNamespace(meta=SimpleNamespace(endpoint_url=endpoint_url, region_name=None, config=None))
+        self.s3.meta.config = SimpleNamespace(s3=None, proxies=None)
+        self.session = SimpleNamespace(get_config_variable=lambda _: None)
+        self.req_kw: dict[str, str] = {}
+        self.anon, self.key, self.secret, self.token = False, "key", "secret", None
+
+    def connect(self) -> None:
+        pass
+
+    def call_s3(self, _: str, **__: Any) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def refusal(headers: dict[str, str]) -> PermissionError:
+    error = PermissionError("Forbidden")
+    error.__cause__ = Exception()
+    error.__cause__.response = {"ResponseMetadata": {"HTTPHeaders": headers}}  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("endpoint_url", "answer", "host"),
+    [
+        (
+            "https://s3.amazonaws.com",
+            {"ResponseMetadata": {"HTTPHeaders": {"x-amz-bucket-region": "eu-west-1"}}},
+            "eu-west-1",
+        ),
+        ("https://s3.us-east-2.amazonaws.com", refusal({"x-amz-bucket-region": "ap-south-1"}), "ap-south-1"),
+        ("https://s3.amazonaws.com", refusal({}), "us-east-1"),
+        ("https://bucket.vpce-1a.s3.us-east-1.vpce.amazonaws.com", None, None),
+        ("http://minio:9000", None, None),
+    ],
+)
+def test_a_bucket_is_asked_for_where_it_lies(endpoint_url: str, answer: Any, host: str | None) -> None:
+    """At Amazon in its region, also when the bucket itself may not be looked at; elsewhere where the user said."""
+    store = obstores._store_of(_Told(endpoint_url, answer), "b")
+    expected = f"https://s3.{host}.amazonaws.com" if host else endpoint_url
+    assert store.config["endpoint"] == expected
+
+
+@pytest.mark.parametrize("setting", ["addressing_style", "use_accelerate_endpoint", "proxies"])
+def test_what_only_botocore_was_told_is_left_to_it(setting: str) -> None:
+    told = _Told("http://minio:9000", None)
+    if setting == "proxies":
+        told.s3.meta.config.proxies = {"http": "http://proxy"}
+    else:
+        told.s3.meta.config.s3 = {setting: "virtual" if setting == "addressing_style" else True}
+    with pytest.raises(obstores.UnsuitableError, match=setting):
+        obstores._store_of(told, "b")
+    with pytest.raises(obstores.UnsuitableError, match="arn:aws"):
+        obstores._store_of(_Told("http://minio:9000", None), "arn:aws:s3:::x")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -210,6 +305,14 @@ def test_of_a_run_only_what_is_not_kept_is_fetched(
     assert fs.cat_file(bucket.url("x")) == DATA
 
 
+def test_runs_of_small_blocks_are_short(bucket: Any, tmp_path: Path) -> None:
+    """Each block of a run takes a level of calls and a descriptor."""
+    bucket.put("x", DATA * 4)
+    fs = open_fs(tmp_path, bucket.options, block_bytes=512)
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert fs.stats()["requests_origin"] == -(-4 * len(DATA) // (16 * 512))
+
+
 def test_two_that_fetch_ahead_fetch_once(bucket: Any, tmp_path: Path) -> None:
     for number in range(6):
         bucket.put(f"many/{number}", DATA[number:])
@@ -258,6 +361,24 @@ def test_no_more_requests_are_under_way_than_agreed(
     origin.engine.get = counting
     fs.prefetch([f"{BUCKET}/{number}.bin" for number in range(8)], wait=True)
     assert 2 <= max(most) <= 16
+
+
+def test_who_waits_for_the_origin_hears_a_signal(slow_store: Server, tmp_path: Path) -> None:
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine="obstore")
+    fs.ls(BUCKET)
+    slow_store.behave(stalled=1.0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fs.cat_file(f"{BUCKET}/0.bin", end=10)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        slow_store.behave(stalled=0.0)
 
 
 # On a bad day

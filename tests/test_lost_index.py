@@ -630,3 +630,23 @@ def test_evicting_what_is_mapped(tmp_path: Path) -> None:
     assert fsck.evict(tier.folder) > 0
     assert files_of(tier.path) == {}
     assert view == data_of("x/0")
+
+
+@pytest.mark.parametrize(
+    ("table", "value"),
+    [("rows", b"\x01"), ("rows", b"\x00" * 16 + b"\xff\xfe"), ("accounts", b"\x00" * 8)],
+    ids=["a short row", "a name that is no text", "accounts of nothing"],
+)
+def test_a_value_that_makes_no_sense_is_damage(tmp_path: Path, table: str, value: bytes) -> None:
+    """Whatever a damaged index says, the bytes are right and nothing is raised."""
+    tier = LocalTier(tmp_path / "c", LIMIT, "lru")
+    put(tier, "x/0")
+    index = tier.folder.index
+    with index._transaction(write=True) as txn:
+        name = key("x/0").digest if table == "rows" else b"used"
+        txn.put(name, value, db=index._rows if table == "rows" else index._accounts)
+    for _ in range(2):
+        put(tier, "x/0")
+        put(tier, "z/5")
+        put(tier, "y/5")
+    assert tier.stats()["errors"] > 0
