@@ -85,7 +85,7 @@ class Blocks(ForkAware):
             low, high = max(start, first), min(stop, first + self.block_bytes)
             whole[low - start : high - start] = self._block(obj, number, (low - first, high - first))
 
-        pending = [self._pool("read").submit(copy, number) for number in numbers]
+        pending = [self.submit(copy, number) for number in numbers]
         wait(pending)
         for one in pending:
             one.result()
@@ -95,9 +95,8 @@ class Blocks(ForkAware):
         """In the main thread a missing block is fetched by another, so that Ctrl-C is heard meanwhile."""
         if threading.current_thread() is not threading.main_thread():
             return self._block(obj, number, span)
-        first, last = self._bounds(obj, number)
-        found = self.tier.get(self.key(obj, f"{first}-{last}"), span)
-        return self._pool("read").submit(self._block, obj, number, span).result() if found is None else found
+        found = self.tier.get(self._key_of(obj, number), span)
+        return self.submit(self._block, obj, number, span).result() if found is None else found
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""
@@ -137,6 +136,10 @@ class Blocks(ForkAware):
         start = number * self.block_bytes
         return start, min(start + self.block_bytes, obj.size)
 
+    def _key_of(self, obj: Object, number: int) -> BlobKey:
+        start, stop = self._bounds(obj, number)
+        return self.key(obj, f"{start}-{stop}")
+
     def _block(self, obj: Object, number: int, span: Span | None = None) -> memoryview:
         start, stop = self._bounds(obj, number)
 
@@ -144,7 +147,7 @@ class Blocks(ForkAware):
             data = self.origin.read(obj.path, start, stop, obj.version)
             allocate(len(data))[:] = data
 
-        return self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fetch, span)
+        return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
 
     def _fill(self, obj: Object, numbers: range) -> int:
         if not threading.main_thread().is_alive():
@@ -170,7 +173,7 @@ class Blocks(ForkAware):
             rooms.append((start, allocate(stop - start)))
             self._fill_together(obj, numbers[1:], rooms)
 
-        self.tier.get_or_fill(self.key(obj, f"{start}-{stop}"), fill, (0, 0))
+        self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0))
         if kept:
             self._fill_together(obj, numbers[1:], rooms)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -69,6 +70,18 @@ def bucket(server: S3Server, request: pytest.FixtureRequest) -> Bucket:
 @pytest.fixture
 def cache(tmp_path: Path) -> CacheConfig:
     return CacheConfig(cache_dir=str(tmp_path / "cache"), cache_bytes="1GB")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real filesystem of a megabyte."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no small filesystem can be mounted here: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 def rows_table(first: int, count: int) -> pa.Table:

@@ -9,7 +9,6 @@ import logging
 import mmap
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -322,17 +321,6 @@ def test_where_address_space_is_short_the_index_takes_less(tmp_path: Path, monke
 
 
 # A real disk
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no small filesystem can be mounted here: {made.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 def fill_up(disk: Path) -> Path:

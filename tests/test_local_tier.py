@@ -9,9 +9,7 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -729,17 +727,6 @@ def test_a_full_cache_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
             put(tier, name)
     assert len([record for record in caplog.records if "is full" in record.getMessage()]) == 1
     assert tier.stats()["refused"] == 3
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no small filesystem can be mounted here: {made.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "--lazy", mount], check=True)
 
 
 def test_a_full_disk_is_no_error(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
