@@ -32,10 +32,9 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     ) -> None:
         if columns is not None and (isinstance(columns, str) or not columns):
             raise ConfigError(f"columns={columns!r} must be a list of at least one name")
-        manifest.check_columns(columns or ())
         self.manifest = manifest
         self.blocks = blocks
-        self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in columns or manifest.schema.names])
+        self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in manifest.select(columns)])
         check_types(self.schema)
         self.block_lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         # Of whole row groups, whatever the columns: who reads others should see the same order.

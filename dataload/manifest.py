@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,8 +24,9 @@ from dataload.cache.blocks import Blocks, Object
 from dataload.cache.redact import redacted
 from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, DataError, OriginNotFound
+from dataload.layout import fields_of, flatten, storage
 
-VERSION = 0
+VERSION = 1
 FOOTERS_IN_FLIGHT = 32
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -31,18 +34,23 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 @dataclass(frozen=True)
 class RowGroup:
-    """One row group of one object. rows: how many; bytes: compressed, of all its columns."""
+    """One row group of one object. rows: how many; bytes: compressed, of all its columns.
+
+    sizes: bytes, uncompressed but encoded as the file has them, of each of the manifest's `ragged` columns.
+    """
 
     file: Object
     number: int
     rows: int
     bytes: int
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Manifest:
     """A generation of a dataset: its objects in order of path, their row groups in file order, their common schema.
 
+    schema: flat: the members of structs are dotted columns.
     fingerprint: hex digest of the objects' paths, sizes and versions; the same on every host that sees the same
         objects, whatever the endpoint.
     """
@@ -55,34 +63,58 @@ class Manifest:
     def num_rows(self) -> int:
         return sum(group.rows for group in self.row_groups)
 
+    @cached_property
+    def ragged(self) -> tuple[str, ...]:
+        """The columns whose values vary in length, in the schema's order, those that no batch can hold among them."""
+        return tuple(field.name for field in self.schema if _is_ragged(field))
+
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises ConfigError naming the first column that is not there."""
+        """Raises ConfigError naming the first that is neither a column nor a struct of some."""
         for column in columns:
-            if column not in self.schema.names:
+            if not self._members(column):
                 near = difflib.get_close_matches(column, self.schema.names, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.schema.names)}"
                 raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
 
+    def select(self, columns: Sequence[str] | None) -> list[str]:
+        """The columns that these names choose, in their order; a struct's name chooses all its members. None: all.
+
+        Raises ConfigError for a name that is not there and for a column chosen twice.
+        """
+        if columns is None:
+            return list(self.schema.names)
+        self.check_columns(columns)
+        chosen = [name for column in columns for name in self._members(column)]
+        for name, times in Counter(chosen).items():
+            if times > 1:
+                raise ConfigError(f"columns= chooses {name!r} {times} times: name it once")
+        return chosen
+
+    def _members(self, column: str) -> list[str]:
+        names = self.schema.names
+        return [column] if column in names else [name for name in names if name.startswith(f"{column}.")]
+
     def to_bytes(self) -> bytes:
-        files: dict[Object, list[list[int]]] = {}
+        files: dict[Object, list[tuple[int, ...]]] = {}
         for group in self.row_groups:
-            files.setdefault(group.file, []).append([group.rows, group.bytes])
+            files.setdefault(group.file, []).append((group.rows, group.bytes, *group.sizes))
         return json.dumps(
             {
                 "version": VERSION,
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
                 "files": [[file.path, file.size, file.version, groups] for file, groups in files.items()],
-            }
+            },
+            separators=(",", ":"),
         ).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
         known = json.loads(data)
         groups = (
-            RowGroup(Object(path, size, version), number, rows, size_bytes)
+            RowGroup(Object(path, size, version), number, rows, size_bytes, tuple(sizes))
             for path, size, version, row_groups in known["files"]
-            for number, (rows, size_bytes) in enumerate(row_groups)
+            for number, (rows, size_bytes, *sizes) in enumerate(row_groups)
         )
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(known["schema"])))
         return cls(schema, tuple(groups), known["fingerprint"])
@@ -152,15 +184,39 @@ def _hidden(relative: str) -> bool:
 def _read_footers(objects: list[Object], blocks: Blocks, fingerprint: str) -> Manifest:
     with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
         footers = list(pool.map(lambda obj: parquet.read_footer(obj, blocks), objects))
-    schema = footers[0].schema.to_arrow_schema().remove_metadata()
+    schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
+    schema, leaves = flatten(schemas[0]), _ragged_leaves(schemas[0])
     groups = []
-    for obj, footer in zip(objects, footers, strict=True):
-        _check_schema(objects[0], schema, obj, footer.schema.to_arrow_schema().remove_metadata())
+    for obj, footer, found in zip(objects, footers, schemas, strict=True):
+        _check_schema(objects[0], schema, obj, flatten(found))
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
-            size = sum(group.column(column).total_compressed_size for column in range(group.num_columns))
-            groups.append(RowGroup(obj, number, group.num_rows, size))
+            chunks = [group.column(leaf) for leaf in range(group.num_columns)]
+            size = sum(chunk.total_compressed_size for chunk in chunks)
+            sizes = (sum(chunk.total_uncompressed_size for chunk in chunks[of]) for of in leaves)
+            groups.append(RowGroup(obj, number, group.num_rows, size, tuple(sizes)))
     return Manifest(schema, tuple(groups), fingerprint)
+
+
+def _is_ragged(field: pa.Field) -> bool:
+    try:
+        return fields_of(pa.schema([field]))[0].ragged
+    except DataError:
+        return True  # Nobody can choose it, so that it may be in the way of nobody.
+
+
+def _ragged_leaves(schema: pa.Schema) -> list[slice]:
+    """Which of a Parquet file's columns, the leaves of its tree of types, hold each ragged column."""
+    flat = flatten(schema)
+    stops = list(itertools.accumulate(_leaf_count(field.type) for field in flat))
+    starts = [0, *stops[:-1]]
+    return [slice(*of) for field, *of in zip(flat, starts, stops, strict=True) if _is_ragged(field)]
+
+
+def _leaf_count(kind: pa.DataType) -> int:
+    kind = storage(kind)
+    inner = [kind.field(number) for number in range(kind.num_fields)]
+    return sum(_leaf_count(field.type) for field in inner) if inner else 1
 
 
 def _check_schema(first: Object, schema: pa.Schema, other: Object, found: pa.Schema) -> None:
