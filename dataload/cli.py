@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dataload.cache.blocks import Blocks, Object
     from dataload.cache.config import CacheConfig
     from dataload.cache.folder import CacheFolder
+    from dataload.partitions import Keys
 
 FOUND_A_PROBLEM = 1
 WRONG_USE = 2
@@ -62,7 +63,7 @@ def plan(
     from dataload.plan import plan as foretell
 
     blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes)
-    found = foretell(pin(objects, blocks), objects, blocks.block_bytes, window, batch_size)
+    found = foretell(pin(objects, blocks), list(objects), blocks.block_bytes, window, batch_size)
     _print(found.to_json(), as_json, str(found))
 
 
@@ -81,7 +82,7 @@ def warm(
     blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes)
     manifest = pin(objects, blocks)
     with _progress("warming", sum(obj.size for obj in objects), quiet=as_json) as advance:
-        fetch(blocks, objects, advance)
+        fetch(blocks, list(objects), advance)
     stats = blocks.stats()
     _print(
         {"objects": len(objects), "rows": manifest.num_rows, "bytes": sum(obj.size for obj in objects), **stats},
@@ -218,8 +219,8 @@ def _existing(cache_dir: Path | None) -> CacheFolder:
 
 def _listed(
     url: str, storage_options: str | None, cache_dir: Path | None, cache_bytes: str | None
-) -> tuple[Blocks, list[Object]]:
-    """The cache in front of `url`, and the objects there."""
+) -> tuple[Blocks, dict[Object, Keys]]:
+    """The cache in front of `url`, and the objects there with their partition keys."""
     from dataload.cache.filesystem import open_source
     from dataload.manifest import list_objects
 

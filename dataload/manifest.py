@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ from dataload.cache.redact import redacted
 from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.layout import fields_of, flatten, storage
+from dataload.partitions import Constants, Keys, keys_of, partition_columns
 
 VERSION = 1
 FOOTERS_IN_FLIGHT = 32
@@ -37,6 +38,7 @@ class RowGroup:
     """One row group of one object. rows: how many; bytes: compressed, of all its columns.
 
     sizes: bytes, uncompressed but encoded as the file has them, of each of the manifest's `ragged` columns.
+    constants: names and values of the columns that its file does not hold, for the folders' names say them.
     """
 
     file: Object
@@ -44,15 +46,16 @@ class RowGroup:
     rows: int
     bytes: int
     sizes: tuple[int, ...] = ()
+    constants: Constants = ()
 
 
 @dataclass(frozen=True)
 class Manifest:
     """A generation of a dataset: its objects in order of path, their row groups in file order, their common schema.
 
-    schema: flat: the members of structs are dotted columns.
-    fingerprint: hex digest of the objects' paths, sizes and versions; the same on every host that sees the same
-        objects, whatever the endpoint.
+    schema: flat: the members of structs are dotted columns; then the keys of partitions.
+    fingerprint: hex digest of the objects' paths, sizes, versions and partition keys; the same on every host that sees
+        the same objects, whatever the endpoint.
     """
 
     schema: pa.Schema
@@ -94,16 +97,25 @@ class Manifest:
         names = self.schema.names
         return [column] if column in names else [name for name in names if name.startswith(f"{column}.")]
 
+    def only(self, numbers: Iterable[int]) -> Manifest:
+        """The part of it that has these of its `row_groups`, in file order, with a fingerprint of its own."""
+        chosen = sorted(set(numbers))
+        if len(chosen) == len(self.row_groups):
+            return self
+        digest = hashlib.blake2b(json.dumps([self.fingerprint, chosen]).encode(), digest_size=16, person=b"part")
+        return Manifest(self.schema, tuple(self.row_groups[number] for number in chosen), digest.hexdigest())
+
     def to_bytes(self) -> bytes:
-        files: dict[Object, list[tuple[int, ...]]] = {}
+        files: dict[Object, tuple[Constants, list[Any]]] = {}
         for group in self.row_groups:
-            files.setdefault(group.file, []).append((group.rows, group.bytes, *group.sizes))
+            _, groups = files.setdefault(group.file, (group.constants, []))
+            groups.append((group.number, group.rows, group.bytes, group.sizes))
         return json.dumps(
             {
                 "version": VERSION,
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
-                "files": [[file.path, file.size, file.version, groups] for file, groups in files.items()],
+                "files": [[file.path, file.size, file.version, *of] for file, of in files.items()],
             },
             separators=(",", ":"),
         ).encode()
@@ -111,11 +123,13 @@ class Manifest:
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
         known = json.loads(data)
-        groups = (
-            RowGroup(Object(path, size, version), number, rows, size_bytes, tuple(sizes))
-            for path, size, version, row_groups in known["files"]
-            for number, (rows, size_bytes, *sizes) in enumerate(row_groups)
-        )
+        groups = []
+        for path, size, version, constants, row_groups in known["files"]:
+            file, shared = Object(path, size, version), tuple((name, value) for name, value in constants)
+            groups += [
+                RowGroup(file, number, rows, size_bytes, tuple(sizes), shared)
+                for number, rows, size_bytes, sizes in row_groups
+            ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(known["schema"])))
         return cls(schema, tuple(groups), known["fingerprint"])
 
@@ -130,18 +144,18 @@ def resolve(source: Source, blocks: Blocks) -> Manifest:
     return pin(list_objects(source, blocks), blocks)
 
 
-def pin(objects: list[Object], blocks: Blocks) -> Manifest:
+def pin(objects: Mapping[Object, Keys], blocks: Blocks) -> Manifest:
     """The dataset that these objects, at least one, in order of path, make up. Raises DataError as `resolve` does."""
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
-    for obj in objects:
-        digest.update(json.dumps([obj.path, obj.size, obj.version]).encode())
+    for obj, keys in objects.items():
+        digest.update(json.dumps([obj.path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
 
     def fill(allocate: Allocate) -> None:
         data = _read_footers(objects, blocks, fingerprint).to_bytes()
         allocate(len(data))[:] = data
 
-    pinned = Object(objects[0].path, 0, fingerprint)
+    pinned = Object(next(iter(objects)).path, 0, fingerprint)
     return Manifest.from_bytes(bytes(blocks.tier.get_or_fill(blocks.key(pinned, f"manifest {VERSION}"), fill)))
 
 
@@ -153,49 +167,66 @@ def source_paths(source: Source) -> list[str]:
     return [os.fspath(path) for path in paths]
 
 
-def list_objects(source: Source, blocks: Blocks) -> list[Object]:
-    """The objects that `source` names, by path. Names that start with "_" or "." are passed over, as Spark writes them.
+def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
+    """The objects that `source` names, in order of path, with the partition keys between them and what was named.
+
+    Names that start with "_" or "." are passed over, as Spark writes them.
 
     Raises OriginNotFound when there are none.
     """
-    found: dict[str, Object] = {}
+    found: dict[str, tuple[Object, Keys]] = {}
     for path in source_paths(source):
         listed = _list(path, blocks)
         if not listed:
             raise OriginNotFound(
                 f"no objects at {redacted(path)} ({blocks.origin.address}): check bucket, prefix and endpoint"
             )
-        found.update(listed)
-    return [found[path] for path in sorted(found)]
+        for obj, keys in listed.items():
+            # One object may be named by itself and by a folder above it, which knows more of its keys.
+            if obj.path not in found or len(keys) > len(found[obj.path][1]):
+                found[obj.path] = obj, keys
+    return dict(found[path] for path in sorted(found))
 
 
-def _list(path: str, blocks: Blocks) -> dict[str, Object]:
+def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     origin = blocks.origin
     root = origin.path_of(path.rpartition("::")[2])
     folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if has_magic(root) else root
-    listed = origin.list(root)
-    return {name: Object.of(info) for name, info in listed.items() if not _hidden(name.removeprefix(folder))}
+    listed = {Object.of(info): name.removeprefix(folder) for name, info in origin.list(root).items()}
+    return {obj: keys_of(relative) for obj, relative in listed.items() if not _hidden(relative)}
 
 
 def _hidden(relative: str) -> bool:
     return any(part.startswith(("_", ".")) for part in relative.split("/"))
 
 
-def _read_footers(objects: list[Object], blocks: Blocks, fingerprint: str) -> Manifest:
+def _read_footers(objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str) -> Manifest:
     with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
         footers = list(pool.map(lambda obj: parquet.read_footer(obj, blocks), objects))
     schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
-    schema, leaves = flatten(schemas[0]), _ragged_leaves(schemas[0])
+    first, schema = next(iter(objects)), flatten(schemas[0])
+    own = leaves(schema)
+    ragged = [own[field.name] for field in schema if _is_ragged(field)]
+    partitions, constants = partition_columns(objects, {*schemas[0].names, *own})
     groups = []
-    for obj, footer, found in zip(objects, footers, schemas, strict=True):
-        _check_schema(objects[0], schema, obj, flatten(found))
+    for obj, footer, found, values in zip(objects, footers, schemas, constants, strict=True):
+        _check_schema(first, schema, obj, flatten(found))
         for number in range(footer.num_row_groups):
             group = footer.row_group(number)
             chunks = [group.column(leaf) for leaf in range(group.num_columns)]
             size = sum(chunk.total_compressed_size for chunk in chunks)
-            sizes = (sum(chunk.total_uncompressed_size for chunk in chunks[of]) for of in leaves)
-            groups.append(RowGroup(obj, number, group.num_rows, size, tuple(sizes)))
-    return Manifest(schema, tuple(groups), fingerprint)
+            sizes = [sum(chunk.total_uncompressed_size for chunk in chunks[of]) for of in ragged]
+            for field, (_, value) in zip(partitions, values, strict=True):
+                if _is_ragged(field):
+                    sizes.append(group.num_rows * len(str(value or "").encode()))
+            groups.append(RowGroup(obj, number, group.num_rows, size, tuple(sizes), values))
+    return Manifest(pa.schema([*schema, *partitions]), tuple(groups), fingerprint)
+
+
+def leaves(schema: pa.Schema) -> dict[str, slice]:
+    """Which of a Parquet file's columns, the leaves of its tree of types, hold each column of a flat schema."""
+    stops = list(itertools.accumulate(_leaf_count(field.type) for field in schema))
+    return dict(zip(schema.names, map(slice, [0, *stops], stops), strict=True))
 
 
 def _is_ragged(field: pa.Field) -> bool:
@@ -203,14 +234,6 @@ def _is_ragged(field: pa.Field) -> bool:
         return fields_of(pa.schema([field]))[0].ragged
     except DataError:
         return True  # Nobody can choose it, so that it may be in the way of nobody.
-
-
-def _ragged_leaves(schema: pa.Schema) -> list[slice]:
-    """Which of a Parquet file's columns, the leaves of its tree of types, hold each ragged column."""
-    flat = flatten(schema)
-    stops = list(itertools.accumulate(_leaf_count(field.type) for field in flat))
-    starts = [0, *stops[:-1]]
-    return [slice(*of) for field, *of in zip(flat, starts, stops, strict=True) if _is_ragged(field)]
 
 
 def _leaf_count(kind: pa.DataType) -> int:
