@@ -15,6 +15,7 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.columns import check_types
 from dataload.errors import ConfigError
+from dataload.filters import Filters, narrow
 from dataload.manifest import Manifest, RowGroup, Source, resolve, source_paths
 from dataload.rowstore import RowStore
 from dataload.samplers.trade import default_window
@@ -81,19 +82,27 @@ def make_dataset(
     source: Source,
     *,
     columns: Sequence[str] | None = None,
+    filters: Filters | None = None,
     storage_options: dict[str, Any] | None = None,
     cache: CacheConfig | None = CacheConfig(),  # noqa: B008 (frozen)
     fill_null: Any = None,
 ) -> Dataset:
     """The dataset at `source`: a URL or path of a Parquet file, a folder or a glob, or a list of them.
 
-    columns: those to read, in this order; None: all.
+    columns: those to read, in this order; a struct's name stands for its members; None: all. Keys in folders' names
+        (`label=cat/…`) are columns, too.
+    filters: which row groups to read, by partition keys and the footers' statistics, in pyarrow's form:
+        [("label", "=", "cat"), ("year", ">=", 2020)] must all hold, of a list of such lists one. A null matches none.
     storage_options: for the filesystem of the URL, as fsspec takes them.
     cache: where bytes are kept on this host; None: nowhere but in this process's memory.
     fill_null: what stands for nulls, for all columns or by column; None: a null is an error.
 
-    Raises ConfigError for arguments that cannot work, OriginNotFound when nothing is there, DataError for objects that
-    are no Parquet, whose schemas differ, or of types that batches cannot hold.
+    Raises ConfigError for arguments that cannot work, for filters that leave no row and for those that would take some
+    rows of a row group and not others, or might for all that its statistics tell. OriginNotFound when nothing is there,
+    DataError for objects that are no Parquet, whose schemas differ, or of types that batches cannot hold.
     """
     blocks = open_source(source_paths(source)[0], storage_options, cache)
-    return Dataset(resolve(source, blocks), blocks, columns, fill_null)
+    manifest = resolve(source, blocks)
+    if filters is not None:
+        manifest = narrow(manifest, blocks, filters)
+    return Dataset(manifest, blocks, columns, fill_null)
