@@ -17,6 +17,7 @@ from dataload.columns import check_types
 from dataload.errors import ConfigError
 from dataload.filters import Filters, narrow
 from dataload.manifest import Manifest, RowGroup, Source, resolve, source_paths
+from dataload.parts import split as parts_of
 from dataload.rowstore import RowStore
 from dataload.samplers.trade import default_window
 
@@ -35,6 +36,7 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise ConfigError(f"columns={columns!r} must be a list of at least one name")
         self.manifest = manifest
         self.blocks = blocks
+        self.fill_null = fill_null
         self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in manifest.select(columns)])
         check_types(self.schema)
         self.block_lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
@@ -76,6 +78,15 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     def batch(self, rows: Any) -> Rows:
         """The rows of these numbers (int64 [B])."""
         return Rows(self.rowstore.gather(rows), len(rows))
+
+    def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
+        """Datasets of whole row groups, disjoint and together this one, of as near these fractions of the rows as can.
+
+        The same ones in every process; each has a fingerprint of its own. Raises ConfigError for fractions that are not
+        positive or do not sum to 1, and when there are fewer row groups than parts.
+        """
+        parts = parts_of(self.manifest, fractions, seed)
+        return [Dataset(part, self.blocks, self.schema.names, self.fill_null) for part in parts]
 
 
 def make_dataset(

@@ -99,7 +99,7 @@ class Manifest:
 
     def only(self, numbers: Iterable[int]) -> Manifest:
         """The part of it that has these of its `row_groups`, in file order, with a fingerprint of its own."""
-        chosen = sorted(set(numbers))
+        chosen = sorted(set(map(int, numbers)))
         if len(chosen) == len(self.row_groups):
             return self
         digest = hashlib.blake2b(json.dumps([self.fingerprint, chosen]).encode(), digest_size=16, person=b"part")
