@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from dataload.cache.buffers import Buffers
 from dataload.cache.config import CacheConfig
 from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
@@ -54,6 +56,7 @@ class Blocks(ForkAware):
     def after_fork_in_child(self) -> None:
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._ahead = threading.BoundedSemaphore(IN_FLIGHT)
+        self._buffers = Buffers()
 
     @classmethod
     def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
@@ -97,6 +100,28 @@ class Blocks(ForkAware):
             return self._block(obj, number, span)
         found = self.tier.get(self._key_of(obj, number), span)
         return self.submit(self._block, obj, number, span).result() if found is None else found
+
+    @contextmanager
+    def fetched(self, obj: Object, ranges: Sequence[Span]) -> Iterator[list[memoryview]]:
+        """The bytes of these ranges, each in one piece, for as long as the context lasts; kept nowhere.
+
+        What blocks hold already is taken from them.
+        """
+        with ExitStack() as stack:
+            whole, pending = [], []
+            for start, stop in ranges:
+                buffer = self._buffers.take(stop - start)
+                stack.callback(self._buffers.give_back, buffer)
+                room = stack.enter_context(memoryview(buffer)[: stop - start])
+                whole.append(room)
+                pending += [
+                    self.submit(self._read_into, room[first : first + RUN_BYTES], obj, start + first)
+                    for first in range(0, len(room), RUN_BYTES)
+                ]
+            wait(pending)
+            for one in pending:
+                one.result()
+            yield whole
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""
@@ -148,6 +173,14 @@ class Blocks(ForkAware):
             allocate(len(data))[:] = data
 
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
+
+    def _read_into(self, room: memoryview, obj: Object, start: int) -> None:
+        with room:
+            stop = start + len(room)
+            kept = [self.tier.get(self._key_of(obj, number), (0, 0)) for number in self._numbers(start, stop)]
+            room[:] = (
+                self.origin.read(obj.path, start, stop, obj.version) if None in kept else self.read(obj, start, stop)
+            )
 
     def _fill(self, obj: Object, numbers: range) -> int:
         if not threading.main_thread().is_alive():

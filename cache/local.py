@@ -137,6 +137,14 @@ class LocalTier(ForkAware):
             step("fill: filled")
             return cut(draft.publish(), span)
 
+    @contextmanager
+    def alone(self, key: BlobKey) -> Iterator[None]:
+        with ExitStack() as stack:
+            if not self.health.reads.tripped and self.health.writes.allows():
+                with self.trouble("locking a blob", self.health.writes):
+                    stack.enter_context(self.folder.locks.hold(key.digest, self.fill_seconds))
+            yield
+
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import AbstractContextManager
+from typing import Any
 
 from dataload.cache.forks import ForkAware
 from dataload.cache.locks import ThreadLocks
@@ -57,6 +59,9 @@ class MemoryTier(ForkAware):
             blob = draft.publish()
             self._keep(key, blob)
             return cut(blob, span)
+
+    def alone(self, key: BlobKey) -> AbstractContextManager[Any]:
+        return self._locks.hold(key.digest)
 
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -62,6 +63,13 @@ class Tier(Protocol):
 
     def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
         """As `get`; when the blob is not kept here, `fill` makes all of it first."""
+
+    def alone(self, key: BlobKey) -> AbstractContextManager[Any]:
+        """While it lasts, nobody else on this host is in it with the same key: to make several blobs at once.
+
+        Notes: best effort. Whoever has waited too long, or cannot lock, goes on all the same: twice the work, never a
+        deadlock.
+        """
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process: hits, misses, waits, bytes, errors."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 
-from dataload.columns import Column, Dense, Ragged
 from dataload.errors import ConfigError, DataError
+from dataload.layout import Field
+from dataload.records import Records
 
 Batch = dict[str, Any]
 
@@ -25,49 +26,68 @@ class Flat(NamedTuple):
     offsets: torch.Tensor
 
 
-def to_batch(
-    columns: Mapping[str, Column], *, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None
-) -> Batch:
-    """Columns as a user sees them.
+def to_batch(records: Records, *, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None) -> Batch:
+    """Rows as a user sees them.
 
-    Numbers: Tensor[B]; fixed-size lists: Tensor[B, k]; binary: list[bytes]; strings: list[str]; lists of numbers:
+    Numbers: Tensor[B]; fixed-size lists: Tensor[B, k]; binary: list[memoryview]; strings: list[str]; lists of numbers:
     list[Tensor]. With ragged="flat", binary and lists are `Flat` instead. `group`: name -> columns of one dtype that
     come as one Tensor[B, k].
+
+    Notes: tensors are views of the records, and bytes of the cache's own, read-only: nothing is copied but lists of
+    numbers, strings, and groups of columns that are no neighbours in a record.
     """
-    if clash := (group or {}).keys() & columns.keys():
+    groups = group or {}
+    fields = {field.name: field for field in records.layout.fields}
+    if clash := groups.keys() & fields.keys():
         raise ConfigError(f"group {min(clash)!r} has the name of a column: name it otherwise")
-    grouped = {name for names in (group or {}).values() for name in names}
-    batch = {name: _user_column(column, ragged) for name, column in columns.items() if name not in grouped}
-    for name, members in (group or {}).items():
-        batch[name] = _stack(name, [columns.get(member) for member in members])
+    grouped = {name for names in groups.values() for name in names}
+    batch = {name: _user_column(records, field, ragged) for name, field in fields.items() if name not in grouped}
+    for name, members in groups.items():
+        batch[name] = _stack(name, records, [fields.get(member) for member in members])
     return batch
+
+
+def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
+    """The batches of so many rows each that together make up `batch`, as views of it."""
+    parts = [_cut(column, sizes) for column in batch.values()]
+    return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
+
+
+def _cut(column: Any, sizes: Sequence[int]) -> Iterable[Any]:
+    if isinstance(column, torch.Tensor):
+        return torch.split(column, list(sizes))
+    ends = np.cumsum(sizes).tolist()
+    spans = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    if isinstance(column, list):
+        return [column[span] for span in spans]
+    return [_flat_part(column, span) for span in spans]
+
+
+def _flat_part(column: Flat, span: slice) -> Flat:
+    offsets = column.offsets[span.start : span.stop + 1]
+    return Flat(column.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
 
 class Rows(Sequence[dict[str, Any]]):
     """A batch as a sequence of row dicts, made when asked for. columns: the whole batch, as `to_batch` shapes it."""
 
     def __init__(
-        self,
-        gathered: Mapping[str, Column],
-        length: int,
-        ragged: str = "list",
-        group: Mapping[str, Sequence[str]] | None = None,
+        self, records: Records, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None
     ) -> None:
-        self._gathered = gathered
-        self._length = length
+        self._records = records
         self._ragged = ragged
         self._group = group
 
     @cached_property
     def columns(self) -> Batch:
-        return to_batch(self._gathered, ragged=self._ragged, group=self._group)
+        return to_batch(self._records, ragged=self._ragged, group=self._group)
 
     def shaped(self, *, ragged: str, group: Mapping[str, Sequence[str]] | None) -> Rows:
         """The same rows in another shape."""
-        return Rows(self._gathered, self._length, ragged, group)
+        return Rows(self._records, ragged, group)
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._records)
 
     @overload
     def __getitem__(self, row: int) -> dict[str, Any]: ...
@@ -75,13 +95,13 @@ class Rows(Sequence[dict[str, Any]]):
     def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, row: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
         if isinstance(row, slice):
-            return [self[number] for number in range(*row.indices(self._length))]
-        if not -self._length <= row < self._length:
-            raise IndexError(f"row {row} of a batch of {self._length}")
-        return {name: column[row] for name, column in self.columns.items()}
+            return [self[number] for number in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a batch of {len(self)}")
+        return {name: _row_value(column, row) for name, column in self.columns.items()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[row] for row in range(self._length))
+        return (self[row] for row in range(len(self)))
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -98,52 +118,39 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     return batch
 
 
-class Packed(NamedTuple):
-    """Tensors side by side, as they leave a worker: each tensor that is sent alone takes a file descriptor."""
-
-    values: torch.Tensor
-    sizes: list[int]
-
-
-def pack(batch: Any) -> Any:
-    """The batch with its lists of one-dimensional tensors of one dtype packed."""
-    if isinstance(batch, dict):
-        return {name: pack(value) for name, value in batch.items()}
-    if isinstance(batch, list) and batch and all(isinstance(one, torch.Tensor) and one.ndim == 1 for one in batch):
-        one_dtype = len({one.dtype for one in batch}) == 1
-        return Packed(torch.cat(batch), [len(one) for one in batch]) if one_dtype else batch
-    return batch
+def _row_value(column: Any, row: int) -> Any:
+    if isinstance(column, Flat):
+        return column.values[column.offsets[row] : column.offsets[row + 1]]
+    value = column[row]
+    return bytes(value) if isinstance(value, memoryview) else value  # torch collates bytes, and no views of them
 
 
-def unpack(batch: Any) -> Any:
-    """What `pack` packed, as it was."""
-    if isinstance(batch, dict):
-        return {name: unpack(value) for name, value in batch.items()}
-    return list(torch.split(batch.values, batch.sizes)) if isinstance(batch, Packed) else batch
+def _user_column(records: Records, field: Field, ragged: str) -> Any:
+    if not field.ragged:
+        return torch.from_numpy(records.dense(field))
+    if field.kind == "string":
+        return _strings(records, field)
+    if ragged == "list" and field.kind == "binary":
+        return records.views(field)
+    column = records.ragged(field)
+    values, offsets = torch.from_numpy(column.values), torch.from_numpy(column.offsets)
+    return Flat(values, offsets) if ragged == "flat" else list(torch.split(values, np.diff(column.offsets).tolist()))
 
 
-def _user_column(column: Column, ragged: str) -> Any:
-    if isinstance(column, Dense):
-        return torch.from_numpy(column.values)
-    if ragged == "flat" and column.kind != "string":
-        return Flat(torch.from_numpy(column.values), torch.from_numpy(column.offsets))
-    return [_user_value(column, start, stop) for start, stop in zip(column.offsets, column.offsets[1:], strict=False)]
-
-
-def _user_value(column: Ragged, start: int, stop: int) -> Any:
-    values = column.values[start:stop]
-    if column.kind == "list":
-        return torch.from_numpy(values)
-    if column.kind == "binary":
-        return values.tobytes()
+def _strings(records: Records, field: Field) -> list[str]:
     try:
-        return values.tobytes().decode()
+        return records.strings(field)
     except UnicodeDecodeError as error:
-        raise DataError(f"a string is not UTF-8 ({error}): write the column as binary") from error
+        raise DataError(
+            f"column {field.name!r} has a string that is not UTF-8 ({error}): write it as binary"
+        ) from error
 
 
-def _stack(name: str, members: Sequence[Column | None]) -> torch.Tensor:
-    dense = [member.values for member in members if isinstance(member, Dense) and member.values.ndim == 1]
-    if len(dense) != len(members) or len({values.dtype for values in dense}) != 1:
+def _stack(name: str, records: Records, members: Sequence[Field | None]) -> torch.Tensor:
+    scalars = [member for member in members if member is not None and not member.ragged and not member.shape]
+    if len(scalars) != len(members) or len({member.dtype for member in scalars}) != 1:
         raise ConfigError(f"group {name!r} must name columns that are read, of numbers, of one dtype")
-    return torch.from_numpy(np.stack(dense, axis=1))
+    neighbours = records.neighbours(scalars)
+    if neighbours is None:
+        neighbours = np.stack([records.dense(member) for member in scalars], axis=1)
+    return torch.from_numpy(neighbours)

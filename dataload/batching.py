@@ -10,25 +10,27 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dataload.batch import Rows, pack
+from dataload.batch import Rows, cut, to_batch
 from dataload.columns import Array
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
+from dataload.packing import pack
+from dataload.records import Records
 from dataload.samplers.keys import derive_key
 from dataload.samplers.sharded import ShardedSampler
-from dataload.stats import Stopwatch
+from dataload.stats import SHARES
 
 
 @dataclass(frozen=True)
 class Request:
     """One batch to be made. cursor: rows of the epoch before its global batch; rows: int64 [B].
 
-    key: of the random numbers of its transform; the same whoever makes it, and whenever.
+    place: seed, epoch, cursor and rank, from which the random numbers of its transform follow, whoever makes it.
     """
 
     cursor: int
     rows: Array
-    key: int
+    place: tuple[int, ...]
 
 
 class Answer(NamedTuple):
@@ -61,8 +63,8 @@ class Requests(Iterable[Request]):
     def _from(self, epoch: int, cursor: int) -> Iterator[Request]:
         sampler = self._sampler
         for rows in sampler.batches(epoch, cursor) if self._batches is None else self._batches:
-            key = derive_key("transform", sampler.seed, epoch, cursor, sampler.rank)
-            yield Request(cursor, np.asarray(rows, np.int64), key)
+            place = sampler.seed, epoch, cursor, sampler.rank
+            yield Request(cursor, np.asarray(rows, np.int64), place)
             cursor += sampler.global_batch_size
 
 
@@ -79,18 +81,28 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         transform: Callable[..., Any] | None,
     ) -> None:
         self._dataset = dataset
-        self._ragged = ragged
-        self._group = group
+        self._shape: dict[str, Any] = {"ragged": ragged, "group": group}
         self._collate = collate_fn
         self._transform = transform
         self._wants_rng = _takes_rng(transform)
         self._counted: dict[str, float] = {}
 
+    @property
+    def only_gathers(self) -> bool:
+        """Whether no code of the user's has a part in it."""
+        return self._collate is None and self._transform is None
+
     def __getitem__(self, request: Request) -> Answer:
-        batch = self._made(self._dataset.batch(request.rows), request.key)
-        if torch.utils.data.get_worker_info() is None:
-            return Answer(request.cursor, len(request.rows), batch, {})
-        return Answer(request.cursor, len(request.rows), pack(batch), self._traffic())
+        """The answer of a worker: its batch is packed."""
+        [answer] = self.make([request])
+        return answer._replace(batch=pack(answer.batch), traffic=self._traffic())
+
+    def make(self, requests: Sequence[Request]) -> Iterator[Answer]:
+        """The answers to some requests, gathered in one go."""
+        records = self._dataset.rowstore.gather(np.concatenate([request.rows for request in requests]))
+        sizes = [len(request.rows) for request in requests]
+        for request, size, batch in zip(requests, sizes, self._collated(records, sizes), strict=True):
+            yield Answer(request.cursor, size, self._transformed(batch, request.place), {})
 
     def collate(self, rows: Rows) -> Any:
         """The batch of these rows, for a plain DataLoader in the loader's place (accelerate's `skip_first_batches`).
@@ -99,20 +111,27 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         """
         if self._wants_rng:
             raise ConfigError("transform(batch, rng) needs the loader itself: skip batches by load_state_dict instead")
-        return self._made(rows, 0)
+        rows = rows.shaped(**self._shape)
+        return self._transformed(rows.columns if self._collate is None else self._collate(rows), ())
 
-    def _made(self, rows: Rows, key: int) -> Any:
-        rows = rows.shaped(ragged=self._ragged, group=self._group)
-        batch = rows.columns if self._collate is None else self._collate(rows)
+    def _collated(self, records: Records, sizes: Sequence[int]) -> Iterable[Any]:
+        if self._collate is None:
+            return cut(to_batch(records, **self._shape), sizes)
+        ends = np.cumsum(sizes).tolist()
+        parts = (records[end - size : end] for end, size in zip(ends, sizes, strict=True))
+        return (self._collate(Rows(part, **self._shape)) for part in parts)
+
+    def _transformed(self, batch: Any, place: tuple[int, ...]) -> Any:
         if self._transform is None:
             return batch
-        rng = {"rng": np.random.Generator(np.random.Philox(key))} if self._wants_rng else {}
-        return self._transform(batch, **rng)
+        if not self._wants_rng:
+            return self._transform(batch)
+        return self._transform(batch, rng=np.random.Generator(np.random.Philox(derive_key("transform", *place))))
 
     def _traffic(self) -> dict[str, float]:
         """What this worker's cache counted since it was last asked."""
         before, stats = self._counted, self._dataset.blocks.stats()
-        self._counted = {name: stats[name] for name in Stopwatch.SHARES}
+        self._counted = {name: stats[name] for name in SHARES}
         return {name: total - before.get(name, 0) for name, total in self._counted.items()}
 
 

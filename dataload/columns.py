@@ -1,4 +1,4 @@
-"""Decoded columns of a row group, and gathering rows of several row groups from them."""
+"""A row group's Arrow columns as arrays."""
 
 from __future__ import annotations
 
@@ -12,117 +12,151 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
+from dataload.layout import Field, is_bytes, is_text, number, storage
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Dense:
-    """One value, or k values, a row. values: [rows] or [rows, k], of the column's dtype."""
+    """One value, or one array, a row. values: [rows, …] of the column's dtype."""
 
     values: Array
-
-    @classmethod
-    def gather(cls, parts: Sequence[Dense], which: Array, rows: Array) -> Dense:
-        """Row `rows[i]` of `parts[which[i]]` for each i, copied: [len(rows)] or [len(rows), k]."""
-        first = parts[0].values
-        values = np.empty((len(rows), *first.shape[1:]), first.dtype)
-        for number, part in enumerate(parts):
-            positions = np.flatnonzero(which == number)
-            values[positions] = part.values.take(rows[positions], axis=0)
-        return cls(values)
 
 
 @dataclass(frozen=True)
 class Ragged:
     """As many values a row as it happens to have; row i is values[offsets[i]:offsets[i + 1]].
 
-    values: [total], numbers, or bytes as uint8; offsets: int64 [rows + 1]; kind: "list", "binary" or "string".
+    values: [total], numbers, or bytes as uint8; offsets: int64 [rows + 1].
     """
 
     values: Array
     offsets: Array
-    kind: str
-
-    @classmethod
-    def gather(cls, parts: Sequence[Ragged], which: Array, rows: Array) -> Ragged:
-        """Row `rows[i]` of `parts[which[i]]` for each i, copied side by side."""
-        starts, stops = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
-        for number, part in enumerate(parts):
-            positions = np.flatnonzero(which == number)
-            starts[positions] = part.offsets[rows[positions]]
-            stops[positions] = part.offsets[rows[positions] + 1]
-        offsets = np.concatenate(([0], np.cumsum(stops - starts)))
-        values = np.empty(offsets[-1], parts[0].values.dtype)
-        for row in range(len(rows)):
-            values[offsets[row] : offsets[row + 1]] = parts[which[row]].values[starts[row] : stops[row]]
-        return cls(values, offsets, parts[0].kind)
 
 
 Column = Dense | Ragged
 
 
-def gather(parts: Sequence[Mapping[str, Column]], which: Array, rows: Array) -> dict[str, Column]:
-    """Row `rows[i]` of `parts[which[i]]` for each i, in every column."""
-    return {name: _gather([part[name] for part in parts], which, rows) for name in parts[0]}
-
-
-def _gather(parts: Sequence[Any], which: Array, rows: Array) -> Column:
-    kind: type[Column] = type(parts[0])
-    return kind.gather(parts, which, rows)
-
-
-def check_types(schema: pa.Schema) -> None:
-    """Raises DataError naming the first column of a type that batches cannot hold."""
-    for field in schema:
-        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        if not (_is_number(kind) or _is_bytes(kind) or _is_numbers(kind)):
-            raise DataError(
-                f"column {field.name!r} has type {field.type}, which batches cannot hold: leave it out with columns="
-            )
-
-
-def decode(table: pa.Table, fill_null: Any, where: str) -> dict[str, Column]:
-    """The columns of an Arrow table as arrays.
+def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str) -> dict[str, Column]:
+    """The columns of an Arrow table that `fields` name, members of structs among them, as arrays.
 
     fill_null: what stands for nulls, in all columns or, as a mapping, by column; None: nulls are an error.
     Raises DataError naming `where` and the column when there are nulls and nothing to stand for them.
     """
-    return {name: _decode(name, table.column(name), fill_null, where) for name in table.column_names}
+    while any(pa.types.is_struct(storage(kind)) for kind in table.schema.types):
+        table = _plain(table).flatten()
+    columns = {}
+    for field in fields:
+        filling = fill_null.get(field.name) if isinstance(fill_null, Mapping) else fill_null
+        columns[field.name] = _Decoder(field, filling, f"{where} column {field.name!r}").decode(table[field.name])
+    return columns
 
 
-def _decode(name: str, chunks: pa.ChunkedArray, fill_null: Any, where: str) -> Column:
-    if pa.types.is_dictionary(chunks.type):
-        chunks = chunks.cast(chunks.type.value_type)
-    if _is_bytes(chunks.type):
-        chunks = chunks.cast(pa.large_string() if _is_text(chunks.type) else pa.large_binary())  # over 2 GiB in all
-    column = chunks.combine_chunks()
+class _Decoder:
+    """Decodes one column. filling: what stands for nulls, or None; where: the column, as errors name it."""
+
+    def __init__(self, field: Field, filling: Any, where: str) -> None:
+        self._field = field
+        self._filling = filling
+        self._where = where
+
+    def decode(self, chunks: pa.ChunkedArray) -> Column:
+        column = _whole(_plain_column(chunks))
+        if column.null_count and self._filling is None:
+            raise DataError(f"{self._where} has {column.null_count} nulls: pass fill_null= to replace them")
+        if not self._field.ragged:
+            values = self._dense(column)
+            if column.null_count:
+                values = values.copy()
+                values[~_valid(column)] = self._filling_of(column.type)
+            return Dense(values)
+        if column.null_count:
+            column = self._filled(column)
+        if is_bytes(column.type):
+            return _bytes(column)
+        values = _plain_column(column.flatten())
+        self._refuse_nulls(values.null_count)
+        lengths = pc.list_value_length(column).to_numpy()
+        return Ragged(_numbers(values), np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
+
+    def _dense(self, column: pa.Array) -> Array:
+        """Values [rows, …]; of rows that are null, anything."""
+        if not pa.types.is_fixed_size_list(column.type):
+            return _numbers(column)
+        size, count = column.type.list_size, len(column)
+        inner = _plain_column(column.values.slice(column.offset * size, count * size))
+        if inner.null_count:
+            self._refuse_nulls(int(np.count_nonzero(~_valid(inner).reshape(count, size)[_valid(column)])))
+        values = self._dense(inner)
+        return values.reshape(count, size, *values.shape[1:])
+
+    def _filling_of(self, kind: pa.DataType) -> Any:
+        """What stands for a null among dense values: one of them, or one number for all of its elements."""
+        kinds = [pa.float64() if pa.types.is_decimal(kind) else kind]
+        while pa.types.is_fixed_size_list(kinds[-1]):
+            kinds.append(storage(kinds[-1].value_type))
+        for one in kinds:
+            try:
+                return self._dense(_plain_column(pa.array([self._filling], one)))[0]
+            except (pa.ArrowException, TypeError, ValueError):
+                continue
+        raise self._no_filling(kind)
+
+    def _filled(self, column: pa.Array) -> pa.Array:
+        try:
+            return pc.fill_null(column, pa.scalar(self._filling, column.type))
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise self._no_filling(column.type) from error
+
+    def _no_filling(self, kind: pa.DataType) -> DataError:
+        return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}")
+
+    def _refuse_nulls(self, count: int) -> None:
+        if count:
+            raise DataError(f"{self._where} has nulls inside its lists, which cannot be filled: rewrite it")
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    return pa.table([_plain_column(column) for column in table.columns], table.column_names)
+
+
+def _plain_column(column: Any) -> Any:
+    """The column without names of extension types, and with dictionaries' values in place of codes."""
+    while column.type != (kind := storage(column.type)):
+        if isinstance(column.type, pa.BaseExtensionType):
+            column = _storage_of(column)
+        else:
+            column = column.cast(column.type.value_type)
+    # With 64-bit offsets: a column may have more than 2 GiB.
+    return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
+
+
+def _storage_of(column: Any) -> Any:
+    if isinstance(column, pa.ChunkedArray):
+        return pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+    return column.storage
+
+
+def _whole(chunks: pa.ChunkedArray) -> pa.Array:
+    return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
+
+
+def _valid(column: pa.Array) -> Array:
+    return np.asarray(column.is_valid().to_numpy(zero_copy_only=False))
+
+
+def _numbers(column: pa.Array) -> Array:
+    """Numbers as numpy has them, nulls as zeros."""
+    kind = column.type
+    if pa.types.is_decimal(kind):
+        column = column.cast(pa.float64())
+    elif pa.types.is_temporal(kind):
+        column = column.view(pa.int32() if kind.bit_width == 32 else pa.int64())
     if column.null_count:
-        filling = fill_null.get(name) if isinstance(fill_null, Mapping) else fill_null
-        if filling is None:
-            raise DataError(f"{where} column {name!r} has {column.null_count} nulls: pass fill_null= to replace them")
-        column = _fill(name, column, filling, where)
-    if _is_number(column.type):
-        return Dense(column.to_numpy(zero_copy_only=False))
-    if pa.types.is_fixed_size_list(column.type):
-        return Dense(_numbers(name, column.flatten(), where).reshape(len(column), column.type.list_size))
-    if _is_bytes(column.type):
-        return _bytes(column)
-    offsets = column.offsets.to_numpy().astype(np.int64)
-    return Ragged(_numbers(name, column.flatten(), where), offsets - offsets[0], "list")
-
-
-def _fill(name: str, column: pa.Array, filling: Any, where: str) -> pa.Array:
-    try:
-        return pc.fill_null(column, pa.scalar(filling, column.type))
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise DataError(f"{where} column {name!r}: fill_null={filling!r} is no {column.type}") from error
-
-
-def _numbers(name: str, values: pa.Array, where: str) -> Array:
-    if values.null_count:
-        raise DataError(f"{where} column {name!r} has nulls inside its lists, which cannot be filled: rewrite it")
-    return np.asarray(values.to_numpy(zero_copy_only=False))
+        column = pc.fill_null(column, pa.scalar(0).cast(column.type))
+    values: Array = column.to_numpy(zero_copy_only=False).astype(number(kind), copy=False)
+    return values
 
 
 def _bytes(column: pa.Array) -> Ragged:
@@ -130,30 +164,4 @@ def _bytes(column: pa.Array) -> Ragged:
     bounds = np.zeros(1, np.int64)
     if len(column):
         bounds = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
-    values = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
-    return Ragged(values, bounds, "string" if _is_text(column.type) else "binary")
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(
-        types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_fixed_size_binary(kind)
-        or types.is_string(kind)
-        or types.is_large_string(kind)
-    )
-
-
-def _is_numbers(kind: pa.DataType) -> bool:
-    types = pa.types
-    lists = types.is_fixed_size_list(kind) or types.is_list(kind) or types.is_large_list(kind)
-    return bool(lists and _is_number(kind.value_type))
+    return Ragged(np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), bounds)

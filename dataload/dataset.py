@@ -13,7 +13,6 @@ from dataload.batch import Rows
 from dataload.cache.blocks import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
-from dataload.columns import check_types
 from dataload.errors import ConfigError
 from dataload.filters import Filters, narrow
 from dataload.manifest import Manifest, RowGroup, Source, resolve, source_paths
@@ -38,11 +37,10 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.blocks = blocks
         self.fill_null = fill_null
         self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in manifest.select(columns)])
-        check_types(self.schema)
         self.block_lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         # Of whole row groups, whatever the columns: who reads others should see the same order.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
-        self.rowstore = RowStore(manifest.row_groups, self.schema.names, blocks, 2 * self.window, fill_null)
+        self.rowstore = RowStore(manifest, self.schema.names, blocks, 2 * self.window, fill_null)
 
     @property
     def num_rows(self) -> int:
@@ -73,11 +71,7 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         numbers = np.asarray(rows, np.int64)
         if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
             raise IndexError(f"a batch is of one row at least, each of 0 to {len(self) - 1}")
-        return self.batch(numbers)
-
-    def batch(self, rows: Any) -> Rows:
-        """The rows of these numbers (int64 [B])."""
-        return Rows(self.rowstore.gather(rows), len(rows))
+        return Rows(self.rowstore.gather(numbers))
 
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
         """Datasets of whole row groups, disjoint and together this one, of as near these fractions of the rows as can.

@@ -59,6 +59,12 @@ class Layout:
     def ragged(self) -> tuple[Field, ...]:
         return tuple(field for field in self.fields if field.ragged)
 
+    def offset(self, field: Field) -> int:
+        """Bytes of a record before this column."""
+        known = self.dtype.fields
+        assert known is not None
+        return int(known[field.name][1])
+
     def describe(self) -> list[Any]:
         """What tells it from others, for keys."""
         return [[field.name, field.kind, np.dtype(field.dtype).str, field.shape] for field in self.fields]
@@ -112,7 +118,8 @@ def number(kind: pa.DataType) -> np.dtype[Any] | None:
     """The dtype that numbers of this type have in batches: decimals are float64, dates and times int64; else None."""
     types = pa.types
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
-        return np.dtype(kind.to_pandas_dtype())
+        dtype: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
+        return dtype
     if types.is_decimal(kind):
         return np.dtype(np.float64)
     if types.is_temporal(kind) and not types.is_interval(kind):
@@ -128,7 +135,8 @@ def _leaves(field: pa.Field) -> Iterable[pa.Field]:
 
 
 def _field(field: pa.Field) -> Field:
-    kind, shape = storage(field.type), ()
+    kind = storage(field.type)
+    shape: tuple[int, ...] = ()
     if is_bytes(kind):
         return Field(field.name, "string" if is_text(kind) else "binary", np.uint8)
     if is_list(kind):

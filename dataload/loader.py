@@ -6,25 +6,31 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import islice
+from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from dataload.batch import map_tensors, unpack
+from dataload.batch import map_tensors
 from dataload.batching import Answer, BatchMaker, Request, Requests
 from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.manifest import Source
+from dataload.packing import unpack
 from dataload.prefetch import Lookahead, run_ahead
 from dataload.room import provide
 from dataload.samplers.order import Shuffle
-from dataload.stats import LoaderStats, Stopwatch
+from dataload.stats import LoaderStats, Traffic
 from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_device
 from dataload.world import World
 
-BATCHES_AHEAD = 8
+BATCHES_AHEAD = 64  # of those that are only gathered
+TRANSFORMED_AHEAD = 8
+RUN_BYTES = 4 << 20  # that stay in a cache on their way
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +73,8 @@ class Loader(Unwrapped, DataLoader[Any]):
         self._requests = Requests(self.sampler, batch_sampler)
         self._stats = LoaderStats()
         self._given: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has handed out
-        self._traffic: Counter[str] = Counter()  # of the workers
+        self._traffic: Traffic | None = None  # of the running epoch
+        self._worked: Counter[str] = Counter()  # what the workers' caches counted
         self._workers: DataLoader[Answer] | None = None
         if self.num_workers:
             # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
@@ -101,6 +108,8 @@ class Loader(Unwrapped, DataLoader[Any]):
 
     def stats(self) -> LoaderStats:
         """Figures of the running epoch, or of the last one."""
+        if self._traffic is not None:
+            self._traffic.note(self._stats)
         return self._stats
 
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
@@ -111,16 +120,20 @@ class Loader(Unwrapped, DataLoader[Any]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took the last batch without asking for one more.
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
-        watch = Stopwatch(stats, self.dataset.blocks.stats if self._workers is None else lambda: self._traffic)
+        traffic = self._traffic = Traffic(self.dataset.blocks.stats if self._workers is None else lambda: self._worked)
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
+        started = perf_counter()
         with closing(self._answers(epoch, cursor)) as answers, announced(remainder) as announce_last:
             while True:
                 latest = self._stats is stats
                 if self.persistent_workers and not latest:
                     raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
-                with watch.waiting():
-                    answer = next(answers, None)
+                asked = perf_counter()
+                answer = next(answers, None)
+                now = perf_counter()
+                stats.wait_seconds += now - asked
+                stats.seconds = now - started
                 if answer is None:
                     break
                 stats.rows += answer.rows
@@ -131,14 +144,18 @@ class Loader(Unwrapped, DataLoader[Any]):
                 if sampler.finished_at(used):
                     announce_last()
                 yield answer.batch
-        watch.update()
+        traffic.note(stats)
+        if self._traffic is traffic:
+            self._traffic = None
         if sampler.epoch == epoch:  # else somebody has set another meanwhile
             self.set_epoch(epoch + 1)
 
     def _answers(self, epoch: int, cursor: int) -> Generator[Answer, None, None]:
         requests = self._requests.start_at(epoch, cursor)
+        rowstore = self.dataset.rowstore
+        lookahead = Lookahead(self.sampler.blocks_from(epoch, cursor), rowstore.prefetch, ahead=rowstore.capacity // 2)
         if self._workers is None:
-            made = run_ahead(self._make(iter(requests), epoch, cursor), self.prefetch)
+            made = self._on_a_thread(iter(requests), lookahead)
         else:
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers)
@@ -151,26 +168,39 @@ class Loader(Unwrapped, DataLoader[Any]):
                     batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
                     yield answer._replace(batch=batch)
 
+    def _on_a_thread(self, requests: Iterator[Request], lookahead: Lookahead) -> Generator[Answer, None, None]:
+        """Batches, made in runs of many where making one takes less than handing it over."""
+        most = self._batches_of_a_run()
+        with closing(run_ahead(self._runs(requests, most, lookahead), max(2, self.prefetch // most))) as runs:
+            for run in runs:
+                yield from run
+
+    def _batches_of_a_run(self) -> int:
+        if not self.maker.only_gathers:
+            return 1
+        of_a_batch = self.dataset.rowstore.row_bytes * (self.sampler.batch_size or 1)
+        return max(1, min(self.prefetch, RUN_BYTES // of_a_batch))
+
+    def _runs(self, requests: Iterator[Request], most: int, lookahead: Lookahead) -> Iterator[list[Answer]]:
+        size = 1  # then more: the first batch should not wait for what later ones need
+        while run := list(islice(requests, size)):
+            answers = list(self.maker.make(run))
+            # After it: what is needed now comes before what comes next.
+            lookahead.touch(self.dataset.rowstore.owners(np.concatenate([request.rows for request in run])))
+            if self.pin_memory and torch.cuda.is_available():
+                answers = [one._replace(batch=map_tensors(one.batch, torch.Tensor.pin_memory)) for one in answers]
+            yield answers
+            size = min(2 * size, most)
+
     def _unpacked(self, answers: Iterable[Answer]) -> Generator[Answer, None, None]:
         try:
             for answer in answers:
-                self._traffic.update(answer.traffic)
+                self._worked.update(answer.traffic)
                 yield answer._replace(batch=unpack(answer.batch))
         except Exception as error:  # noqa: BLE001
             # The frame in torch that raised it holds it, too: a circle that would keep the workers until it is found by
             # the garbage collector, which ends their queues before they are told to stop, and then waits 5 s for each.
             raise error.with_traceback(None)  # noqa: B904
-
-    def _make(self, requests: Iterator[Request], epoch: int, cursor: int) -> Iterator[Answer]:
-        rowstore = self.dataset.rowstore
-        needed = self.sampler.blocks_from(epoch, cursor)
-        lookahead = Lookahead(needed, rowstore.prefetch, ahead=rowstore.capacity // 2)
-        for request in requests:
-            answer = self.maker[request]
-            lookahead.touch(rowstore.owners(request.rows))  # after it: what is needed now comes before what comes next
-            if self.pin_memory and torch.cuda.is_available():
-                answer = answer._replace(batch=map_tensors(answer.batch, torch.Tensor.pin_memory))
-            yield answer
 
 
 def make_loader(
@@ -267,7 +297,7 @@ def make_loader(
         sampler=sampler,
         drop_last=drop_last,
         device=where,
-        prefetch=prefetch or BATCHES_AHEAD,
+        prefetch=prefetch or (BATCHES_AHEAD if maker.only_gathers else TRANSFORMED_AHEAD),
         detected=detected,
         num_workers=num_workers,
         pin_memory=where is not None and where.type == "cuda" if pin_memory is None else pin_memory,

@@ -23,24 +23,21 @@ def _drawn_on(sampler: ShardedSampler) -> int:
 
 
 def _check_cache(dataset: Dataset, sampler: ShardedSampler) -> None:
-    """Raises ConfigError when the cache is too small for what the order needs at a time.
-
-    Only where all columns are read: how much of a row group some take is not looked up.
-    """
+    """Raises ConfigError when the cache is too small for what the order needs at a time."""
     tier = dataset.blocks.tier
-    if not isinstance(tier, LocalTier) or len(dataset.schema) < len(dataset.manifest.schema):
+    if not isinstance(tier, LocalTier):
         return
     order, limit = sampler.order, tier.limit
     groups = len(dataset.row_groups) if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
-    need = sum(sorted((group.bytes for group in dataset.row_groups), reverse=True)[:groups])
+    need = sum(sorted(map(dataset.rowstore.blobs.bytes_of, range(len(dataset.row_groups))), reverse=True)[:groups])
     if limit >= need:
         return
     if order.shuffle == "full":
         raise ConfigError(
-            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset, {need} bytes; "
-            f"raise cache_bytes to {need} or more, or shuffle='block'"
+            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset decoded, {need} bytes; "
+            f"raise cache_bytes to {need} or more, choose fewer columns, or shuffle='block'"
         )
     raise ConfigError(
-        f"cache_bytes={limit} is too small: two windows of {groups // 2} row groups, {need} bytes, are needed; raise "
-        f"cache_bytes to {need} or more, or lower window"
+        f"cache_bytes={limit} is too small: two windows of {groups // 2} row groups, {need} bytes decoded, are needed; "
+        f"raise cache_bytes to {need} or more, choose fewer columns, or lower window"
     )

@@ -1,101 +1,124 @@
-"""Row groups, decoded once and gathered from: what every shuffled epoch reads."""
+"""Rows by their numbers: decoded once a host, gathered from ever after; what every shuffled epoch reads."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from dataload import parquet
 from dataload.cache.blocks import Blocks
 from dataload.cache.forks import ForkAware
-from dataload.columns import Array, Column, decode, gather
-from dataload.manifest import RowGroup
+from dataload.columns import Array
+from dataload.layout import Layout
+from dataload.manifest import Manifest
+from dataload.records import Records
+from dataload.rowblobs import RowBlobs
+from dataload.samplers.lookup import Lookup
+from dataload.shelf import Shelf
 
-DECODERS = 4
-FOOTERS_KEPT = 64
+LOADERS = 16
 
 
 class RowStore(ForkAware):
-    """The decoded columns of row groups, in this process's memory: the `capacity` last asked for.
+    """The chosen columns of a dataset, by row number.
 
-    First in, first out: row groups are asked for in the order in which they are needed, and done with in that order.
+    capacity: how many row groups this process has open, those last asked for: they are asked for in the order in which
+    they are needed, and done with in that order.
 
-    Notes: may be read from any thread; a row group is decoded once however many ask for it at a time. A forked child
-    starts empty, and so does a pickled copy.
+    Notes: may be read from any thread; a row group is asked for once however many want it at a time. A forked child
+    starts with nothing open, and so does a pickled copy.
     """
 
     def __init__(
-        self,
-        row_groups: Sequence[RowGroup],
-        columns: Sequence[str],
-        blocks: Blocks,
-        capacity: int,
-        fill_null: Any = None,
+        self, manifest: Manifest, columns: Sequence[str], blocks: Blocks, capacity: int, fill_null: Any = None
     ) -> None:
         self.capacity = capacity
-        self._row_groups = row_groups
-        self._columns = tuple(columns)
-        self._blocks = blocks
+        self.blobs = RowBlobs(manifest, columns, blocks, fill_null)
+        self._settings = manifest, columns, blocks
         self._fill_null = fill_null
-        self._footer = lru_cache(FOOTERS_KEPT)(partial(parquet.read_footer, blocks=blocks))
-        self._starts = np.concatenate(([0], np.cumsum([group.rows for group in row_groups], dtype=np.int64)))
+        self._group_of_blob = np.repeat(np.arange(len(manifest.row_groups)), np.diff(self.blobs.group_starts))
+        self._lookup = Lookup(self.blobs.row_starts)
         self.after_fork_in_child()
         super().__init__()
 
     def after_fork_in_child(self) -> None:
         self._mutex = threading.Lock()
-        self._decoded: OrderedDict[int, Future[dict[str, Column]]] = OrderedDict()
+        self._asked: OrderedDict[int, Future[list[memoryview]]] = OrderedDict()  # and not on the shelf yet
         self._pool: ThreadPoolExecutor | None = None
+        self._shelf: Shelf | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowStore, (self._row_groups, self._columns, self._blocks, self.capacity, self._fill_null)
+        return RowStore, (*self._settings, self.capacity, self._fill_null)
 
-    def gather(self, rows: Array) -> dict[str, Column]:
-        """The rows of these numbers (int64 [B], counted in file order) in every column, in the order given.
+    @property
+    def layout(self) -> Layout:
+        return self.blobs.layout
+
+    @property
+    def row_bytes(self) -> int:
+        """About how many bytes a row takes, where its values of varying length are not counted."""
+        return self.blobs.layout.dtype.itemsize
+
+    def gather(self, rows: Array) -> Records:
+        """The rows of these numbers (int64 [n], counted in file order), in the order given.
 
         Raises OriginError, DataError.
         """
-        owners = self._owner_of_each(rows)
-        numbers, which = np.unique(owners, return_inverse=True)
-        parts = self._get(numbers.tolist())
-        return gather(parts, which, rows - self._starts[owners])
+        blobs = self._blobs_of(rows)
+        needed: list[int] = []
+        loaded: dict[int, list[memoryview]] = {}
+        while True:  # Other threads may let go of what this one has opened.
+            with self._mutex:
+                shelf = self._shelf_for(len(needed))
+                for group, contents in loaded.items():
+                    shelf.put(group, contents, keep=needed)
+                    self._asked.pop(group, None)
+                found = shelf.take(rows, blobs)
+                if found is not None:
+                    return found
+                needed = self.owners(rows)
+                asked = {group: self._ask_for(group) for group in needed if group not in shelf}
+            loaded = {group: one.result() for group, one in asked.items()}
 
     def owners(self, rows: Array) -> list[int]:
-        """The row groups that these rows belong to, each once."""
-        owners: list[int] = np.unique(self._owner_of_each(rows)).tolist()
+        """The row groups that these rows belong to, each once, in file order."""
+        touched = np.zeros(len(self._group_of_blob), np.bool_)
+        touched[self._blobs_of(rows)] = True
+        owners: list[int] = np.unique(self._group_of_blob[touched]).tolist()
         return owners
 
-    def prefetch(self, numbers: Iterable[int]) -> None:
-        """Start decoding these row groups, in this order."""
-        for number in numbers:
-            self._ask_for(number)
-
-    def _owner_of_each(self, rows: Array) -> Array:
-        return np.searchsorted(self._starts, rows, side="right") - 1
-
-    def _get(self, numbers: Sequence[int]) -> list[Mapping[str, Column]]:
-        return [asked.result() for asked in [self._ask_for(number) for number in numbers]]
-
-    def _ask_for(self, number: int) -> Future[dict[str, Column]]:
+    def prefetch(self, groups: Iterable[int]) -> None:
+        """Start loading these row groups, in this order."""
         with self._mutex:
-            asked = self._decoded.get(number)
-            if asked is None or (asked.done() and asked.exception() is not None):
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="dataload-decode")
-                asked = self._decoded[number] = self._pool.submit(self._decode, number)
-            while len(self._decoded) > self.capacity:
-                self._decoded.popitem(last=False)
-            return asked
+            for group in groups:
+                if self._shelf is None or group not in self._shelf:
+                    self._ask_for(group)
 
-    def _decode(self, number: int) -> dict[str, Column]:
+    def _blobs_of(self, rows: Array) -> Array:
+        return self._lookup.pieces(rows)
+
+    def _shelf_for(self, groups: int) -> Shelf:
+        needed = max(self.capacity, groups)
+        if self._shelf is None or self._shelf.capacity < needed:
+            blobs = self.blobs
+            self._shelf = Shelf(needed, blobs.group_starts, blobs.row_starts, blobs.layout)
+        return self._shelf
+
+    def _ask_for(self, group: int) -> Future[list[memoryview]]:
+        asked = self._asked.get(group)
+        if asked is None or (asked.done() and asked.exception() is not None):
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(LOADERS, thread_name_prefix="dataload-decode")
+            asked = self._asked[group] = self._pool.submit(self._load, group)
+        while len(self._asked) > self.capacity:
+            self._asked.popitem(last=False)
+        return asked
+
+    def _load(self, group: int) -> list[memoryview]:
         if not threading.main_thread().is_alive():
             raise CancelledError  # The program ends; it should not wait for what was only prefetched.
-        group = self._row_groups[number]
-        table = parquet.read_row_group(group.file, group.number, self._columns, self._footer(group.file), self._blocks)
-        return decode(table, self._fill_null, f"{group.file.path} row group {group.number}")
+        return self.blobs.load(group)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.filesize import decimal
+
+SHARES = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
 
 
 @dataclass
@@ -53,27 +53,14 @@ class LoaderStats:
         )
 
 
-class Stopwatch:
-    """Keeps a `LoaderStats` up to date while an epoch runs. traffic: the totals of the cache, which it takes apart."""
+class Traffic:
+    """What the cache counted since an epoch began. totals: what it counted in all."""
 
-    SHARES: ClassVar = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
+    def __init__(self, totals: Callable[[], Mapping[str, Any]]) -> None:
+        self._totals = totals
+        self._before = dict(totals())
 
-    def __init__(self, stats: LoaderStats, traffic: Callable[[], Mapping[str, Any]]) -> None:
-        self._stats = stats
-        self._traffic = traffic
-        self._before = dict(traffic())
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """The training loop waits for a batch."""
-        asked = time.perf_counter()
-        yield
-        self._stats.wait_seconds += time.perf_counter() - asked
-        self.update()
-
-    def update(self) -> None:
-        now = self._traffic()
-        self._stats.seconds = time.perf_counter() - self._start
-        for share in self.SHARES:
-            setattr(self._stats, share, int(now[share] - self._before.get(share, 0)))
+    def note(self, stats: LoaderStats) -> None:
+        now = self._totals()
+        for share in SHARES:
+            setattr(stats, share, int(now[share] - self._before.get(share, 0)))

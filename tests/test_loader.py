@@ -389,7 +389,7 @@ def test_workers_count_what_they_fetch(dataset: Any) -> None:
     loader = make_loader(dataset, 16, num_workers=2)
     ids(loader)
     assert loader.stats().bytes_origin == sum(file.size for file in {group.file for group in dataset.row_groups})
-    assert loader.stats().misses == 3
+    assert loader.stats().requests_origin == 3
 
 
 def broken(batch: dict[str, Any]) -> dict[str, Any]:
@@ -432,7 +432,7 @@ def test_stats(dataset: Any) -> None:
     assert (stats.epoch, stats.rows, stats.batches) == (0, N, 19)
     assert 0 < stats.wait_seconds <= stats.seconds
     assert 0 < stats.stall_fraction <= 1
-    assert stats.misses == 3
+    assert stats.requests_origin == 3
     assert stats.bytes_origin == sum(file.size for file in {group.file for group in dataset.row_groups})
     ids(loader)
     assert loader.stats().epoch == 1

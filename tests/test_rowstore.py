@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataload import CacheConfig, make_dataset, make_loader, parquet, rowstore
+from dataload import CacheConfig, make_dataset, make_loader, parquet, rowblobs
 from dataload.errors import OriginError
 
 
@@ -18,13 +18,13 @@ from dataload.errors import OriginError
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often each row group was decoded."""
     counts: Counter[int] = Counter()
-    read = parquet.read_row_group
+    read = parquet.open_row_group
 
     def counting(obj: Any, number: int, *rest: Any) -> Any:
         counts[number] += 1
         return read(obj, number, *rest)
 
-    monkeypatch.setattr(rowstore.parquet, "read_row_group", counting)
+    monkeypatch.setattr(rowblobs.parquet, "open_row_group", counting)
     return counts
 
 
@@ -50,16 +50,34 @@ def test_full_shuffle_decodes_each_row_group_once_in_all(dataset: Any, decoded: 
 def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> None:
     dataset.rowstore.prefetch([3, 1])
     found = dataset.rowstore.gather(np.array([16, 5]))
-    assert found["row_id"].values.tolist() == [16, 5]
+    assert found.rows["row_id"].tolist() == [16, 5]
     assert decoded == Counter([3, 1])
 
 
-def test_the_first_asked_for_goes_first(dataset: Any, decoded: Any) -> None:
-    store = dataset.rowstore
+def test_the_first_asked_for_goes_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, loaded = dataset.rowstore, Counter[int]()
+    load = store.blobs.load
+    monkeypatch.setattr(store.blobs, "load", lambda group: [loaded.update([group]), load(group)][1])
     store.capacity = 2
     for group in (0, 1, 0, 2, 1, 0):
         store.gather(np.array([5 * group]))
-    assert decoded == Counter({0: 2, 1: 1, 2: 1})
+    assert loaded == Counter({0: 2, 1: 1, 2: 1})
+
+
+def test_what_one_gather_needs_stays(dataset: Any) -> None:
+    store = dataset.rowstore
+    store.capacity = 2
+    store.gather(np.array([0, 5]))
+    wanted = [12, 0, 7, 19]
+    assert store.gather(np.array(wanted)).rows["row_id"].tolist() == wanted
+
+
+def test_rows_are_decoded_once_a_host(dataset: Any, decoded: Any, cache: CacheConfig) -> None:
+    ours = dataset.rowstore.gather(np.arange(1000))
+    assert decoded == Counter(range(200))
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.rowstore.gather(np.arange(1000)).rows.tobytes() == ours.rows.tobytes()
+    assert decoded == Counter(range(200))
 
 
 def test_a_failed_decode_is_tried_again(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +85,10 @@ def test_a_failed_decode_is_tried_again(dataset: Any, monkeypatch: pytest.Monkey
         raise OriginError("down")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rowstore.parquet, "read_row_group", fails)
+        patch.setattr(rowblobs.parquet, "open_row_group", fails)
         with pytest.raises(OriginError, match="down"):
             dataset.rowstore.gather(np.array([0]))
-    assert dataset.rowstore.gather(np.array([0]))["row_id"].values.tolist() == [0]
+    assert dataset.rowstore.gather(np.array([0])).rows["row_id"].tolist() == [0]
 
 
 def test_a_pickled_copy_reads_the_same(bucket: Any, cache: CacheConfig) -> None:
@@ -78,4 +96,4 @@ def test_a_pickled_copy_reads_the_same(bucket: Any, cache: CacheConfig) -> None:
 
     bucket.put_table("data/x.parquet", pa.table({"a": [1, None]}))
     dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache, fill_null=7)
-    assert pickle.loads(pickle.dumps(dataset)).rowstore.gather(np.array([1, 0]))["a"].values.tolist() == [7, 1]
+    assert pickle.loads(pickle.dumps(dataset)).rowstore.gather(np.array([1, 0])).rows["a"].tolist() == [7, 1]

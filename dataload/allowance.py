@@ -1,0 +1,28 @@
+"""Memory that threads share: nobody goes on before there is room for what they will hold."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Allowance:
+    """`total` units. Whoever wants more than all of them gets all."""
+
+    def __init__(self, total: int) -> None:
+        self._total = self._free = total
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, units: int) -> Iterator[None]:
+        units = min(units, self._total)
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= units)
+            self._free -= units
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += units
+                self._changed.notify_all()

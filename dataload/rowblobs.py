@@ -1,0 +1,151 @@
+"""The blobs that hold a row group's rows as records: kept in the cache, made once a host by who comes first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataload import parquet, records
+from dataload.allowance import Allowance
+from dataload.cache.blocks import Blocks
+from dataload.cache.forks import ForkAware
+from dataload.cache.tier import Allocate, BlobKey
+from dataload.columns import Array, decode
+from dataload.layout import Layout, fields_of
+from dataload.manifest import Manifest, RowGroup
+
+FOOTERS_KEPT = 64
+# Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
+BLOB_BYTES, BLOB_ROWS = 32 << 20, 1 << 16
+MAKING_BYTES = 192 << 20  # of row groups being fetched, decoded and packed at a time, in this process
+
+
+class RowBlobs(ForkAware):
+    """The chosen columns of a dataset's row groups, as blobs of records.
+
+    layout: of a record; group_starts: the number of each row group's first blob, int64 [groups + 1]; row_starts: the
+    number of each blob's first row, int64 [blobs + 1].
+
+    Notes: may be called from any thread.
+    """
+
+    def __init__(self, manifest: Manifest, columns: Sequence[str], blocks: Blocks, fill_null: Any = None) -> None:
+        self._manifest = manifest
+        self._columns = tuple(columns)
+        self._blocks = blocks
+        self._fill_null = fill_null
+        schema = pa.schema([manifest.schema.field(name) for name in columns])
+        self.layout = Layout(fields_of(schema))
+        self._rows = self._rows_of_a_blob()
+        lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
+        counts = np.maximum(1, -(-lengths // self._rows))
+        self.group_starts = np.concatenate(([0], np.cumsum(counts)))
+        self.row_starts = self._first_rows(lengths, counts)
+        self._what = self._digest()
+        self._footer = lru_cache(FOOTERS_KEPT)(partial(parquet.read_footer, blocks=blocks))
+        self.after_fork_in_child()
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        self._memory = Allowance(MAKING_BYTES)
+        self._cores = threading.Semaphore(len(os.sched_getaffinity(0)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowBlobs, (self._manifest, self._columns, self._blocks, self._fill_null)
+
+    def load(self, number: int) -> list[memoryview]:
+        """The blobs of a row group, made if they are not kept. Raises OriginError, DataError."""
+        keys = self._keys(number)
+        found = self._kept(keys)
+        if found is None:
+            with self._blocks.tier.alone(self._key(number, "row group")):
+                found = self._kept(keys) or self._make(number, keys)
+        return found
+
+    def bytes_of(self, number: int) -> int:
+        """About how many bytes the blobs of a row group take; more where a dictionary made values small."""
+        group = self._manifest.row_groups[number]
+        return group.rows * self.layout.dtype.itemsize + self._heap_bytes(group)
+
+    def _kept(self, keys: list[BlobKey]) -> list[memoryview] | None:
+        found = []
+        for key in keys:
+            blob = self._blocks.tier.get(key)
+            if blob is None:
+                return None
+            found.append(blob)
+        return found
+
+    def _make(self, number: int, keys: list[BlobKey]) -> list[memoryview]:
+        group = self._manifest.row_groups[number]
+        memory = min(group.bytes, parquet.HELD_BYTES) + 2 * self.bytes_of(number) // len(keys)
+        stored = [name for name in self._columns if name not in dict(group.constants)]
+        with self._memory.hold(memory), ExitStack() as stack:
+            if stored:
+                footer = self._footer(group.file)
+                reader = parquet.open_row_group(group.file, group.number, stored, footer, self._blocks)
+                tables = stack.enter_context(reader).tables(int(self._rows[number]))
+            else:
+                tables = iter([pa.table({})] * len(keys))
+            stack.enter_context(self._cores)
+            made = []
+            for key, rows, table in zip(keys, self._lengths(number), tables, strict=True):
+                made.append(self._blocks.tier.get_or_fill(key, partial(self._fill, table, rows, group)))
+            return made
+
+    def _fill(self, table: pa.Table, rows: int, group: RowGroup, allocate: Allocate) -> None:
+        for name, value in group.constants:
+            if name in self._columns:
+                kind = self._manifest.schema.field(name).type
+                table = table.append_column(name, pa.repeat(pa.scalar(value, kind), rows))
+        where = f"{group.file.path} row group {group.number}"
+        columns = decode(table, self.layout.fields, self._fill_null, where)
+        records.pack(columns, rows, self.layout, allocate, where)
+
+    def _lengths(self, number: int) -> list[int]:
+        """Rows of each blob of a row group."""
+        first, last = self.group_starts[number : number + 2]
+        lengths: list[int] = np.diff(self.row_starts[first : last + 1]).tolist()
+        return lengths
+
+    def _keys(self, number: int) -> list[BlobKey]:
+        first, last = self.group_starts[number : number + 2]
+        rows = self._rows[number]
+        return [self._key(number, f"rows {blob * rows}+{rows}") for blob in range(last - first)]
+
+    def _key(self, number: int, part: str) -> BlobKey:
+        group = self._manifest.row_groups[number]
+        return self._blocks.key(group.file, f"records {group.number} {part} {self._what}")
+
+    def _digest(self) -> str:
+        """Names what is in the blobs: the columns, how they lie in records, and what stands for nulls."""
+        said = [records.VERSION, self.layout.describe(), repr(self._fill_null)]
+        return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()
+
+    def _rows_of_a_blob(self) -> Array:
+        """By row group: a power of two, so that blobs of fewer columns are made of whole ones of more."""
+        bounds = []
+        for group in self._manifest.row_groups:
+            row_bytes = self.layout.dtype.itemsize + self._heap_bytes(group) // max(1, group.rows)
+            bounds.append(1 << (min(BLOB_ROWS, max(1, BLOB_BYTES // row_bytes)).bit_length() - 1))
+        return np.array(bounds, np.int64)
+
+    def _heap_bytes(self, group: RowGroup) -> int:
+        return sum(
+            size for name, size in zip(self._manifest.ragged, group.sizes, strict=False) if name in self._columns
+        )
+
+    def _first_rows(self, lengths: Array, counts: Array) -> Array:
+        firsts = np.concatenate(([0], np.cumsum(lengths)))
+        within = np.arange(counts.sum()) - np.repeat(self.group_starts[:-1], counts)
+        starts = np.repeat(firsts[:-1], counts) + within * np.repeat(self._rows, counts)
+        return np.append(starts, firsts[-1])
