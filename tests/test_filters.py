@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Callable
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -292,6 +293,18 @@ def test_without_statistics_nothing_can_be_proved(options: Any, narrowed: Callab
         narrowed(groups, [("x", "<", np.datetime64("2000-01-01", "ns"))], **options)
 
 
+@pytest.mark.parametrize(("low", "high"), [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan), (2.0, 1.0)])
+def test_bounds_that_are_none_prove_nothing(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch, low: float, high: float
+) -> None:
+    manifest, blocks = stored([table(x=[1.0])])
+    statistics = SimpleNamespace(has_null_count=True, null_count=0, has_min_max=True, min=low, max=high)
+    group = SimpleNamespace(column=lambda _: SimpleNamespace(statistics=statistics))
+    monkeypatch.setattr("dataload.parquet.read_footer", lambda *_: SimpleNamespace(row_group=lambda _: group))
+    for sign in (">", "<", "=", "!="):
+        assert left_of(manifest, blocks, [("x", sign, 5.0)]) is None
+
+
 def test_half_floats_are_in_doubt(narrowed: Callable[..., Manifest]) -> None:
     groups = [table(x=pa.array([np.float16(1)], pa.float16()))]
     with pytest.raises(ConfigError, match="row group 0"):
@@ -336,7 +349,7 @@ def test_members_of_structs(stored: Stored) -> None:
         ([("z", "=", 1)], "'z' is not in the dataset"),
         ([("dat", "=", 1)], "'dat'.*did you mean 'date'"),
         ([("s", "=", 1)], r"'s' is a struct.*s\.a"),
-        ([("list", "=", 1)], "'list' is of list"),
+        ([("list", "=", [1])], "'list' is of list.*only single values"),
         ([("x", "=", "a")], "int64"),
         ([("x", "=", 1.5)], "int64"),
         ([("x", "=", True)], "int64"),

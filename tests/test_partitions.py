@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
 import pytest
 
+from dataload import make_dataset
 from dataload.cache.blocks import Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
@@ -80,7 +83,7 @@ def test_keys_are_columns_at_the_end(bucket: Any, cache: CacheConfig) -> None:
     assert constants(manifest) == [{"split": split, "year": year} for split, year in expected]
     assert manifest.select(["year", "a"]) == ["year", "a"]
     assert manifest.ragged == ("b", "split")
-    assert [group.sizes[1] for group in manifest.row_groups] == [5, 5, 5, 5, 3, 3]
+    assert [group.sizes[1:] for group in manifest.row_groups] == [(5,)] * 4 + [(3,)] * 2
 
 
 def test_a_manifest_with_keys_survives_its_bytes(bucket: Any, cache: CacheConfig) -> None:
@@ -135,6 +138,15 @@ def test_fingerprints_cover_the_keys(bucket: Any, cache: CacheConfig) -> None:
     assert "label" not in below.schema.names
 
 
+def test_without_keys_the_fingerprint_is_of_the_objects_alone(bucket: Any, cache: CacheConfig) -> None:
+    put(bucket, "x", "y")
+    objects = list_objects(bucket.url("data"), open_source(bucket.url(), bucket.options, cache))
+    digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
+    for obj in objects:
+        digest.update(json.dumps([obj.path, obj.size, obj.version]).encode())
+    assert manifest_of(bucket, cache).fingerprint == digest.hexdigest()
+
+
 def test_files_of_different_keys_are_refused(bucket: Any, cache: CacheConfig) -> None:
     put(bucket, "label=cat/x", "label=dog/x", "y")
     with pytest.raises(DataError, match=r"data/y\.parquet and .*label=cat/x\.parquet.*none and 'label'") as caught:
@@ -168,3 +180,40 @@ def test_names_written_by_pyarrow(tmp_path: Any, cache: CacheConfig) -> None:
     pads.write_dataset(table, tmp_path, format="parquet", partitioning=layout)
     manifest = resolve(tmp_path, open_source(str(tmp_path), None, cache))
     assert {dict(group.constants)["label"] for group in manifest.row_groups} == set(labels)
+
+
+# Read as columns
+
+
+def rows_of(dataset: Any) -> list[dict[str, Any]]:
+    return [
+        {name: getattr(value, "item", lambda value=value: value)() for name, value in row.items()}
+        for row in dataset.__getitems__(range(len(dataset)))
+    ]
+
+
+def test_keys_are_read_as_columns(bucket: Any, cache: CacheConfig) -> None:
+    put(bucket, "label=cat/year=1/x", "label=dog/year=-2/x", a=[1, 2])
+    options = {"storage_options": bucket.options, "cache": cache}
+    cats, dogs = {"label": "cat", "year": 1}, {"label": "dog", "year": -2}
+    whole = make_dataset(bucket.url("data"), **options)
+    assert rows_of(whole) == [{"a": 1, **cats}, {"a": 2, **cats}, {"a": 1, **dogs}, {"a": 2, **dogs}]
+    assert [row["label"] for row in whole.__getitems__([3, 0, 2])] == ["dog", "cat", "dog"]
+    some = make_dataset(bucket.url("data"), columns=["year", "a"], filters=[("label", "=", "dog")], **options)
+    assert rows_of(some) == [{"year": -2, "a": 1}, {"year": -2, "a": 2}]
+    assert list(rows_of(some)[0]) == ["year", "a"]
+
+
+def test_a_null_key_is_filled_or_refused(bucket: Any, cache: CacheConfig) -> None:
+    put(bucket, "label=cat/x", "label=__HIVE_DEFAULT_PARTITION__/x", a=[1])
+    options = {"storage_options": bucket.options, "cache": cache}
+    filled = make_dataset(bucket.url("data"), fill_null={"label": "none"}, **options)
+    assert [row["label"] for row in rows_of(filled)] == ["none", "cat"]
+    with pytest.raises(DataError, match=r"__HIVE_DEFAULT_PARTITION__/x\.parquet.*'label'.*null"):
+        rows_of(make_dataset(bucket.url("data"), **options))
+
+
+def test_the_files_own_column_is_read(bucket: Any, cache: CacheConfig) -> None:
+    put(bucket, "a=7/x", a=[1, 2])
+    dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache)
+    assert rows_of(dataset) == [{"a": 1}, {"a": 2}]
