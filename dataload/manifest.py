@@ -74,7 +74,7 @@ class Manifest:
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raises ConfigError naming the first that is neither a column nor a struct of some."""
         for column in columns:
-            if not self._members(column):
+            if column not in self._chosen_by:
                 near = difflib.get_close_matches(column, self.schema.names, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.schema.names)}"
                 raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
@@ -87,15 +87,19 @@ class Manifest:
         if columns is None:
             return list(self.schema.names)
         self.check_columns(columns)
-        chosen = [name for column in columns for name in self._members(column)]
+        chosen = [name for column in columns for name in self._chosen_by[column]]
         for name, times in Counter(chosen).items():
             if times > 1:
                 raise ConfigError(f"columns= chooses {name!r} {times} times: name it once")
         return chosen
 
-    def _members(self, column: str) -> list[str]:
-        names = self.schema.names
-        return [column] if column in names else [name for name in names if name.startswith(f"{column}.")]
+    @cached_property
+    def _chosen_by(self) -> dict[str, list[str]]:
+        chosen: dict[str, list[str]] = {}
+        for name in self.schema.names:
+            for dot in re.finditer(r"\.", name):
+                chosen.setdefault(name[: dot.start()], []).append(name)
+        return chosen | {name: [name] for name in self.schema.names}
 
     def only(self, numbers: Iterable[int]) -> Manifest:
         """The part of it that has these of its `row_groups`, in file order, with a fingerprint of its own."""
