@@ -52,9 +52,12 @@ class Requests(Iterable[Request]):
         self._sampler = sampler
         self._batches = batches
         self._start = (0, 0)
+        self._coming: Callable[[Array], object] = lambda _: None
 
-    def start_at(self, epoch: int, cursor: int) -> Requests:
+    def start_at(self, epoch: int, cursor: int, coming: Callable[[Array], object] = lambda _: None) -> Requests:
+        """From here on, then. coming: told the rows of each request before it is made."""
         self._start = (epoch, cursor)
+        self._coming = coming
         return self
 
     def __iter__(self) -> Iterator[Request]:
@@ -63,8 +66,9 @@ class Requests(Iterable[Request]):
     def _from(self, epoch: int, cursor: int) -> Iterator[Request]:
         sampler = self._sampler
         for rows in sampler.batches(epoch, cursor) if self._batches is None else self._batches:
-            place = sampler.seed, epoch, cursor, sampler.rank
-            yield Request(cursor, np.asarray(rows, np.int64), place)
+            request = Request(cursor, np.asarray(rows, np.int64), (sampler.seed, epoch, cursor, sampler.rank))
+            self._coming(request.rows)
+            yield request
             cursor += sampler.global_batch_size
 
 

@@ -38,6 +38,7 @@ app = typer.Typer(
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the cache; default: the user's cache folder.")]
 CacheBytes = Annotated[str | None, typer.Option(help='Most bytes the cache may hold, such as "500GB".')]
 StorageOptions = Annotated[str | None, typer.Option(help="For the filesystem of the URL, as fsspec takes them; JSON.")]
+Columns = Annotated[str | None, typer.Option(help="Names, comma-separated; default: all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
@@ -53,6 +54,7 @@ def plan(
         int | None, typer.Option(min=1, help="Row groups to shuffle together; default: the best.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, of all ranks together.")] = 256,
+    columns: Columns = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
     storage_options: StorageOptions = None,
@@ -61,28 +63,35 @@ def plan(
     """What reading a dataset will take, and what its shuffle is worth: from the footers alone."""
     from dataload.manifest import pin
     from dataload.plan import plan as foretell
+    from dataload.rowblobs import RowBlobs
 
     blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes)
-    found = foretell(pin(objects, blocks), list(objects), blocks.block_bytes, window, batch_size)
+    manifest = pin(objects, blocks)
+    blobs = RowBlobs(manifest, manifest.select(_names(columns)), blocks)
+    found = foretell(manifest, blobs, list(objects), window, batch_size)
     _print(found.to_json(), as_json, str(found))
 
 
 @app.command()
 def warm(
     url: str,
+    columns: Columns = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """Fetch a dataset into the cache. Stopped half-way, it goes on where it ended."""
+    """Fetch a dataset and keep its rows decoded. Stopped half-way, it goes on where it ended."""
     from dataload.manifest import pin
-    from dataload.warm import warm as fetch
+    from dataload.rowblobs import RowBlobs
+    from dataload.warm import warm as decode
 
     blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes)
     manifest = pin(objects, blocks)
-    with _progress("warming", sum(obj.size for obj in objects), quiet=as_json) as advance:
-        fetch(blocks, list(objects), advance)
+    blobs = RowBlobs(manifest, manifest.select(_names(columns)), blocks)
+    sizes = [group.bytes for group in manifest.row_groups]
+    with _progress("warming", sum(sizes), quiet=as_json) as advance:
+        decode(blobs, range(len(sizes)), lambda group: advance(sizes[group]))
     stats = blocks.stats()
     _print(
         {"objects": len(objects), "rows": manifest.num_rows, "bytes": sum(obj.size for obj in objects), **stats},
@@ -91,9 +100,9 @@ def warm(
         f"{int(stats['requests_origin'])} requests, the rest was there",
     )
     if stats["refused"]:
-        raise DataloadError(f"{int(stats['refused'])} blocks did not fit: raise --cache-bytes or evict")
+        raise DataloadError(f"{int(stats['refused'])} blobs did not fit: raise --cache-bytes or evict")
     if stats["errors"]["local"]:
-        raise DataloadError(f"{int(stats['errors']['local'])} blocks could not be kept: is the disk full?")
+        raise DataloadError(f"{int(stats['errors']['local'])} blobs could not be kept: is the disk full?")
 
 
 @app.command()
@@ -226,6 +235,10 @@ def _listed(
 
     blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes))
     return blocks, list_objects(url, blocks)
+
+
+def _names(text: str | None) -> list[str] | None:
+    return [name.strip() for name in text.split(",")] if text else None
 
 
 def _options(text: str | None) -> dict[str, Any]:

@@ -38,6 +38,15 @@ class Ragged:
 Column = Dense | Ragged
 
 
+def concatenate(parts: Sequence[Column]) -> Column:
+    """The rows of some columns of one kind, at least one, one after the other."""
+    values = np.concatenate([part.values for part in parts])
+    lengths = [np.diff(part.offsets) for part in parts if isinstance(part, Ragged)]
+    if not lengths:
+        return Dense(values)
+    return Ragged(values, np.concatenate(([0], np.cumsum(np.concatenate(lengths)))))
+
+
 def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str) -> dict[str, Column]:
     """The columns of an Arrow table that `fields` name, members of structs among them, as arrays.
 

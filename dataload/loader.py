@@ -17,12 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader
 from dataload.batch import map_tensors
 from dataload.batching import Answer, BatchMaker, Request, Requests
 from dataload.cache.config import CacheConfig
+from dataload.columns import Array
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.manifest import Source
 from dataload.packing import unpack
 from dataload.prefetch import Lookahead, run_ahead
-from dataload.room import provide
+from dataload.room import check_shared_memory, provide
 from dataload.samplers.order import Shuffle
 from dataload.stats import LoaderStats, Traffic
 from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_device
@@ -77,6 +78,8 @@ class Loader(Unwrapped, DataLoader[Any]):
         self._worked: Counter[str] = Counter()  # what the workers' caches counted
         self._workers: DataLoader[Answer] | None = None
         if self.num_workers:
+            in_flight = self.num_workers * (self.prefetch_factor or 1) * self.sampler.batch_size
+            check_shared_memory(dataset.rowstore.row_bytes * in_flight, certain=maker.only_gathers)
             # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
             own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is}
             self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
@@ -151,12 +154,17 @@ class Loader(Unwrapped, DataLoader[Any]):
             self.set_epoch(epoch + 1)
 
     def _answers(self, epoch: int, cursor: int) -> Generator[Answer, None, None]:
-        requests = self._requests.start_at(epoch, cursor)
         rowstore = self.dataset.rowstore
         lookahead = Lookahead(self.sampler.blocks_from(epoch, cursor), rowstore.prefetch, ahead=rowstore.capacity // 2)
+
+        def touch(rows: Array) -> None:
+            lookahead.touch(rowstore.owners(rows))
+
         if self._workers is None:
-            made = self._on_a_thread(iter(requests), lookahead)
+            made = self._on_a_thread(iter(self._requests.start_at(epoch, cursor)), touch)
         else:
+            # Forked workers fetch more slowly, and share nothing but the cache: so it is filled from here.
+            self._requests.start_at(epoch, cursor, coming=touch)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers)
         device = self.device or trainer_device()
@@ -168,25 +176,27 @@ class Loader(Unwrapped, DataLoader[Any]):
                     batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
                     yield answer._replace(batch=batch)
 
-    def _on_a_thread(self, requests: Iterator[Request], lookahead: Lookahead) -> Generator[Answer, None, None]:
+    def _on_a_thread(
+        self, requests: Iterator[Request], touch: Callable[[Array], None]
+    ) -> Generator[Answer, None, None]:
         """Batches, made in runs of many where making one takes less than handing it over."""
         most = self._batches_of_a_run()
-        with closing(run_ahead(self._runs(requests, most, lookahead), max(2, self.prefetch // most))) as runs:
+        with closing(run_ahead(self._runs(requests, most, touch), max(2, self.prefetch // most))) as runs:
             for run in runs:
                 yield from run
 
     def _batches_of_a_run(self) -> int:
         if not self.maker.only_gathers:
             return 1
-        of_a_batch = self.dataset.rowstore.row_bytes * (self.sampler.batch_size or 1)
+        of_a_batch = self.dataset.rowstore.row_bytes * self.sampler.batch_size
         return max(1, min(self.prefetch, RUN_BYTES // of_a_batch))
 
-    def _runs(self, requests: Iterator[Request], most: int, lookahead: Lookahead) -> Iterator[list[Answer]]:
+    def _runs(self, requests: Iterator[Request], most: int, touch: Callable[[Array], None]) -> Iterator[list[Answer]]:
         size = 1  # then more: the first batch should not wait for what later ones need
         while run := list(islice(requests, size)):
             answers = list(self.maker.make(run))
             # After it: what is needed now comes before what comes next.
-            lookahead.touch(self.dataset.rowstore.owners(np.concatenate([request.rows for request in run])))
+            touch(np.concatenate([request.rows for request in run]))
             if self.pin_memory and torch.cuda.is_available():
                 answers = [one._replace(batch=map_tensors(one.batch, torch.Tensor.pin_memory)) for one in answers]
             yield answers

@@ -9,18 +9,21 @@ from rich.filesize import decimal
 
 from dataload.cache.blocks import Object
 from dataload.manifest import Manifest
+from dataload.rowblobs import RowBlobs
 from dataload.samplers.trade import WindowTrade, default_window, weigh_window
 
 
 @dataclass(frozen=True)
 class Plan:
-    """bytes: of the objects, which is what a cache must hold to fetch them once; requests: of so many blocks.
+    """bytes: of the objects; decoded_bytes: of their rows as records, about, which is what a cache must hold to fetch
+    and decode them once; requests: of the first epoch, beside the one for each footer.
 
     trade: what the window of a "block" shuffle buys and costs.
     """
 
     objects: int
     bytes: int
+    decoded_bytes: int
     rows: int
     row_groups: int
     requests: int
@@ -34,7 +37,8 @@ class Plan:
         return "\n".join(
             [
                 f"{self.objects} objects, {decimal(self.bytes)}; {self.rows:,} rows in {self.row_groups:,} row groups",
-                f"first epoch: {self.requests:,} requests; later ones: none, with a cache of {decimal(self.bytes)}",
+                f"first epoch: {self.requests:,} requests",
+                f"later ones: none, with a cache of about {decimal(self.decoded_bytes)}, the size of its rows",
                 f"window of {trade.window} row groups:",
                 f"  shuffle: variance ratio {trade.variance_ratio:.2f} over data sorted by label (1 is uniform)",
                 f"  first batch: waits for {trade.first_row_groups} row groups, {decimal(trade.first_bytes)}",
@@ -43,7 +47,7 @@ class Plan:
         )
 
 
-def plan(manifest: Manifest, objects: list[Object], block_bytes: int, window: int | None, batch_size: int) -> Plan:
+def plan(manifest: Manifest, blobs: RowBlobs, objects: list[Object], window: int | None, batch_size: int) -> Plan:
     """The plan for a global batch of `batch_size` rows. window: row groups; None: the default."""
     lengths = [group.rows for group in manifest.row_groups]
     sizes = [group.bytes for group in manifest.row_groups]
@@ -51,8 +55,9 @@ def plan(manifest: Manifest, objects: list[Object], block_bytes: int, window: in
     return Plan(
         objects=len(objects),
         bytes=sum(obj.size for obj in objects),
+        decoded_bytes=blobs.num_bytes,
         rows=manifest.num_rows,
         row_groups=len(lengths),
-        requests=sum(-(-obj.size // block_bytes) for obj in objects),
+        requests=blobs.requests(),
         trade=weigh_window(chosen, lengths, sizes, batch_size),
     )

@@ -22,7 +22,7 @@ _HEAP_ELEMENTS = 2**32  # A span counts in 32 bits.
 
 
 def pack(
-    columns: Mapping[str, Column], rows: int, layout: Layout, allocate: Callable[[int], memoryview], where: str
+    columns: Mapping[str, Column], rows: int, layout: Layout, where: str, allocate: Callable[[int], memoryview]
 ) -> None:
     """Write `rows` rows into the memory that `allocate` gives for so many bytes.
 
@@ -52,6 +52,7 @@ class Blob:
     """A blob of records, as it is kept. records: bytes of the `rows` records."""
 
     def __init__(self, blob: memoryview, rows: int, layout: Layout) -> None:
+        self._layout = layout
         self.records = blob[: rows * layout.dtype.itemsize]
         self._heaps: dict[str, memoryview] = {}
         if layout.ragged:
@@ -59,6 +60,15 @@ class Blob:
             ends = [*starts[1:], len(blob) - len(starts) * _WORD.itemsize]
             for field, start, end in zip(layout.ragged, starts, ends, strict=True):
                 self._heaps[field.name] = blob[start:end]
+
+    def column(self, field: Field) -> Column:
+        """All values of a column, as they were packed."""
+        values = np.frombuffer(self.records, self._layout.dtype)[field.name]
+        if not field.ragged:
+            return Dense(values)
+        offsets = np.concatenate(([0], np.cumsum(values[:, 1], dtype=np.int64)))
+        heap = self._heaps[field.name][: offsets[-1] * np.dtype(field.dtype).itemsize]
+        return Ragged(np.frombuffer(heap, field.dtype), offsets)
 
     def heap(self, field: Field) -> memoryview:
         """The values of a ragged column: bytes, or numbers of its dtype."""

@@ -1,17 +1,43 @@
-"""Room for the row groups that an order needs at a time: in memory, and in the cache."""
+"""Room for what is needed at a time: open row groups, the cache, the memory that workers share."""
 
 from __future__ import annotations
+
+import logging
+import os
 
 from dataload.cache.local import LocalTier
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.samplers.sharded import ShardedSampler
 
+log = logging.getLogger(__name__)
+
 
 def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     """Room in memory for what the order needs at a time. Raises ConfigError when the cache has less."""
     _check_cache(dataset, sampler)
     dataset.rowstore.capacity = max(dataset.rowstore.capacity, 2 * _drawn_on(sampler))
+
+
+def check_shared_memory(size: int, *, certain: bool, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
+    """`size` bytes of batches will be on their way from workers; certain: unless a transform changes their size.
+
+    Raises ConfigError when they certainly do not fit into shared memory, where a worker would die of SIGBUS.
+    """
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return
+    free = status.f_bavail * status.f_frsize
+    if size <= free:
+        return
+    said = (
+        f"workers hold {size} bytes of batches in {folder}, which has {free} free: lower batch_size, num_workers or "
+        "prefetch, or give it more (docker run --shm-size)"
+    )
+    if certain:
+        raise ConfigError(said)
+    log.warning("%s; unless the transform makes them smaller", said)
 
 
 def _drawn_on(sampler: ShardedSampler) -> int:

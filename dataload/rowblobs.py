@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import lru_cache, partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,14 @@ import pyarrow as pa
 
 from dataload import parquet, records
 from dataload.allowance import Allowance
-from dataload.cache.blocks import Blocks
+from dataload.cache.blocks import RUN_BYTES, Blocks
 from dataload.cache.forks import ForkAware
-from dataload.cache.tier import Allocate, BlobKey
-from dataload.columns import Array, decode
+from dataload.cache.tier import BlobKey, Span
+from dataload.columns import Array, Column, concatenate, decode
+from dataload.errors import DataError
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
+from dataload.records import Blob
 
 FOOTERS_KEPT = 64
 # Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
@@ -71,15 +73,38 @@ class RowBlobs(ForkAware):
                 found = self._kept(keys) or self._make(number, keys)
         return found
 
+    def make(self, number: int) -> None:
+        """Have the blobs of a row group kept, where there is room; those that are there are not read."""
+        keys = self._keys(number)
+        if self._kept(keys, (0, 0)) is None:
+            with self._blocks.tier.alone(self._key(number, "row group")):
+                if self._kept(keys, (0, 0)) is None:
+                    self._make(number, keys)
+
     def bytes_of(self, number: int) -> int:
         """About how many bytes the blobs of a row group take; more where a dictionary made values small."""
         group = self._manifest.row_groups[number]
         return group.rows * self.layout.dtype.itemsize + self._heap_bytes(group)
 
-    def _kept(self, keys: list[BlobKey]) -> list[memoryview] | None:
+    @cached_property
+    def num_bytes(self) -> int:
+        """About how many bytes all of them take."""
+        return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
+
+    def requests(self) -> int:
+        """How many requests it takes to fetch every row group, with all its columns: `parquet.open_row_group`'s."""
+        blocks, requests = set(), 0
+        for group in self._manifest.row_groups:
+            if not self._blocks.block_bytes <= group.bytes <= parquet.HELD_BYTES:
+                blocks.add(group.file)
+            else:
+                requests += -(-group.bytes // RUN_BYTES)
+        return requests + sum(-(-file.size // self._blocks.block_bytes) for file in blocks)
+
+    def _kept(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         found = []
         for key in keys:
-            blob = self._blocks.tier.get(key)
+            blob = self._blocks.tier.get(key, span)
             if blob is None:
                 return None
             found.append(blob)
@@ -88,28 +113,63 @@ class RowBlobs(ForkAware):
     def _make(self, number: int, keys: list[BlobKey]) -> list[memoryview]:
         group = self._manifest.row_groups[number]
         memory = min(group.bytes, parquet.HELD_BYTES) + 2 * self.bytes_of(number) // len(keys)
-        stored = [name for name in self._columns if name not in dict(group.constants)]
         with self._memory.hold(memory), ExitStack() as stack:
+            parts = self._of_all_columns(number) or stack.enter_context(self._decoded(number))
+            stack.enter_context(self._cores)
+            made = []
+            for key, rows, columns in zip(keys, self._lengths(number), parts, strict=True):
+                fill = partial(records.pack, columns, rows, self.layout, _where(group))
+                made.append(self._blocks.tier.get_or_fill(key, fill))
+            return made
+
+    @contextmanager
+    def _decoded(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
+        """The columns of a row group from its file, by blob; all is fetched when the context is entered."""
+        group = self._manifest.row_groups[number]
+        stored = [name for name in self._columns if name not in dict(group.constants)]
+        with ExitStack() as stack:
+            tables = iter([pa.table({})] * len(self._lengths(number)))
             if stored:
                 footer = self._footer(group.file)
                 reader = parquet.open_row_group(group.file, group.number, stored, footer, self._blocks)
                 tables = stack.enter_context(reader).tables(int(self._rows[number]))
-            else:
-                tables = iter([pa.table({})] * len(keys))
-            stack.enter_context(self._cores)
-            made = []
-            for key, rows, table in zip(keys, self._lengths(number), tables, strict=True):
-                made.append(self._blocks.tier.get_or_fill(key, partial(self._fill, table, rows, group)))
-            return made
+            yield (
+                decode(self._with_keys(table, group, rows), self.layout.fields, self._fill_null, _where(group))
+                for table, rows in zip(tables, self._lengths(number), strict=True)
+            )
 
-    def _fill(self, table: pa.Table, rows: int, group: RowGroup, allocate: Allocate) -> None:
+    def _with_keys(self, table: pa.Table, group: RowGroup, rows: int) -> pa.Table:
+        """With the columns that are keys in the names of folders."""
         for name, value in group.constants:
             if name in self._columns:
                 kind = self._manifest.schema.field(name).type
                 table = table.append_column(name, pa.repeat(pa.scalar(value, kind), rows))
-        where = f"{group.file.path} row group {group.number}"
-        columns = decode(table, self.layout.fields, self._fill_null, where)
-        records.pack(columns, rows, self.layout, allocate, where)
+        return table
+
+    def _of_all_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
+        """The columns of a row group by blob, from those of all columns where they are kept: no need to fetch it."""
+        wider = self._wider
+        found = None if wider is None else wider._kept(wider._keys(number))  # noqa: SLF001 (another of this class)
+        if wider is None or found is None:
+            return None
+        blobs = [Blob(*one, wider.layout) for one in zip(found, wider._lengths(number), strict=True)]  # noqa: SLF001
+        size = int(self._rows[number] // wider._rows[number])  # noqa: SLF001 (both are powers of two)
+        parts = (blobs[first : first + size] for first in range(0, len(blobs), size))
+        return (
+            {field.name: concatenate([blob.column(field) for blob in part]) for field in self.layout.fields}
+            for part in parts
+        )
+
+    @cached_property
+    def _wider(self) -> RowBlobs | None:
+        """The same row groups with all their columns; None when these are all, or not all can be held."""
+        names = self._manifest.schema.names
+        if set(names) == set(self._columns):
+            return None
+        try:
+            return RowBlobs(self._manifest, names, self._blocks, self._fill_null)
+        except DataError:
+            return None
 
     def _lengths(self, number: int) -> list[int]:
         """Rows of each blob of a row group."""
@@ -149,3 +209,7 @@ class RowBlobs(ForkAware):
         within = np.arange(counts.sum()) - np.repeat(self.group_starts[:-1], counts)
         starts = np.repeat(firsts[:-1], counts) + within * np.repeat(self._rows, counts)
         return np.append(starts, firsts[-1])
+
+
+def _where(group: RowGroup) -> str:
+    return f"{group.file.path} row group {group.number}"

@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,10 @@ class RowStore(ForkAware):
     def layout(self) -> Layout:
         return self.blobs.layout
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
-        """About how many bytes a row takes, where its values of varying length are not counted."""
-        return self.blobs.layout.dtype.itemsize
+        """About how many bytes a row takes, on average."""
+        return max(1, self.blobs.num_bytes // max(1, int(self.blobs.row_starts[-1])))
 
     def gather(self, rows: Array) -> Records:
         """The rows of these numbers (int64 [n], counted in file order), in the order given.

@@ -1,38 +1,42 @@
-"""Fetching a dataset before the training that needs it."""
+"""Fetching and decoding a dataset before the training that needs it."""
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from dataload.cache.blocks import Blocks, Object
+from dataload.rowblobs import RowBlobs
 
-BLOCKS_AHEAD = 64
+AT_ONCE = 16  # row groups; `RowBlobs` bounds their memory
+AHEAD = 64
 
 
-def warm(blocks: Blocks, objects: Iterable[Object], progress: Callable[[int], object] = lambda _: None) -> int:
-    """Fetch the blocks of these objects that are not kept yet; the bytes that are there now.
+def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> None:
+    """Have these row groups kept as records, those that are not yet.
 
-    progress: called with the bytes of each block. Stopped half-way, the next call goes on where this one ended.
-    Raises OriginError.
+    progress: called with each row group that is there. Stopped half-way, the next call goes on where this one ended.
+    Raises OriginError, DataError.
     """
-    pending: deque[Future[int]] = deque()
+    pending: deque[tuple[int, Future[None]]] = deque()
+    stopped = threading.Event()
 
-    def settle(at_most: int) -> int:
-        settled = 0
+    def make(group: int) -> None:
+        if not stopped.is_set():
+            blobs.make(group)
+
+    def settle(at_most: int) -> None:
         while len(pending) > at_most:
-            size = pending.popleft().result()
-            progress(size)
-            settled += size
-        return settled
+            group, done = pending.popleft()
+            done.result()
+            progress(group)
 
-    try:
-        total = 0
-        for obj in objects:
-            pending.extend(blocks.fill(obj))
-            total += settle(BLOCKS_AHEAD)
-        return total + settle(0)
-    finally:
-        for future in pending:
-            future.cancel()
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dataload-warm") as pool:
+        try:
+            for group in groups:
+                pending.append((group, pool.submit(make, group)))
+                settle(AHEAD)
+            settle(0)
+        finally:
+            stopped.set()

@@ -49,7 +49,7 @@ def test_warm_stats_verify_evict(run: Any, bucket: Any, dataset_of: Callable[...
     assert bucket.server.stats()["get_bytes"] == sent
 
     held = json.loads(run("stats", *cache, "--json").stdout)
-    assert held["blobs"] == 5  # a block and a footer for each file, and the manifest
+    assert held["blobs"] == 8  # a block and a footer for each file, the records of each row group, and the manifest
     assert held["cache_dir"] == cache[1]
     assert str(held["blobs"]) in run("stats", *cache).stdout
 
@@ -61,11 +61,11 @@ def test_warm_stats_verify_evict(run: Any, bucket: Any, dataset_of: Callable[...
     assert "footer" in found.stdout
     assert run("verify", *cache, "--repair").returncode == 1
     report = json.loads(run("verify", *cache, "--json").stdout)
-    assert (report["blobs"], report["problems"]) == (4, [])
+    assert (report["blobs"], report["problems"]) == (7, [])
 
     part = run("evict", f"{url}/part-000.parquet", *cache, "--json")
     assert json.loads(part.stdout)["bytes"] > 0
-    assert 0 < json.loads(run("stats", *cache, "--json").stdout)["blobs"] < 4
+    assert 0 < json.loads(run("stats", *cache, "--json").stdout)["blobs"] < 7
     assert run("evict", f"{url}/part-000.parquet", *cache).returncode == 1
     assert run("evict", *cache).returncode == 0
     assert json.loads(run("stats", *cache, "--json").stdout)["bytes"] == 0
@@ -86,6 +86,9 @@ def test_plan_says_what_the_first_epoch_takes(run: Any, bucket: Any, dataset_of:
     assert (found["trade"]["window"], found["trade"]["first_row_groups"]) == (2, 3)
     json_of_all = json.loads(run("warm", url, "--json").stdout)
     assert json_of_all["requests_origin"] == found["requests"]
+    assert (
+        found["decoded_bytes"] > json.loads(run("plan", url, "--columns", "row_id", "--json").stdout)["decoded_bytes"]
+    )
 
 
 def test_the_default_cache_is_the_users(run: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:

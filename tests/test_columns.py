@@ -92,7 +92,7 @@ def packed(table: pa.Table, fill_null: Any = None) -> memoryview:
         memory.extend(b"\xaa" * size)
         return memoryview(memory)
 
-    pack(decode(table, layout.fields, fill_null, "here"), len(table), layout, allocate, "here")
+    pack(decode(table, layout.fields, fill_null, "here"), len(table), layout, "here", allocate)
     return memoryview(memory).toreadonly()
 
 

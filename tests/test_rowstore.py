@@ -97,3 +97,22 @@ def test_a_pickled_copy_reads_the_same(bucket: Any, cache: CacheConfig) -> None:
     bucket.put_table("data/x.parquet", pa.table({"a": [1, None]}))
     dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache, fill_null=7)
     assert pickle.loads(pickle.dumps(dataset)).rowstore.gather(np.array([1, 0])).rows["a"].tolist() == [7, 1]
+
+
+def test_fewer_columns_come_from_the_records_of_all(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, decoded: Counter[int], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(rowblobs, "BLOB_BYTES", 2000)  # several blobs a row group, more of them with all columns
+    url = dataset_of([[150, 40]])
+    whole = make_dataset(url, storage_options=bucket.options, cache=cache)
+    whole.rowstore.gather(np.arange(190))
+    assert decoded == Counter([0, 1])
+    few = make_dataset(url, columns=["text", "half"], storage_options=bucket.options, cache=cache)
+    assert len(few.rowstore.blobs.row_starts) < len(whole.rowstore.blobs.row_starts)
+    rows = np.random.default_rng(0).permutation(190)
+    assert few.__getitems__(rows).columns["text"] == [f"row {row}" for row in rows]
+    assert few.__getitems__(rows).columns["half"].tolist() == (rows / 2).tolist()
+    assert decoded == Counter([0, 1])
+    other = make_dataset(url, columns=["half"], storage_options=bucket.options, cache=cache, fill_null=0)
+    other.rowstore.gather(np.array([0]))
+    assert decoded == Counter([0, 1, 0])
