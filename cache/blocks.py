@@ -127,12 +127,15 @@ class Blocks(ForkAware):
         """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""
         return self._pool("read").submit(call, *args)
 
-    def fill(self, obj: Object) -> list[Future[int]]:
-        """Start fetching the blocks of an object that are not kept yet; the bytes of each run, when it is there.
+    def fill(self, obj: Object, start: int = 0, stop: int | None = None) -> list[Future[int]]:
+        """Start fetching the blocks of an object, or of a part of it, that are not kept yet; the bytes of each run.
 
         Reads do not wait behind it, nor does the end of the program.
         """
-        numbers, together = self._numbers(0, obj.size), max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes))
+        numbers, together = (
+            self._numbers(start, obj.size if stop is None else stop),
+            max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes)),
+        )
         runs = [numbers[first : first + together] for first in range(0, len(numbers), together)]
         return [self._pool("fill").submit(self._fill, obj, run) for run in runs]
 

@@ -20,12 +20,13 @@ from dataload.cache.config import CacheConfig
 from dataload.columns import Array
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
+from dataload.filters import Filters
 from dataload.manifest import Source
 from dataload.packing import unpack
 from dataload.prefetch import Lookahead, run_ahead
 from dataload.room import check_shared_memory, provide
 from dataload.samplers.order import Shuffle
-from dataload.stats import LoaderStats, Traffic
+from dataload.stats import SHARES, LoaderStats, Traffic
 from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_device
 from dataload.world import World
 
@@ -115,6 +116,11 @@ class Loader(Unwrapped, DataLoader[Any]):
             self._traffic.note(self._stats)
         return self._stats
 
+    def _totals(self) -> dict[str, float]:
+        """What the caches of this process and of its workers have counted."""
+        own = self.dataset.blocks.stats()
+        return {share: own[share] + self._worked[share] for share in SHARES}
+
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
         sampler = self.sampler
         if self.detected and sampler.num_replicas == 1:
@@ -123,7 +129,7 @@ class Loader(Unwrapped, DataLoader[Any]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took the last batch without asking for one more.
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
-        traffic = self._traffic = Traffic(self.dataset.blocks.stats if self._workers is None else lambda: self._worked)
+        traffic = self._traffic = Traffic(self._totals)
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
         started = perf_counter()
@@ -231,6 +237,7 @@ def make_loader(
     pin_memory: bool | None = None,
     prefetch: int | None = None,
     columns: Sequence[str] | None = None,
+    filters: Filters | None = None,
     storage_options: dict[str, Any] | None = None,
     cache_dir: str | None = None,
     cache_bytes: int | str | None = None,
@@ -259,11 +266,12 @@ def make_loader(
     cache_dir, cache_bytes, cluster: as in `CacheConfig`; or give one as `cache`. For none at all, pass a dataset that
         `make_dataset(..., cache=None)` made.
     world: this rank among all; None: `World.detect()`.
+    columns, filters, storage_options, fill_null: as in `make_dataset`.
     The rest goes to `torch.utils.data.DataLoader`.
 
     Raises ConfigError for arguments that cannot work, and what `make_dataset` raises.
     """
-    own = {"columns": columns, "storage_options": storage_options, "fill_null": fill_null}
+    own = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
     place = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster}
     if isinstance(source, Dataset):
         _refuse({**own, **place, "cache": cache}, "belongs to make_dataset, which made this dataset")

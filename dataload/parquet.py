@@ -18,6 +18,7 @@ from dataload.errors import DataError, DataloadError
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
 HELD_BYTES = 128 << 20  # of a row group, as it is stored, that are held in memory while it is decoded
+STREAMED_BYTES = 1 << 20  # of a column at a time, of larger ones
 GAP_BYTES = 256 << 10  # between chunks that are fetched all the same rather than with one more request
 _TRAILER_BYTES = 8  # footer length (u32, little-endian), magic
 
@@ -61,11 +62,16 @@ def open_row_group(
     try:
         with ExitStack() as stack:
             source: Any
-            if stored < blocks.block_bytes or sum(stop - start for start, stop in ranges) > HELD_BYTES:
-                source = stack.enter_context(BlockFile(blocks, obj))
-            else:
+            at_once = 0
+            if stored >= blocks.block_bytes and sum(stop - start for start, stop in ranges) <= HELD_BYTES:
                 source = _Fetched(obj.size, ranges, stack.enter_context(blocks.fetched(obj, ranges)))
-            file = stack.enter_context(pq.ParquetFile(source, metadata=footer))
+            else:
+                source = stack.enter_context(BlockFile(blocks, obj))
+                if stored >= blocks.block_bytes:
+                    at_once = STREAMED_BYTES
+                    for filling in [one for start, stop in ranges for one in blocks.fill(obj, start, stop)]:
+                        stack.callback(filling.cancel)
+            file = stack.enter_context(pq.ParquetFile(source, metadata=footer, buffer_size=at_once))
             yield RowGroupReader(file, number, list(columns))
     except DataloadError:
         raise

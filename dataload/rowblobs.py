@@ -140,11 +140,11 @@ class RowBlobs(ForkAware):
 
     def _with_keys(self, table: pa.Table, group: RowGroup, rows: int) -> pa.Table:
         """With the columns that are keys in the names of folders."""
+        columns = dict(zip(table.column_names, table.columns, strict=True))
         for name, value in group.constants:
             if name in self._columns:
-                kind = self._manifest.schema.field(name).type
-                table = table.append_column(name, pa.repeat(pa.scalar(value, kind), rows))
-        return table
+                columns[name] = pa.repeat(pa.scalar(value, self._manifest.schema.field(name).type), rows)
+        return pa.table(columns)
 
     def _of_all_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
         """The columns of a row group by blob, from those of all columns where they are kept: no need to fetch it."""

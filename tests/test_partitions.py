@@ -204,6 +204,12 @@ def test_keys_are_read_as_columns(bucket: Any, cache: CacheConfig) -> None:
     assert list(rows_of(some)[0]) == ["year", "a"]
 
 
+def test_keys_alone_are_read(bucket: Any, cache: CacheConfig) -> None:
+    put(bucket, "label=cat/year=1/x", "label=dog/year=2/x", a=[1, 2])
+    dataset = make_dataset(bucket.url("data"), columns=["label", "year"], storage_options=bucket.options, cache=cache)
+    assert rows_of(dataset) == [{"label": "cat", "year": 1}] * 2 + [{"label": "dog", "year": 2}] * 2
+
+
 def test_a_null_key_is_filled_or_refused(bucket: Any, cache: CacheConfig) -> None:
     put(bucket, "label=cat/x", "label=__HIVE_DEFAULT_PARTITION__/x", a=[1])
     options = {"storage_options": bucket.options, "cache": cache}
