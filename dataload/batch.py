@@ -49,6 +49,8 @@ def to_batch(records: Records, *, ragged: str = "list", group: Mapping[str, Sequ
 
 def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
     """The batches of so many rows each that together make up `batch`, as views of it."""
+    if len(sizes) == 1:
+        return iter([batch])
     parts = [_cut(column, sizes) for column in batch.values()]
     return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
 

@@ -23,14 +23,28 @@ from dataload.stats import SHARES
 
 @dataclass(frozen=True)
 class Request:
-    """One batch to be made. cursor: rows of the epoch before its global batch; rows: int64 [B].
+    """Consecutive batches of one rank, to be made together.
 
-    place: seed, epoch, cursor and rank, from which the random numbers of its transform follow, whoever makes it.
+    rows: of all of them, int64 [n]; size: of each, though the last may be shorter. cursor: rows of the epoch before the
+    global batch of the first; step: rows of a global batch. stream: names the random numbers of the epoch's transforms;
+    a batch's own follow from its cursor, whoever makes it.
     """
 
-    cursor: int
     rows: Array
-    place: tuple[int, ...]
+    size: int
+    cursor: int
+    step: int
+    stream: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Rows of the epoch before the global batch that follows."""
+        return self.cursor + self.step * len(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        whole, rest = divmod(len(self.rows), self.size)
+        return [self.size] * whole + [rest] * (rest > 0)
 
 
 class Answer(NamedTuple):
@@ -51,25 +65,35 @@ class Requests(Iterable[Request]):
     def __init__(self, sampler: ShardedSampler, batches: Iterable[Sequence[int]] | None = None) -> None:
         self._sampler = sampler
         self._batches = batches
-        self._start = (0, 0)
-        self._coming: Callable[[Array], object] = lambda _: None
+        self.start_at(0, 0)
 
-    def start_at(self, epoch: int, cursor: int, coming: Callable[[Array], object] = lambda _: None) -> Requests:
-        """From here on, then. coming: told the rows of each request before it is made."""
-        self._start = (epoch, cursor)
+    def start_at(
+        self, epoch: int, cursor: int, at_once: int = 1, coming: Callable[[int], object] = lambda _: None
+    ) -> Requests:
+        """From here on, then. at_once: batches of a request, at most; coming: told where each ends, in advance."""
+        self._start = epoch, cursor
+        self._at_once = at_once
         self._coming = coming
         return self
 
     def __iter__(self) -> Iterator[Request]:
-        return self._from(*self._start)
+        return self._from(*self._start, self._at_once, self._coming)
 
-    def _from(self, epoch: int, cursor: int) -> Iterator[Request]:
+    def _from(self, epoch: int, cursor: int, at_once: int, coming: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler
-        for rows in sampler.batches(epoch, cursor) if self._batches is None else self._batches:
-            request = Request(cursor, np.asarray(rows, np.int64), (sampler.seed, epoch, cursor, sampler.rank))
-            self._coming(request.rows)
-            yield request
-            cursor += sampler.global_batch_size
+        step, stream = sampler.global_batch_size, (sampler.seed, epoch, sampler.rank)
+        for run in self._runs(epoch, cursor):
+            for first in range(0, len(run), at_once):
+                batches = run[first : first + at_once]
+                request = Request(batches.ravel(), batches.shape[1], cursor, step, stream)
+                coming(request.end)
+                yield request
+                cursor = request.end
+
+    def _runs(self, epoch: int, cursor: int) -> Iterable[Array]:
+        if self._batches is None:
+            return self._sampler.runs(epoch, cursor)
+        return (np.asarray(rows, np.int64)[None] for rows in self._batches)
 
 
 class BatchMaker(torch.utils.data.Dataset[Answer]):
@@ -98,15 +122,15 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     def __getitem__(self, request: Request) -> Answer:
         """The answer of a worker: its batch is packed."""
-        [answer] = self.make([request])
+        [answer] = self.make(request)
         return answer._replace(batch=pack(answer.batch), traffic=self._traffic())
 
-    def make(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        """The answers to some requests, gathered in one go."""
-        records = self._dataset.rowstore.gather(np.concatenate([request.rows for request in requests]))
-        sizes = [len(request.rows) for request in requests]
-        for request, size, batch in zip(requests, sizes, self._collated(records, sizes), strict=True):
-            yield Answer(request.cursor, size, self._transformed(batch, request.place), {})
+    def make(self, request: Request) -> Iterator[Answer]:
+        """The batches that were asked for, gathered in one go."""
+        records, sizes, cursor = self._dataset.rowstore.gather(request.rows), request.sizes, request.cursor
+        for size, batch in zip(sizes, self._collated(records, sizes), strict=True):
+            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), {})
+            cursor += request.step
 
     def collate(self, rows: Rows) -> Any:
         """The batch of these rows, for a plain DataLoader in the loader's place (accelerate's `skip_first_batches`).
@@ -116,7 +140,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         if self._wants_rng:
             raise ConfigError("transform(batch, rng) needs the loader itself: skip batches by load_state_dict instead")
         rows = rows.shaped(**self._shape)
-        return self._transformed(rows.columns if self._collate is None else self._collate(rows), ())
+        return self._transformed(rows.columns if self._collate is None else self._collate(rows))
 
     def _collated(self, records: Records, sizes: Sequence[int]) -> Iterable[Any]:
         if self._collate is None:
@@ -125,12 +149,14 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         parts = (records[end - size : end] for end, size in zip(ends, sizes, strict=True))
         return (self._collate(Rows(part, **self._shape)) for part in parts)
 
-    def _transformed(self, batch: Any, place: tuple[int, ...]) -> Any:
+    def _transformed(self, batch: Any, stream: tuple[int, ...] = (), cursor: int = 0) -> Any:
         if self._transform is None:
             return batch
         if not self._wants_rng:
             return self._transform(batch)
-        return self._transform(batch, rng=np.random.Generator(np.random.Philox(derive_key("transform", *place))))
+        seed, epoch, rank = stream
+        key = derive_key("transform", seed, epoch, cursor, rank)
+        return self._transform(batch, rng=np.random.Generator(np.random.Philox(key)))
 
     def _traffic(self) -> dict[str, float]:
         """What this worker's cache counted since it was last asked."""

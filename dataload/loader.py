@@ -10,14 +10,12 @@ from itertools import islice
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.batch import map_tensors
 from dataload.batching import Answer, BatchMaker, Request, Requests
 from dataload.cache.config import CacheConfig
-from dataload.columns import Array
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.filters import Filters
@@ -30,9 +28,8 @@ from dataload.stats import SHARES, LoaderStats, Traffic
 from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_device
 from dataload.world import World
 
-BATCHES_AHEAD = 64  # of those that are only gathered
-TRANSFORMED_AHEAD = 8
-RUN_BYTES = 4 << 20  # that stay in a cache on their way
+BATCHES_AHEAD = 8
+GATHERED, RUN_BYTES = 64, 2 << 20  # batches at once, at most; bytes of them, that stay in a cache on their way
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ class Loader(Unwrapped, DataLoader[Any]):
         self._traffic: Traffic | None = None  # of the running epoch
         self._worked: Counter[str] = Counter()  # what the workers' caches counted
         self._workers: DataLoader[Answer] | None = None
-        if self.num_workers:
+        if self.num_workers and not maker.only_gathers:
             in_flight = self.num_workers * (self.prefetch_factor or 1) * self.sampler.batch_size
             check_shared_memory(dataset.rowstore.row_bytes * in_flight, certain=maker.only_gathers)
             # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
@@ -132,6 +129,8 @@ class Loader(Unwrapped, DataLoader[Any]):
         traffic = self._traffic = Traffic(self._totals)
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
+        step = sampler.global_batch_size
+        end = sampler.num_rows - (sampler.num_rows - cursor) % step if sampler.drop_last else sampler.num_rows
         started = perf_counter()
         with closing(self._answers(epoch, cursor)) as answers, announced(remainder) as announce_last:
             while True:
@@ -147,10 +146,10 @@ class Loader(Unwrapped, DataLoader[Any]):
                     break
                 stats.rows += answer.rows
                 stats.batches += 1
-                used = min(answer.cursor + sampler.global_batch_size, sampler.num_rows)
+                used = min(answer.cursor + step, sampler.num_rows)
                 if latest:
                     self._given = epoch, used
-                if sampler.finished_at(used):
+                if used >= end:
                     announce_last()
                 yield answer.batch
         traffic.note(stats)
@@ -161,16 +160,12 @@ class Loader(Unwrapped, DataLoader[Any]):
 
     def _answers(self, epoch: int, cursor: int) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
-        lookahead = Lookahead(self.sampler.blocks_from(epoch, cursor), rowstore.prefetch, ahead=rowstore.capacity // 2)
-
-        def touch(rows: Array) -> None:
-            lookahead.touch(rowstore.owners(rows))
-
-        if self._workers is None:
-            made = self._on_a_thread(iter(self._requests.start_at(epoch, cursor)), touch)
+        lookahead = Lookahead(self.sampler.needs_from(epoch, cursor), rowstore.prefetch, ahead=rowstore.capacity // 2)
+        if self._workers is None or (self.maker.only_gathers and self.worker_init_fn is None):
+            made = self._on_a_thread(epoch, cursor, lookahead)
         else:
-            # Forked workers fetch more slowly, and share nothing but the cache: so it is filled from here.
-            self._requests.start_at(epoch, cursor, coming=touch)
+            # Forked workers fetch more slowly, and share nothing but the cache: so it is filled from here, in advance.
+            self._requests.start_at(epoch, cursor, coming=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers)
         device = self.device or trainer_device()
@@ -182,31 +177,25 @@ class Loader(Unwrapped, DataLoader[Any]):
                     batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
                     yield answer._replace(batch=batch)
 
-    def _on_a_thread(
-        self, requests: Iterator[Request], touch: Callable[[Array], None]
-    ) -> Generator[Answer, None, None]:
-        """Batches, made in runs of many where making one takes less than handing it over."""
-        most = self._batches_of_a_run()
-        with closing(run_ahead(self._runs(requests, most, touch), max(2, self.prefetch // most))) as runs:
-            for run in runs:
-                yield from run
-
-    def _batches_of_a_run(self) -> int:
-        if not self.maker.only_gathers:
-            return 1
+    def _on_a_thread(self, epoch: int, cursor: int, lookahead: Lookahead) -> Generator[Answer, None, None]:
+        """Batches, gathered many at once where one takes less than a call; and handed over so, unless transformed."""
         of_a_batch = self.dataset.rowstore.row_bytes * self.sampler.batch_size
-        return max(1, min(self.prefetch, RUN_BYTES // of_a_batch))
+        at_once = 1 << (max(1, min(GATHERED, RUN_BYTES // of_a_batch)).bit_length() - 1)  # a power of two, as runs are
+        handed_over = at_once if self.maker.only_gathers else 1
+        requests = self._requests.start_at(epoch, cursor, at_once)
+        made = self._made(requests, lookahead, handed_over)
+        with closing(run_ahead(made, max(2, self.prefetch // handed_over))) as runs:
+            for answers in runs:
+                yield from answers
 
-    def _runs(self, requests: Iterator[Request], most: int, touch: Callable[[Array], None]) -> Iterator[list[Answer]]:
-        size = 1  # then more: the first batch should not wait for what later ones need
-        while run := list(islice(requests, size)):
-            answers = list(self.maker.make(run))
-            # After it: what is needed now comes before what comes next.
-            touch(np.concatenate([request.rows for request in run]))
-            if self.pin_memory and torch.cuda.is_available():
-                answers = [one._replace(batch=map_tensors(one.batch, torch.Tensor.pin_memory)) for one in answers]
-            yield answers
-            size = min(2 * size, most)
+    def _made(self, requests: Iterable[Request], lookahead: Lookahead, together: int) -> Iterator[list[Answer]]:
+        for request in requests:
+            answers = self.maker.make(request)
+            while some := list(islice(answers, together)):
+                if self.pin_memory and torch.cuda.is_available():
+                    some = [one._replace(batch=map_tensors(one.batch, torch.Tensor.pin_memory)) for one in some]
+                yield some
+            lookahead.reach(request.end)  # after it: what is needed now comes before what comes next
 
     def _unpacked(self, answers: Iterable[Answer]) -> Generator[Answer, None, None]:
         try:
@@ -315,7 +304,7 @@ def make_loader(
         sampler=sampler,
         drop_last=drop_last,
         device=where,
-        prefetch=prefetch or (BATCHES_AHEAD if maker.only_gathers else TRANSFORMED_AHEAD),
+        prefetch=prefetch or BATCHES_AHEAD,
         detected=detected,
         num_workers=num_workers,
         pin_memory=where is not None and where.type == "cuda" if pin_memory is None else pin_memory,

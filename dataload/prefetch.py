@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -47,27 +48,23 @@ def run_ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
 class Lookahead:
     """Asks for row groups before the batches that need them are made.
 
-    order: row groups in the order of their first need; ask: starts the fetching of some; ahead: how many beyond the
-    last that batches have touched.
+    needs: (position in the epoch, row group), in the order of their first need; ask: starts the loading of some;
+    ahead: how many are asked for that no batch has needed yet.
     """
 
-    def __init__(self, order: Iterator[int], ask: Callable[[list[int]], Any], ahead: int) -> None:
-        self._order = order
+    def __init__(self, needs: Iterator[tuple[int, int]], ask: Callable[[list[int]], Any], ahead: int) -> None:
+        self._needs = needs
         self._ask = ask
         self._ahead = ahead
-        self._places: dict[int, int] = {}  # in the order, of the row groups taken from it so far
-        self._reach = 0
+        self._waiting: deque[int] = deque()  # positions that need what was asked for
 
-    def touch(self, groups: Sequence[int]) -> None:
-        """A batch has been made from these row groups. A rank may never touch some that its node needs."""
-        coming = self._take(lambda: all(group in self._places for group in groups))
-        self._reach = max(self._reach, *(self._places.get(group, -1) + 1 for group in groups))
-        coming += self._take(lambda: len(self._places) >= self._reach + self._ahead)
+    def reach(self, position: int) -> None:
+        """Batches are made of all positions before this one."""
+        while self._waiting and self._waiting[0] < position:
+            self._waiting.popleft()
+        coming = []
+        while len(self._waiting) < self._ahead and (need := next(self._needs, None)) is not None:
+            coming.append(need[1])
+            if need[0] >= position:
+                self._waiting.append(need[0])
         self._ask(coming)
-
-    def _take(self, enough: Callable[[], bool]) -> list[int]:
-        taken = []
-        while not enough() and (group := next(self._order, None)) is not None:
-            self._places[group] = len(self._places)
-            taken.append(group)
-        return taken

@@ -81,11 +81,11 @@ class RowStore(ForkAware):
                 found = shelf.take(rows, blobs)
                 if found is not None:
                     return found
-                needed = self.owners(rows)
+                needed = self._owners(rows)
                 asked = {group: self._ask_for(group) for group in needed if group not in shelf}
             loaded = {group: one.result() for group, one in asked.items()}
 
-    def owners(self, rows: Array) -> list[int]:
+    def _owners(self, rows: Array) -> list[int]:
         """The row groups that these rows belong to, each once, in file order."""
         touched = np.zeros(len(self._group_of_blob), np.bool_)
         touched[self._blobs_of(rows)] = True

@@ -114,10 +114,18 @@ class Order:
         streams: only the positions of these; None: all. Made as the iterator is walked. Raises IndexError when
         `position` is not in [0, n].
         """
+        return (block for _, block in self.needs_from(epoch, position, streams))
+
+    def needs_from(
+        self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """(position, row group), as `blocks_from`, with the position that needs it first."""
         if not 0 <= position <= self.n:
             raise IndexError(f"position {position} is not in an epoch of {self.n} rows")
         if self.shuffle is False:
-            return iter(np.flatnonzero(self._starts[1:] > np.maximum(self._starts[:-1], position)).tolist())
+            starts = np.maximum(self._starts[:-1], position)
+            needed = np.flatnonzero(self._starts[1:] > starts)
+            return zip(starts[needed].tolist(), needed.tolist(), strict=True)
         chosen = range(self.num_streams) if streams is None else streams
         # A row group on a border of streams is needed by two of them.
         return _unique(heapq.merge(*(self._first_needs(epoch, position, stream) for stream in chosen)))
@@ -133,9 +141,9 @@ class Order:
         return self._epochs.get(epoch, lambda number: EpochOrder(self._placement, self.seed, number))
 
 
-def _unique(needs: Iterator[tuple[int, int]]) -> Iterator[int]:
+def _unique(needs: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     seen: set[int] = set()
-    for _, block in needs:
+    for position, block in needs:
         if block not in seen:
             seen.add(block)
-            yield block
+            yield position, block

@@ -135,19 +135,29 @@ class ShardedSampler(DistributedSampler[int]):
         epoch: None: the current one. cursor: where in it; None: the current one, or 0 of another epoch.
         Raises ConfigError when the cursor is not in [0, num_rows]. Does not move the sampler.
         """
-        return (rows for run in self._runs(*self._position(epoch, cursor)) for rows in run)
+        return (rows for run in self.runs(epoch, cursor) for rows in run)
+
+    def runs(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
+        """The rank's batches, more and more of them at a time: int64 [batches, rows]; arguments as for `batches`."""
+        epoch, cursor = self._position(epoch, cursor)
+        positions = self._share.runs(cursor, self.num_rows)
+        return (self.order.rows(epoch, some.ravel()).reshape(some.shape) for some in positions)
 
     def blocks_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[int]:
         """Row groups in the order in which this rank's node first needs them, each once; arguments as for `batches`.
 
         Where streams are local to nodes, the few that the partial last batch takes from other nodes are not among them.
         """
-        return self.order.blocks_from(*self._position(epoch, cursor), streams=self._share.node_streams())
+        return (block for _, block in self.needs_from(epoch, cursor))
+
+    def needs_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[int, int]]:
+        """(position in the epoch, row group), as `blocks_from`, with the position that needs it first."""
+        return self.order.needs_from(*self._position(epoch, cursor), streams=self._share.node_streams())
 
     def __iter__(self) -> Iterator[int]:
         """The rank's rows from the cursor on, as Python ints. Starts when the first is asked for."""
         epoch = self.epoch
-        for run in self._runs(epoch, self.cursor):
+        for run in self.runs(epoch, self.cursor):
             yield from run.ravel().tolist()
         if self.epoch == epoch:  # else somebody has set another epoch, or another iteration came to its end first
             self.seek(epoch + 1, 0)
@@ -218,10 +228,6 @@ class ShardedSampler(DistributedSampler[int]):
         self.seed, self.shuffle = order.seed, bool(order.shuffle)
         self.num_samples = self._share.num_samples(order.n)
         self.total_size = self.num_samples * self.num_replicas
-
-    def _runs(self, epoch: int, cursor: int) -> Iterator[Int64]:
-        for positions in self._share.runs(cursor, self.num_rows):
-            yield self.order.rows(epoch, positions.ravel()).reshape(positions.shape)
 
     def _position(self, epoch: int | None, cursor: int | None) -> tuple[int, int]:
         epoch = self.epoch if epoch is None else epoch

@@ -87,7 +87,7 @@ def test_a_rank_killed_in_the_first_epoch(tmp_path: Path) -> None:
     assert again["problems"] == []
     report = fsck.verify(fsck.open_existing(cache))
     assert report.problems == []
-    assert report.bytes >= again["dataset_bytes"]
+    assert report.bytes > 0.99 * again["dataset_bytes"]  # pictures are stored as they are, in Parquet and decoded
 
 
 def rank_at_work(cache: Path, running: subprocess.Popen[str]) -> psutil.Process:

@@ -66,28 +66,21 @@ def test_closing_waits_for_the_thread() -> None:
 
 def test_lookahead_asks_in_order_and_stays_ahead() -> None:
     asked: list[int] = []
-    lookahead = Lookahead(iter([5, 3, 8, 1, 9]), asked.extend, ahead=2)
+    lookahead = Lookahead(iter([(0, 5), (0, 3), (10, 8), (10, 1), (30, 9)]), asked.extend, ahead=2)
     assert asked == []
-    lookahead.touch([5])
-    assert asked == [5, 3, 8]
-    lookahead.touch([5])
-    assert asked == [5, 3, 8]
-    lookahead.touch([5, 3])
+    lookahead.reach(0)
+    assert asked == [5, 3]
+    lookahead.reach(0)
+    assert asked == [5, 3]
+    lookahead.reach(10)
     assert asked == [5, 3, 8, 1]
-    lookahead.touch([8, 1])
+    lookahead.reach(11)
+    assert asked == [5, 3, 8, 1, 9]
+    lookahead.reach(40)
     assert asked == [5, 3, 8, 1, 9]
 
 
-def test_lookahead_is_ahead_of_a_rank_that_skips_row_groups() -> None:
+def test_lookahead_that_starts_behind_asks_for_all_that_is_needed_now() -> None:
     asked: list[int] = []
-    lookahead = Lookahead(iter(range(100)), asked.extend, ahead=3)
-    for group in (10, 20, 30):
-        lookahead.touch([group])
-        assert asked == list(range(group + 4))
-
-
-def test_lookahead_does_not_mind_a_row_group_out_of_the_order() -> None:
-    asked: list[int] = []
-    lookahead = Lookahead(iter([1, 2]), asked.extend, ahead=1)
-    lookahead.touch([7])
-    assert asked == [1, 2]
+    Lookahead(iter([(0, 5), (0, 3), (10, 8), (30, 1)]), asked.extend, ahead=1).reach(20)
+    assert asked == [5, 3, 8, 1]
