@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dataload.cache.buffers import Buffers
 from dataload.cache.config import CacheConfig
 from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
@@ -56,7 +54,6 @@ class Blocks(ForkAware):
     def after_fork_in_child(self) -> None:
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._ahead = threading.BoundedSemaphore(IN_FLIGHT)
-        self._buffers = Buffers()
 
     @classmethod
     def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
@@ -101,41 +98,23 @@ class Blocks(ForkAware):
         found = self.tier.get(self._key_of(obj, number), span)
         return self.submit(self._block, obj, number, span).result() if found is None else found
 
-    @contextmanager
-    def fetched(self, obj: Object, ranges: Sequence[Span]) -> Iterator[list[memoryview]]:
-        """The bytes of these ranges, each in one piece, for as long as the context lasts; kept nowhere.
-
-        What blocks hold already is taken from them.
-        """
-        with ExitStack() as stack:
-            whole, pending = [], []
-            for start, stop in ranges:
-                buffer = self._buffers.take(stop - start)
-                stack.callback(self._buffers.give_back, buffer)
-                room = stack.enter_context(memoryview(buffer)[: stop - start])
-                whole.append(room)
-                pending += [
-                    self.submit(self._read_into, room[first : first + RUN_BYTES], obj, start + first)
-                    for first in range(0, len(room), RUN_BYTES)
-                ]
-            wait(pending)
-            for one in pending:
-                one.result()
-            yield whole
+    def fetch(self, obj: Object, start: int, stop: int) -> memoryview:
+        """The bytes [start, stop) of an object, in one request, and kept nowhere; from blocks where these are kept."""
+        kept = [self.tier.get(self._key_of(obj, number), (0, 0)) for number in self._numbers(start, stop)]
+        if None in kept:
+            return self.origin.read(obj.path, start, stop, obj.version)
+        return self.read(obj, start, stop)
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""
         return self._pool("read").submit(call, *args)
 
-    def fill(self, obj: Object, start: int = 0, stop: int | None = None) -> list[Future[int]]:
-        """Start fetching the blocks of an object, or of a part of it, that are not kept yet; the bytes of each run.
+    def fill(self, obj: Object) -> list[Future[int]]:
+        """Start fetching the blocks of an object that are not kept yet; the bytes of each run, when it is there.
 
         Reads do not wait behind it, nor does the end of the program.
         """
-        numbers, together = (
-            self._numbers(start, obj.size if stop is None else stop),
-            max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes)),
-        )
+        numbers, together = self._numbers(0, obj.size), max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes))
         runs = [numbers[first : first + together] for first in range(0, len(numbers), together)]
         return [self._pool("fill").submit(self._fill, obj, run) for run in runs]
 
@@ -176,14 +155,6 @@ class Blocks(ForkAware):
             allocate(len(data))[:] = data
 
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
-
-    def _read_into(self, room: memoryview, obj: Object, start: int) -> None:
-        with room:
-            stop = start + len(room)
-            kept = [self.tier.get(self._key_of(obj, number), (0, 0)) for number in self._numbers(start, stop)]
-            room[:] = (
-                self.origin.read(obj.path, start, stop, obj.version) if None in kept else self.read(obj, start, stop)
-            )
 
     def _fill(self, obj: Object, numbers: range) -> int:
         if not threading.main_thread().is_alive():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-KEPT_BYTES = 64 << 20  # of a process, for fills to come
+KEPT_BYTES = 48 << 20  # of a process, for fills to come
 
 
 class Buffers:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -12,13 +11,14 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.file import BlockFile
+from dataload.cache.stream import RangeStream
 from dataload.cache.tier import Allocate, Span
 from dataload.errors import DataError, DataloadError
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
-HELD_BYTES = 128 << 20  # of a row group, as it is stored, that are held in memory while it is decoded
-STREAMED_BYTES = 1 << 20  # of a column at a time, of larger ones
+HELD_BYTES = 40 << 20  # of a row group, as it is stored, that are fetched before they are decoded
+BUFFER_BYTES = 1 << 20  # of a column that is being decoded
 GAP_BYTES = 256 << 10  # between chunks that are fetched all the same rather than with one more request
 _TRAILER_BYTES = 8  # footer length (u32, little-endian), magic
 
@@ -50,28 +50,19 @@ def column_of(path: str, names: Collection[str]) -> str | None:
 def open_row_group(
     obj: Object, number: int, columns: Sequence[str], footer: pq.FileMetaData, blocks: Blocks
 ) -> Iterator[RowGroupReader]:
-    """The columns of one row group, fetched with few requests and held in memory as long as the context lasts.
+    """The columns of one row group; of them, `HELD_BYTES` are fetched now, the others as it is read.
 
-    Notes: what is larger than `HELD_BYTES` goes through the cache instead, in blocks, and so do row groups that are
-    smaller than a block, which neighbours share.
+    Notes: row groups that are smaller than a block go through the cache, in blocks, which neighbours share.
     Raises DataError when the data cannot be decoded, OriginError.
     """
     group = footer.row_group(number)
-    ranges = _ranges(group, frozenset(columns))
     stored = sum(group.column(leaf).total_compressed_size for leaf in range(group.num_columns))
+    source: Any = BlockFile(blocks, obj)
+    if stored >= blocks.block_bytes:
+        source = RangeStream(blocks, obj, _ranges(group, frozenset(columns)), HELD_BYTES)
     try:
-        with ExitStack() as stack:
-            source: Any
-            at_once = 0
-            if stored >= blocks.block_bytes and sum(stop - start for start, stop in ranges) <= HELD_BYTES:
-                source = _Fetched(obj.size, ranges, stack.enter_context(blocks.fetched(obj, ranges)))
-            else:
-                source = stack.enter_context(BlockFile(blocks, obj))
-                if stored >= blocks.block_bytes:
-                    at_once = STREAMED_BYTES
-                    for filling in [one for start, stop in ranges for one in blocks.fill(obj, start, stop)]:
-                        stack.callback(filling.cancel)
-            file = stack.enter_context(pq.ParquetFile(source, metadata=footer, buffer_size=at_once))
+        # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row.
+        with source, pq.ParquetFile(source, metadata=footer, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
             yield RowGroupReader(file, number, list(columns))
     except DataloadError:
         raise
@@ -107,7 +98,7 @@ class RowGroupReader:
 
 
 def _ranges(group: pq.RowGroupMetaData, columns: Collection[str]) -> list[Span]:
-    """Where the chunks of these columns lie in their file, neighbours in one."""
+    """Where the chunks of these columns lie in their file; neighbours in one, where all of them can be held."""
     chunks = [group.column(leaf) for leaf in range(group.num_columns)]
     places = []
     for chunk in chunks:
@@ -116,49 +107,16 @@ def _ranges(group: pq.RowGroupMetaData, columns: Collection[str]) -> list[Span]:
             if chunk.has_dictionary_page and chunk.dictionary_page_offset:
                 first = min(first, chunk.dictionary_page_offset)
             places.append((first, first + chunk.total_compressed_size))
+    places.sort()
+    if sum(stop - start for start, stop in places) > HELD_BYTES:
+        return places
     joined: list[Span] = []
-    for start, stop in sorted(places):
+    for start, stop in places:
         if joined and start - joined[-1][1] <= GAP_BYTES:
             joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
         else:
             joined.append((start, stop))
     return joined
-
-
-class _Fetched(io.RawIOBase):
-    """A file of which only some ranges are there: all that pyarrow asks for of those columns."""
-
-    def __init__(self, size: int, ranges: Sequence[Span], contents: Sequence[memoryview]) -> None:
-        super().__init__()
-        self._size = size
-        self._ranges = ranges
-        self._contents = contents
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + (self._size if whence == io.SEEK_END else 0)
-        return self._position
-
-    def read_buffer(self, size: int) -> pa.Buffer:
-        """The next `size` bytes, without a copy. Raises OSError when they are not there."""
-        for (start, stop), content in zip(self._ranges, self._contents, strict=True):
-            if start <= self._position and self._position + size <= stop:
-                first = self._position - start
-                self._position += size
-                return pa.py_buffer(content[first : first + size])
-        raise OSError(f"bytes {self._position} to {self._position + size} belong to none of the columns that are read")
-
-    def read(self, size: int = -1) -> bytes:
-        return bytes(self.read_buffer(size))
 
 
 def _fetch_footer(obj: Object, blocks: Blocks) -> bytes:

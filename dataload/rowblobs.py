@@ -28,7 +28,7 @@ from dataload.records import Blob
 FOOTERS_KEPT = 64
 # Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
 BLOB_BYTES, BLOB_ROWS = 32 << 20, 1 << 16
-MAKING_BYTES = 192 << 20  # of row groups being fetched, decoded and packed at a time, in this process
+MAKING_BYTES = 128 << 20  # of row groups being fetched, decoded and packed at a time, in this process
 
 
 class RowBlobs(ForkAware):
@@ -95,7 +95,7 @@ class RowBlobs(ForkAware):
         """How many requests it takes to fetch every row group, with all its columns: `parquet.open_row_group`'s."""
         blocks, requests = set(), 0
         for group in self._manifest.row_groups:
-            if not self._blocks.block_bytes <= group.bytes <= parquet.HELD_BYTES:
+            if group.bytes < self._blocks.block_bytes:
                 blocks.add(group.file)
             else:
                 requests += -(-group.bytes // RUN_BYTES)
@@ -120,6 +120,7 @@ class RowBlobs(ForkAware):
             for key, rows, columns in zip(keys, self._lengths(number), parts, strict=True):
                 fill = partial(records.pack, columns, rows, self.layout, _where(group))
                 made.append(self._blocks.tier.get_or_fill(key, fill))
+            stack.callback(pa.default_memory_pool().release_unused)  # What it decoded into: else each thread keeps some.
             return made
 
     @contextmanager
