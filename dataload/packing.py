@@ -96,7 +96,7 @@ class _Packer:
         try:
             array = tensor.numpy()
         except TypeError:  # numpy has no bfloat16
-            array = tensor.contiguous().view(torch.uint8).numpy()
+            array = tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
         return _Tensor(self._put(array), tensor.dtype, tuple(tensor.shape))
 
     def _put(self, content: npt.NDArray[Any] | bytes) -> int:
@@ -111,7 +111,8 @@ class _Packer:
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its elements are all there is to it."""
     ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    return ordinary and tensor.device.type == "cpu" and not tensor.requires_grad
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
+    return ordinary and tensor.device.type == "cpu" and not lazy
 
 
 def _can_be_joined(tensors: list[torch.Tensor]) -> bool:

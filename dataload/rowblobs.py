@@ -120,7 +120,7 @@ class RowBlobs(ForkAware):
             for key, rows, columns in zip(keys, self._lengths(number), parts, strict=True):
                 fill = partial(records.pack, columns, rows, self.layout, _where(group))
                 made.append(self._blocks.tier.get_or_fill(key, fill))
-            stack.callback(pa.default_memory_pool().release_unused)  # What it decoded into: else each thread keeps some.
+            stack.callback(pa.default_memory_pool().release_unused)  # else each thread keeps some
             return made
 
     @contextmanager
