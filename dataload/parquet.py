@@ -17,6 +17,7 @@ from dataload.errors import DataError, DataloadError
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
+SHARED_BYTES = 512 << 10  # of a row group with all its columns; smaller ones are not worth a request each
 HELD_BYTES = 40 << 20  # of a row group, as it is stored, that are fetched before they are decoded
 BUFFER_BYTES = 1 << 20  # of a column that is being decoded
 GAP_BYTES = 256 << 10  # between chunks that are fetched all the same rather than with one more request
@@ -52,13 +53,13 @@ def open_row_group(
 ) -> Iterator[RowGroupReader]:
     """The columns of one row group; of them, `HELD_BYTES` are fetched now, the others as it is read.
 
-    Notes: row groups that are smaller than a block go through the cache, in blocks, which neighbours share.
+    Notes: row groups of less than `SHARED_BYTES` go through the cache, in blocks, which neighbours share.
     Raises DataError when the data cannot be decoded, OriginError.
     """
     group = footer.row_group(number)
     stored = sum(group.column(leaf).total_compressed_size for leaf in range(group.num_columns))
     source: Any = BlockFile(blocks, obj)
-    if stored >= blocks.block_bytes:
+    if stored >= SHARED_BYTES:
         source = RangeStream(blocks, obj, _ranges(group, frozenset(columns)), HELD_BYTES)
     try:
         # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row.

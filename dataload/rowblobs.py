@@ -95,7 +95,7 @@ class RowBlobs(ForkAware):
         """How many requests it takes to fetch every row group, with all its columns: `parquet.open_row_group`'s."""
         blocks, requests = set(), 0
         for group in self._manifest.row_groups:
-            if group.bytes < self._blocks.block_bytes:
+            if group.bytes < parquet.SHARED_BYTES:
                 blocks.add(group.file)
             else:
                 requests += -(-group.bytes // RUN_BYTES)

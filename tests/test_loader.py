@@ -545,3 +545,12 @@ def test_more_ranks_than_one_and_no_number(dataset: Any, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK"):
         make_loader(dataset, 16)
+
+
+@pytest.mark.parametrize(("transform", "workers"), [(None, 0), (where_am_i, 2)])
+def test_workers_are_for_code_of_the_users(dataset: Any, transform: Any, workers: int) -> None:
+    """All that the others do is copy."""
+    batches = iter(make_loader(dataset, 16, num_workers=2, transform=transform))
+    next(batches)
+    assert len(multiprocessing.active_children()) == workers
+    batches.close()
