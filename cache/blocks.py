@@ -100,10 +100,14 @@ class Blocks(ForkAware):
 
     def fetch(self, obj: Object, start: int, stop: int) -> memoryview:
         """The bytes [start, stop) of an object, in one request, and kept nowhere; from blocks where these are kept."""
-        kept = [self.tier.get(self._key_of(obj, number), (0, 0)) for number in self._numbers(start, stop)]
-        if None in kept:
-            return self.origin.read(obj.path, start, stop, obj.version)
-        return self.read(obj, start, stop)
+        kept = []
+        for number in self._numbers(start, stop):
+            first, last = self._bounds(obj, number)
+            found = self.tier.get(self._key_of(obj, number), (max(start, first) - first, min(stop, last) - first))
+            if found is None:
+                return self.origin.read(obj.path, start, stop, obj.version)
+            kept.append(found)
+        return memoryview(b"".join(kept))
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""

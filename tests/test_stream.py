@@ -84,6 +84,17 @@ def test_blocks_that_are_kept_are_read(origin: Any) -> None:
     assert blocks.stats()["bytes_origin"] == before
 
 
+def test_more_pieces_than_threads_from_kept_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a block in a thread must not wait for a thread."""
+    monkeypatch.setattr(stream, "RUN_BYTES", 150)
+    (tmp_path / "x").write_bytes(CONTENT)
+    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 100)
+    obj = Object.of(blocks.origin.info(str(tmp_path / "x")))
+    blocks.read(obj, 0, SIZE)
+    with RangeStream(blocks, obj, [(0, SIZE)], SIZE) as file:
+        assert file.read(SIZE) == CONTENT
+
+
 def test_bytes_of_no_range(origin: Any) -> None:
     with RangeStream(*origin, [(0, 100)], 1000) as file:
         file.seek(-SIZE, 2)
