@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from dataload.cache.maps import FileMap
 from dataload.cache.proven import WHOLE, Proven
 from dataload.cache.tier import Span
 from dataload.errors import CorruptEntry
@@ -27,7 +28,6 @@ PIECE_BYTES = 64 << 10
 _SUM_BYTES = 8
 _FIELDS = struct.Struct("<8sIIQ32s8s")
 FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
-_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14
 
 
 class Footer(NamedTuple):
@@ -94,7 +94,7 @@ def open_map(
     descriptor = _open(path)
     try:
         footer, status = _footer(path, descriptor)
-        mapped = mmap.mmap(descriptor, status.st_size, prot=mmap.PROT_READ)
+        mapped = FileMap(descriptor, status.st_size)
     finally:
         os.close(descriptor)
     if footer.digest != digest:
@@ -105,7 +105,7 @@ def open_map(
     if stop > start:
         _read_in(mapped, start, stop)
         _check(path, mapped, footer, range(start // PIECE_BYTES, _pieces(stop)), status, proven)
-    return memoryview(mapped)[: footer.payload][start:stop]
+    return mapped.view[: footer.payload][start:stop]
 
 
 def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
@@ -151,25 +151,24 @@ def _parse(path: str | Path, found: bytes, file_bytes: int) -> Footer:
     return footer
 
 
-def _read_in(mapped: mmap.mmap, start: int, stop: int) -> None:
+def _read_in(mapped: FileMap, start: int, stop: int) -> None:
     """Have the disk read these bytes now: where it cannot, an error is raised instead of a SIGBUS at first touch."""
-    first = start // mmap.PAGESIZE * mmap.PAGESIZE
     try:
-        mapped.madvise(_POPULATE_READ, first, stop - first)
+        mapped.populate(start, stop)
     except OSError as error:
         if error.errno != errno.EINVAL:  # An older kernel does not know how.
             raise OSError(errno.EIO, f"the disk cannot read bytes {start}-{stop - 1} of a blob") from error
 
 
 def _check(
-    path: str | Path, mapped: mmap.mmap, footer: Footer, pieces: range, status: os.stat_result, proven: Proven
+    path: str | Path, mapped: FileMap, footer: Footer, pieces: range, status: os.stat_result, proven: Proven
 ) -> None:
     asked = ((1 << len(pieces)) - 1) << pieces.start
     known = proven.bits(footer.digest, status)
     if known & asked == asked:
         return
     _read_in(mapped, footer.payload, footer.size)
-    whole = memoryview(mapped)
+    whole = mapped.view
     proof = whole[footer.payload : -FOOTER_BYTES]
     if not known and xxhash.xxh3_64_digest(proof) != footer.checksum:
         raise CorruptEntry(f"{path} has damaged checksums")

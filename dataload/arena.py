@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import mmap
-import os
 from typing import Any
 
 import numpy as np
 
+from dataload.cache.maps import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, libc, os_error
 from dataload.columns import Array
 
 _WORD = np.dtype(np.int64)
-_MAP_FIXED = 0x10  # mmap(2)
-_MAP_NORESERVE = 0x4000
 _MREMAP_MAYMOVE_FIXED = 1 | 2  # mremap(2)
-_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14
 
 
 class Arena:
@@ -34,7 +30,7 @@ class Arena:
         step = math.lcm(mmap.PAGESIZE, itemsize)
         self._slot_bytes = -(-rows * itemsize // step) * step
         self.rows_per_slot = self._slot_bytes // itemsize
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._map = mmap.mmap(-1, slots * self._slot_bytes, flags=flags, prot=mmap.PROT_READ)
         self._address = _address_of(self._map)
         words = np.frombuffer(self._map, _WORD)
@@ -58,25 +54,15 @@ class Arena:
         return np.take(self._records, places, axis=0, mode="clip")  # to raise for places outside takes twice as long
 
 
-@functools.cache
-def _libc() -> Any:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mremap.restype = ctypes.c_void_p
-    libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-    return libc
-
-
 def _address_of(memory: Any) -> int:
     return int(np.frombuffer(memory, np.uint8).ctypes.data)
 
 
 def _map_memory(address: int, size: int, protection: int) -> None:
     """Empty memory in place of whatever these addresses held. Raises OSError."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-    if _libc().mmap(address, size, protection, flags, -1, 0) != address:
-        raise _os_error("mapping memory")
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
+    if libc().mmap(address, size, protection, flags, -1, 0) != address:
+        raise os_error("mapping memory")
 
 
 def _map_again(memory: memoryview, address: int) -> bool:
@@ -85,13 +71,8 @@ def _map_again(memory: memoryview, address: int) -> bool:
     mremap(2): "If the value of old_size is zero, and old_address refers to a shareable mapping, then mremap() will
     create a new mapping of the same pages."
     """
-    if _libc().mremap(_address_of(memory), 0, len(memory), _MREMAP_MAYMOVE_FIXED, address) != address:
+    if libc().mremap(_address_of(memory), 0, len(memory), _MREMAP_MAYMOVE_FIXED, address) != address:
         return False
     size = -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE
-    _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_READ)  # an older kernel goes without
+    libc().madvise(address, size, POPULATE_READ)  # an older kernel goes without
     return True
-
-
-def _os_error(doing: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{doing}: {os.strerror(number)}")

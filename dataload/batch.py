@@ -33,8 +33,8 @@ def to_batch(records: Records, *, ragged: str = "list", group: Mapping[str, Sequ
     list[Tensor]. With ragged="flat", binary and lists are `Flat` instead. `group`: name -> columns of one dtype that
     come as one Tensor[B, k].
 
-    Notes: tensors are views of the records, and bytes of the cache's own, read-only: nothing is copied but lists of
-    numbers, strings, and groups of columns that are no neighbours in a record.
+    Notes: arrays and groups of neighbours in a record are views of the records, with gaps between rows; bytes are views
+    of the cache's own, read-only. Numbers, lists of numbers, strings, and other groups are copied.
     """
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields}
@@ -129,7 +129,9 @@ def _row_value(column: Any, row: int) -> Any:
 
 def _user_column(records: Records, field: Field, ragged: str) -> Any:
     if not field.ragged:
-        return torch.from_numpy(records.dense(field))
+        dense = records.dense(field)
+        # Single numbers are copied: who keeps the labels of each batch should not keep all that lay beside them.
+        return torch.from_numpy(dense if field.shape else dense.copy())
     if field.kind == "string":
         return _strings(records, field)
     if ragged == "list" and field.kind == "binary":

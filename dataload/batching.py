@@ -110,6 +110,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     ) -> None:
         self._dataset = dataset
         self._shape: dict[str, Any] = {"ragged": ragged, "group": group}
+        to_batch(Records.none(dataset.rowstore.layout), **self._shape)  # so that what is wrong with it is said now
         self._collate = collate_fn
         self._transform = transform
         self._wants_rng = _takes_rng(transform)

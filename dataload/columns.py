@@ -102,14 +102,19 @@ class _Decoder:
 
     def _filling_of(self, kind: pa.DataType) -> Any:
         """What stands for a null among dense values: one of them, or one number for all of its elements."""
-        kinds = [pa.float64() if pa.types.is_decimal(kind) else kind]
+        kinds = [kind]
         while pa.types.is_fixed_size_list(kinds[-1]):
             kinds.append(storage(kinds[-1].value_type))
+        if pa.types.is_decimal(kinds[-1]):
+            kinds.append(pa.float64())
         for one in kinds:
             try:
-                return self._dense(_plain_column(pa.array([self._filling], one)))[0]
+                value = self._dense(_plain_column(pa.array([self._filling], one)))[0]
             except (pa.ArrowException, TypeError, ValueError):
                 continue
+            if pa.types.is_integer(one) and value != self._filling:  # Arrow cuts off what is behind the point.
+                continue
+            return value
         raise self._no_filling(kind)
 
     def _filled(self, column: pa.Array) -> pa.Array:

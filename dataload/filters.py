@@ -142,8 +142,9 @@ def _matches(
         return False
     raise ConfigError(
         f"{group.file.path} row group {group.number}: by its statistics some of its {group.rows} rows may match "
-        f"{doubts[0].said!r} and some may not: filter by a key of the folders' names, sort the data by "
-        f"{doubts[0].column!r} before writing it, or filter in a transform"
+        f"{doubts[0].said!r} and some may not (statistics pass over NaN, which matches nothing, so a float proves no "
+        f"match): filter by a key of the folders' names, sort the data by {doubts[0].column!r} before writing it, or "
+        "filter in a transform"
     )
 
 

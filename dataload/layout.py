@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,8 +74,8 @@ class Layout:
 def flatten(schema: pa.Schema) -> pa.Schema:
     """The schema with the members of structs as dotted columns. Raises DataError when two come to bear one name."""
     fields = [leaf for field in schema for leaf in _leaves(field)]
-    names = [field.name for field in fields]
-    if twice := {name for name in names if names.count(name) > 1}:
+    times = Counter(field.name for field in fields)
+    if twice := [name for name, count in times.items() if count > 1]:
         raise DataError(f"two columns come to be called {min(twice)!r}: rename one of them")
     return pa.schema(fields)
 

@@ -77,9 +77,10 @@ class Loader(Unwrapped, DataLoader[Any]):
         self._workers: DataLoader[Answer] | None = None
         if self.num_workers and not maker.only_gathers:
             in_flight = self.num_workers * (self.prefetch_factor or 1) * self.sampler.batch_size
-            check_shared_memory(dataset.rowstore.row_bytes * in_flight, certain=maker.only_gathers)
+            check_shared_memory(dataset.rowstore.row_bytes * in_flight)
             # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
-            own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is}
+            # What they send is packed: it is pinned when it is unpacked.
+            own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is, "pin_memory": False}
             self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
         provide(dataset, self.sampler)
 
@@ -161,7 +162,7 @@ class Loader(Unwrapped, DataLoader[Any]):
     def _answers(self, epoch: int, cursor: int) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         lookahead = Lookahead(self.sampler.needs_from(epoch, cursor), rowstore.prefetch, ahead=rowstore.capacity // 2)
-        if self._workers is None or (self.maker.only_gathers and self.worker_init_fn is None):
+        if self._workers is None:
             made = self._on_a_thread(epoch, cursor, lookahead)
         else:
             # Forked workers fetch more slowly, and share nothing but the cache: so it is filled from here, in advance.
@@ -170,12 +171,15 @@ class Loader(Unwrapped, DataLoader[Any]):
             made = self._unpacked(self._workers)
         device = self.device or trainer_device()
         with closing(made):
-            for answer in made:
-                if device is None:
-                    yield answer
-                else:
-                    batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
-                    yield answer._replace(batch=batch)
+            try:
+                for answer in made:
+                    if device is None:
+                        yield answer
+                    else:
+                        batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
+                        yield answer._replace(batch=batch)
+            finally:
+                rowstore.forget()
 
     def _on_a_thread(self, epoch: int, cursor: int, lookahead: Lookahead) -> Generator[Answer, None, None]:
         """Batches, gathered many at once where one takes less than a call; and handed over so, unless transformed."""
@@ -192,16 +196,19 @@ class Loader(Unwrapped, DataLoader[Any]):
         for request in requests:
             answers = self.maker.make(request)
             while some := list(islice(answers, together)):
-                if self.pin_memory and torch.cuda.is_available():
-                    some = [one._replace(batch=map_tensors(one.batch, torch.Tensor.pin_memory)) for one in some]
-                yield some
+                yield [one._replace(batch=self._pinned(one.batch)) for one in some] if self.pin_memory else some
             lookahead.reach(request.end)  # after it: what is needed now comes before what comes next
+
+    def _pinned(self, batch: Any) -> Any:
+        if self.pin_memory and torch.cuda.is_available():
+            return map_tensors(batch, torch.Tensor.pin_memory)
+        return batch
 
     def _unpacked(self, answers: Iterable[Answer]) -> Generator[Answer, None, None]:
         try:
             for answer in answers:
                 self._worked.update(answer.traffic)
-                yield answer._replace(batch=unpack(answer.batch))
+                yield answer._replace(batch=self._pinned(unpack(answer.batch)))
         except Exception as error:  # noqa: BLE001
             # The frame in torch that raised it holds it, too: a circle that would keep the workers until it is found by
             # the garbage collector, which ends their queues before they are told to stop, and then waits 5 s for each.

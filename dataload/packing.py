@@ -41,8 +41,11 @@ class _Tensors(NamedTuple):
 
 
 class _Bytes(NamedTuple):
+    """A list of bytes; views: of what arrives as views of memory."""
+
     start: int
     lengths: list[int]
+    views: bool
 
 
 class _Text(NamedTuple):
@@ -71,19 +74,22 @@ class _Packer:
     def pack(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value) if _is_plain(value) else value
-        if isinstance(value, dict):
+        if type(value) is dict:  # What it is besides, a subclass alone knows: it goes as it is.
             return {name: self.pack(one) for name, one in value.items()}
-        if isinstance(value, tuple):
-            packed = [self.pack(one) for one in value]
-            return type(value)(*packed) if hasattr(value, "_fields") else tuple(packed)
-        if isinstance(value, list) and value:
+        if type(value) is tuple:
+            return tuple(self.pack(one) for one in value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(self.pack, value))
+        if type(value) is list and value:
             return self._list(value)
         return bytes(value) if isinstance(value, memoryview) else value
 
     def _list(self, values: list[Any]) -> Any:
         kinds = {type(one) for one in values}
-        if kinds <= {bytes, bytearray, memoryview}:
-            return _Bytes(self._put(b"".join(values)), [len(one) for one in values])
+        if kinds in ({bytes}, {memoryview}):
+            return _Bytes(
+                self._put(b"".join(values)), [memoryview(one).nbytes for one in values], kinds == {memoryview}
+            )
         if kinds == {str}:
             text = "".join(values).encode(errors="surrogatepass")
             return _Text(self._put(text), len(text), [len(one) for one in values])
@@ -138,16 +144,18 @@ class _Unpacker:
                 return tensor if len(shape) == 1 else tensor.reshape(shape)
             case _Tensors(start, dtype, lengths):
                 return list(torch.split(self._values(start, dtype, sum(lengths)), lengths))
-            case _Bytes(start, lengths):
-                return _cut(self._memory[start:], lengths)
+            case _Bytes(start, lengths, views):
+                found = _cut(self._memory[start:].toreadonly(), lengths)
+                return found if views else [bytes(one) for one in found]
             case _Text(start, size, lengths):
                 return _cut(str(self._memory[start : start + size], "utf-8", "surrogatepass"), lengths)
-            case dict():
+            case dict() if type(value) is dict:
                 return {name: self.unpack(one) for name, one in value.items()}
-            case tuple():
-                values = [self.unpack(one) for one in value]
-                return type(value)(*values) if hasattr(value, "_fields") else tuple(values)
-            case list():
+            case tuple() if hasattr(value, "_fields"):
+                return type(value)(*map(self.unpack, value))
+            case tuple() if type(value) is tuple:
+                return tuple(self.unpack(one) for one in value)
+            case list() if type(value) is list:
                 return [self.unpack(one) for one in value]
         return value
 

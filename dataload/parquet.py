@@ -20,6 +20,7 @@ TAIL_BYTES = 64 << 10
 SHARED_BYTES = 512 << 10  # of a row group with all its columns; smaller ones are not worth a request each
 HELD_BYTES = 40 << 20  # of a row group, as it is stored, that are fetched before they are decoded
 BUFFER_BYTES = 1 << 20  # of a column that is being decoded
+CHUNK_BYTES = 1 << 20  # of a column; where they are smaller on average, they are fetched together and held
 GAP_BYTES = 256 << 10  # between chunks that are fetched all the same rather than with one more request
 _TRAILER_BYTES = 8  # footer length (u32, little-endian), magic
 
@@ -60,7 +61,8 @@ def open_row_group(
     stored = sum(group.column(leaf).total_compressed_size for leaf in range(group.num_columns))
     source: Any = BlockFile(blocks, obj)
     if stored >= SHARED_BYTES:
-        source = RangeStream(blocks, obj, _ranges(group, frozenset(columns)), HELD_BYTES)
+        ranges = _ranges(group, frozenset(columns))
+        source = RangeStream(blocks, obj, ranges, max(HELD_BYTES, len(columns) * CHUNK_BYTES))
     try:
         # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row.
         with source, pq.ParquetFile(source, metadata=footer, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
@@ -99,7 +101,7 @@ class RowGroupReader:
 
 
 def _ranges(group: pq.RowGroupMetaData, columns: Collection[str]) -> list[Span]:
-    """Where the chunks of these columns lie in their file; neighbours in one, where all of them can be held."""
+    """Where the chunks of these columns lie in their file; neighbours in one, unless they are too large to be held."""
     chunks = [group.column(leaf) for leaf in range(group.num_columns)]
     places = []
     for chunk in chunks:
@@ -109,7 +111,7 @@ def _ranges(group: pq.RowGroupMetaData, columns: Collection[str]) -> list[Span]:
                 first = min(first, chunk.dictionary_page_offset)
             places.append((first, first + chunk.total_compressed_size))
     places.sort()
-    if sum(stop - start for start, stop in places) > HELD_BYTES:
+    if sum(stop - start for start, stop in places) > max(HELD_BYTES, len(places) * CHUNK_BYTES):
         return places
     joined: list[Span] = []
     for start, stop in places:

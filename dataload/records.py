@@ -87,6 +87,11 @@ class Records:
     blobs: Sequence[Blob]
     which: Array
 
+    @classmethod
+    def none(cls, layout: Layout) -> Records:
+        """No rows."""
+        return cls(layout, np.empty(0, layout.dtype), [], np.empty(0, np.int64))
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -19,25 +19,24 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     dataset.rowstore.capacity = max(dataset.rowstore.capacity, 2 * _drawn_on(sampler))
 
 
-def check_shared_memory(size: int, *, certain: bool, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
-    """`size` bytes of batches will be on their way from workers; certain: unless a transform changes their size.
+def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
+    """Warn when `size` bytes of batches, on their way from workers, do not fit into shared memory.
 
-    Raises ConfigError when they certainly do not fit into shared memory, where a worker would die of SIGBUS.
+    A worker would die of SIGBUS there; a transform that makes batches smaller would save it.
     """
     try:
         status = os.statvfs(folder)
     except OSError:
         return
     free = status.f_bavail * status.f_frsize
-    if size <= free:
-        return
-    said = (
-        f"workers hold {size} bytes of batches in {folder}, which has {free} free: lower batch_size, num_workers or "
-        "prefetch, or give it more (docker run --shm-size)"
-    )
-    if certain:
-        raise ConfigError(said)
-    log.warning("%s; unless the transform makes them smaller", said)
+    if size > free:
+        log.warning(
+            "workers hold %d bytes of batches in %s, which has %d free: lower batch_size, num_workers or prefetch, or "
+            "give it more (docker run --shm-size), unless the transform makes them smaller",
+            size,
+            folder,
+            free,
+        )
 
 
 def _drawn_on(sampler: ShardedSampler) -> int:

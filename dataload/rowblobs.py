@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -47,10 +47,13 @@ class RowBlobs(ForkAware):
         self._fill_null = fill_null
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.layout = Layout(fields_of(schema))
+        ragged = {name: place for place, name in enumerate(manifest.ragged)}
+        self._ragged = [ragged[field.name] for field in self.layout.ragged]  # their places in the manifest
         self._rows = self._rows_of_a_blob()
         lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         counts = np.maximum(1, -(-lengths // self._rows))
         self.group_starts = np.concatenate(([0], np.cumsum(counts)))
+        self.most_of_a_group = int(counts.max(initial=1))
         self.row_starts = self._first_rows(lengths, counts)
         self._what = self._digest()
         self._footer = lru_cache(FOOTERS_KEPT)(partial(parquet.read_footer, blocks=blocks))
@@ -189,7 +192,7 @@ class RowBlobs(ForkAware):
 
     def _digest(self) -> str:
         """Names what is in the blobs: the columns, how they lie in records, and what stands for nulls."""
-        said = [records.VERSION, self.layout.describe(), repr(self._fill_null)]
+        said = [records.VERSION, self.layout.describe(), repr(_said(self._fill_null))]
         return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()
 
     def _rows_of_a_blob(self) -> Array:
@@ -214,3 +217,10 @@ class RowBlobs(ForkAware):
 
 def _where(group: RowGroup) -> str:
     return f"{group.file.path} row group {group.number}"
+
+
+def _said(filling: Any) -> Any:
+    """What stands for nulls, such that its repr says all of it: an array's leaves out what is in the middle."""
+    if isinstance(filling, Mapping):
+        return {name: _said(value) for name, value in sorted(filling.items())}
+    return [str(filling.dtype), filling.tolist()] if isinstance(filling, (np.ndarray, np.generic)) else filling

@@ -13,7 +13,9 @@ import numpy as np
 
 from dataload.cache.blocks import Blocks
 from dataload.cache.forks import ForkAware
+from dataload.cache.maps import max_maps
 from dataload.columns import Array
+from dataload.errors import ConfigError
 from dataload.layout import Layout
 from dataload.manifest import Manifest
 from dataload.records import Records
@@ -22,6 +24,7 @@ from dataload.samplers.lookup import Lookup
 from dataload.shelf import Shelf
 
 LOADERS = 16
+MAPS_OF_A_BLOB = 4  # its slot, what is empty behind that, its heap; and some for others
 
 
 class RowStore(ForkAware):
@@ -85,6 +88,13 @@ class RowStore(ForkAware):
                 asked = {group: self._ask_for(group) for group in needed if group not in shelf}
             loaded = {group: one.result() for group, one in asked.items()}
 
+    def forget(self) -> None:
+        """Do not start to load what was only asked for in advance."""
+        with self._mutex:
+            for group, asked in list(self._asked.items()):
+                if asked.cancel():
+                    del self._asked[group]
+
     def _owners(self, rows: Array) -> list[int]:
         """The row groups that these rows belong to, each once, in file order."""
         touched = np.zeros(len(self._group_of_blob), np.bool_)
@@ -103,15 +113,22 @@ class RowStore(ForkAware):
         return self._lookup.pieces(rows)
 
     def _shelf_for(self, groups: int) -> Shelf:
-        needed = max(self.capacity, groups)
+        """A shelf for so many row groups at a time, at least. Raises ConfigError when the system has not the maps."""
+        blobs = self.blobs
+        most = max_maps() // (MAPS_OF_A_BLOB * blobs.most_of_a_group)
+        if groups > most:
+            raise ConfigError(
+                f"a gather from {groups} row groups takes more maps of files than the {max_maps()} that a process may "
+                "have: raise vm.max_map_count (sysctl), or take a smaller batch or window"
+            )
+        needed = max(min(self.capacity, most), groups)
         if self._shelf is None or self._shelf.capacity < needed:
-            blobs = self.blobs
             self._shelf = Shelf(needed, blobs.group_starts, blobs.row_starts, blobs.layout)
         return self._shelf
 
     def _ask_for(self, group: int) -> Future[list[memoryview]]:
         asked = self._asked.get(group)
-        if asked is None or (asked.done() and asked.exception() is not None):
+        if asked is None or asked.cancelled() or (asked.done() and asked.exception() is not None):
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(LOADERS, thread_name_prefix="dataload-decode")
             asked = self._asked[group] = self._pool.submit(self._load, group)

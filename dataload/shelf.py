@@ -46,15 +46,20 @@ class Shelf:
             return
         while len(self._slots) >= self.capacity or len(self._free) < len(contents):
             self._drop(next(old for old in self._slots if old not in keep))
-        numbers = range(self._group_starts[group], self._group_starts[group + 1])
-        slots = self._slots[group] = [self._free.pop() for _ in numbers]
-        for number, slot, content in zip(numbers, slots, contents, strict=True):
-            rows = int(self._row_starts[number + 1] - self._row_starts[number])
-            blob = Blob(content, rows, self._layout)
-            self._arena.put(slot, blob.records)
-            self._places[number] = slot * self._arena.rows_per_slot
-            if self._layout.ragged:
-                self._blobs[number] = blob
+        first, last = self._group_starts[group : group + 2].tolist()
+        slots = [self._free.pop() for _ in contents]
+        try:
+            for number, slot, content in zip(range(first, last), slots, contents, strict=True):
+                rows = int(self._row_starts[number + 1] - self._row_starts[number])
+                blob = Blob(content, rows, self._layout)
+                self._arena.put(slot, blob.records)
+                if self._layout.ragged:
+                    self._blobs[number] = blob
+        except BaseException:
+            self._free += slots
+            raise
+        self._places[first:last] = np.array(slots, np.int64) * self._arena.rows_per_slot
+        self._slots[group] = slots
 
     def take(self, rows: Array, blobs: Array) -> Records | None:
         """These rows (int64 [n]), of these blobs, copied; None when not all of them are open."""

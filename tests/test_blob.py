@@ -17,6 +17,7 @@ import xxhash
 from dataload.cache import blob, fsck
 from dataload.cache.buffers import Buffers
 from dataload.cache.local import LocalTier
+from dataload.cache.maps import FileMap
 from dataload.cache.proven import Proven
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import CorruptEntry
@@ -210,11 +211,11 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
     with pytest.raises(CorruptEntry):
         blob.open_map(file, DIGEST, Proven())
 
-    def madvise(*_: int) -> None:
+    def populate(*_: int) -> None:
         raise OSError(errno.EFAULT, "Bad address")
 
     with pytest.raises(OSError, match="cannot read") as caught:
-        blob._read_in(SimpleNamespace(madvise=madvise), 0, 10)
+        blob._read_in(SimpleNamespace(populate=populate), 0, 10)
     assert caught.value.errno == errno.EIO
 
 
@@ -228,8 +229,7 @@ def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
         blob.open_map(file, DIGEST, known)
     child = os.fork()
     if child == 0:
-        real = mmap.mmap
-        mmap.mmap = lambda *given, **options: (real(*given, **options), os.truncate(file, left))[0]
+        blob.FileMap = lambda *given: (FileMap(*given), os.truncate(file, left))[0]
         try:
             blob.open_map(file, DIGEST, known)
         except OSError as error:
@@ -242,7 +242,7 @@ def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
 def test_a_map_past_the_end_of_its_file_is_an_error_and_no_signal(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     with (tmp_path / "file").open("r+b") as opened:
-        mapped = mmap.mmap(opened.fileno(), 1 << 20, prot=mmap.PROT_READ)
+        mapped = FileMap(opened.fileno(), 1 << 20)
     os.truncate(tmp_path / "file", 4096)
     with pytest.raises(OSError, match="cannot read"):
         blob._read_in(mapped, 8192, 1 << 20)

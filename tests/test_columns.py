@@ -287,6 +287,18 @@ def test_a_filling_of_another_type() -> None:
         whole(pa.table({"c": pa.array([None], pa.int64())}), "text")
 
 
+@pytest.mark.parametrize(("kind", "filling"), [(pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")])
+def test_a_filling_that_would_become_another(kind: pa.DataType, filling: Any) -> None:
+    with pytest.raises(DataError, match=r"fill_null=.* is no"):
+        whole(pa.table({"c": pa.array([None], kind)}), filling)
+
+
+def test_decimals_are_filled_by_decimals_and_floats() -> None:
+    table = pa.table({"c": pa.array([None, Decimal("1.25")], pa.decimal128(10, 2))})
+    assert whole(table, Decimal("3.5"))["c"].tolist() == [3.5, 1.25]
+    assert whole(table, 3.5)["c"].tolist() == [3.5, 1.25]
+
+
 def test_nulls_inside_lists() -> None:
     with pytest.raises(DataError, match="'c' has nulls inside"):
         whole(pa.table({"c": [[1, None]]}), 0)

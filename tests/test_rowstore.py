@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from dataload import CacheConfig, make_dataset, make_loader, parquet, rowblobs
-from dataload.errors import OriginError
+from dataload import CacheConfig, make_dataset, make_loader, parquet, rowblobs, rowstore
+from dataload.arena import Arena
+from dataload.errors import ConfigError, OriginError
 
 
 @pytest.fixture
@@ -92,8 +98,6 @@ def test_a_failed_decode_is_tried_again(dataset: Any, monkeypatch: pytest.Monkey
 
 
 def test_a_pickled_copy_reads_the_same(bucket: Any, cache: CacheConfig) -> None:
-    import pyarrow as pa
-
     bucket.put_table("data/x.parquet", pa.table({"a": [1, None]}))
     dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache, fill_null=7)
     assert pickle.loads(pickle.dumps(dataset)).rowstore.gather(np.array([1, 0])).rows["a"].tolist() == [7, 1]
@@ -116,3 +120,55 @@ def test_fewer_columns_come_from_the_records_of_all(
     other = make_dataset(url, columns=["half"], storage_options=bucket.options, cache=cache, fill_null=0)
     other.rowstore.gather(np.array([0]))
     assert decoded == Counter([0, 1, 0])
+
+
+def test_open_rows_hold_no_descriptors(dataset: Any) -> None:
+    """Strings are among the columns, so that each blob stays mapped twice."""
+    dataset.rowstore.gather(np.arange(5))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    dataset.rowstore.capacity = 200
+    dataset.rowstore.gather(np.arange(1000))
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 50
+
+
+def test_a_row_group_that_could_not_be_mapped_is_tried_again(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "no map left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "put", fails)
+        with pytest.raises(OSError, match="no map left"):
+            dataset.rowstore.gather(np.array([0]))
+    assert dataset.rowstore.gather(np.array([0])).rows["row_id"].tolist() == [0]
+
+
+def test_more_row_groups_than_a_process_has_maps_for(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rowstore, "max_maps", lambda: 100)
+    dataset.rowstore.capacity = 200
+    for first in range(0, 1000, 50):
+        assert dataset.rowstore.gather(np.arange(first, first + 50)).rows["row_id"][0] == first
+    with pytest.raises(ConfigError, match=r"200 row groups takes more maps .* raise vm.max_map_count"):
+        dataset.rowstore.gather(np.arange(1000))
+
+
+def test_what_was_only_prefetched_is_not_begun_when_it_is_not_wanted(
+    dataset: Any, decoded: Counter[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go = dataset.rowstore, threading.Event()
+    load = store.blobs.load
+    monkeypatch.setattr(store.blobs, "load", lambda group: go.wait(60) and load(group))
+    store.capacity = 200
+    store.prefetch(range(200))
+    store.forget()
+    go.set()
+    assert store.gather(np.array([999])).rows["row_id"].tolist() == [999]
+    assert len(decoded) <= rowstore.LOADERS + 1
+
+
+def test_fillings_that_differ_anywhere_are_kept_apart(tmp_path: Any) -> None:
+    path, config = tmp_path / "x.parquet", CacheConfig(str(tmp_path / "cache"), "1GB")
+    pq.write_table(pa.table({"e": pa.array([None], pa.list_(pa.float64(), 2000))}), path)
+    zeros, other = np.zeros(2000), np.zeros(2000)
+    other[1000] = 5
+    assert make_dataset(str(path), cache=config, fill_null={"e": zeros})[0]["e"].sum() == 0
+    assert make_dataset(str(path), cache=config, fill_null={"e": other})[0]["e"].sum() == 5
