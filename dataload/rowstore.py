@@ -86,7 +86,7 @@ class RowStore(ForkAware):
                     return found
                 needed = self._owners(rows)
                 asked = {group: self._ask_for(group) for group in needed if group not in shelf}
-            loaded = {group: one.result() for group, one in asked.items()}
+            loaded = {group: had for group, one in asked.items() if (had := _loaded(one)) is not None}
 
     def forget(self) -> None:
         """Do not start to load what was only asked for in advance."""
@@ -140,3 +140,13 @@ class RowStore(ForkAware):
         if not threading.main_thread().is_alive():
             raise CancelledError  # The program ends; it should not wait for what was only prefetched.
         return self.blobs.load(group)
+
+
+def _loaded(asked: Future[list[memoryview]]) -> list[memoryview] | None:
+    """What was asked for; None when it was given up because another loop over the same rows has ended."""
+    try:
+        return asked.result()
+    except CancelledError:
+        if not asked.cancelled():
+            raise  # The program ends.
+        return None

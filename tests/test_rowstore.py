@@ -165,6 +165,24 @@ def test_what_was_only_prefetched_is_not_begun_when_it_is_not_wanted(
     assert len(decoded) <= rowstore.LOADERS + 1
 
 
+def test_what_another_loop_gives_up_is_still_had_by_who_waits_for_it(
+    dataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go = dataset.rowstore, threading.Event()
+    load = store.blobs.load
+    monkeypatch.setattr(store.blobs, "load", lambda group: go.wait(60) and load(group))
+    store.prefetch(range(rowstore.LOADERS))  # Every thread is busy: the next row group has to wait.
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.extend(store.gather(np.array([999])).rows["row_id"]))
+    waiting.start()
+    while 199 not in store._asked:
+        threading.Event().wait(0.001)
+    store.forget()
+    go.set()
+    waiting.join(60)
+    assert found == [999]
+
+
 def test_fillings_that_differ_anywhere_are_kept_apart(tmp_path: Any) -> None:
     path, config = tmp_path / "x.parquet", CacheConfig(str(tmp_path / "cache"), "1GB")
     pq.write_table(pa.table({"e": pa.array([None], pa.list_(pa.float64(), 2000))}), path)
