@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataload import CacheConfig, make_dataset, rowblobs
+from dataload import CacheConfig, make_dataset, parquet, rowblobs
+from dataload.cache import stream
 from dataload.dataset import Dataset
 
 TYPES: list[pa.DataType] = [
@@ -152,3 +153,20 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     dataset = make_dataset(str(tmp_path), cache=None)
     assert len(dataset) == 1
     assert found(dataset, [0]) == {"a": [1], "s": ["x"]}
+
+
+@pytest.mark.parametrize(("columns", "rows", "requests"), [(50, 1000, 1), (2, 25_000, 8)])
+def test_chunks_are_fetched_together_or_as_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int, requests: int
+) -> None:
+    """400 kB of a row group either way, more than is held: many small columns are one request, large ones several."""
+    for name, value in (("SHARED_BYTES", 0), ("HELD_BYTES", 100_000), ("CHUNK_BYTES", 10_000), ("BUFFER_BYTES", 1000)):
+        monkeypatch.setattr(parquet, name, value)
+    monkeypatch.setattr(stream, "SMALLEST_PIECE", 1000)
+    table = pa.table({f"c{number}": np.random.default_rng(number).random(rows) for number in range(columns)})
+    pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
+    footer = dataset.blocks.stats()["requests_origin"]
+    wanted = [rows - 1, 0, 7]
+    assert found(dataset, wanted) == expected(table.take(wanted))
+    assert requests <= dataset.blocks.stats()["requests_origin"] - footer <= 3 * requests
