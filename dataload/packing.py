@@ -18,8 +18,8 @@ _ALIGN = 16
 
 
 class Packed(NamedTuple):
-    """content: uint8 [n], or so many bytes; shape: the batch with a `_Tensor`, `_Bytes` or `_Text` in place of what is
-    in there.
+    """content: uint8 [n], or so many bytes; shape: the batch with a `_Tensor`, `_Array`, `_Bytes` or `_Text` in place
+    of what is in there.
     """
 
     content: torch.Tensor | bytearray
@@ -29,6 +29,12 @@ class Packed(NamedTuple):
 class _Tensor(NamedTuple):
     start: int
     dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class _Array(NamedTuple):
+    start: int
+    dtype: str
     shape: tuple[int, ...]
 
 
@@ -55,7 +61,7 @@ class _Text(NamedTuple):
 
 
 def pack(batch: Any) -> Packed:
-    """The batch with its tensors, bytes and strings packed, wherever they are in dicts, lists and tuples."""
+    """The batch with its tensors, arrays, bytes and strings packed, wherever they are in dicts, lists and tuples."""
     packer = _Packer()
     shape = packer.pack(batch)
     piped = packer.size <= PIPED_BYTES
@@ -71,9 +77,11 @@ class _Packer:
         self.size = 0
         self.parts: list[tuple[int, npt.NDArray[Any]]] = []
 
-    def pack(self, value: Any) -> Any:
+    def pack(self, value: Any) -> Any:  # noqa: PLR0911 (one a case)
         if isinstance(value, torch.Tensor):
             return self._tensor(value) if _is_plain(value) else value
+        if type(value) is np.ndarray and value.dtype.kind in "biufc":
+            return _Array(self._put(value), value.dtype.str, value.shape)
         if type(value) is dict:  # What it is besides, a subclass alone knows: it goes as it is.
             return {name: self.pack(one) for name, one in value.items()}
         if type(value) is tuple:
@@ -142,6 +150,10 @@ class _Unpacker:
             case _Tensor(start, dtype, shape):
                 tensor = self._values(start, dtype, math.prod(shape))
                 return tensor if len(shape) == 1 else tensor.reshape(shape)
+            case _Array(start, kind, shape):
+                count = math.prod(shape)
+                array = np.frombuffer(self._memory, kind, count, start) if count else np.empty(0, kind)
+                return array.reshape(shape)
             case _Tensors(start, dtype, lengths):
                 return list(torch.split(self._values(start, dtype, sum(lengths)), lengths))
             case _Bytes(start, lengths, views):
