@@ -251,7 +251,7 @@ def make_loader(
         every row anywhere; False: file order. window: None: `default_window` of the row groups' rows and bytes.
     seed: of the order, together with the epoch and the dataset.
     num_streams: parts of the dataset that nodes keep to themselves; None: as many as there are nodes, or 1.
-    num_workers: processes that make batches; 0: a thread.
+    num_workers: processes that run `transform` and `collate_fn`; 0, or neither of them given: a thread.
     group: name -> columns of one dtype that come together as one Tensor[B, k].
     ragged: "list", or "flat" for values and offsets as two tensors (`dataload.batch.Flat`).
     transform: called as transform(batch), or transform(batch, rng=numpy Generator) when it takes `rng`; the generator
