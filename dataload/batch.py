@@ -55,14 +55,18 @@ def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
     return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
 
 
+def spans(sizes: Sequence[int]) -> list[slice]:
+    """Where the batches of so many rows each lie, one after the other."""
+    ends = np.cumsum(sizes).tolist()
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
 def _cut(column: Any, sizes: Sequence[int]) -> Iterable[Any]:
     if isinstance(column, torch.Tensor):
         return torch.split(column, list(sizes))
-    ends = np.cumsum(sizes).tolist()
-    spans = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
     if isinstance(column, list):
-        return [column[span] for span in spans]
-    return [_flat_part(column, span) for span in spans]
+        return [column[span] for span in spans(sizes)]
+    return [_flat_part(column, span) for span in spans(sizes)]
 
 
 def _flat_part(column: Flat, span: slice) -> Flat:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dataload.batch import Rows, cut, to_batch
+from dataload.batch import Rows, cut, spans, to_batch
 from dataload.columns import Array
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
@@ -146,9 +146,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def _collated(self, records: Records, sizes: Sequence[int]) -> Iterable[Any]:
         if self._collate is None:
             return cut(to_batch(records, **self._shape), sizes)
-        ends = np.cumsum(sizes).tolist()
-        parts = (records[end - size : end] for end, size in zip(ends, sizes, strict=True))
-        return (self._collate(Rows(part, **self._shape)) for part in parts)
+        return (self._collate(Rows(records[span], **self._shape)) for span in spans(sizes))
 
     def _transformed(self, batch: Any, stream: tuple[int, ...] = (), cursor: int = 0) -> Any:
         if self._transform is None:
