@@ -1,56 +1,203 @@
-"""One checkpoint file: everything that a training run needs to go on, replaced as a whole or not at all."""
+"""Checkpoints: everything that a training run needs to go on, each a folder that is there as a whole or not at all.
+
+Tensors are written by torch.distributed.checkpoint (DCP), each rank a share, under the names that DCP would give them:
+`dcp.load({"model": model.state_dict()}, checkpoint_id=folder)` reads the model alone. All else is in `rest.pt`, with a
+shell for each tensor. Nothing but plain data is unpickled.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import random
-from pathlib import Path
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import EnumType
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dataload.distributed import agree, gather
+from dataload.distributed import agree
 from dataload.errors import ConfigError
-from dataload.world import World
 
-CHECKPOINT = "checkpoint.pt"
+REST = "rest.pt"
+NAME = re.compile(r"checkpoint-(\d+)")
+UNFINISHED = ".checkpoint-"  # written, or removed, by a process that may have been killed at it
 
 
-def load(parts: dict[str, Any], folder: Any, resume: Any, world: World) -> list[dict[str, Any]]:
-    """Restores `parts` and this rank's generators; returns the history so far. Nothing but plain data is unpickled."""
-    place = folder if resume == "auto" else resume
-    path = Path(place) if place is not None and Path(place).is_file() else Path(place or "", CHECKPOINT)
-    found = place is not None and path.is_file()
-    if resume not in (None, "auto") and not found:
+class Checkpoints:
+    """The last `keep` checkpoints in `folder`, which all ranks see; none where it is None.
+
+    Raises ConfigError when the ranks do not see the same.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None, keep: int) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep={keep}: at least the last checkpoint is kept")
+        self._folder = None if folder is None else Path(folder)
+        self._keep = keep
+        numbers = _numbers(self._folder)
+        agree("the checkpoints that are there (a checkpoint_dir that not all ranks see?)", tuple(numbers))
+        self._latest = numbers[-1] if numbers else 0
+        if self._folder is not None and _is_first():
+            for left in self._folder.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(left)
+
+    def find(self, resume: str | os.PathLike[str] | None) -> Path | None:
+        """The checkpoint that `resume` means: "auto", None, one of a run, or the folder of a run, of which the last.
+
+        Raises ConfigError when a path is given and none is there.
+        """
+        place = self._folder if resume == "auto" else None if resume is None else Path(resume)
+        if place is not None and (place / REST).is_file():
+            return place
+        if numbers := _numbers(place):
+            return place and place / _name(numbers[-1])
+        if resume in (None, "auto"):
+            return None
         raise ConfigError(f"resume={str(resume)!r}: no checkpoint there")
-    saved = torch.load(path, map_location="cpu", weights_only=True) if found else {"history": []}
-    agree("epochs done by the checkpoint (a checkpoint_dir that not all ranks see?)", len(saved["history"]))
-    if found:
-        if odd := saved["parts"].keys() ^ parts.keys():
-            raise ConfigError(f"{path} and this call of fit do not both have: {', '.join(sorted(odd))}")
-        for name, part in parts.items():
-            part.load_state_dict(saved["parts"][name])
-        if len(saved["generators"]) == world.world_size:
-            _set_generators(saved["generators"][world.rank])
-    return list(saved["history"])
+
+    @property
+    def wanted(self) -> bool:
+        return self._folder is not None
+
+    def save(self, states: dict[str, Any], rest: dict[str, Any]) -> None:
+        """Adds a checkpoint of states of parts, the same on all ranks, and of plain data, of which rank 0's is kept."""
+        assert self._folder is not None
+        self._latest += 1
+        unfinished = self._folder / f".{_name(self._latest)}"
+        with _tamed():
+            dcp_save(_tensors(states), storage_writer=FileSystemWriter(unfinished))
+        if _is_first():
+            shells = _each_tensor(states, lambda _, tensor: tensor.to("meta"))
+            with (unfinished / REST).open("wb") as file:
+                torch.save({"parts": _plain(shells), **rest}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.rename(self._folder / _name(self._latest))
+            _sync(self._folder)
+            self._prune()
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _prune(self) -> None:
+        assert self._folder is not None
+        for number in _numbers(self._folder)[: -self._keep]:
+            leaving = self._folder / f"{UNFINISHED}{number}-leaving"
+            (self._folder / _name(number)).rename(leaving)
+            shutil.rmtree(leaving)
 
 
-def save(parts: dict[str, Any], history: list[dict[str, Any]], path: Path, world: World) -> None:
-    """Rank 0 replaces the file as a whole: a kill at any moment leaves the old one or the new one. The others wait."""
-    generators = gather(_generators())
-    if world.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        states = {name: _plain(part.state_dict()) for name, part in parts.items()}
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            torch.save({"parts": states, "history": history, "generators": generators}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    if dist.is_initialized():
-        dist.barrier()
+def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
+    """Restores the parts; returns the rest. Raises ConfigError when the checkpoint is not of these parts."""
+    rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
+    states = rest.pop("parts")
+    if odd := states.keys() ^ parts.keys():
+        raise ConfigError(f"{path} and this call of fit do not both have: {', '.join(sorted(odd))}")
+    states = _each_tensor(states, lambda _, shell: torch.empty_like(shell, device="cpu"))
+    with _tamed():
+        reader = _PlainReader(path)
+        reader.read_metadata()  # DCP would hide what is wrong with it
+        dcp_load(_tensors(states), storage_reader=reader)
+    for name, part in parts.items():
+        part.load_state_dict(states[name])
+    return rest
+
+
+class _PlainReader(FileSystemReader):
+    """DCP keeps what it knows of its files in a pickle; this one makes nothing of it but records of DCP's own."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata: Metadata = _PlainUnpickler(file).load()
+        return metadata
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    LAYOUT = ("torch.serialization", "_get_layout")  # a function, of a name
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) == self.LAYOUT:
+            return lambda _: torch.strided
+        if (module.split(".", maxsplit=1)[0], name) == ("pathlib", "PosixPath"):
+            return PurePosixPath
+        if module in self.MODULES:
+            found = super().find_class(module, name)
+            if is_dataclass(found) or isinstance(found, EnumType):
+                return found
+        raise pickle.UnpicklingError(f"a checkpoint's metadata has no business with {module}.{name}")
+
+
+@contextmanager
+def _tamed() -> Iterator[None]:
+    """DCP warns of a process without others, and its own error is no Exception."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+        try:
+            yield
+        except CheckpointException as error:
+            raise OSError(str(error)) from error
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _name(number: int) -> str:
+    return f"checkpoint-{number:06d}"
+
+
+def _numbers(folder: Path | None) -> list[int]:
+    """Of the checkpoints in `folder`, in the order in which they were made."""
+    if folder is None or not folder.is_dir():
+        return []
+    matches = (NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def _sync(folder: Path) -> None:
+    """The renames in `folder` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _each_tensor(state: Any, function: Callable[[str, Tensor], Any], name: str = "") -> Any:
+    """`state` with function(name, tensor) in the place of each tensor in its dicts, lists and tuples."""
+    if isinstance(state, Tensor):
+        return function(name, state)
+    if isinstance(state, dict):
+        return {
+            key: _each_tensor(value, function, f"{name}.{key}" if name else str(key)) for key, value in state.items()
+        }
+    if type(state) in (list, tuple):
+        return type(state)(_each_tensor(value, function, f"{name}.{i}") for i, value in enumerate(state))
+    return state
+
+
+def _tensors(states: Any) -> dict[str, Any]:
+    """The tensors of `states` by name."""
+    found: dict[str, Any] = {}
+    _each_tensor(states, found.__setitem__)
+    return found
 
 
 def _plain(state: Any) -> Any:
@@ -62,7 +209,7 @@ def _plain(state: Any) -> Any:
     return state.item() if isinstance(state, np.generic) else state
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     """The state of the generators that the user's code may draw from, numpy's global one included, as plain data."""
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
@@ -70,7 +217,8 @@ def _generators() -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
 
 
-def _set_generators(saved: dict[str, Any]) -> None:
+def set_generators(saved: dict[str, Any]) -> None:
+    """Go on where `generators` was called."""
     torch.set_rng_state(saved["torch"])
     random.setstate(saved["python"])
     np.random.set_state(saved["numpy"])  # noqa: NPY002

@@ -1,33 +1,46 @@
-"""What ranks do together: one process group, one device each, and values that they exchange."""
+"""What ranks do together: one process group, one device each, one model, and values that they exchange."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError
 from dataload.world import World
+
+COMM_HOOKS = ("bf16", "fp16", "powersgd")
 
 _GROUPS = itertools.count()  # process groups started so far, the same number on every rank
 
 
 @contextmanager
-def process_group(world: World, device: torch.device) -> Iterator[None]:
-    """Inside, the ranks of `world` are one process group: NCCL on GPUs, gloo on CPUs. Ends what it started."""
+def process_group(world: World, device: torch.device, timeout: float | None = None) -> Iterator[None]:
+    """Inside, the ranks of `world` are one process group: NCCL on GPUs, gloo on CPUs. Ends what it started.
+
+    timeout: seconds that a rank waits for another, then its operation fails; None: torch's default.
+    Raises ConfigError when the group is somebody else's and a timeout is asked for.
+    """
+    if timeout is not None and dist.is_initialized():
+        raise ConfigError(f"timeout={timeout}: the process group is there already; give init_process_group its timeout")
     if world.world_size == 1 or dist.is_initialized():
         yield
         return
     backend, only = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size))
+    waits: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
+    store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size, **waits))
     # torchrun's store outlives a group: in a second fit the keys of the first would lead to closed connections.
     store = dist.PrefixStore(f"fit-{next(_GROUPS)}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=only)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=only, **waits)
     try:
         yield
     finally:
@@ -43,6 +56,34 @@ def device_of(world: World, device: torch.device | str | None) -> torch.device:
         chosen = torch.device("cuda", own if chosen.index is None else chosen.index)
         torch.cuda.set_device(chosen)
     return chosen
+
+
+def replicate(
+    model: nn.Module, device: torch.device, *, comm_hook: str | None = None, static_graph: bool = False
+) -> DistributedDataParallel:
+    """`model` in DDP, its gradients views of what crosses ranks. Parameters and buffers become those of rank 0."""
+    replica = DistributedDataParallel(
+        model,
+        device_ids=[device] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,  # one copy of the gradients instead of two
+        static_graph=static_graph,
+    )
+    if comm_hook == "powersgd":
+        replica.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    elif comm_hook is not None:
+        hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[comm_hook]
+        replica.register_comm_hook(None, hook)
+    # Attributes are freed in this order. Were DDP's reducer the last to hold the group, it would join gloo's threads
+    # without giving up the GIL that they wait for, and hang.
+    replica.group = dist.group.WORLD  # type: ignore[assignment]
+    return replica
+
+
+def share_buffers(model: nn.Module) -> None:
+    """Every rank's buffers (running statistics) become those of rank 0, as in DDP's next forward."""
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
 
 
 def gather(value: Any) -> list[Any]:

@@ -27,3 +27,7 @@ class ConfigError(DataloadError, ValueError):
 
 class DataError(DataloadError, ValueError):
     """The data cannot be delivered as asked. The message names the file, row group and column."""
+
+
+class NonFiniteLoss(DataloadError, FloatingPointError):
+    """A loss is NaN or infinite. The message says at which step and on which rank."""

@@ -1,33 +1,29 @@
-"""The training loop: torch's own DDP, autocast, GradScaler and checkpoint file, put together in the right order."""
+"""Training: torch's own DDP, autocast, GradScaler, checkpoints and profiler, put together in the right order."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from rich.console import Console
-from rich.progress import Progress
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from dataload.batch import Flat, map_tensors
-from dataload.checkpoint import CHECKPOINT, load, save
-from dataload.distributed import agree, device_of, gather, process_group
+from dataload.activations import Which, recomputed
+from dataload.batch_size import find_batch_size
+from dataload.checkpoint import Checkpoints
+from dataload.distributed import COMM_HOOKS, agree, device_of, gather, process_group, replicate
 from dataload.errors import ConfigError
+from dataload.evaluate import evaluate_over
+from dataload.figures import Scalars, bar
+from dataload.losses import Losses
+from dataload.run import Run
+from dataload.steps import LossFn, Steps
+from dataload.trace import traced
 from dataload.world import World
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What a loader's stats() may count besides rows and time.
-TRAFFIC = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin")
-LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
+__all__ = ["evaluate_over", "find_batch_size", "fit"]
 
 
 def fit(
@@ -41,9 +37,20 @@ def fit(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     scheduler: Any = None,
+    activation_checkpointing: Which | None = None,
+    comm_hook: str | None = None,
+    static_graph: bool = False,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None,
     checkpoint_dir: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    keep: int = 2,
     resume: str | os.PathLike[str] | None = "auto",
+    check_finite: bool = True,
+    timeout: float | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
+    log_every: int = 10,
+    profile: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> list[dict[str, Any]]:
@@ -55,164 +62,77 @@ def fit(
     loss_fn(model, batch): the mean loss over the batch's rows, a scalar tensor; or it and a dict of scalars to log.
         A batch is a dict (or tuple, or list) whose tensors are on the device.
     precision: autocast to "bf16" or "fp16" (with the loss scaled), or "fp32" for none.
-    accumulate: batches per optimizer step, their gradients averaged; an epoch's last step averages what is left.
+    accumulate: batches per optimizer step. A step's gradient is that of the mean over all rows of its batches on all
+        ranks, also of an epoch's last step, which has what is left. Ranks whose loaders end early take part with none.
     clip_grad_norm: limit on the norm of the averaged gradients.
     scheduler: its step() is called after every optimizer step, not after every epoch.
-    evaluate(model): called on every rank after each epoch, in eval mode and without gradients; returns scalars.
-    checkpoint_dir: a folder that all ranks see; it gets one file, replaced as a whole at each epoch's end.
-    resume: "auto" goes on from `checkpoint_dir` if a checkpoint is there, None starts anew, a path must exist. Random
-        generators go on too when the world size is the same.
+    activation_checkpointing: classes of modules, or a function of a module, whose activations are computed twice.
+    comm_hook: gradients cross ranks as "bf16" or "fp16", or by "powersgd" (whose memory of what it left out starts anew
+        after a resume).
+    static_graph: promises DDP the same graph in each step: it then allows for parameters that get no gradient.
+    compile: True, or the arguments of torch.compile.
+    evaluate(model): called on every rank after each epoch, in eval mode and without gradients; returns scalars. See
+        `evaluate_over`.
+    checkpoint_dir: a folder that all ranks see; it gets a checkpoint at each epoch's end, and each `checkpoint_every`
+        optimizer steps. The last `keep` are kept.
+    resume: "auto" goes on from the last checkpoint in `checkpoint_dir` if there is one, None starts anew, a path must
+        exist. At the same world size the run ends as if it had never stopped, random generators included.
+    check_finite: stop at a loss that is NaN or infinite; on a GPU some steps later, for no step waits for its loss.
+    timeout: seconds that a rank waits for the others before it gives up; None: torch's default.
+    log_dir: TensorBoard gets loss, rows per second, stall fraction, memory (bytes, at its peak) and learning rate each
+        `log_every` steps, and each epoch's dict.
+    profile: a folder for a trace of ten early steps of each rank, with each stage by name.
 
     An epoch's dict: epoch; loss and logged scalars, averaged over all ranks' rows; rows of all ranks; seconds and
     wait_seconds (for batches), averaged over ranks; rows_per_second; stall_fraction; what the loader's stats count,
     summed over ranks; what `evaluate` returned on this rank.
 
-    Raises ConfigError for arguments that cannot work, and when ranks see different data or different checkpoints.
+    Raises ConfigError for arguments that cannot work, and when ranks see different data or different checkpoints;
+    NonFiniteLoss; and whatever torch raises when a rank is lost. A note on the error says at which step.
     """
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision={precision!r} is none of {', '.join(PRECISIONS)}")
-    if accumulate < 1:
-        raise ConfigError(f"accumulate={accumulate}: an optimizer step takes at least 1 batch")
+    if comm_hook is not None and comm_hook not in COMM_HOOKS:
+        raise ConfigError(f"comm_hook={comm_hook!r} is none of {', '.join(COMM_HOOKS)}")
+    if checkpoint_every is not None and not hasattr(loader, "load_state_dict"):
+        raise ConfigError("checkpoint_every: this loader has no state_dict, it can be resumed at an epoch's end alone")
     world = World.detect()
     device = device_of(world, device)
-    with process_group(world, device):
+    steps = Steps(model, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler)
+    with ExitStack() as stack:
+        stack.enter_context(process_group(world, device, timeout))
         agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
-        agree("len(loader)", _length(loader))
-        scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
-        stateful = {
-            "model": model.to(device),
-            "optimizer": optimizer,
-            "scheduler": scheduler,
-            "scaler": scaler if scaler.is_enabled() else None,
-            "loader": loader if hasattr(loader, "load_state_dict") else None,
-        }
-        parts = {name: part for name, part in stateful.items() if part is not None}
-        history = load(parts, checkpoint_dir, resume, world)
-        shared = _shared(model, device) if world.world_size > 1 else model
-        steps = _Steps(shared, optimizer, scaler, scheduler, loss_fn, device, precision, accumulate, clip_grad_norm)
-        for epoch in range(len(history), epochs):
-            ordered: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
-            if hasattr(ordered, "set_epoch"):
-                ordered.set_epoch(epoch)
-            with _bar(f"epoch {epoch + 1}/{epochs}", _length(loader), progress and world.rank == 0) as advance:
-                record = {"epoch": epoch, **steps.epoch(loader, advance)}
-            if evaluate is not None:
-                model.eval()
-                with torch.no_grad():
-                    record |= {name: float(value) for name, value in evaluate(model).items()}
-            history.append(record)
-            if checkpoint_dir is not None:
-                save(parts, history, Path(checkpoint_dir, CHECKPOINT), world)
-    return history
+        lengths = gather(_length(loader))
+        checkpoints = Checkpoints(checkpoint_dir, keep)
+        run = Run(
+            model.to(device),
+            loader,
+            steps,
+            world,
+            checkpoints,
+            Losses(world.rank, check=check_finite),
+            even=None not in lengths and len(set(lengths)) == 1,
+            checkpoint_every=checkpoint_every,
+            evaluate=evaluate,
+        )
+        run.resume(checkpoints.find(resume))
+        stack.enter_context(recomputed(model, activation_checkpointing))
+        if world.world_size > 1:
+            steps.model = steps.replica = replicate(model, device, comm_hook=comm_hook, static_graph=static_graph)
+        if compile:
+            steps.model = torch.compile(steps.model, **(compile if isinstance(compile, Mapping) else {}))
+        if log_dir is not None and world.rank == 0:
+            run.scalars = stack.enter_context(closing(Scalars(log_dir, log_every, device)))
+        run.traced = stack.enter_context(traced(profile, world.rank))
+        for epoch in range(len(run.history), epochs):
+            _set_epoch(loader, epoch)
+            with bar(f"epoch {epoch + 1}/{epochs}", lengths[0], progress and world.rank == 0) as advance:
+                run.epoch(epoch, advance)
+    return run.history
 
 
-@dataclass
-class _Steps:
-    """Forward, backward and optimizer steps. `model` is what loss_fn sees: wrapped in DDP if there are other ranks."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
-    scheduler: Any
-    loss_fn: LossFn
-    device: torch.device
-    precision: str
-    accumulate: int
-    clip_grad_norm: float | None
-
-    def epoch(self, loader: Iterable[Any], advance: Callable[[], None]) -> dict[str, Any]:
-        """Trains on all that `loader` gives; returns the epoch's figures over all ranks."""
-        self.model.train()
-        self.optimizer.zero_grad()
-        counts: defaultdict[str, float] = defaultdict(float)
-        sums: defaultdict[str, Any] = defaultdict(float)  # over rows; tensors, so that no step waits for the device
-        pending, started = 0, time.perf_counter()
-        for batch, last in _feed(loader, counts):
-            pending += 1
-            full = last or pending == self.accumulate
-            rows = _num_rows(batch)
-            for name, value in self.backward(map_tensors(batch, self._put), full).items():
-                sums[name] += torch.as_tensor(value).detach().double() * rows
-            counts["rows"] += rows
-            if full:
-                self.step(pending)
-                pending = 0
-            advance()
-        done = {name: float(total) for name, total in sums.items()}  # on a GPU this waits for the last kernel
-        counts["seconds"] = time.perf_counter() - started
-        if not counts["rows"]:
-            raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
-        return _figures(done, counts, loader)
-
-    def backward(self, batch: Any, full: bool) -> dict[str, Any]:
-        """Adds the batch's gradients, averaged over ranks once the step is full; returns loss and logged scalars."""
-        waits = isinstance(self.model, DistributedDataParallel) and not full
-        sync = self.model.no_sync() if waits else nullcontext()  # type: ignore[operator]
-        dtype = PRECISIONS[self.precision]
-        with sync, torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-            result = self.loss_fn(self.model, batch)
-            loss, scalars = result if isinstance(result, tuple) else (result, {})
-            torch.autograd.backward(self.scaler.scale(loss / self.accumulate))
-        return {**scalars, "loss": loss}
-
-    def _put(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
-
-    def step(self, pending: int) -> None:
-        """One optimizer step on `pending` batches, each of which added its gradients divided by `accumulate`."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        for parameter in parameters if pending < self.accumulate else ():
-            parameter.grad *= self.accumulate / pending
-        if self.clip_grad_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        overflowed = self.scaler.get_scale() < scale  # fp16 only: the optimizer made no step
-        if self.scheduler is not None and not overflowed:
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-
-
-def _feed(loader: Iterable[Any], counts: dict[str, float]) -> Iterator[tuple[Any, bool]]:
-    """Each batch and whether it is the last; adds the time spent waiting for the loader to counts["wait_seconds"]."""
-    end, started = object(), time.perf_counter()
-    batches = iter(loader)
-    ahead = next(batches, end)
-    counts["wait_seconds"] += time.perf_counter() - started
-    while ahead is not end:
-        batch, started = ahead, time.perf_counter()
-        ahead = next(batches, end)
-        counts["wait_seconds"] += time.perf_counter() - started
-        yield batch, ahead is end
-
-
-def _figures(sums: dict[str, float], counts: dict[str, float], loader: Any) -> dict[str, Any]:
-    """An epoch's figures over all ranks from this rank's sums over rows, counts and loader."""
-    stats = loader.stats() if hasattr(loader, "stats") else None
-    get = getattr(stats, "get", lambda name: getattr(stats, name, None))
-    traffic = {name: int(count) for name in TRAFFIC if (count := get(name)) is not None}
-    ranks = gather({**sums, **traffic, **counts})
-    total = {name: sum(rank.get(name, 0) for rank in ranks) for name in ranks[0]}
-    rows = int(total["rows"])
-    return {
-        **{name: total[name] / rows for name in sums},
-        "rows": rows,
-        "seconds": total["seconds"] / len(ranks),
-        "rows_per_second": rows * len(ranks) / total["seconds"],
-        "wait_seconds": total["wait_seconds"] / len(ranks),
-        "stall_fraction": total["wait_seconds"] / total["seconds"],
-        **{name: total[name] for name in traffic},
-    }
-
-
-def _shared(model: nn.Module, device: torch.device) -> nn.Module:
-    shared = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
-    # Attributes are freed in this order. Were DDP's reducer the last to hold the group, it would join gloo's threads
-    # without giving up the GIL that they wait for, and hang.
-    shared.group = dist.group.WORLD  # type: ignore[assignment]
-    return shared
+def _set_epoch(loader: Any, epoch: int) -> None:
+    ordered: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
+    if hasattr(ordered, "set_epoch"):
+        ordered.set_epoch(epoch)
 
 
 def _length(loader: Any) -> int | None:
@@ -220,17 +140,3 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except TypeError:  # an iterable without a length
         return None
-
-
-@contextmanager
-def _bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar; gives what to call after each batch. Off a terminal rich writes one plain line at the end."""
-    with Progress(console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
-
-
-def _num_rows(batch: Any) -> int:
-    columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    sizes = [column.offsets[1:] if isinstance(column, Flat) else column for column in columns]
-    return min(len(size) for size in sizes if not isinstance(size, Tensor) or size.ndim)

@@ -1,0 +1,109 @@
+"""The batch size that fits and is fast: tried out, by doubling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dataload.batch import Flat, map_tensors
+from dataload.distributed import device_of, gather, process_group
+from dataload.errors import ConfigError
+from dataload.feed import num_rows
+from dataload.steps import LossFn, Steps
+from dataload.world import World
+
+REPEATS = 5  # steps of each size; the first is not timed
+
+
+def find_batch_size(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Any,
+    loss_fn: LossFn,
+    *,
+    start: int = 1,
+    limit: int = 1 << 16,
+    gain: float = 0.05,
+    precision: str = "bf16",
+    device: torch.device | str | None = None,
+) -> int:
+    """The largest batch, of this rank, that fits into memory, or a smaller one beyond which steps get no faster.
+
+    batch: any batch of the loader; its rows are repeated. start, limit: the sizes to begin with and to end at.
+    gain: what a doubling has to add to the rows per second, as a share, for the doubled size to be preferred.
+    The ranks try together and get the same answer. Model, optimizer and random generators are left as they were.
+
+    Raises ConfigError when not even `start` rows fit.
+    """
+    world = World.detect()
+    device = device_of(world, device)
+    saved = [map_tensors(part.state_dict(), _kept) for part in (model, optimizer)]
+    devices = [device] if device.type == "cuda" else []
+    best, fastest, size = 0, 0.0, start
+    with process_group(world, device), torch.random.fork_rng(devices):
+        steps = Steps(model.to(device).train(), optimizer, loss_fn, device, precision)
+        while size <= limit:
+            seconds = gather(_seconds(steps, _of_size(batch, size, device), size))
+            if None in seconds:
+                break
+            speed = size / max(seconds)
+            if speed < fastest * (1 + gain):
+                break
+            best, fastest, size = size, speed, size * 2
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    if not best:
+        raise ConfigError(f"a batch of {start} rows does not fit into the memory of {device}")
+    return best
+
+
+def _seconds(steps: Steps, batch: Any, rows: int) -> float | None:
+    """What a step takes; None when it does not fit."""
+    taken = []
+    try:
+        for _ in range(REPEATS):
+            started = perf_counter()
+            steps.add(batch, rows, rows, last=True)
+            if steps.device.type == "cuda":
+                torch.cuda.synchronize(steps.device)
+            taken.append(perf_counter() - started)
+    except torch.OutOfMemoryError:
+        pass
+    if len(taken) == REPEATS:
+        return median(taken[1:])
+    # After the error has gone, which holds the frames that hold the tensors.
+    steps.optimizer.zero_grad()
+    if steps.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy that takes none of the device's memory."""
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _of_size(batch: Any, size: int, device: torch.device) -> Any:
+    """`batch` with so many rows, its own again and again."""
+    rows = num_rows(batch)
+
+    def repeated(column: Any) -> Any:
+        if isinstance(column, Flat):
+            raise ConfigError('find_batch_size repeats rows, which it cannot in a column of ragged="flat"')
+        if isinstance(column, Tensor):
+            return column[torch.arange(size) % rows] if column.ndim else column
+        return [column[number % rows] for number in range(size)]
+
+    if isinstance(batch, Mapping):
+        larger: Any = {name: repeated(column) for name, column in batch.items()}
+    elif isinstance(batch, (list, tuple)):
+        larger = type(batch)(map(repeated, batch))
+    else:
+        larger = repeated(batch)
+    return map_tensors(larger, lambda tensor: tensor.to(device))

@@ -1,0 +1,128 @@
+"""What an epoch came to: over the rows and ranks, and where a person sees it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from dataload.distributed import gather
+from dataload.errors import ConfigError
+
+# What a loader's stats() may say of the epoch that is measured here, too; the rest is added up over ranks.
+MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds"}
+
+
+class Tally:
+    """One rank's epoch so far: sums of logged scalars over rows (on the device, so that nobody waits), and counts."""
+
+    def __init__(self, sums: Mapping[str, float] = {}, counts: Mapping[str, float] = {}) -> None:
+        self.sums: defaultdict[str, Any] = defaultdict(float, sums)
+        self.counts: defaultdict[str, float] = defaultdict(float, counts)
+        self._started = perf_counter() - self.counts["seconds"]
+
+    def add(self, scalars: Mapping[str, Any], rows: int) -> None:
+        """Means over `rows` rows."""
+        for name, value in scalars.items():
+            self.sums[name] += torch.as_tensor(value).detach().double() * rows
+        self.counts["rows"] += rows
+
+    def state(self) -> dict[str, dict[str, float]]:
+        """Plain numbers, from which another Tally goes on. Waits for the device."""
+        sums = {name: float(total) for name, total in self.sums.items()}
+        return {"sums": sums, "counts": {**self.counts, "seconds": perf_counter() - self._started}}
+
+    def figures(self, loader: Any) -> dict[str, Any]:
+        """The epoch's figures over all ranks. Raises ConfigError when there was no row."""
+        own = self.state()
+        if not own["counts"].get("rows"):
+            raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
+        traffic = _counted(loader)
+        ranks = gather({**own["sums"], **traffic, **own["counts"]})
+        skipped = {name: int(own["counts"][name]) for name in ("skipped_steps",) if name in own["counts"]}
+        total = {name: sum(rank.get(name, 0) for rank in ranks) for name in ranks[0]}
+        rows, seconds = int(total["rows"]), total["seconds"]
+        return {
+            **{name: total[name] / rows for name in own["sums"]},
+            "rows": rows,
+            "seconds": seconds / len(ranks),
+            "rows_per_second": rows * len(ranks) / seconds,
+            "wait_seconds": total["wait_seconds"] / len(ranks),
+            "stall_fraction": total["wait_seconds"] / seconds,
+            **skipped,
+            **{name: total[name] for name in traffic},
+        }
+
+
+def _counted(loader: Any) -> dict[str, float]:
+    """The numbers among a loader's stats, those in dicts under `name.key`."""
+    stats = loader.stats() if hasattr(loader, "stats") else {}
+    named = stats if isinstance(stats, Mapping) else vars(stats)
+    flat = {name: value for name, value in named.items() if name not in MEASURED}
+    flat |= {f"{name}.{key}": n for name, some in named.items() if isinstance(some, Mapping) for key, n in some.items()}
+    return {name: value for name, value in flat.items() if isinstance(value, (int, float)) and name[0] != "_"}
+
+
+class Scalars:
+    """Figures for TensorBoard, of rank 0: one point each `every` optimizer steps, and one an epoch."""
+
+    def __init__(self, folder: str | os.PathLike[str], every: int, device: torch.device) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("log_dir needs TensorBoard: pip install 'dataload[tensorboard]'") from error
+        self._writer = SummaryWriter(os.fspath(folder))
+        self._every = every
+        self._device = device
+        self._rows = 0  # since the last point
+        self._point = (perf_counter(), 0.0)
+
+    def step(self, step: int, loss: float | None, lr: float, all_rows: int, waited: float) -> None:
+        """all_rows: of the step, of all ranks. waited: seconds that this rank has waited in the epoch so far."""
+        self._rows += all_rows
+        if step % self._every:
+            return
+        now, (then, before) = perf_counter(), self._point
+        figures = {
+            "loss": loss,
+            "learning rate": lr,
+            "rows per second": self._rows / (now - then),
+            "stall fraction": (waited - before if waited >= before else waited) / (now - then),
+            "memory": memory(self._device),
+        }
+        self._rows, self._point = 0, (now, waited)
+        self._add({f"step/{name}": value for name, value in figures.items() if value is not None}, step)
+
+    def epoch(self, record: Mapping[str, Any], step: int) -> None:
+        self._add({f"epoch/{name}": value for name, value in record.items() if name != "epoch"}, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+
+def memory(device: torch.device) -> int:
+    """Bytes at the peak: of the GPU's allocator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar; gives what to call after each batch. Off a terminal rich writes one plain line at the end."""
+    with Progress(console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)

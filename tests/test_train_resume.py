@@ -1,0 +1,375 @@
+"""fit goes on: killed at any moment, in the same world or another, with the same bits or the same rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import signal
+import sys
+from collections import Counter
+from itertools import chain, count
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from regression import Rows, build, in_order, parameters_of, squared_error
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from dataload.checkpoint import NAME, REST, Checkpoints, load
+from dataload.dataset import make_dataset
+from dataload.errors import ConfigError
+from dataload.loader import make_loader
+from dataload.train import fit
+from dataload.world import World
+
+N, BATCH, EPOCHS, EVERY = 301, 16, 2, 4  # rows; of a rank's batch; epochs; steps between checkpoints
+TRIALS = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 2  # of killing, times ten
+
+
+class CrashError(Exception):
+    """Stands for what goes wrong in the user's code."""
+
+
+# ---- kills
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    ids = np.arange(N)
+    x = np.random.default_rng(0).normal(size=(N, 3))
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 3)
+    pq.write_table(pa.table({"row_id": ids, "x": lists, "y": x.sum(1) ** 2}), path / "a.parquet", row_group_size=40)
+    return str(path)
+
+
+def augmented(batch, rng):
+    return {**batch, "x": batch["x"] + 0.1 * torch.from_numpy(rng.normal(size=batch["x"].shape))}
+
+
+def train(folder, checkpoints, seen=None, victim=None, moment=(10**9, 0)):
+    """The parameters, running statistics included, and the losses of epochs, as one list each.
+
+    seen: a folder that gets, line by line, the rows of each step of each rank. victim: the rank that kills itself in
+    the given step (of this process), after the given number of calls of functions.
+    """
+    world = World.detect()
+    loader = make_loader(make_dataset(folder, cache=None), BATCH, transform=augmented)
+    torch.manual_seed(5)
+    layers = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
+    model = nn.Sequential(*layers).double()
+    torch.manual_seed(100 + world.rank)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    steps, (doomed, calls) = count(), moment
+
+    def loss(model, batch):
+        step = next(steps)
+        if seen is not None:
+            line = json.dumps(batch["row_id"].tolist()) + "\n"
+            with Path(seen, f"{world.rank}.jsonl").open("a") as file:
+                file.write(line)
+        if world.rank == victim and step == doomed:
+            left = count(calls, -1)
+            sys.setprofile(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if next(left) <= 0 else None)
+        return ((model(batch["x"]).squeeze(1) - batch["y"]) ** 2).mean() * (1 + 0.1 * torch.rand(()))
+
+    options = {"epochs": EPOCHS, "precision": "fp32", "clip_grad_norm": 1.0, "scheduler": scheduler, "timeout": 30}
+    options |= {"checkpoint_dir": checkpoints, "checkpoint_every": EVERY, "progress": False}
+    history = fit(model, optimizer, loader, loss, **options)
+    state = torch.cat([value.double().ravel() for value in model.state_dict().values()])
+    return state, [record["loss"] for record in history]
+
+
+def rows_of(seen, number):
+    """For each step, the rows of all ranks together."""
+    ranks = [Path(seen, f"{rank}.jsonl").read_text().splitlines() for rank in range(number)]
+    return [list(chain(*map(json.loads, step))) for step in zip(*ranks, strict=False)]
+
+
+def check_rows(before, checkpoint, after, ranks_before, ranks_after):
+    """Each row exactly once in each epoch, but for the few that pad its end."""
+    rest = torch.load(checkpoint / REST, weights_only=True) if checkpoint else None
+    step, state = (rest["step"], rest["parts"]["loader"]) if rest else (0, {"epoch": 0, "cursor": 0})
+    long, longer = -(-N // (BATCH * ranks_before)), -(-N // (BATCH * ranks_after))
+    epochs = [Counter() for _ in range(EPOCHS)]
+    for number, rows in enumerate(before[:step]):
+        epochs[number // long].update(rows)
+    left = -(-(N - state["cursor"]) // (BATCH * ranks_after))
+    assert len(after) == left + (EPOCHS - 1 - state["epoch"]) * longer
+    for number, rows in enumerate(after):
+        epochs[state["epoch"] if number < left else state["epoch"] + 1 + (number - left) // longer].update(rows)
+    for rows in epochs:
+        assert rows.keys() == set(range(N))
+        assert rows.total() < N + max(ranks_before, ranks_after)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ranks, folder):
+    return {number: ranks(number, train, folder, None) for number in (1, 2)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("first", "second", "trials"), [(2, 2, 4 * TRIALS), (1, 1, 2 * TRIALS), (2, 1, 2 * TRIALS), (1, 2, 2 * TRIALS)]
+)
+def test_killed_runs_go_on(ranks, folder, uninterrupted, tmp_path, first, second, trials):
+    draw = random.Random(f"{first} {second}")
+    steps = EPOCHS * -(-N // (BATCH * first))
+    killed = 0
+    while killed < trials:
+        place = tmp_path / str(killed)
+        shutil.rmtree(place, ignore_errors=True)
+        for name in ("before", "after"):
+            (place / name).mkdir(parents=True)
+        # Often in the midst of a step or of a checkpoint, which has some thousand calls.
+        moment = draw.randrange(steps), draw.choice([0, draw.randrange(100), draw.randrange(5000)])
+        victim = draw.randrange(first)
+        lost = ranks(first, train, folder, place / "kept", place / "before", victim, moment)
+        if isinstance(lost[victim], tuple):
+            continue  # it came to its end in fewer calls
+        killed += 1
+        assert lost[victim].args == (-signal.SIGKILL,)
+        assert all(isinstance(other, Exception) for other in lost), lost
+        found = sorted(path for path in (place / "kept").glob("*") if NAME.fullmatch(path.name))
+        checkpoint = shutil.copytree(found[-1], place / "copy") if found else None
+        answers = ranks(second, train, folder, place / "kept", place / "after")
+        check_rows(rows_of(place / "before", first), checkpoint, rows_of(place / "after", second), first, second)
+        if first == second:
+            for (state, losses), (wanted, wanted_losses) in zip(answers, uninterrupted[second], strict=True):
+                assert torch.equal(state, wanted), (victim, moment)
+                assert losses == wanted_losses
+        assert [path.name[:11] for path in sorted((place / "kept").iterdir())] == ["checkpoint-"] * 2
+
+
+# ---- checkpoints
+
+
+def train_with_noise(folder, epochs, crash_at=None, resume="auto"):
+    """Trains with dropout, global generators and a schedule of numpy numbers; returns (parameters, losses)."""
+    world = World.detect()
+    model, optimizer = build(dropout=0.3)
+    torch.manual_seed(100 + world.rank)
+    np.random.seed(200 + world.rank)  # noqa: NPY002
+    random.seed(300 + world.rank)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(1 / (1 + step)))
+    sampler = DistributedSampler(Rows(), 2, world.rank) if world.world_size == 2 else None
+    loader = DataLoader(Rows(), 8, shuffle=sampler is None, sampler=sampler)
+    batches = count(1)
+
+    def loss(model, batch):
+        if next(batches) == crash_at:
+            raise CrashError
+        scale = np.random.rand() + random.random()  # noqa: NPY002
+        return squared_error(model, batch) * scale
+
+    history = fit(
+        model,
+        optimizer,
+        loader,
+        loss,
+        epochs=epochs,
+        precision="fp32",
+        scheduler=scheduler,
+        evaluate=lambda model: {"weight": np.float32(model[0].weight.sum())},
+        checkpoint_dir=folder,
+        resume=resume,
+        progress=False,
+    )
+    return parameters_of(model), [(record["epoch"], record["loss"], record["weight"]) for record in history]
+
+
+def crash_then_resume(folder, crash_at):
+    with pytest.raises((CrashError, RuntimeError)):
+        train_with_noise(folder, 4, crash_at=crash_at)
+    return train_with_noise(folder, 4)
+
+
+def test_a_loader_without_state_is_resumed_at_the_end_of_an_epoch(tmp_path):
+    expected, figures = train_with_noise(None, 4)
+    actual, again = crash_then_resume(tmp_path, crash_at=13)  # in the third of five-batch epochs
+    assert torch.equal(actual, expected)
+    assert again == figures
+    assert [epoch for epoch, *_ in figures] == [0, 1, 2, 3]
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match="checkpoint_every: this loader has no state_dict"):
+        fit(model, optimizer, in_order(8), squared_error, epochs=1, checkpoint_every=1, checkpoint_dir=tmp_path)
+
+
+def test_ranks_are_resumed_with_their_own_generators(ranks, tmp_path):
+    expected = ranks(2, train_with_noise, None, 4)
+    actual = ranks(2, crash_then_resume, tmp_path, crash_at=8)  # in the third of three-batch epochs
+    for (vector, figures), (wanted, wanted_figures) in zip(actual, expected, strict=True):
+        assert torch.equal(vector, wanted)
+        assert figures == wanted_figures
+
+
+def test_resume_chooses_its_checkpoint(tmp_path):
+    done, _ = train_with_noise(tmp_path / "a", 2)
+    for source in (tmp_path / "a", tmp_path / "a" / "checkpoint-000002", str(tmp_path / "a")):
+        again, figures = train_with_noise(None, 2, resume=source)
+        assert torch.equal(again, done)
+        assert len(figures) == 2
+    assert len(train_with_noise(None, 1, resume=tmp_path / "a" / "checkpoint-000001")[1]) == 1
+    for missing in (tmp_path / "b", tmp_path / "a" / "other"):
+        with pytest.raises(ConfigError, match="no checkpoint there"):
+            train_with_noise(None, 2, resume=missing)
+
+
+def test_a_run_that_starts_anew_comes_after_the_one_before(tmp_path):
+    train_with_noise(tmp_path, 3)
+    anew, figures = train_with_noise(tmp_path, 1, resume=None)
+    assert len(figures) == 1
+    assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
+    assert torch.equal(train_with_noise(tmp_path, 1)[0], anew)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_last_ones_are_kept(tmp_path, keep):
+    kept = Checkpoints(tmp_path, keep)
+    for number in range(5):
+        kept.save({"model": {"x": torch.tensor(number)}}, {})
+    assert names(tmp_path) == [f"checkpoint-{number:06d}" for number in range(6 - keep, 6)]
+    with pytest.raises(ConfigError, match="keep=0"):
+        Checkpoints(tmp_path, 0)
+
+
+def test_what_was_half_written_or_half_removed_is_swept_away(tmp_path):
+    train_with_noise(tmp_path, 3)
+    (tmp_path / "checkpoint-000003").rename(tmp_path / ".checkpoint-000003")
+    (tmp_path / "mine").mkdir()
+    _, figures = train_with_noise(tmp_path, 2)
+    assert len(figures) == 2
+    assert names(tmp_path) == ["checkpoint-000002", "mine"]
+
+
+class Evil:
+    """A pickle of it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("file", [REST, ".metadata"])
+def test_checkpoints_run_no_code(tmp_path, file):
+    train_with_noise(tmp_path, 1)
+    with (tmp_path / "checkpoint-000001" / file).open("wb") as out:
+        (torch.save if file == REST else pickle.dump)({"history": Evil(tmp_path / "owned")}, out)
+    with pytest.raises(pickle.UnpicklingError):
+        train_with_noise(tmp_path, 2)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_values_that_are_no_tensors_are_not_read_from_dcp(tmp_path):
+    """Which would unpickle them: so there are none among its files."""
+    train_with_noise(tmp_path, 1)
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    known = FileSystemReader(tmp_path / "checkpoint-000001").read_metadata().state_dict_metadata
+    assert {type(value) for value in known.values()} == {TensorStorageMetadata}
+
+
+def test_the_model_is_read_by_torch_alone(tmp_path):
+    model, optimizer = build()
+    fit(model, optimizer, in_order(8), squared_error, epochs=1, checkpoint_dir=tmp_path, progress=False)
+    again = build()[0]
+    state = {"model": again.state_dict()}
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "checkpoint-000001")
+    assert torch.equal(parameters_of(again), parameters_of(model))
+
+
+def test_checkpoint_of_another_setup_is_refused(tmp_path):
+    train_with_noise(tmp_path, 1)
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match="both have: scheduler"):
+        fit(model, optimizer, in_order(8), squared_error, epochs=2, checkpoint_dir=tmp_path, progress=False)
+
+
+def fit_own_checkpoint(folder):
+    rank = World.detect().rank
+    model, optimizer = build()
+    fit(model, optimizer, in_order(4), squared_error, epochs=1, checkpoint_dir=folder / str(rank), progress=False)
+
+
+def test_checkpoint_that_not_all_ranks_see_is_refused(ranks, tmp_path):
+    (tmp_path / "0" / "checkpoint-000001").mkdir(parents=True)
+    for error in ranks(2, fit_own_checkpoint, tmp_path):
+        assert isinstance(error, ConfigError)
+        assert "(1,) on ranks [0]; () on ranks [1]" in str(error)
+
+
+def schedules(optimizer):
+    every = torch.optim.lr_scheduler
+    chained = [every.ConstantLR(optimizer), every.ExponentialLR(optimizer, 0.9)]
+    return [
+        every.MultiStepLR(optimizer, [2, 4]),
+        every.OneCycleLR(optimizer, 0.1, total_steps=10),
+        every.CosineAnnealingWarmRestarts(optimizer, 3),
+        every.SequentialLR(optimizer, chained, [2]),
+    ]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_states_come_back_as_they_were(tmp_path, number):
+    """Of schedulers, of 16-bit and channels-last tensors, and of optimizers whose state is not all tensors."""
+
+    def parts():
+        model = nn.Conv2d(2, 3, 2).to(torch.bfloat16, memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(model.parameters(), amsgrad=True, capturable=False)
+        return {"model": model, "optimizer": optimizer, "scheduler": schedules(optimizer)[number]}
+
+    first, second = parts(), parts()
+    first["model"](torch.ones(1, 2, 4, 4).bfloat16()).sum().backward()
+    first["optimizer"].step()
+    first["scheduler"].step()
+    Checkpoints(tmp_path, 1).save({name: part.state_dict() for name, part in first.items()}, {"more": [1]})
+    assert load(tmp_path / "checkpoint-000001", second) == {"more": [1]}
+    for name in ("model", "optimizer"):
+        torch.testing.assert_close(second[name].state_dict(), first[name].state_dict(), rtol=0, atol=0)
+    assert second["scheduler"].state_dict() == first["scheduler"].state_dict()
+    moment = second["optimizer"].state_dict()["state"][0]["exp_avg"]
+    assert moment.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_the_scale_of_sixteen_bit_losses_is_resumed(tmp_path):
+    def run(epochs, checkpoint_dir=None):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        loader = DataLoader([{"x": torch.ones(3), "y": torch.ones(1)}] * 16, 4)
+        kinds = set()
+
+        def loss(model, batch):
+            guess = model(batch["x"])
+            kinds.add(guess.dtype)
+            return ((guess.float() - batch["y"]) ** 2).mean()
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        options = {"precision": "fp16", "checkpoint_dir": checkpoint_dir, "progress": False}
+        history = fit(model, optimizer, loader, loss, epochs=epochs, **options)
+        assert kinds == {torch.float16}
+        return model.weight.detach(), history
+
+    weight, history = run(4)
+    assert history[-1]["loss"] < history[0]["loss"] / 10
+    run(2, tmp_path)
+    saved = torch.load(tmp_path / "checkpoint-000002" / REST, weights_only=True)
+    assert saved["parts"]["scaler"]["_growth_tracker"] > 0
+    again, _ = run(4, tmp_path)
+    assert torch.equal(again, weight)
