@@ -61,7 +61,12 @@ def device_of(world: World, device: torch.device | str | None) -> torch.device:
 def replicate(
     model: nn.Module, device: torch.device, *, comm_hook: str | None = None, static_graph: bool = False
 ) -> DistributedDataParallel:
-    """`model` in DDP, its gradients views of what crosses ranks. Parameters and buffers become those of rank 0."""
+    """`model` in DDP, its gradients views of what crosses ranks. Parameters and buffers become those of rank 0.
+
+    Raises ConfigError for the hook "bf16" over gloo, for which torch does not have it.
+    """
+    if comm_hook == "bf16" and device.type != "cuda":
+        raise ConfigError("comm_hook='bf16' needs GPUs: between CPUs use 'fp16' or 'powersgd'")
     replica = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
