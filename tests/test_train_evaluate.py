@@ -1,0 +1,189 @@
+"""evaluate_over and find_batch_size, on one rank and on several."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from regression import Rows, parameters_of, squared_error
+from torch import nn
+
+from dataload import batch_size
+from dataload.batch import Flat
+from dataload.dataset import make_dataset
+from dataload.distributed import process_group
+from dataload.errors import ConfigError
+from dataload.loader import make_loader
+from dataload.train import evaluate_over, find_batch_size
+from dataload.world import World
+
+N = 301
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    large = np.random.default_rng(0).integers(1 << 55, size=N)  # of which float64 would lose the last bits
+    table = pa.table({"row_id": np.arange(N), "large": large, "x": np.random.default_rng(1).normal(size=N)})
+    pq.write_table(table, path / "a.parquet", row_group_size=40)
+    return str(path)
+
+
+def metrics(model, batch):
+    assert not model.training
+    assert not torch.is_grad_enabled()
+    return {
+        "large": batch["large"],
+        "odd": batch["row_id"] % 2 == 1,
+        "x": model(batch["x"][:, None].float()).squeeze(1),
+    }
+
+
+def evaluated(folder, batch_size, cursor=0, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    world = World.detect()
+    with process_group(world, torch.device("cpu")):
+        loader = make_loader(make_dataset(folder, cache=None), batch_size, **options)
+        if cursor:
+            loader.load_state_dict({**loader.state_dict(), "cursor": cursor})
+        found = evaluate_over(model, loader, metrics)
+    assert model.training
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_ranks_count_as_one_process_does(ranks, folder, shuffle):
+    table = pq.read_table(folder)
+    alone = evaluated(folder, 16, shuffle=shuffle)
+    assert alone["rows"] == N
+    assert alone["odd"] == 150 / N
+    assert alone["large"] == sum(table["large"].to_pylist()) / N
+    for number in (2, 4):
+        for found in ranks(number, evaluated, folder, 16, shuffle=shuffle):
+            assert {**found, "x": None} == {**alone, "x": None}
+            assert found["x"] == pytest.approx(alone["x"], rel=1e-12)
+
+
+def test_what_is_left_of_an_epoch(ranks, folder):
+    for found in ranks(2, evaluated, folder, 16, cursor=64, shuffle=False):
+        assert (found["rows"], found["odd"]) == (N - 64, 118 / (N - 64))
+
+
+def unevenly(batches):
+    with process_group(World.detect(), torch.device("cpu")):
+        own = [torch.ones(4)] * batches[World.detect().rank]
+        return evaluate_over(nn.Identity(), own, lambda model, batch: {"x": batch * 3})
+
+
+def test_ranks_may_have_more_or_nothing(ranks):
+    assert ranks(2, unevenly, (3, 1)) == [{"x": 3.0, "rows": 16}] * 2
+    assert ranks(2, unevenly, (0, 1)) == [{"x": 3.0, "rows": 4}] * 2
+    assert all("no rows" in str(error) for error in ranks(2, unevenly, (0, 0)))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"x": torch.tensor(1.0)}, r"'x' has shape \(\)"),
+        ({"x": torch.ones(3, 1)}, r"'x' has shape \(3, 1\)"),
+        ({"x": torch.ones(3), "y": torch.ones(2)}, "unequal numbers of rows"),
+    ],
+)
+def test_metrics_have_one_value_for_each_row(values, message):
+    model = nn.Identity().train()
+    with pytest.raises(ConfigError, match=message):
+        evaluate_over(model, [torch.ones(3)], lambda model, batch: values)
+    assert model.training
+
+
+# ---- the size of a batch
+
+
+class Machine(nn.Module):
+    """Takes a time of its own for each batch, and has room for so many rows."""
+
+    def __init__(self, seconds, room=10**9):
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.seconds, self.room = seconds, room
+        self.now = 0.0
+        self.sizes = []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        if len(x) > self.room:
+            raise torch.OutOfMemoryError("full")
+        self.now += self.seconds(len(x))
+        return self.layer(x)
+
+
+def found(seconds, room=10**9, **options):
+    """What is found on this rank; and the sizes tried."""
+    rank = World.detect().rank
+    model = Machine(
+        seconds[rank] if isinstance(seconds, tuple) else seconds, room[rank] if isinstance(room, tuple) else room
+    )
+    batch_size.perf_counter = lambda: model.now
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    before, drawn = parameters_of(model).clone(), torch.get_rng_state()
+    size = find_batch_size(
+        model, optimizer, {"x": Rows(8).x, "y": Rows(8).y}, squared_error, precision="fp32", **options
+    )
+    assert torch.equal(parameters_of(model), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return size, sorted(set(model.sizes))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(batch_size, "perf_counter", batch_size.perf_counter)
+
+
+def overhead(rows):
+    """A step of 1 s, and 10 ms a row: doubled, 64 rows become 1.44 times as fast, 1024 rows 1.046 times."""
+    return 1 + rows / 100
+
+
+def steep(rows):
+    """At 64 rows all of the time goes by the row."""
+    return 0.5 + rows / 10
+
+
+def linear(rows):
+    return rows / 100
+
+
+def test_it_stops_when_it_gets_no_faster():
+    assert found(overhead) == (1024, [2**i for i in range(12)])
+    assert found(overhead, gain=0.4)[0] == 128
+    assert found(linear)[0] == 1
+
+
+def test_it_stops_at_what_fits_and_at_the_limit():
+    assert found(overhead, room=300) == (256, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+    assert found(overhead, start=3, limit=20) == (12, [3, 6, 12])
+    with pytest.raises(ConfigError, match="a batch of 8 rows does not fit"):
+        found(overhead, room=7, start=8)
+
+
+def test_ranks_find_the_same(ranks):
+    """The one with the least room decides, and the slowest."""
+    assert [size for size, _ in ranks(2, found, overhead, room=(300, 70))] == [64, 64]
+    assert [size for size, _ in ranks(2, found, (overhead, steep))] == [64, 64]
+
+
+def test_rows_of_any_kind_are_repeated():
+    batch = {"x": torch.arange(3), "name": ["a", "b", "c"], "scale": torch.tensor(2.0)}
+    larger = batch_size._of_size(batch, 5, torch.device("cpu"))
+    assert larger["x"].tolist() == [0, 1, 2, 0, 1]
+    assert larger["name"] == ["a", "b", "c", "a", "b"]
+    assert batch_size._of_size((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
+    assert batch_size._of_size(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
+    with pytest.raises(ConfigError, match="flat"):
+        batch_size._of_size({"x": Flat(torch.ones(2), torch.tensor([0, 1, 2]))}, 2, torch.device("cpu"))
