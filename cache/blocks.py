@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,9 +13,11 @@ from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin import Origin
+from dataload.cache.threads import Threads
 from dataload.cache.tier import Allocate, BlobKey, Span, Tier
 from dataload.cache.version import version_of
 from dataload.errors import ConfigError
+from dataload.timeline import doing
 
 IN_FLIGHT = 16  # requests for reads, and as many ahead of them
 AHEAD_THREADS = 24  # some write to the disk while the origin sends to others
@@ -52,7 +54,7 @@ class Blocks(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._pools: dict[str, Threads] = {}
         self._ahead = threading.BoundedSemaphore(IN_FLIGHT)
 
     @classmethod
@@ -86,7 +88,8 @@ class Blocks(ForkAware):
             whole[low - start : high - start] = self._block(obj, number, (low - first, high - first))
 
         pending = [self.submit(copy, number) for number in numbers]
-        wait(pending)
+        with doing("origin"):
+            wait(pending)
         for one in pending:
             one.result()
         return whole.toreadonly()
@@ -161,8 +164,6 @@ class Blocks(ForkAware):
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
 
     def _fill(self, obj: Object, numbers: range) -> int:
-        if not threading.main_thread().is_alive():
-            return 0
         self._fill_together(obj, numbers, [])
         return self._bounds(obj, numbers[-1])[1] - self._bounds(obj, numbers[0])[0]
 
@@ -199,10 +200,10 @@ class Blocks(ForkAware):
                 first, room = rooms.pop(0)
                 room[:] = data[first - start : first - start + len(room)]
 
-    def _pool(self, use: str) -> ThreadPoolExecutor:
+    def _pool(self, use: str) -> Threads:
         pool = self._pools.get(use)
         if pool is None:
             threads = IN_FLIGHT if use == "read" else AHEAD_THREADS
-            made = ThreadPoolExecutor(threads, thread_name_prefix=f"dataload-blocks-{use}")
+            made = Threads(threads, f"dataload-blocks-{use}")
             pool = self._pools.setdefault(use, made)  # Another thread may have come first.
         return pool

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 from dataload.cache import blob
 from dataload.cache.steps import step
 from dataload.cache.tier import BlobKey, Draft
+from dataload.timeline import doing
 
 MAPPED_BYTES = 64 << 20  # From here on a blob is written through a map of its file, slower, but not held in memory.
 
@@ -46,7 +47,7 @@ class DiskDraft(Draft):
         if self._map is None or self._path is None:
             return in_memory
         tier, digest = self._tier, self.key.digest
-        with tier.trouble("keeping a blob", tier.health.writes):
+        with doing("disk"), tier.trouble("keeping a blob", tier.health.writes):
             blob.seal(self._map, self._payload_bytes, digest, self.key.name)
             if self._size < MAPPED_BYTES:
                 blob.write(self._path, self._map, self._size)

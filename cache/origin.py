@@ -21,6 +21,7 @@ from dataload.cache.redact import redacted
 from dataload.cache.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.metrics import Counters
+from dataload.timeline import doing
 
 ATTEMPTS = 6
 ATTEMPTS_SECONDS = 60.0
@@ -151,7 +152,7 @@ class Origin(ForkAware):
 
         Raises ObjectChanged when there is another version now (where the store can tell), OriginError after retries.
         """
-        with self.naming(f"{path} bytes {start}-{stop - 1}"):
+        with self.naming(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
             for attempt in _attempts():
                 with attempt:
                     self.counters.add(requests=1)

@@ -1,15 +1,16 @@
-"""Some ranges of an object, fetched ahead of those who read them, and kept nowhere."""
+"""Some ranges of an object, fetched ahead of those who read them."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
-from dataload.cache.blocks import RUN_BYTES, Blocks, Object
+from dataload.cache.blocks import RUN_BYTES, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError
+from dataload.timeline import doing
 
 SMALLEST_PIECE = 256 << 10
 
@@ -19,21 +20,31 @@ class RangeStream(io.RawIOBase):
 
     room: bytes that are held at a time. Where all fit in, all are fetched at once, and stay. Otherwise each range has
     its even share of what is fetched ahead, and what has been read is let go of; to go back costs another request.
+    fetch: has the bytes [start, stop) of the object fetched.
+
+    stays: whether all is held at a time.
     """
 
-    def __init__(self, blocks: Blocks, obj: Object, ranges: Sequence[Span], room: int) -> None:
+    def __init__(
+        self, fetch: Callable[[int, int], Future[memoryview]], obj: Object, ranges: Sequence[Span], room: int
+    ) -> None:
         super().__init__()
-        self._blocks = blocks
+        self._fetch = fetch
         self._object = obj
         self._ranges = ranges
         self._position = 0
-        self._stays = sum(stop - start for start, stop in ranges) <= room
-        share = room // max(1, len(ranges))
-        self._piece = RUN_BYTES if self._stays else max(SMALLEST_PIECE, min(RUN_BYTES, share // 2))
-        self._ahead = max(1, share // self._piece - 1)
+        self.stays = sum(stop - start for start, stop in ranges) <= room
+        self._share = room // max(1, len(ranges))
         self._pieces: dict[int, Future[memoryview]] = {}  # by their first byte
         for start, stop in ranges:
-            self._ask(start, stop)
+            self._ask(start, start, stop)
+
+    def wait(self) -> None:
+        """Until what was asked for in advance is there. Raises what fetching it raised."""
+        with doing("origin"):
+            wait(self._pieces.values())
+        for piece in self._pieces.values():
+            piece.result()
 
     def readable(self) -> bool:
         return True
@@ -77,22 +88,30 @@ class RangeStream(io.RawIOBase):
 
     def _between(self, start: int, stop: int, first: int, last: int) -> memoryview | bytes:
         """Bytes [first, last) of the range [start, stop)."""
-        begin = start + (first - start) // self._piece * self._piece
-        self._ask(begin, stop)
+        size = self._piece(start, stop)
+        begin = start + (first - start) // size * size
+        self._ask(begin, start, stop)
         parts = []
-        for at in range(begin, last, self._piece):
-            self._ask(at, stop)
-            whole = self._pieces[at].result()
+        for at in range(begin, last, size):
+            self._ask(at, start, stop)
+            with doing("origin"):
+                whole = self._pieces[at].result()
             parts.append(whole[max(first, at) - at : last - at])
-        if not self._stays:
-            for read in [at for at in self._pieces if start <= at <= last - self._piece]:
+        if not self.stays:
+            for read in [at for at in self._pieces if start <= at <= last - size]:
                 del self._pieces[read]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _ask(self, begin: int, stop: int) -> None:
-        """Have the piece at `begin` fetched, and those that come after it, as far as there is room."""
-        end = stop if self._stays else min(stop, begin + (1 + self._ahead) * self._piece)
-        for at in range(begin, end, self._piece):
+    def _ask(self, begin: int, start: int, stop: int) -> None:
+        """Have the piece at `begin` of a range fetched, and those that come after it, as far as there is room."""
+        size = self._piece(start, stop)
+        end = stop if self.stays else min(stop, begin + max(2, self._share // size) * size)
+        for at in range(begin, end, size):
             if at not in self._pieces:
-                piece = self._blocks.submit(self._blocks.fetch, self._object, at, min(at + self._piece, stop))
-                self._pieces[at] = piece
+                self._pieces[at] = self._fetch(at, min(at + size, stop))
+
+    def _piece(self, start: int, stop: int) -> int:
+        """Bytes that are fetched together of a range; all of its pieces are about as large."""
+        if not self.stays:
+            return max(SMALLEST_PIECE, min(RUN_BYTES, self._share // 2))
+        return -(-(stop - start) // -(-(stop - start) // RUN_BYTES))

@@ -14,6 +14,11 @@ class Allowance:
         self._total = self._free = total
         self._changed = threading.Condition()
 
+    @property
+    def unused(self) -> bool:
+        """Whether nobody holds anything."""
+        return self._free == self._total
+
     @contextmanager
     def hold(self, units: int) -> Iterator[None]:
         units = min(units, self._total)

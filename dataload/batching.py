@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from dataload.records import Records
 from dataload.samplers.keys import derive_key
 from dataload.samplers.sharded import ShardedSampler
 from dataload.stats import SHARES
+from dataload.timeline import Timeline, doing
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,16 @@ class Request:
 
 
 class Answer(NamedTuple):
-    """A batch that was made. cursor: as in its request; rows: how many; traffic: what a worker's cache counted."""
+    """A batch that was made. cursor: as in its request; rows: how many.
+
+    Of a worker's: what its cache counted, and what it was at.
+    """
 
     cursor: int
     rows: int
     batch: Any
-    traffic: dict[str, float]
+    traffic: dict[str, float] | None = None
+    making: Timeline = Timeline()
 
 
 class Requests(Iterable[Request]):
@@ -123,14 +129,17 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     def __getitem__(self, request: Request) -> Answer:
         """The answer of a worker: its batch is packed."""
-        [answer] = self.make(request)
-        return answer._replace(batch=pack(answer.batch), traffic=self._traffic())
+        making = Timeline(usually="collate")
+        with making.here():
+            [answer] = self.make(request)
+            packed = pack(answer.batch)
+        return answer._replace(batch=packed, traffic=self._traffic(), making=making.end())
 
-    def make(self, request: Request) -> Iterator[Answer]:
-        """The batches that were asked for, gathered in one go."""
-        records, sizes, cursor = self._dataset.rowstore.gather(request.rows), request.sizes, request.cursor
+    def make(self, request: Request, stop: Future[None] | None = None) -> Iterator[Answer]:
+        """The batches that were asked for, gathered in one go. stop: as for `RowStore.gather`."""
+        records, sizes, cursor = self._dataset.rowstore.gather(request.rows, stop), request.sizes, request.cursor
         for size, batch in zip(sizes, self._collated(records, sizes), strict=True):
-            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), {})
+            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor))
             cursor += request.step
 
     def collate(self, rows: Rows) -> Any:
@@ -151,11 +160,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def _transformed(self, batch: Any, stream: tuple[int, ...] = (), cursor: int = 0) -> Any:
         if self._transform is None:
             return batch
-        if not self._wants_rng:
-            return self._transform(batch)
-        seed, epoch, rank = stream
-        key = derive_key("transform", seed, epoch, cursor, rank)
-        return self._transform(batch, rng=np.random.Generator(np.random.Philox(key)))
+        with doing("transform"):
+            if not self._wants_rng:
+                return self._transform(batch)
+            seed, epoch, rank = stream
+            key = derive_key("transform", seed, epoch, cursor, rank)
+            return self._transform(batch, rng=np.random.Generator(np.random.Philox(key)))
 
     def _traffic(self) -> dict[str, float]:
         """What this worker's cache counted since it was last asked."""

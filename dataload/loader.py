@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from itertools import islice
 from time import perf_counter
@@ -25,6 +26,7 @@ from dataload.prefetch import Lookahead, run_ahead
 from dataload.room import check_shared_memory, provide
 from dataload.samplers.order import Shuffle
 from dataload.stats import SHARES, LoaderStats, Traffic
+from dataload.timeline import Timeline, doing
 from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_device
 from dataload.world import World
 
@@ -132,8 +134,8 @@ class Loader(Unwrapped, DataLoader[Any]):
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
         step = sampler.global_batch_size
         end = sampler.num_rows - (sampler.num_rows - cursor) % step if sampler.drop_last else sampler.num_rows
-        started = perf_counter()
-        with closing(self._answers(epoch, cursor)) as answers, announced(remainder) as announce_last:
+        started, waiting = perf_counter(), Timeline()
+        with closing(self._answers(epoch, cursor, waiting)) as answers, announced(remainder) as announce_last:
             while True:
                 latest = self._stats is stats
                 if self.persistent_workers and not latest:
@@ -141,7 +143,7 @@ class Loader(Unwrapped, DataLoader[Any]):
                 asked = perf_counter()
                 answer = next(answers, None)
                 now = perf_counter()
-                stats.wait_seconds += now - asked
+                stats.waited(waiting.take(asked, now, instead="collate"))
                 stats.seconds = now - started
                 if answer is None:
                     break
@@ -159,16 +161,17 @@ class Loader(Unwrapped, DataLoader[Any]):
         if sampler.epoch == epoch:  # else somebody has set another meanwhile
             self.set_epoch(epoch + 1)
 
-    def _answers(self, epoch: int, cursor: int) -> Generator[Answer, None, None]:
+    def _answers(self, epoch: int, cursor: int, waiting: Timeline) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
-        lookahead = Lookahead(self.sampler.needs_from(epoch, cursor), rowstore.prefetch, ahead=rowstore.capacity // 2)
+        needs = self._needs(epoch, cursor)
+        lookahead = Lookahead(needs, rowstore.prefetch, ahead=rowstore.capacity // 2)
         if self._workers is None:
-            made = self._on_a_thread(epoch, cursor, lookahead)
+            made = self._on_a_thread(epoch, cursor, lookahead, waiting)
         else:
             # Forked workers fetch more slowly, and share nothing but the cache: so it is filled from here, in advance.
             self._requests.start_at(epoch, cursor, coming=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
-            made = self._unpacked(self._workers)
+            made = self._unpacked(self._workers, waiting)
         device = self.device or trainer_device()
         with closing(made):
             try:
@@ -176,39 +179,57 @@ class Loader(Unwrapped, DataLoader[Any]):
                     if device is None:
                         yield answer
                     else:
-                        batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
+                        with waiting.doing("transfer"):
+                            batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
                         yield answer._replace(batch=batch)
-            finally:
+            except BaseException:
                 rowstore.forget()
+                raise
 
-    def _on_a_thread(self, epoch: int, cursor: int, lookahead: Lookahead) -> Generator[Answer, None, None]:
+    def _needs(self, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:
+        """(position, row group), what is left of this epoch and, so that no epoch begins with a wait, the next."""
+        yield from self.sampler.needs_from(epoch, cursor)
+        for position, group in self.sampler.needs_from(epoch + 1, 0):
+            yield self.sampler.num_rows + position, group
+
+    def _on_a_thread(
+        self, epoch: int, cursor: int, lookahead: Lookahead, waiting: Timeline
+    ) -> Generator[Answer, None, None]:
         """Batches, gathered many at once where one takes less than a call; and handed over so, unless transformed."""
         of_a_batch = self.dataset.rowstore.row_bytes * self.sampler.batch_size
         at_once = 1 << (max(1, min(GATHERED, RUN_BYTES // of_a_batch)).bit_length() - 1)  # a power of two, as runs are
         handed_over = at_once if self.maker.only_gathers else 1
-        requests = self._requests.start_at(epoch, cursor, at_once)
-        made = self._made(requests, lookahead, handed_over)
-        with closing(run_ahead(made, max(2, self.prefetch // handed_over))) as runs:
+        requests, stop = self._requests.start_at(epoch, cursor, at_once), Future[None]()
+        made = self._made(requests, lookahead, handed_over, stop)
+        with closing(run_ahead(made, max(2, self.prefetch // handed_over), stop, waiting)) as runs:
             for answers in runs:
                 yield from answers
 
-    def _made(self, requests: Iterable[Request], lookahead: Lookahead, together: int) -> Iterator[list[Answer]]:
+    def _made(
+        self, requests: Iterable[Request], lookahead: Lookahead, together: int, stop: Future[None]
+    ) -> Iterator[list[Answer]]:
         for request in requests:
-            answers = self.maker.make(request)
+            lookahead.reach(request.end)
+            answers = self.maker.make(request, stop)
             while some := list(islice(answers, together)):
                 yield [one._replace(batch=self._pinned(one.batch)) for one in some] if self.pin_memory else some
-            lookahead.reach(request.end)  # after it: what is needed now comes before what comes next
 
     def _pinned(self, batch: Any) -> Any:
         if self.pin_memory and torch.cuda.is_available():
-            return map_tensors(batch, torch.Tensor.pin_memory)
+            with doing("transfer"):
+                return map_tensors(batch, torch.Tensor.pin_memory)
         return batch
 
-    def _unpacked(self, answers: Iterable[Answer]) -> Generator[Answer, None, None]:
+    def _unpacked(self, answers: Iterable[Answer], waiting: Timeline) -> Generator[Answer, None, None]:
+        since = perf_counter()
         try:
             for answer in answers:
+                waiting.waited(since, answer.making, instead=answer.making.longest())
                 self._worked.update(answer.traffic)
-                yield answer._replace(batch=self._pinned(unpack(answer.batch)))
+                with waiting.here():
+                    batch = self._pinned(unpack(answer.batch))
+                yield answer._replace(batch=batch)
+                since = perf_counter()
         except Exception as error:  # noqa: BLE001
             # The frame in torch that raised it holds it, too: a circle that would keep the workers until it is found by
             # the garbage collector, which ends their queues before they are told to stop, and then waits 5 s for each.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataload.cache.blocks import Blocks, Object
-from dataload.cache.file import BlockFile
 from dataload.cache.stream import RangeStream
 from dataload.cache.tier import Allocate, Span
 from dataload.errors import DataError, DataloadError
@@ -58,14 +58,16 @@ def open_row_group(
     Raises DataError when the data cannot be decoded, OriginError.
     """
     group = footer.row_group(number)
+    ranges = _ranges(group, frozenset(columns))
     stored = sum(group.column(leaf).total_compressed_size for leaf in range(group.num_columns))
-    source: Any = BlockFile(blocks, obj)
-    if stored >= SHARED_BYTES:
-        ranges = _ranges(group, frozenset(columns))
-        source = RangeStream(blocks, obj, ranges, max(HELD_BYTES, len(columns) * CHUNK_BYTES))
+    fetch = _from_blocks if stored < SHARED_BYTES else _from_origin
+    stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, max(HELD_BYTES, len(columns) * CHUNK_BYTES))
     try:
-        # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row.
-        with source, pq.ParquetFile(source, metadata=footer, buffer_size=BUFFER_BYTES, pre_buffer=False) as file:
+        # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row. What is there
+        # whole it need not read in pieces.
+        buffer = 0 if stream.stays else BUFFER_BYTES
+        with stream, pq.ParquetFile(stream, metadata=footer, buffer_size=buffer, pre_buffer=False) as file:
+            stream.wait()
             yield RowGroupReader(file, number, list(columns))
     except DataloadError:
         raise
@@ -120,6 +122,16 @@ def _ranges(group: pq.RowGroupMetaData, columns: Collection[str]) -> list[Span]:
         else:
             joined.append((start, stop))
     return joined
+
+
+def _from_origin(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[memoryview]:
+    return blocks.submit(blocks.fetch, obj, start, stop)
+
+
+def _from_blocks(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[memoryview]:
+    found: Future[memoryview] = Future()
+    found.set_result(blocks.read(obj, start, stop))
+    return found
 
 
 def _fetch_footer(obj: Object, blocks: Blocks) -> bytes:

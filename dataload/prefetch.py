@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from time import perf_counter
 from typing import Any, TypeVar
+
+from dataload.timeline import Timeline
+
+PATIENCE_SECONDS = 1.0  # at the end of the program
 
 T = TypeVar("T")
 
 
-def run_ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
+def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timeline) -> Generator[T, None, None]:
     """The items, made on a thread of their own, at most `depth` ahead of their use.
 
-    What making an item raises is raised here, in its place. Closing the generator stops the thread and waits for it.
+    stop: done when no more are wanted, so that whoever makes them need not get what he waits for. waiting: where it is
+    written down what they were waited for.
+
+    What making an item raises is raised here, in its place. Closing the generator stops the thread and waits for it,
+    and so does the end of the program.
     """
-    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue()
+    ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
     room = threading.Semaphore(depth)
-    stopped = threading.Event()
+    making = Timeline(usually="collate")
 
     def make() -> None:
-        iterator = iter(items)
-        try:
-            while room.acquire() and not stopped.is_set():
-                ready.put((next(iterator), None))
-        except BaseException as error:  # noqa: BLE001 (raised again where the item is awaited)
-            ready.put((None, error))
+        with making.here():
+            try:
+                iterator = iter(items)
+                while room.acquire() and not stop.done():
+                    ready.put((next(iterator), None))
+            except BaseException as error:  # noqa: BLE001 (raised again where the item is awaited)
+                ready.put((None, error))
 
     thread = threading.Thread(target=make, name="dataload-ahead", daemon=True)
+
+    def end() -> None:
+        if not stop.done():
+            stop.set_result(None)
+        room.release()
+        thread.join(PATIENCE_SECONDS)
+
     thread.start()
+    atexit.register(end)  # A thread that is left over can neither run nor be joined once the interpreter goes.
     try:
         while True:
+            since = perf_counter()
             item, error = ready.get()
+            waiting.waited(since, making, instead="collate")
             if isinstance(error, StopIteration):
                 return
             if error is not None:
@@ -40,9 +63,10 @@ def run_ahead(items: Iterable[T], depth: int) -> Generator[T, None, None]:
             room.release()
             yield item  # type: ignore[misc]
     finally:
-        stopped.set()
-        room.release()
-        thread.join()
+        atexit.unregister(end)
+        end()
+        while thread.is_alive() and not sys.is_finalizing():
+            thread.join(PATIENCE_SECONDS)
 
 
 class Lookahead:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack
 from functools import cached_property, lru_cache, partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,20 @@ from dataload import parquet, records
 from dataload.allowance import Allowance
 from dataload.cache.blocks import RUN_BYTES, Blocks
 from dataload.cache.forks import ForkAware
+from dataload.cache.threads import Threads
 from dataload.cache.tier import BlobKey, Span
 from dataload.columns import Array, Column, concatenate, decode
 from dataload.errors import DataError
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
 from dataload.records import Blob
+from dataload.timeline import Timeline, doing, waited
 
 FOOTERS_KEPT = 64
 # Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
 BLOB_BYTES, BLOB_ROWS = 32 << 20, 1 << 16
-MAKING_BYTES = 128 << 20  # of row groups being fetched, decoded and packed at a time, in this process
+FETCHED_BYTES = 128 << 20  # of row groups that are fetched and not decoded yet, in this process
+DECODED_BYTES = 96 << 20  # of blobs that are being decoded and packed, twice each
 
 
 class RowBlobs(ForkAware):
@@ -61,8 +65,9 @@ class RowBlobs(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._memory = Allowance(MAKING_BYTES)
-        self._cores = threading.Semaphore(len(os.sched_getaffinity(0)))
+        self._fetched, self._decoded = Allowance(FETCHED_BYTES), Allowance(DECODED_BYTES)
+        # Not those that wait for the origin: each thread that decodes keeps memory of Arrow's.
+        self._decoders = Threads(len(os.sched_getaffinity(0)), "dataload-decode")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowBlobs, (self._manifest, self._columns, self._blocks, self._fill_null)
@@ -70,10 +75,12 @@ class RowBlobs(ForkAware):
     def load(self, number: int) -> list[memoryview]:
         """The blobs of a row group, made if they are not kept. Raises OriginError, DataError."""
         keys = self._keys(number)
-        found = self._kept(keys)
+        with doing("disk"):
+            found = self._kept(keys)
         if found is None:
             with self._blocks.tier.alone(self._key(number, "row group")):
                 found = self._kept(keys) or self._make(number, keys)
+            self._release()
         return found
 
     def make(self, number: int) -> None:
@@ -83,6 +90,7 @@ class RowBlobs(ForkAware):
             with self._blocks.tier.alone(self._key(number, "row group")):
                 if self._kept(keys, (0, 0)) is None:
                     self._make(number, keys)
+            self._release()
 
     def bytes_of(self, number: int) -> int:
         """About how many bytes the blobs of a row group take; more where a dictionary made values small."""
@@ -114,33 +122,47 @@ class RowBlobs(ForkAware):
         return found
 
     def _make(self, number: int, keys: list[BlobKey]) -> list[memoryview]:
-        group = self._manifest.row_groups[number]
-        memory = min(group.bytes, parquet.HELD_BYTES) + 2 * self.bytes_of(number) // len(keys)
-        with self._memory.hold(memory), ExitStack() as stack:
-            parts = self._of_all_columns(number) or stack.enter_context(self._decoded(number))
-            stack.enter_context(self._cores)
-            made = []
-            for key, rows, columns in zip(keys, self._lengths(number), parts, strict=True):
-                fill = partial(records.pack, columns, rows, self.layout, _where(group))
-                made.append(self._blocks.tier.get_or_fill(key, fill))
-            stack.callback(pa.default_memory_pool().release_unused)  # else each thread keeps some
-            return made
-
-    @contextmanager
-    def _decoded(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
-        """The columns of a row group from its file, by blob; all is fetched when the context is entered."""
+        if (kept := self._of_all_columns(number)) is not None:
+            return self._packed(number, keys, kept)
         group = self._manifest.row_groups[number]
         stored = [name for name in self._columns if name not in dict(group.constants)]
+        if not stored:
+            return self._packed(number, keys, self._columns_of([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
-            tables = iter([pa.table({})] * len(self._lengths(number)))
-            if stored:
-                footer = self._footer(group.file)
-                reader = parquet.open_row_group(group.file, group.number, stored, footer, self._blocks)
-                tables = stack.enter_context(reader).tables(int(self._rows[number]))
-            yield (
-                decode(self._with_keys(table, group, rows), self.layout.fields, self._fill_null, _where(group))
-                for table, rows in zip(tables, self._lengths(number), strict=True)
-            )
+            stack.enter_context(self._fetched.hold(min(group.bytes, parquet.HELD_BYTES)))
+            footer = self._footer(group.file)
+            reader = stack.enter_context(parquet.open_row_group(group.file, group.number, stored, footer, self._blocks))
+            return self._packed(number, keys, self._columns_of(reader.tables(int(self._rows[number])), number))
+
+    def _release(self) -> None:
+        """Give back what Arrow keeps of the memory it decoded in: not each time, for fresh memory is slow."""
+        if self._fetched.unused and self._decoded.unused:
+            pa.default_memory_pool().release_unused()
+
+    def _columns_of(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:
+        """The columns of a row group, blob by blob."""
+        group = self._manifest.row_groups[number]
+        for table, rows in zip(tables, self._lengths(number), strict=True):
+            yield decode(self._with_keys(table, group, rows), self.layout.fields, self._fill_null, _where(group))
+
+    def _packed(self, number: int, keys: list[BlobKey], parts: Iterator[dict[str, Column]]) -> list[memoryview]:
+        """The blobs of a row group, made of these columns by one of the threads that decode."""
+        since, decoding = perf_counter(), Timeline(usually="decode")
+        made = self._decoders.submit(self._pack, number, keys, parts, decoding)
+        wait([made])
+        waited(since, decoding, instead="decode")
+        return made.result()
+
+    def _pack(
+        self, number: int, keys: list[BlobKey], parts: Iterator[dict[str, Column]], decoding: Timeline
+    ) -> list[memoryview]:
+        where = _where(self._manifest.row_groups[number])
+        made = []
+        with decoding.here(), self._decoded.hold(2 * self.bytes_of(number) // len(keys)):
+            for key, rows, columns in zip(keys, self._lengths(number), parts, strict=True):
+                fill = partial(records.pack, columns, rows, self.layout, where)
+                made.append(self._blocks.tier.get_or_fill(key, fill))
+        return made
 
     def _with_keys(self, table: pa.Table, group: RowGroup, rows: int) -> pa.Table:
         """With the columns that are keys in the names of folders."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from dataload.cache.blocks import Blocks
 from dataload.cache.forks import ForkAware
 from dataload.cache.maps import max_maps
+from dataload.cache.threads import Threads
 from dataload.columns import Array
 from dataload.errors import ConfigError
 from dataload.layout import Layout
@@ -22,9 +25,18 @@ from dataload.records import Records
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.lookup import Lookup
 from dataload.shelf import Shelf
+from dataload.timeline import Timeline, waited
 
-LOADERS = 16
+LOADERS = 24  # some have theirs decoded while the origin sends to others
 MAPS_OF_A_BLOB = 4  # its slot, what is empty behind that, its heap; and some for others
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A row group that is being loaded. timeline: of the thread that does."""
+
+    contents: Future[list[memoryview]]
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 class RowStore(ForkAware):
@@ -51,8 +63,9 @@ class RowStore(ForkAware):
 
     def after_fork_in_child(self) -> None:
         self._mutex = threading.Lock()
-        self._asked: OrderedDict[int, Future[list[memoryview]]] = OrderedDict()  # and not on the shelf yet
-        self._pool: ThreadPoolExecutor | None = None
+        self._asked: OrderedDict[int, _Asked] = OrderedDict()  # and not on the shelf yet
+        self._threads: Threads | None = None
+        self._spent: Counter[str] = Counter()  # seconds of loading, by cause
         self._shelf: Shelf | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,10 +80,10 @@ class RowStore(ForkAware):
         """About how many bytes a row takes, on average."""
         return max(1, self.blobs.num_bytes // max(1, int(self.blobs.row_starts[-1])))
 
-    def gather(self, rows: Array) -> Records:
+    def gather(self, rows: Array, stop: Future[None] | None = None) -> Records:
         """The rows of these numbers (int64 [n], counted in file order), in the order given.
 
-        Raises OriginError, DataError.
+        stop: once it is done, what is not there yet is not waited for. Raises OriginError, DataError, CancelledError.
         """
         blobs = self._blobs_of(rows)
         needed: list[int] = []
@@ -86,13 +99,13 @@ class RowStore(ForkAware):
                     return found
                 needed = self._owners(rows)
                 asked = {group: self._ask_for(group) for group in needed if group not in shelf}
-            loaded = {group: had for group, one in asked.items() if (had := _loaded(one)) is not None}
+            loaded = {group: had for group, one in asked.items() if (had := self._loaded(one, stop)) is not None}
 
     def forget(self) -> None:
         """Do not start to load what was only asked for in advance."""
         with self._mutex:
             for group, asked in list(self._asked.items()):
-                if asked.cancel():
+                if asked.contents.cancel():
                     del self._asked[group]
 
     def _owners(self, rows: Array) -> list[int]:
@@ -126,27 +139,40 @@ class RowStore(ForkAware):
             self._shelf = Shelf(needed, blobs.group_starts, blobs.row_starts, blobs.layout)
         return self._shelf
 
-    def _ask_for(self, group: int) -> Future[list[memoryview]]:
+    def _ask_for(self, group: int) -> _Asked:
         asked = self._asked.get(group)
-        if asked is None or asked.cancelled() or (asked.done() and asked.exception() is not None):
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(LOADERS, thread_name_prefix="dataload-decode")
-            asked = self._asked[group] = self._pool.submit(self._load, group)
+        if asked is None or asked.contents.cancelled() or _failed(asked.contents):
+            if self._threads is None:
+                self._threads = Threads(LOADERS, "dataload-load")
+            timeline = Timeline()
+            asked = self._asked[group] = _Asked(self._threads.submit(self._load, group, timeline), timeline)
         while len(self._asked) > self.capacity:
             self._asked.popitem(last=False)
         return asked
 
-    def _load(self, group: int) -> list[memoryview]:
-        if not threading.main_thread().is_alive():
-            raise CancelledError  # The program ends; it should not wait for what was only prefetched.
-        return self.blobs.load(group)
+    def _load(self, group: int, timeline: Timeline) -> list[memoryview]:
+        since = perf_counter()
+        with timeline.here():
+            contents = self.blobs.load(group)
+        self._spent.update(timeline.seconds(since, perf_counter()))
+        return contents
+
+    def _loaded(self, asked: _Asked, stop: Future[None] | None) -> list[memoryview] | None:
+        """What was asked for; None when it was given up because another loop over the same rows has ended."""
+        if not asked.contents.done():
+            since = perf_counter()
+            either: list[Future[Any]] = [asked.contents] if stop is None else [asked.contents, stop]
+            wait(either, return_when=FIRST_COMPLETED)
+            waited(since, asked.timeline, instead=self._usual_cause())
+            if stop is not None and stop.done():
+                raise CancelledError
+        return None if asked.contents.cancelled() else asked.contents.result()
+
+    def _usual_cause(self) -> str:
+        """What loading takes most of its time for."""
+        known = {cause: seconds for cause, seconds in self._spent.items() if cause}
+        return max(known, key=known.__getitem__, default="origin")
 
 
-def _loaded(asked: Future[list[memoryview]]) -> list[memoryview] | None:
-    """What was asked for; None when it was given up because another loop over the same rows has ended."""
-    try:
-        return asked.result()
-    except CancelledError:
-        if not asked.cancelled():
-            raise  # The program ends.
-        return None
+def _failed(future: Future[Any]) -> bool:
+    return future.done() and future.exception() is not None

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.filesize import decimal
 
+from dataload.timeline import CAUSES
+
 SHARES = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
+WORTH_SAYING = 0.05  # of the time
+ADVICE = {
+    "origin": "the origin is the limit: warm the cache first, or add hosts",
+    "cluster": "the cluster is the limit: give it more nodes, or the hosts larger caches",
+    "disk": "the cache's disk is the limit: put cache_dir on a faster one",
+    "decode": "decoding is the limit: warm the cache first, or give the job more cores",
+    "collate": "making batches is the limit: use group=, ragged='flat', or a larger batch",
+    "transform": "transform is the limit: use num_workers, or make it cheaper",
+    "transfer": "copying to the device is the limit: use pin_memory, or smaller dtypes",
+}
 
 
 @dataclass
@@ -16,8 +28,9 @@ class LoaderStats:
     """Figures of one epoch of one rank, running or over.
 
     seconds: from the first batch asked for to the last one given, or to the end; wait_seconds: of these, how long the
-    training loop waited for batches. hits, misses: reads from the cache that were, or were not, there; bytes_local,
-    bytes_origin: bytes served by the cache, and fetched.
+    training loop waited for batches; waits: for what, in seconds, by each of `dataload.timeline.CAUSES`. hits, misses:
+    reads from the cache that were, or were not, there; bytes_local, bytes_origin: bytes served by the cache, and
+    fetched.
     """
 
     epoch: int = 0
@@ -30,6 +43,13 @@ class LoaderStats:
     bytes_local: int = 0
     bytes_origin: int = 0
     requests_origin: int = 0
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+
+    def waited(self, causes: Mapping[str, float]) -> None:
+        """The training loop has waited for so many seconds of each."""
+        for cause, seconds in causes.items():
+            self.waits[cause] += seconds
+            self.wait_seconds += seconds
 
     @property
     def stall_fraction(self) -> float:
@@ -48,9 +68,17 @@ class LoaderStats:
     def __str__(self) -> str:
         return (
             f"epoch {self.epoch}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
-            f"{self.stall_fraction:.0%} of it waiting; cache hits {self.hit_rate:.1%}, "
+            f"{self.stall_fraction:.0%} of it waiting{self._why()}; cache hits {self.hit_rate:.1%}, "
             f"{decimal(int(self.bytes_origin))} from the origin"
         )
+
+    def _why(self) -> str:
+        """Of what cause most of the waiting was, and what to do about it."""
+        cause = max(self.waits, key=self.waits.__getitem__)
+        if self.stall_fraction < WORTH_SAYING:
+            return ""
+        rate = f" at {decimal(int(self.bytes_origin / self.seconds))}/s" if cause == "origin" else ""
+        return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}{rate}: {ADVICE[cause]}"
 
 
 class Traffic:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
+from dataload.cache.threads import Threads
 from dataload.rowblobs import RowBlobs
 
 AT_ONCE = 16  # row groups; `RowBlobs` bounds their memory
@@ -32,11 +33,11 @@ def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], objec
             done.result()
             progress(group)
 
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dataload-warm") as pool:
-        try:
-            for group in groups:
-                pending.append((group, pool.submit(make, group)))
-                settle(AHEAD)
-            settle(0)
-        finally:
-            stopped.set()
+    threads = Threads(AT_ONCE, "dataload-warm")
+    try:
+        for group in groups:
+            pending.append((group, threads.submit(make, group)))
+            settle(AHEAD)
+        settle(0)
+    finally:
+        stopped.set()

@@ -1,17 +1,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 import pytest
 
 from dataload.prefetch import Lookahead, run_ahead
+from dataload.timeline import Timeline
+
+T = TypeVar("T")
+
+
+def ahead_of(items: Iterable[T], depth: int) -> Generator[T, None, None]:
+    return run_ahead(items, depth, Future(), Timeline())
 
 
 def test_items_come_in_order() -> None:
-    assert list(run_ahead(range(100), depth=3)) == list(range(100))
-    assert list(run_ahead([], depth=3)) == []
-    assert list(run_ahead([None, 1], depth=1)) == [None, 1]
+    assert list(ahead_of(range(100), depth=3)) == list(range(100))
+    assert list(ahead_of([], depth=3)) == []
+    assert list(ahead_of([None, 1], depth=1)) == [None, 1]
 
 
 def test_it_runs_ahead_so_far_and_no_further() -> None:
@@ -25,7 +34,7 @@ def test_it_runs_ahead_so_far_and_no_further() -> None:
                 three.set()
             yield number
 
-    ahead = run_ahead(items(), depth=3)
+    ahead = ahead_of(items(), depth=3)
     assert next(ahead) == 0
     assert three.wait(30)
     ahead.close()
@@ -37,7 +46,7 @@ def test_an_error_arrives_in_its_place() -> None:
         yield 1
         raise ValueError("broken")
 
-    ahead = run_ahead(items(), depth=5)
+    ahead = ahead_of(items(), depth=5)
     assert next(ahead) == 1
     with pytest.raises(ValueError, match="broken"):
         next(ahead)
@@ -55,7 +64,7 @@ def test_closing_waits_for_the_thread() -> None:
         finally:
             closed.set()
 
-    ahead = run_ahead(items(), depth=2)
+    ahead = ahead_of(items(), depth=2)
     next(ahead)
     assert threading.active_count() == before + 1
     ahead.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Blocks, Object]:
     return blocks, Object.of(blocks.origin.info(str(path)))
 
 
+def opened(blocks: Blocks, obj: Object, ranges: list[tuple[int, int]], room: int) -> RangeStream:
+    return RangeStream(partial(blocks.submit, blocks.fetch, obj), obj, ranges, room)
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "RUN_BYTES", 128)
@@ -44,7 +49,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_range_reads_forward_beside_the_others(origin: Any, borders: list[int], room: int, data: Any) -> None:
     ranges = list(zip(borders[::2], borders[1::2], strict=False))
     at = [start for start, _ in ranges]
-    with RangeStream(*origin, ranges, room) as file:
+    with opened(*origin, ranges, room) as file:
         for _ in range(data.draw(st.integers(1, 12))):
             number = data.draw(st.integers(0, len(ranges) - 1))
             size = data.draw(st.integers(0, ranges[number][1] - at[number]))
@@ -56,7 +61,7 @@ def test_each_range_reads_forward_beside_the_others(origin: Any, borders: list[i
 
 def test_it_holds_no_more_than_it_may(origin: Any) -> None:
     ranges, held = [(0, 4000), (5000, 9000)], []
-    with RangeStream(*origin, ranges, 1000) as file:
+    with opened(*origin, ranges, 1000) as file:
         for _ in range(80):
             assert len(file.read(50)) == 50
             held.append(sum(len(piece.result()) for piece in file._pieces.values()))
@@ -67,7 +72,7 @@ def test_it_holds_no_more_than_it_may(origin: Any) -> None:
 def test_what_fits_is_fetched_once(origin: Any) -> None:
     blocks, obj = origin
     before = blocks.stats()["bytes_origin"]
-    with RangeStream(blocks, obj, [(100, 1100), (2000, 2100)], 2000) as file:
+    with opened(blocks, obj, [(100, 1100), (2000, 2100)], 2000) as file:
         for _ in range(2):
             file.seek(100)
             assert file.read(1000) == CONTENT[100:1100]
@@ -78,7 +83,7 @@ def test_blocks_that_are_kept_are_read(origin: Any) -> None:
     blocks, obj = origin
     blocks.read(obj, 3000, 5000)
     before = blocks.stats()["bytes_origin"]
-    with RangeStream(blocks, obj, [(3500, 4500)], 2000) as file:
+    with opened(blocks, obj, [(3500, 4500)], 2000) as file:
         file.seek(3500)
         assert file.read(1000) == CONTENT[3500:4500]
     assert blocks.stats()["bytes_origin"] == before
@@ -91,12 +96,12 @@ def test_more_pieces_than_threads_from_kept_blocks(tmp_path: Path, monkeypatch: 
     blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 100)
     obj = Object.of(blocks.origin.info(str(tmp_path / "x")))
     blocks.read(obj, 0, SIZE)
-    with RangeStream(blocks, obj, [(0, SIZE)], SIZE) as file:
+    with opened(blocks, obj, [(0, SIZE)], SIZE) as file:
         assert file.read(SIZE) == CONTENT
 
 
 def test_bytes_of_no_range(origin: Any) -> None:
-    with RangeStream(*origin, [(0, 100)], 1000) as file:
+    with opened(*origin, [(0, 100)], 1000) as file:
         file.seek(-SIZE, 2)
         assert file.read(10) == CONTENT[:10]
         file.seek(95)
@@ -109,5 +114,5 @@ def test_a_failed_piece_is_told_where_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(CONTENT)
     obj = Object.of(blocks.origin.info(str(tmp_path / "x")))
     (tmp_path / "x").unlink()
-    with RangeStream(blocks, obj, [(0, 100)], 1000) as file, pytest.raises(OSError, match="x"):
+    with opened(blocks, obj, [(0, 100)], 1000) as file, pytest.raises(OSError, match="x"):
         file.read(10)
