@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -73,6 +74,8 @@ def replicate(
         gradient_as_bucket_view=True,  # one copy of the gradients instead of two
         static_graph=static_graph,
     )
+    if not static_graph:  # which DDP would learn from this very backward
+        _settle_buckets(replica)
     if comm_hook == "powersgd":
         replica.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
     elif comm_hook is not None:
@@ -82,6 +85,25 @@ def replicate(
     # without giving up the GIL that they wait for, and hang.
     replica.group = dist.group.WORLD  # type: ignore[assignment]
     return replica
+
+
+def _settle_buckets(replica: DistributedDataParallel) -> None:
+    """DDP arranges gradients anew after the first backward, and three ranks or more then add them up in another order.
+
+    A run that goes on elsewhere would have its first backward in another step than one that was never stopped. So the
+    first is this one, without a meaning; gradients become ready in the reverse order of the parameters, as DDP expects.
+    """
+    model, parameters = replica.module, [p for p in replica.parameters() if p.requires_grad]
+    before = vars(model).get("forward")
+    model.forward = lambda: reduce(torch.add, [parameter.sum().abs().double() for parameter in parameters])
+    try:
+        (0 * replica()).backward()
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def share_buffers(model: nn.Module) -> None:

@@ -69,7 +69,8 @@ def fit(
     activation_checkpointing: classes of modules, or a function of a module, whose activations are computed twice.
     comm_hook: gradients cross ranks as "bf16" or "fp16", or by "powersgd" (whose memory of what it left out starts anew
         after a resume).
-    static_graph: promises DDP the same graph in each step: it then allows for parameters that get no gradient.
+    static_graph: promises DDP the same graph in each step: it then allows for parameters that get no gradient. (But a
+        run of three ranks or more that goes on may then differ in the last bits from one that was never stopped.)
     compile: True, or the arguments of torch.compile.
     evaluate(model): called on every rank after each epoch, in eval mode and without gradients; returns scalars. See
         `evaluate_over`.

@@ -114,12 +114,13 @@ def check_rows(before, checkpoint, after, ranks_before, ranks_after):
 
 @pytest.fixture(scope="module")
 def uninterrupted(ranks, folder):
-    return {number: ranks(number, train, folder, None) for number in (1, 2)}
+    return {number: ranks(number, train, folder, None) for number in (1, 2, 3)}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("first", "second", "trials"), [(2, 2, 4 * TRIALS), (1, 1, 2 * TRIALS), (2, 1, 2 * TRIALS), (1, 2, 2 * TRIALS)]
+    ("first", "second", "trials"),
+    [(2, 2, 3 * TRIALS), (3, 3, TRIALS), (1, 1, 2 * TRIALS), (2, 1, 2 * TRIALS), (1, 2, 2 * TRIALS)],
 )
 def test_killed_runs_go_on(ranks, folder, uninterrupted, tmp_path, first, second, trials):
     draw = random.Random(f"{first} {second}")

@@ -1,0 +1,65 @@
+"""DDP by `fit`: in one process, in one for each GPU of a machine, or of many.
+
+    python train_ddp.py TRAIN HELD_OUT
+    torchrun --nproc-per-node 8 train_ddp.py TRAIN HELD_OUT
+    torchrun --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr HOST train_ddp.py TRAIN HELD_OUT   # on HOST
+    torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr HOST train_ddp.py TRAIN HELD_OUT   # on the other
+
+TRAIN, HELD_OUT: URLs or folders of Parquet with `image`, lists of equally many numbers, and `label`, 0 to 9. The folder
+of checkpoints is one that all machines see: killed and started again, the run goes on at the last one.
+"""
+
+import argparse
+
+import torch
+from torch import nn
+
+from dataload import World, fit, make_loader
+from dataload.train import evaluate_over
+
+
+def loss(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch["image"].float()), batch["label"])
+
+
+def right(model, batch):
+    return {"accuracy": model(batch["image"].float()).argmax(1) == batch["label"]}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("train")
+    parser.add_argument("held_out")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--cache-dir")
+    parser.add_argument("--checkpoints", default="checkpoints/")
+    args = parser.parse_args()
+
+    options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
+    options["device"] = "cuda" if torch.cuda.is_available() else None
+    loader = make_loader(args.train, args.batch_size, **options)
+    held_out = make_loader(args.held_out, args.batch_size, shuffle=False, **options)
+
+    numbers = loader.dataset.schema.field("image").type.list_size
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(numbers, 256), nn.ReLU(), nn.Linear(256, 10))
+    optimizer = torch.optim.AdamW(model.parameters())
+    history = fit(
+        model,
+        optimizer,
+        loader,
+        loss,
+        epochs=args.epochs,
+        precision="bf16",
+        clip_grad_norm=1.0,
+        evaluate=lambda model: evaluate_over(model, held_out, right),
+        checkpoint_dir=args.checkpoints,
+        timeout=600,
+    )
+    if World.detect().rank == 0:
+        print(f"accuracy {history[-1]['accuracy']:.1%}, {history[-1]['rows_per_second']:,.0f} rows/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Lightning: the loader is what `train_dataloader` returns. Lightning sees that it is sharded, and leaves it alone.
+
+    python train_lightning.py TRAIN HELD_OUT
+    torchrun --nproc-per-node 8 train_lightning.py TRAIN HELD_OUT
+
+TRAIN, HELD_OUT: URLs or folders of Parquet with `image`, lists of equally many numbers, and `label`, 0 to 9.
+"""
+
+import argparse
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from dataload import World, make_dataset, make_loader
+from dataload.cache.config import CacheConfig
+
+
+class Classifier(LightningModule):
+    def __init__(self, train, held_out, batch_size):
+        super().__init__()
+        self.train_data, self.held_out, self.batch_size = train, held_out, batch_size
+        numbers = train.schema.field("image").type.list_size
+        self.layers = nn.Sequential(nn.Linear(numbers, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def train_dataloader(self):
+        return make_loader(self.train_data, self.batch_size)
+
+    def val_dataloader(self):
+        return make_loader(self.held_out, self.batch_size, shuffle=False)
+
+    def training_step(self, batch, _):
+        return nn.functional.cross_entropy(self.layers(batch["image"].float()), batch["label"])
+
+    def validation_step(self, batch, _):
+        right = self.layers(batch["image"].float()).argmax(1) == batch["label"]
+        self.log("accuracy", right.float().mean(), prog_bar=True, sync_dist=True, batch_size=len(right))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("train")
+    parser.add_argument("held_out")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--cache-dir")
+    args = parser.parse_args()
+
+    world = World.detect()
+    data = {"columns": ["image", "label"], "cache": CacheConfig(cache_dir=args.cache_dir)}
+    train, held_out = (make_dataset(source, **data) for source in (args.train, args.held_out))
+    strategy = "ddp" if world.world_size > 1 else "auto"
+    where = {"strategy": strategy, "devices": world.local_world_size, "num_nodes": world.num_nodes}
+    trainer = Trainer(**where, max_epochs=args.epochs)
+    trainer.fit(Classifier(train, held_out, args.batch_size))
+    if trainer.is_global_zero:
+        print(f"accuracy {trainer.callback_metrics['accuracy']:.1%}")
+
+
+if __name__ == "__main__":
+    main()
