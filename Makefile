@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test check chaos format demo bench peers wheel constraints clean
+.PHONY: setup test check chaos format demo bench gpu peers wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -36,6 +36,10 @@ demo: setup
 # Beside the other loaders; they live in an environment of their own, for their pins exclude ours.
 bench: setup .venv-peers/.ready
 	$(BIN)/dataload bench $(BENCH)
+
+# Does the loader keep a GPU busy? Without one: does the program run?
+gpu: setup
+	$(BIN)/python -m dataload.benchmarks.gpu
 
 peers: .venv-peers/.ready
 

@@ -82,7 +82,8 @@ def fit(
     timeout: seconds that a rank waits for the others before it gives up; None: torch's default.
     log_dir: TensorBoard gets loss, rows per second, stall fraction, memory (bytes, at its peak) and learning rate each
         `log_every` steps, and each epoch's dict.
-    profile: a folder for a trace of ten early steps of each rank, with each stage by name.
+    profile: a folder for a trace of ten early steps of each rank, with the stages of loop and loader by name; Nsight
+        Systems sees these names in all steps.
 
     An epoch's dict: epoch; loss and logged scalars, averaged over all ranks' rows; rows of all ranks; seconds and
     wait_seconds (for batches), averaged over ranks; rows_per_second; stall_fraction; what the loader's stats count,

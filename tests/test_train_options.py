@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError, NonFiniteLoss
 from dataload.loader import make_loader
+from dataload.stages import stage
 from dataload.train import evaluate_over, fit
 from dataload.world import World
+
+STAGES = {"wait for batch", "copy to device", "forward", "backward", "optimizer", "checkpoint", "decode"}
 
 # ---- what should not matter, and what training is for
 
@@ -390,18 +394,37 @@ def test_only_rank_0_logs(ranks, tmp_path):
     assert ["rank=0" in path.name for path in tmp_path.iterdir()] == [True]
 
 
+class Threaded:
+    """A loader with a thread of its own, which is at "decode" while the loop waits for it."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        with ThreadPoolExecutor(1) as pool:
+            for batch in self.loader:
+                yield pool.submit(self.decoded, batch).result()
+
+    def decoded(self, batch):
+        with stage("decode"):
+            return batch
+
+
 def test_profile_names_the_stages(tmp_path):
-    train_in_order(4, profile=tmp_path / "trace", checkpoint_dir=tmp_path / "kept")
-    (file,) = (tmp_path / "trace").iterdir()
-    assert file.name.startswith("rank0.")
-    ranges = {event["name"] for event in json.loads(file.read_text())["traceEvents"] if event.get("ph") == "X"}
-    stages = {"wait for batch", "copy to device", "forward", "backward", "optimizer", "checkpoint"}
-    assert stages <= ranges
+    model, optimizer = build()
+    options = {"profile": tmp_path / "trace", "checkpoint_dir": tmp_path / "kept", "progress": False}
+    fit(model, optimizer, Threaded(in_order(4)), squared_error, epochs=2, precision="fp32", **options)
+    assert [file.name for file in (tmp_path / "trace").iterdir()] == ["rank0.pt.trace.json"]
+    events = json.loads((tmp_path / "trace" / "rank0.pt.trace.json").read_text())["traceEvents"]
+    spans = {name: [event for event in events if event["name"] == name and "dur" in event] for name in STAGES}
+    assert all(spans.values())
+    (trainer,) = {event["tid"] for name in STAGES - {"decode"} for event in spans[name]}
+    assert trainer not in {event["tid"] for event in spans["decode"]}
+    for event in spans["decode"][1:-1]:  # each within the loop's waiting for it
+        assert any(w["ts"] <= event["ts"] <= w["ts"] + w["dur"] for w in spans["wait for batch"])
 
 
 def test_without_a_profile_stages_cost_nothing():
-    from dataload.stages import stage
-
     assert stage("forward") is not None
     with pytest.raises(ZeroDivisionError), stage("forward"):
         1 / 0  # noqa: B018

@@ -1,0 +1,36 @@
+"""The GPU benchmark, where there is none: that it runs, says so, and can tell hidden copies from others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from dataload.benchmarks import gpu
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be the whole benchmark")
+def test_it_runs_without_a_gpu_and_says_so():
+    command = [sys.executable, "-m", "dataload.benchmarks.gpu", "--json"]
+    said = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout)
+    assert said["device"].startswith("no GPU here")
+    figures = {row["what"].strip(): row for row in said["rows"]}
+    assert figures["batches as on the host"]["figure"] == "16 of 16"
+    assert figures["batches as on the host"]["ok"]
+    assert figures["of the step on a resident batch"]["asked"] == "at most 1.01 x"
+
+
+def test_what_is_hidden_is_counted_once():
+    assert gpu.overlap(0, 10, []) == 0
+    assert gpu.overlap(0, 10, [(-5, 2), (1, 3), (8, 20)]) == 5
+    assert gpu.overlap(0, 10, [(2, 4), (-1, 11), (3, 5)]) == 10
+    assert gpu.overlap(0, 10, [(11, 12), (-3, 0)]) == 0
+
+
+def test_checksums_differ_in_another_order():
+    first, second = ({"image": torch.arange(6).view(3, 2)[order]} for order in ([0, 1, 2], [0, 2, 1]))
+    assert gpu.checksum(first) == gpu.checksum(dict(first))
+    assert gpu.checksum(first) != gpu.checksum(second)
