@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dataload.errors import CorruptEntry as CorruptEntry
     from dataload.errors import DataError as DataError
     from dataload.errors import DataloadError as DataloadError
+    from dataload.errors import NonFiniteLoss as NonFiniteLoss
     from dataload.errors import ObjectChanged as ObjectChanged
     from dataload.errors import OriginError as OriginError
     from dataload.loader import make_loader as make_loader
@@ -24,6 +25,7 @@ _HOME = {
     "CorruptEntry": "dataload.errors",
     "DataError": "dataload.errors",
     "DataloadError": "dataload.errors",
+    "NonFiniteLoss": "dataload.errors",
     "ObjectChanged": "dataload.errors",
     "OriginError": "dataload.errors",
     "World": "dataload.world",
@@ -37,6 +39,7 @@ __all__ = [
     "CorruptEntry",
     "DataError",
     "DataloadError",
+    "NonFiniteLoss",
     "ObjectChanged",
     "OriginError",
     "World",
