@@ -282,6 +282,20 @@ def test_an_overflow_in_sixteen_bits_is_skipped():
     assert parameters.isfinite().all()
 
 
+def test_a_skipped_step_is_none_of_the_schedule():
+    model, made = nn.Linear(3, 1), iter(range(100))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def loss(model, batch):
+        return model(batch["x"].float()).float().mean() * 1e-3 * (1e38 if next(made) == 4 else 1.0)
+
+    options = {"precision": "fp16", "scheduler": scheduler, "progress": False}
+    (record,) = fit(model, optimizer, in_order(4), loss, epochs=1, **options)
+    assert record["skipped_steps"] == 1
+    assert optimizer.param_groups[0]["lr"] == 0.5**9
+
+
 def test_the_scale_halves_at_an_overflow(tmp_path):
     planted(1e38, 13, precision="fp16", checkpoint_dir=tmp_path)
     scales = [

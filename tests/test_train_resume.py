@@ -56,7 +56,7 @@ def augmented(batch, rng):
 
 
 def train(folder, checkpoints, seen=None, victim=None, moment=(10**9, 0)):
-    """The parameters, running statistics included, and the losses of epochs, as one list each.
+    """The parameters, running statistics included, as one vector; the losses of epochs; their rows.
 
     seen: a folder that gets, line by line, the rows of each step of each rank. victim: the rank that kills itself in
     the given step (of this process), after the given number of calls of functions.
@@ -86,7 +86,7 @@ def train(folder, checkpoints, seen=None, victim=None, moment=(10**9, 0)):
     options |= {"checkpoint_dir": checkpoints, "checkpoint_every": EVERY, "progress": False}
     history = fit(model, optimizer, loader, loss, **options)
     state = torch.cat([value.double().ravel() for value in model.state_dict().values()])
-    return state, [record["loss"] for record in history]
+    return state, [record["loss"] for record in history], [record["rows"] for record in history]
 
 
 def rows_of(seen, number):
@@ -145,9 +145,10 @@ def test_killed_runs_go_on(ranks, folder, uninterrupted, tmp_path, first, second
         answers = ranks(second, train, folder, place / "kept", place / "after")
         check_rows(rows_of(place / "before", first), checkpoint, rows_of(place / "after", second), first, second)
         if first == second:
-            for (state, losses), (wanted, wanted_losses) in zip(answers, uninterrupted[second], strict=True):
+            for (state, losses, _), (wanted, wanted_losses, _) in zip(answers, uninterrupted[second], strict=True):
                 assert torch.equal(state, wanted), (victim, moment)
                 assert losses == wanted_losses
+        assert all(N <= rows < N + max(first, second) for *_, history in answers for rows in history)
         assert [path.name[:11] for path in sorted((place / "kept").iterdir())] == ["checkpoint-"] * 2
 
 
@@ -203,6 +204,48 @@ def test_a_loader_without_state_is_resumed_at_the_end_of_an_epoch(tmp_path):
     model, optimizer = build()
     with pytest.raises(ConfigError, match="checkpoint_every: this loader has no state_dict"):
         fit(model, optimizer, in_order(8), squared_error, epochs=1, checkpoint_every=1, checkpoint_dir=tmp_path)
+
+
+class Drawing:
+    """A loader that can be resumed, and draws from torch's generator when it begins, as torch's own do."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __iter__(self):
+        torch.rand(())
+        for batch in list(in_order(4))[self.given :]:
+            self.given += 1
+            yield batch
+        self.given = 0
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+def train_drawing(folder, crash_at=None):
+    model, optimizer = build(dropout=0.3)
+    batches = count()
+
+    def loss(model, batch):
+        if next(batches) == crash_at:
+            raise CrashError
+        return squared_error(model, batch)
+
+    options = {"epochs": 2, "precision": "fp32", "checkpoint_every": 3, "checkpoint_dir": folder, "progress": False}
+    fit(model, optimizer, Drawing(), loss, **options)
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("crash_at", [8, 11, 19])
+def test_loaders_may_draw_from_the_generators_when_they_begin(tmp_path, crash_at):
+    expected = train_drawing(tmp_path / "whole")
+    with pytest.raises(CrashError):
+        train_drawing(tmp_path / "cut", crash_at)
+    assert torch.equal(train_drawing(tmp_path / "cut"), expected)
 
 
 def test_ranks_are_resumed_with_their_own_generators(ranks, tmp_path):
