@@ -169,26 +169,30 @@ def pinned_speed(batch: Tensor, device: torch.device) -> float:
     return batch.nbytes / best
 
 
-def copies(steps: Steps, losses: Losses, batches: Iterator[Any], size: Size, ceiling: float) -> Iterator[Row]:
-    """Copies to the device in the trace of some steps: how fast, and how much of them is hidden behind kernels."""
+def copies(steps: Steps, losses: Losses, batches: Iterator[Any], size: Size, ceiling: float) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         with traced(folder, 0) as step:
             for batch in islice(batches, size.steps):
                 take(steps, losses, batch)
                 step()
         losses.settle()
-        events = json.loads(next(Path(folder).iterdir()).read_text())["traceEvents"]
+        return copied_in(json.loads(next(Path(folder).iterdir()).read_text())["traceEvents"], ceiling)
+
+
+def copied_in(events: list[dict[str, Any]], ceiling: float) -> list[Row]:
+    """Copies to the device in a trace: how fast, beside `ceiling`, and how much of them is hidden behind kernels."""
     copied = [e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"] and e["args"]["bytes"] >= LARGE]
     kernels = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
     if not copied:
-        yield Row("copies to the device", "none seen in the trace", "", ok=False)
-        return
+        return [Row("the loader's copies", "none in the trace", "at least 0.9 x", ok=False)]
     seconds = sum(e["dur"] for e in copied) / 1e6
     speed = sum(e["args"]["bytes"] for e in copied) / seconds
     hidden = sum(overlap(e["ts"], e["ts"] + e["dur"], kernels) for e in copied) / 1e6 / seconds
-    yield Row("copy from pinned memory", f"{ceiling / 1e9:.1f} GB/s")
-    yield Row("the loader's copies", f"{speed / 1e9:.1f} GB/s", "at least 0.9 x", speed >= 0.9 * ceiling)
-    yield Row("  hidden behind kernels", f"{hidden:.1%}", "at least 95 %", hidden >= 0.95)
+    return [
+        Row("copy from pinned memory", f"{ceiling / 1e9:.1f} GB/s"),
+        Row("the loader's copies", f"{speed / 1e9:.1f} GB/s", "at least 0.9 x", speed >= 0.9 * ceiling),
+        Row("  hidden behind kernels", f"{hidden:.1%}", "at least 95 %", hidden >= 0.95),
+    ]
 
 
 def overlap(start: float, end: float, spans: list[tuple[float, float]]) -> float:

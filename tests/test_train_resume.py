@@ -131,8 +131,9 @@ def test_killed_runs_go_on(ranks, folder, uninterrupted, tmp_path, first, second
         shutil.rmtree(place, ignore_errors=True)
         for name in ("before", "after"):
             (place / name).mkdir(parents=True)
-        # Often in the midst of a step or of a checkpoint, which has some thousand calls.
+        # Often in the midst of a step or of a checkpoint, which has some thousand calls; once where an epoch begins.
         moment = draw.randrange(steps), draw.choice([0, draw.randrange(100), draw.randrange(5000)])
+        moment = moment if killed else (steps // EPOCHS, 0)
         victim = draw.randrange(first)
         lost = ranks(first, train, folder, place / "kept", place / "before", victim, moment)
         if isinstance(lost[victim], tuple):
@@ -148,6 +149,7 @@ def test_killed_runs_go_on(ranks, folder, uninterrupted, tmp_path, first, second
             for (state, losses, _), (wanted, wanted_losses, _) in zip(answers, uninterrupted[second], strict=True):
                 assert torch.equal(state, wanted), (victim, moment)
                 assert losses == wanted_losses
+        assert all(torch.equal(state, answers[0][0]) for state, *_ in answers)
         assert all(N <= rows < N + max(first, second) for *_, history in answers for rows in history)
         assert [path.name[:11] for path in sorted((place / "kept").iterdir())] == ["checkpoint-"] * 2
 
