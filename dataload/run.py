@@ -46,6 +46,7 @@ class Run:
     def __post_init__(self) -> None:
         self._so_far: dict[str, Any] = {}  # what an epoch begun by another process has come to, on this rank
         self._begun: Callable[[], None] = lambda: None
+        self._rows = 0  # of all ranks, in the step begun
         scaler = self.steps.scaler
         parts = {
             "model": self.model,
@@ -75,22 +76,13 @@ class Run:
             self._so_far = _added([rank["so far"] for rank in ranks], self.world.world_size)
 
     def epoch(self, number: int, advance: Callable[[], None]) -> None:
-        """Trains on what is left of the epoch and evaluates; calls `advance` after each batch."""
+        """Trains on what is left of the epoch, evaluates and saves; calls `advance` after each batch."""
         try:
             self._train(number, advance)
+            self._conclude(number)
         except Exception as error:
             error.add_note(f"rank {self.world.rank} of {self.world.world_size}, epoch {number}, step {self.step}")
             raise
-        share_buffers(self.model)  # running statistics differ between ranks; from here on nobody sees that
-        record = {"epoch": number, **self._tally.figures(self.loader)}
-        if self.evaluate is not None:
-            self.model.eval()
-            with torch.no_grad(), stage("evaluate"):
-                record |= {name: float(value) for name, value in self.evaluate(self.model).items()}
-        self.history.append(record)
-        if self.scalars is not None:
-            self.scalars.epoch(record, self.step)
-        self._save({}, self.loader.state_dict() if "loader" in self._parts else None)
 
     def _train(self, number: int, advance: Callable[[], None]) -> None:
         tally = self._tally = Tally(**self._so_far)
@@ -109,21 +101,35 @@ class Run:
         self._begun = lambda: None
         self.losses.settle()
 
+    def _conclude(self, number: int) -> None:
+        share_buffers(self.model)  # running statistics differ between ranks; from here on nobody sees that
+        record = {"epoch": number, **self._tally.figures(self.loader)}
+        if self.evaluate is not None:
+            self.model.eval()
+            with torch.no_grad(), stage("evaluate"):
+                record |= {name: float(value) for name, value in self.evaluate(self.model).items()}
+        self.history.append(record)
+        if self.scalars is not None:
+            self.scalars.epoch(record, self.step)
+        self._save({}, self.loader.state_dict() if "loader" in self._parts else None)
+
     def _take(self, fed: Fed, tally: Tally, where: str) -> None:
         with stage("copy to device"):
             batch = map_tensors(fed.batch, lambda tensor: tensor.to(self.steps.device, non_blocking=True))
         loss, scalars = self.steps.add(batch, fed.rows, fed.all_rows, last=fed.last)
         self.losses.add(loss, where)
         tally.add({**scalars, "loss": loss}, fed.rows)
+        self._rows += fed.all_rows
         if self.steps.pending:
             return
+        rows, self._rows = self._rows, 0
         self.step += 1
         if "scaler" in self._parts:
             tally.counts["skipped_steps"] += self.steps.skipped
         self.traced()
         if self.scalars is not None:
             lr = self.steps.optimizer.param_groups[0]["lr"]
-            self.scalars.step(self.step, self.losses.latest, lr, fed.all_rows, tally.counts["wait_seconds"])
+            self.scalars.step(self.step, self.losses.latest, lr, rows, tally.counts["wait_seconds"])
 
     def _save(self, so_far: dict[str, Any], loader_state: Any) -> None:
         """so_far: of the epoch that goes on."""

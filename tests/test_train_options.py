@@ -17,6 +17,7 @@ from regression import assert_close, build, in_order, parameters_of, squared_err
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from dataload import feed, figures
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError, NonFiniteLoss
 from dataload.loader import make_loader
@@ -397,6 +398,35 @@ def test_tensorboard_gets_the_figures(tmp_path):
     assert points["epoch/rows"] == [(10, 40), (20, 40)]
     for name in ("loss", "rows per second", "stall fraction", "memory"):
         assert [step for step, value in points[f"step/{name}"] if value >= 0] == list(range(2, 21, 2)), name
+
+
+def test_rows_per_second_are_of_all_batches(tmp_path, monkeypatch):
+    """Of a loop in which a batch of 4 rows takes a second, and loading a quarter of one; each point is of 4 batches."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    now = [0.0]
+    for module in (feed, figures):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+
+    def slowly(batches):
+        for batch in batches:
+            now[0] += 0.25
+            yield batch
+
+    def loss(model, batch):
+        now[0] += 0.75
+        return squared_error(model, batch)
+
+    model, optimizer = build()
+    options = {"epochs": 1, "accumulate": 2, "log_dir": tmp_path, "log_every": 2, "progress": False}
+    fit(model, optimizer, slowly(in_order(4)), loss, precision="fp32", **options)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    # One batch is always ahead: the first point has waited for five.
+    speeds = [(point.step, point.value) for point in events.Scalars("step/rows per second")]
+    assert speeds == [(2, pytest.approx(16 / 4.25)), (4, pytest.approx(4))]
+    stalls = [point.value for point in events.Scalars("step/stall fraction")]
+    assert stalls == [pytest.approx(1.25 / 4.25), pytest.approx(0.25)]
 
 
 def logged_by(folder):
