@@ -13,7 +13,7 @@ from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin import Origin
-from dataload.cache.threads import Threads
+from dataload.cache.threads import Threads, awaited
 from dataload.cache.tier import Allocate, BlobKey, Span, Tier
 from dataload.cache.version import version_of
 from dataload.errors import ConfigError
@@ -99,7 +99,7 @@ class Blocks(ForkAware):
         if threading.current_thread() is not threading.main_thread():
             return self._block(obj, number, span)
         found = self.tier.get(self._key_of(obj, number), span)
-        return self.submit(self._block, obj, number, span).result() if found is None else found
+        return awaited(self.submit(self._block, obj, number, span)) if found is None else found
 
     def fetch(self, obj: Object, start: int, stop: int) -> memoryview:
         """The bytes [start, stop) of an object, in one request, and kept nowhere; from blocks where these are kept."""

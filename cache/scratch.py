@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import time
 import weakref
 from collections.abc import Iterator
@@ -126,5 +125,6 @@ def _locked(folder: Path) -> Iterator[bool | None]:
 def _close(owner: int, path: Path, descriptor: int) -> None:
     if os.getpid() != owner:
         return
-    shutil.rmtree(path, ignore_errors=True)  # The whole cache may be gone by now.
+    with suppress(OSError):
+        path.rmdir()  # What is left in it, of a fill that was cut off, names rows that whoever sweeps up has to drop.
     os.close(descriptor)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from dataload.cache.forks import ForkAware
 
 PATIENCE_SECONDS = 1.0
+LOOK_SECONDS = 0.2
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -45,6 +46,13 @@ class Threads:
                 name = f"{self._name}_{self._started}"
                 threading.Thread(target=_work, args=(self._calls, self._idle), name=name, daemon=True).start()
         return future
+
+
+def awaited(future: Future[T]) -> T:
+    """Its result. In the main thread Ctrl-C is heard meanwhile, also one that comes just before the wait begins."""
+    while not future.done():
+        wait([future], LOOK_SECONDS)
+    return future.result()
 
 
 class _UnderWay(ForkAware):

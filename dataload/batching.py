@@ -19,7 +19,6 @@ from dataload.packing import pack
 from dataload.records import Records
 from dataload.samplers.keys import derive_key
 from dataload.samplers.sharded import ShardedSampler
-from dataload.stats import SHARES
 from dataload.timeline import Timeline, doing
 
 
@@ -169,8 +168,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     def _traffic(self) -> dict[str, float]:
         """What this worker's cache counted since it was last asked."""
-        before, stats = self._counted, self._dataset.blocks.stats()
-        self._counted = {name: stats[name] for name in SHARES}
+        before, self._counted = self._counted, self._dataset.rowstore.blobs.counts()
         return {name: total - before.get(name, 0) for name, total in self._counted.items()}
 
 

@@ -113,12 +113,12 @@ class Loader(Unwrapped, DataLoader[Any]):
     def stats(self) -> LoaderStats:
         """Figures of the running epoch, or of the last one."""
         if self._traffic is not None:
-            self._traffic.note(self._stats)
+            self._traffic.note(self._totals(), self._stats)
         return self._stats
 
     def _totals(self) -> dict[str, float]:
-        """What the caches of this process and of its workers have counted."""
-        own = self.dataset.blocks.stats()
+        """What the caches have counted, of this process and of those that work for it."""
+        own = self.dataset.rowstore.counts()
         return {share: own[share] + self._worked[share] for share in SHARES}
 
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
@@ -129,7 +129,7 @@ class Loader(Unwrapped, DataLoader[Any]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took the last batch without asking for one more.
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
-        traffic = self._traffic = Traffic(self._totals)
+        traffic = self._traffic = Traffic(self._totals())
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
         step = sampler.global_batch_size
@@ -155,7 +155,7 @@ class Loader(Unwrapped, DataLoader[Any]):
                 if used >= end:
                     announce_last()
                 yield answer.batch
-        traffic.note(stats)
+        traffic.note(self._totals(), stats)
         if self._traffic is traffic:
             self._traffic = None
         if sampler.epoch == epoch:  # else somebody has set another meanwhile

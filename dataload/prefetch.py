@@ -9,12 +9,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, TypeVar
 
 from dataload.timeline import Timeline
 
 PATIENCE_SECONDS = 1.0  # at the end of the program
+LOOK_SECONDS = 0.2
 
 T = TypeVar("T")
 
@@ -54,7 +56,7 @@ def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timel
     try:
         while True:
             since = perf_counter()
-            item, error = ready.get()
+            item, error = _next_of(ready)
             waiting.waited(since, making, instead="collate")
             if isinstance(error, StopIteration):
                 return
@@ -67,6 +69,13 @@ def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timel
         end()
         while thread.is_alive() and not sys.is_finalizing():
             thread.join(PATIENCE_SECONDS)
+
+
+def _next_of(ready: queue.SimpleQueue[T]) -> T:
+    while True:
+        # A signal that comes between the interpreter's last look and the wait would be heard after it.
+        with suppress(queue.Empty):
+            return ready.get(timeout=LOOK_SECONDS)
 
 
 class Lookahead:

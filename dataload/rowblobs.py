@@ -19,6 +19,7 @@ from dataload import parquet, records
 from dataload.allowance import Allowance
 from dataload.cache.blocks import RUN_BYTES, Blocks
 from dataload.cache.forks import ForkAware
+from dataload.cache.local import LocalTier
 from dataload.cache.threads import Threads
 from dataload.cache.tier import BlobKey, Span
 from dataload.columns import Array, Column, concatenate, decode
@@ -26,6 +27,7 @@ from dataload.errors import DataError
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
 from dataload.records import Blob
+from dataload.stats import SHARES
 from dataload.timeline import Timeline, doing, waited
 
 FOOTERS_KEPT = 64
@@ -74,14 +76,18 @@ class RowBlobs(ForkAware):
 
     def load(self, number: int) -> list[memoryview]:
         """The blobs of a row group, made if they are not kept. Raises OriginError, DataError."""
-        keys = self._keys(number)
-        with doing("disk"):
-            found = self._kept(keys)
+        found = self.find(number)
         if found is None:
+            keys = self._keys(number)
             with self._blocks.tier.alone(self._key(number, "row group")):
                 found = self._kept(keys) or self._make(number, keys)
             self._release()
         return found
+
+    def find(self, number: int) -> list[memoryview] | None:
+        """The blobs of a row group, if they are kept."""
+        with doing("disk"):
+            return self._kept(self._keys(number))
 
     def make(self, number: int) -> None:
         """Have the blobs of a row group kept, where there is room; those that are there are not read."""
@@ -97,10 +103,20 @@ class RowBlobs(ForkAware):
         group = self._manifest.row_groups[number]
         return group.rows * self.layout.dtype.itemsize + self._heap_bytes(group)
 
+    @property
+    def shared(self) -> bool:
+        """Whether what is kept is there for other processes, too."""
+        return isinstance(self._blocks.tier, LocalTier)
+
     @cached_property
     def num_bytes(self) -> int:
         """About how many bytes all of them take."""
         return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
+
+    def counts(self) -> dict[str, float]:
+        """What this process's caches have counted; see `LoaderStats`."""
+        stats = self._blocks.stats()
+        return {share: stats[share] for share in SHARES}
 
     def requests(self) -> int:
         """How many requests it takes to fetch every row group, with all its columns: `parquet.open_row_group`'s."""

@@ -19,6 +19,7 @@ from dataload.cache.maps import max_maps
 from dataload.cache.threads import Threads
 from dataload.columns import Array
 from dataload.errors import ConfigError
+from dataload.filler import Filler
 from dataload.layout import Layout
 from dataload.manifest import Manifest
 from dataload.records import Records
@@ -28,6 +29,7 @@ from dataload.shelf import Shelf
 from dataload.timeline import Timeline, waited
 
 LOADERS = 24  # some have theirs decoded while the origin sends to others
+FILLED_BYTES = 512 << 20  # of rows: to start a process takes as long as to decode half of them
 MAPS_OF_A_BLOB = 4  # its slot, what is empty behind that, its heap; and some for others
 
 
@@ -66,6 +68,7 @@ class RowStore(ForkAware):
         self._asked: OrderedDict[int, _Asked] = OrderedDict()  # and not on the shelf yet
         self._threads: Threads | None = None
         self._spent: Counter[str] = Counter()  # seconds of loading, by cause
+        self._filler: Filler | None = None
         self._shelf: Shelf | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,6 +104,10 @@ class RowStore(ForkAware):
                 asked = {group: self._ask_for(group) for group in needed if group not in shelf}
             loaded = {group: had for group, one in asked.items() if (had := self._loaded(one, stop)) is not None}
 
+    def counts(self) -> Counter[str]:
+        """What the caches of this process, and of the one that fills for it, have counted; see `LoaderStats`."""
+        return Counter(self.blobs.counts()) + (Counter() if self._filler is None else self._filler.counts())
+
     def forget(self) -> None:
         """Do not start to load what was only asked for in advance."""
         with self._mutex:
@@ -116,8 +123,13 @@ class RowStore(ForkAware):
         return owners
 
     def prefetch(self, groups: Iterable[int]) -> None:
-        """Start loading these row groups, in this order."""
+        """Start loading these row groups, in this order.
+
+        Where there is much to be made, that is left to a process of its own.
+        """
         with self._mutex:
+            if self._filler is None and self.blobs.shared and self.blobs.num_bytes >= FILLED_BYTES:
+                self._filler = Filler(self.blobs)
             for group in groups:
                 if self._shelf is None or group not in self._shelf:
                     self._ask_for(group)
@@ -153,7 +165,11 @@ class RowStore(ForkAware):
     def _load(self, group: int, timeline: Timeline) -> list[memoryview]:
         since = perf_counter()
         with timeline.here():
-            contents = self.blobs.load(group)
+            contents = self.blobs.find(group)
+            if contents is None:
+                if self._filler is not None:
+                    self._filler.make(group)
+                contents = self.blobs.load(group)
         self._spent.update(timeline.seconds(since, perf_counter()))
         return contents
 

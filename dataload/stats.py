@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.filesize import decimal
 
@@ -82,13 +81,11 @@ class LoaderStats:
 
 
 class Traffic:
-    """What the cache counted since an epoch began. totals: what it counted in all."""
+    """What the caches counted since an epoch began. before: what they had counted by then."""
 
-    def __init__(self, totals: Callable[[], Mapping[str, Any]]) -> None:
-        self._totals = totals
-        self._before = dict(totals())
+    def __init__(self, before: Mapping[str, float]) -> None:
+        self._before = dict(before)
 
-    def note(self, stats: LoaderStats) -> None:
-        now = self._totals()
+    def note(self, now: Mapping[str, float], stats: LoaderStats) -> None:
         for share in SHARES:
-            setattr(stats, share, int(now[share] - self._before.get(share, 0)))
+            setattr(stats, share, int(now[share] - self._before[share]))

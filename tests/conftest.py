@@ -143,5 +143,5 @@ def nothing_left_behind() -> Iterator[None]:
 
 def lives_on(thread: threading.Thread) -> bool:
     """Pools end with their dataset, which the test's arguments still hold; the others end with the process."""
-    pools = ("dataload-blocks", "dataload-decode", "dataload-load")
+    pools = ("dataload-blocks", "dataload-decode", "dataload-filler", "dataload-load")
     return thread.name.startswith((*pools, "fsspecIO", "asyncio_", "Dummy-")) or "process_request" in thread.name
