@@ -25,7 +25,7 @@ from dataload.cache.scratch import Scratch, drafts, living, oldest_start, sweep
 from dataload.cache.steps import step
 from dataload.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
 _SETUP = b"\xff" * 32  # the lock under which a folder is made, opened, swept and closed
@@ -184,10 +184,10 @@ class CacheFolder:
         self.index.drop(digest)
         mark.unlink(missing_ok=True)
 
-    def reserve(self, row: Row, *, limit: int, evict_before: Callable[[], int]) -> bool:
+    def reserve(self, row: Row, *, limit: int, region: int, evict_before: Callable[[], int]) -> bool:
         """`Index.reserve`, removing the files of what is evicted."""
         with self._releasing() as release:
-            return self.index.reserve(row, limit=limit, evict_before=evict_before, release=release)
+            return self.index.reserve(row, limit=limit, region=region, evict_before=evict_before, release=release)
 
     def evict(self, keep_bytes: int) -> None:
         """`Index.evict`, removing the files of what is evicted."""

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ SMALL_MAP_BYTES = 1 << 30
 READERS = 1000  # processes that may have it open at a time
 _LOCK_BYTES = 128 << 10  # 64 a reader, and room to spare
 _TABLES = (b"rows", b"order", b"accounts")
-_ROW = struct.Struct(">QQ")  # bytes on disk, time of last use; the name follows
+_USED, _PASSING = b"used", b"passing"  # accounts: bytes of all rows, and of those that pass through
+_ROW = struct.Struct(">QQ")  # bytes on disk, stamp; the name follows
 _STAMP = struct.Struct(">Q")
+_KEPT = 1 << 63  # in a stamp, beside the time of last use: those that pass through come first in their order
 
 DAMAGED = (
     lmdb.CorruptedError,
@@ -46,13 +49,20 @@ class Row:
     """One blob of the index.
 
     size: bytes it takes on disk.
-    used_at: when it was last used, in ns since the Unix epoch, up to the delay with which uses are written down.
+    used_at: when it was last used, in ns since the Unix epoch, up to the delay with which uses are written down; of one
+        that passes through, when it came.
+    kept: whether it stays; else it passes through the region for what does not fit.
     """
 
     digest: bytes
     name: str
     size: int
     used_at: int = field(default_factory=time.time_ns)
+    kept: bool = True
+
+    @property
+    def stamp(self) -> int:
+        return self.used_at | _KEPT * self.kept
 
 
 class Index(ForkAware):
@@ -140,17 +150,18 @@ class Index(ForkAware):
 
     def used_bytes(self) -> int:
         with self._transaction() as txn:
-            return self._used(txn)
+            return self._account(txn, _USED)
 
     def owed_bytes(self) -> int:
         """What `used_bytes` is off from the sum of the rows; 0 when the accounts are right."""
         with self._transaction() as txn:
-            return self._used(txn) - self._sum(txn)
+            return sum(abs(self._account(txn, name) - total) for name, total in self._sums(txn).items())
 
     def balance(self) -> None:
         """Set the accounts right."""
         with self._transaction(write=True) as txn:
-            self._set_used(txn, self._sum(txn))
+            for name, total in self._sums(txn).items():
+                self._set_account(txn, name, total)
 
     def enter(self, rows: Iterable[Row]) -> None:
         """Enter rows of files that are there, whatever the limit."""
@@ -159,27 +170,34 @@ class Index(ForkAware):
                 self._drop(txn, row.digest)
                 self._put(txn, row)
 
-    def reserve(self, row: Row, *, limit: int, evict_before: Callable[[], int], release: Release) -> bool:
+    def reserve(self, row: Row, *, limit: int, region: int, evict_before: Callable[[], int], release: Release) -> bool:
         """Enter a row in place of one it may have, first evicting as many others as `limit` (bytes) demands.
 
         False when it cannot fit; then it has none.
 
-        evict_before: asked only when the cache is full: rows last used before this time (ns) may go.
+        region: of the limit, bytes that are not for those that stay. What cannot stay passes through there: it takes
+            the place of whatever came there first.
+        evict_before: asked only when the cache is full: those that stay, but were last used before this time (ns), may
+            go.
         """
         with self._transaction(write=True) as txn:
             self._drop(txn, row.digest)
-            used = self._used(txn)
-            if used + row.size > limit:
-                used = self._evict(txn, limit - row.size, evict_before(), release)
-            if used + row.size > limit:
+            used = self._account(txn, _USED) + row.size
+            over, too_many = used - limit, used - self._account(txn, _PASSING) - (limit - region)
+            if max(over, too_many) > 0:
+                before = evict_before()
+                if self._evict(txn, max(over, too_many), partial(self._kept, txn, before), release):
+                    over, too_many = 0, 0
+            if over > 0 and not self._evict(txn, over, partial(self._all, txn, before), release):
                 return False
-            self._put(txn, row)
+            self._put(txn, replace(row, kept=too_many <= 0 or not region))
             return True
 
     def evict(self, keep_bytes: int, release: Release) -> None:
         """Evict blobs, those used longest ago first, until at most `keep_bytes` remain."""
         with self._transaction(write=True) as txn:
-            self._evict(txn, keep_bytes, time.time_ns(), release)
+            over = self._account(txn, _USED) - keep_bytes
+            self._evict(txn, over, partial(self._all, txn, time.time_ns()), release)
 
     def settled(self, check: Callable[[], bool]) -> bool:
         """What `check` finds while nobody enters, evicts or drops rows."""
@@ -193,70 +211,91 @@ class Index(ForkAware):
                 self._drop(txn, digest)
 
     def touch(self, digests: Iterable[bytes]) -> None:
-        """Note that these blobs were used just now; those without a row are passed over."""
+        """Note that these blobs were used just now; those without a row, and those passing through, are passed over."""
         with self._transaction(write=True) as txn:
             for digest in digests:
                 row = self._row(txn, digest)
-                if row is not None:
+                if row is not None and row.kept:
                     self._drop(txn, digest)
                     self._put(txn, Row(digest, row.name, row.size))
 
-    def _evict(self, txn: Any, keep_bytes: int, evict_before: int, release: Release) -> int:
-        """Evict down to `keep_bytes` if the rows last used before `evict_before` allow it; the bytes then in use."""
-        used = self._used(txn)
-        sizes = itertools.accumulate(row.size for row in self._oldest(txn, evict_before))
-        if not any(used - size <= keep_bytes for size in sizes):
-            return used
+    def _evict(self, txn: Any, over: int, rows: Callable[[], Iterator[Row]], release: Release) -> bool:
+        """Evict some of these, in their order, so that `over` bytes are free; whether they are.
+
+        None of them, when all would not do.
+        """
+        sizes = itertools.accumulate(row.size for row in rows())
+        if over > 0 and not any(size >= over for size in sizes):
+            return False
         released = []
-        for row in self._oldest(txn, evict_before):
-            if used <= keep_bytes:
+        for row in rows():
+            if over <= 0:
                 break
             # The file goes first. Killed before the commit, we leave a row that covers nothing, which is released like
             # any other; the other order would leave a file that nobody counts.
             if release(row.digest):
                 step("evict: unlinked")
                 released.append(row.digest)
-                used -= row.size
+                over -= row.size
         for digest in released:
             self._drop(txn, digest)
         step("evict: dropped")
-        return used
+        return over <= 0
 
-    def _oldest(self, txn: Any, before: int) -> Iterator[Row]:
-        """The rows last used before `before`, those used longest ago first."""
-        for key in txn.cursor(self._order).iternext(values=False):
-            row = self._row(txn, key[_STAMP.size :])
-            if row is None or row.used_at >= before:
-                return
-            yield row
+    def _all(self, txn: Any, before: int) -> Iterator[Row]:
+        """The rows that may go: those that pass through, and of those that stay the ones last used before then."""
+        yield from itertools.takewhile(lambda row: not row.kept, self._from(txn, 0))
+        yield from self._kept(txn, before)
+
+    def _kept(self, txn: Any, before: int) -> Iterator[Row]:
+        """The rows that stay, but were last used before then; those used longest ago first."""
+        return itertools.takewhile(lambda row: row.used_at < before, self._from(txn, _KEPT))
+
+    def _from(self, txn: Any, stamp: int) -> Iterator[Row]:
+        cursor = txn.cursor(self._order)
+        if cursor.set_range(_STAMP.pack(stamp)):
+            for key in cursor.iternext(values=False):
+                row = self._row(txn, key[_STAMP.size :])
+                if row is None:
+                    return
+                yield row
 
     def _row(self, txn: Any, digest: bytes) -> Row | None:
         value = txn.get(digest, db=self._rows)
         if value is None:
             return None
-        size, used_at = _ROW.unpack_from(value)
-        return Row(digest, value[_ROW.size :].decode(), size, used_at)
+        size, stamp = _ROW.unpack_from(value)
+        return Row(digest, value[_ROW.size :].decode(), size, stamp & ~_KEPT, bool(stamp & _KEPT))
 
     def _put(self, txn: Any, row: Row) -> None:
-        txn.put(row.digest, _ROW.pack(row.size, row.used_at) + row.name.encode(), db=self._rows)
-        txn.put(_STAMP.pack(row.used_at) + row.digest, b"", db=self._order)
-        self._set_used(txn, self._used(txn) + row.size)
+        txn.put(row.digest, _ROW.pack(row.size, row.stamp) + row.name.encode(), db=self._rows)
+        txn.put(_STAMP.pack(row.stamp) + row.digest, b"", db=self._order)
+        self._count(txn, row, row.size)
 
     def _drop(self, txn: Any, digest: bytes) -> None:
         row = self._row(txn, digest)
         if row is not None:
             txn.delete(digest, db=self._rows)
-            txn.delete(_STAMP.pack(row.used_at) + digest, db=self._order)
-            self._set_used(txn, self._used(txn) - row.size)
+            txn.delete(_STAMP.pack(row.stamp) + digest, db=self._order)
+            self._count(txn, row, -row.size)
 
-    def _used(self, txn: Any) -> int:
-        return int.from_bytes(txn.get(b"used", b"", db=self._accounts), "big")
+    def _count(self, txn: Any, row: Row, size: int) -> None:
+        for name in (_USED,) if row.kept else (_USED, _PASSING):
+            self._set_account(txn, name, self._account(txn, name) + size)
 
-    def _sum(self, txn: Any) -> int:
-        return sum(_ROW.unpack_from(value)[0] for value in txn.cursor(self._rows).iternext(keys=False))
+    def _account(self, txn: Any, name: bytes) -> int:
+        return int.from_bytes(txn.get(name, b"", db=self._accounts), "big")
 
-    def _set_used(self, txn: Any, used: int) -> None:
-        txn.put(b"used", used.to_bytes(8, "big"), db=self._accounts)
+    def _set_account(self, txn: Any, name: bytes, total: int) -> None:
+        txn.put(name, total.to_bytes(8, "big"), db=self._accounts)
+
+    def _sums(self, txn: Any) -> dict[bytes, int]:
+        """What the accounts should say."""
+        sums = {_USED: 0, _PASSING: 0}
+        for size, stamp in (_ROW.unpack_from(value) for value in txn.cursor(self._rows).iternext(keys=False)):
+            sums[_USED] += size
+            sums[_PASSING] += 0 if stamp & _KEPT else size
+        return sums
 
     @contextmanager
     def _transaction(self, *, write: bool = False) -> Iterator[Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dataload.errors import ConfigError, CorruptEntry
 from dataload.metrics import Counters
 
 FILL_SECONDS = 120.0
+LEASED_AT_ONCE = 1000  # in one transaction, which others wait for
 FLUSH_SECONDS = 1.0  # how far behind the record of uses may be: hits are never written one by one
 
 log = logging.getLogger(__name__)
@@ -40,8 +42,9 @@ class LocalTier(ForkAware):
     limit: most bytes on disk; None: 90 % of what the disk has free, and what is kept already.
     policy: "pin" admits until full and evicts only what no running process has used since it started; "lru" evicts
         what was used longest ago.
-
     clock: seconds, monotonic; by it a failing disk is tried again.
+
+    region: bytes of the limit for what finds no room under "pin": it passes through there, first come, first gone.
 
     Notes: nothing is opened before the first use. A warm `get` costs a lookup and a map; what a process reads for the
     first time it also checks, in pieces of 64 KiB. Pickles as its settings. What the disk does wrong (full, failing,
@@ -59,6 +62,7 @@ class LocalTier(ForkAware):
     ) -> None:
         self.path = Path(path)
         self.policy = policy
+        self.region = 0
         self.fill_seconds = FILL_SECONDS
         self._given_limit = limit
         self._clock = clock
@@ -76,8 +80,8 @@ class LocalTier(ForkAware):
         self.buffers = Buffers()
         self._folder: CacheFolder | None = None
 
-    def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str]]:
-        return LocalTier, (self.path, self._given_limit, self.policy)
+    def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str], dict[str, int]]:
+        return LocalTier, (self.path, self._given_limit, self.policy), {"region": self.region}
 
     def __repr__(self) -> str:
         state = "not opened" if self._folder is None else self.health.state
@@ -148,6 +152,13 @@ class LocalTier(ForkAware):
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
 
+    def lease(self, keys: Iterable[BlobKey]) -> None:
+        """Note that this process is going to use these blobs, those of them that are kept."""
+        digests = iter([key.digest for key in keys])
+        with self.trouble("noting uses", self.health.writes):
+            while some := list(itertools.islice(digests, LEASED_AT_ONCE)):
+                self.folder.index.touch(some)
+
     def flush(self) -> None:
         """Write down which blobs were used since the last time."""
         touched, self._touched = self._touched, set()
@@ -160,7 +171,9 @@ class LocalTier(ForkAware):
         self.flush()
         folder = self.folder
         evict_before = folder.oldest_process if self.policy == "pin" else time.time_ns
-        return folder.reserve(Row(key.digest, key.name, size), limit=self.limit, evict_before=evict_before)
+        region = self.region if self.policy == "pin" else 0
+        row = Row(key.digest, key.name, size)
+        return folder.reserve(row, limit=self.limit, region=region, evict_before=evict_before)
 
     @contextmanager
     def trouble(self, doing: str, breaker: Breaker) -> Iterator[None]:

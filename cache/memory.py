@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -62,6 +63,9 @@ class MemoryTier(ForkAware):
 
     def alone(self, key: BlobKey) -> AbstractContextManager[Any]:
         return self._locks.hold(key.digest)
+
+    def lease(self, keys: Iterable[BlobKey]) -> None:
+        """It keeps what was used last."""
 
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -70,6 +70,9 @@ class Tier(Protocol):
         Notes: best effort. Whoever has waited too long, or cannot lock, goes on all the same: twice the work, never a
         deadlock.
         """
+
+    def lease(self, keys: Iterable[BlobKey]) -> None:
+        """Have those of these blobs that are kept stay as long as this process runs, where the tier can say so."""
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process: hits, misses, waits, bytes, errors."""

@@ -10,13 +10,15 @@ from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.samplers.sharded import ShardedSampler
 
+FITS = 0.95  # of a cache is rows; the rest is footers, and what fills a file's last page
+
 log = logging.getLogger(__name__)
 
 
 def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     """Room in memory for what the order needs at a time. Raises ConfigError when the cache has less."""
-    _check_cache(dataset, sampler)
-    dataset.rowstore.capacity = max(dataset.rowstore.capacity, 2 * _drawn_on(sampler))
+    _provide_cache(dataset, sampler)
+    dataset.rowstore.serve(2 * _drawn_on(sampler))
 
 
 def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
@@ -47,8 +49,11 @@ def _drawn_on(sampler: ShardedSampler) -> int:
     return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams) + spanned)
 
 
-def _check_cache(dataset: Dataset, sampler: ShardedSampler) -> None:
-    """Raises ConfigError when the cache is too small for what the order needs at a time."""
+def _provide_cache(dataset: Dataset, sampler: ShardedSampler) -> None:
+    """Where not all fits, two windows pass through the cache, and the rest of it stays there.
+
+    Raises ConfigError when it is too small for what the order needs at a time.
+    """
     tier = dataset.blocks.tier
     if not isinstance(tier, LocalTier):
         return
@@ -56,6 +61,7 @@ def _check_cache(dataset: Dataset, sampler: ShardedSampler) -> None:
     groups = len(dataset.row_groups) if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
     need = sum(sorted(map(dataset.rowstore.blobs.bytes_of, range(len(dataset.row_groups))), reverse=True)[:groups])
     if limit >= need:
+        tier.region = max(tier.region, need) if dataset.rowstore.blobs.num_bytes > limit * FITS else tier.region
         return
     if order.shuffle == "full":
         raise ConfigError(

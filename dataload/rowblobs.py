@@ -98,6 +98,10 @@ class RowBlobs(ForkAware):
                     self._make(number, keys)
             self._release()
 
+    def lease(self) -> None:
+        """Have what is kept of all row groups stay, as long as this process runs."""
+        self._blocks.tier.lease(key for number in range(len(self._rows)) for key in self._keys(number))
+
     def bytes_of(self, number: int) -> int:
         """About how many bytes the blobs of a row group take; more where a dictionary made values small."""
         group = self._manifest.row_groups[number]

@@ -55,6 +55,7 @@ class RowStore(ForkAware):
         self, manifest: Manifest, columns: Sequence[str], blocks: Blocks, capacity: int, fill_null: Any = None
     ) -> None:
         self.capacity = capacity
+        self._serves = False
         self.blobs = RowBlobs(manifest, columns, blocks, fill_null)
         self._settings = manifest, columns, blocks
         self._fill_null = fill_null
@@ -73,6 +74,11 @@ class RowStore(ForkAware):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowStore, (*self._settings, self.capacity, self._fill_null)
+
+    def serve(self, groups: int) -> None:
+        """Have room for so many row groups: for as many as the largest of its loaders wants, once there is one."""
+        self.capacity = max(groups, self.capacity if self._serves else 0)
+        self._serves = True
 
     @property
     def layout(self) -> Layout:
@@ -128,8 +134,11 @@ class RowStore(ForkAware):
         Where there is much to be made, that is left to a process of its own.
         """
         with self._mutex:
-            if self._filler is None and self.blobs.shared and self.blobs.num_bytes >= FILLED_BYTES:
-                self._filler = Filler(self.blobs)
+            if self._threads is None:
+                self._threads = Threads(LOADERS, "dataload-load")
+                self._threads.submit(self.blobs.lease)
+                if self.blobs.shared and self.blobs.num_bytes >= FILLED_BYTES:
+                    self._filler = Filler(self.blobs)
             for group in groups:
                 if self._shelf is None or group not in self._shelf:
                     self._ask_for(group)

@@ -610,7 +610,7 @@ def test_accounts_that_are_off_are_found_and_put_right(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c", LIMIT, "lru")
     put(tier, "x/0")
     with tier.folder.index._transaction(write=True) as txn:
-        tier.folder.index._set_used(txn, 5)
+        tier.folder.index._set_account(txn, b"used", 5)
     assert "accounts" in fsck.verify(tier.folder).problems[0]
     assert len(fsck.verify(tier.folder, repair=True).problems) == 1
     assert fsck.verify(tier.folder).problems == []

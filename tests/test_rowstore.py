@@ -62,8 +62,8 @@ def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> 
 
 def test_the_first_asked_for_goes_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, loaded = dataset.rowstore, Counter[int]()
-    load = store.blobs.load
-    monkeypatch.setattr(store.blobs, "load", lambda group: [loaded.update([group]), load(group)][1])
+    load = store._load
+    monkeypatch.setattr(store, "_load", lambda group, *rest: [loaded.update([group]), load(group, *rest)][1])
     store.capacity = 2
     for group in (0, 1, 0, 2, 1, 0):
         store.gather(np.array([5 * group]))
