@@ -131,7 +131,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         making = Timeline(usually="collate")
         with making.here():
             [answer] = self.make(request)
-            packed = pack(answer.batch)
+            packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
         return answer._replace(batch=packed, traffic=self._traffic(), making=making.end())
 
     def make(self, request: Request, stop: Future[None] | None = None) -> Iterator[Answer]:

@@ -143,7 +143,7 @@ class Loader(Unwrapped, DataLoader[Any]):
                 asked = perf_counter()
                 answer = next(answers, None)
                 now = perf_counter()
-                stats.waited(waiting.take(asked, now, instead="collate"))
+                stats.waited(waiting.take(asked, now), self.dataset.rowstore.usual_cause)
                 stats.seconds = now - started
                 if answer is None:
                     break

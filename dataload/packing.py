@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,12 +19,12 @@ _ALIGN = 16
 
 
 class Packed(NamedTuple):
-    """content: uint8 [n], or so many bytes; shape: the batch with a `_Tensor`, `_Array`, `_Bytes` or `_Text` in place
-    of what is in there.
+    """content: uint8 [n], or so many bytes; shape: the batch, pickled, with a `_Tensor`, `_Array`, `_Bytes` or `_Text` in
+    place of what is in there.
     """
 
     content: torch.Tensor | bytearray
-    shape: Any
+    shape: bytes
 
 
 class _Tensor(NamedTuple):
@@ -61,7 +62,10 @@ class _Text(NamedTuple):
 
 
 def pack(batch: Any) -> Packed:
-    """The batch with its tensors, arrays, bytes and strings packed, wherever they are in dicts, lists and tuples."""
+    """The batch with its tensors, arrays, bytes and strings packed, wherever they are in dicts, lists and tuples.
+
+    Raises what pickling the rest of it raises: here, because a queue would only print it, and send nothing.
+    """
     packer = _Packer()
     shape = packer.pack(batch)
     piped = packer.size <= PIPED_BYTES
@@ -69,7 +73,7 @@ def pack(batch: Any) -> Packed:
     memory = content if isinstance(content, bytearray) else content.numpy().data
     for start, array in packer.parts:
         np.ndarray(array.shape, array.dtype, memory, start)[...] = array
-    return Packed(content, shape)
+    return Packed(content, pickle.dumps(shape))
 
 
 class _Packer:
@@ -136,9 +140,8 @@ def _can_be_joined(tensors: list[torch.Tensor]) -> bool:
 def unpack(packed: Packed) -> Any:
     """What was packed, as views of the content."""
     content = packed.content
-    return _Unpacker(memoryview(content) if isinstance(content, bytearray) else content.numpy().data).unpack(
-        packed.shape
-    )
+    memory = memoryview(content) if isinstance(content, bytearray) else content.numpy().data
+    return _Unpacker(memory).unpack(pickle.loads(packed.shape))  # noqa: S301 (a worker of ours made it)
 
 
 class _Unpacker:

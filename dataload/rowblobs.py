@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, lru_cache, partial
 from time import perf_counter
 from typing import Any
@@ -28,7 +28,7 @@ from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
 from dataload.records import Blob
 from dataload.stats import SHARES
-from dataload.timeline import Timeline, doing, waited
+from dataload.timeline import ELSEWHERE, Timeline, doing, waited
 
 FOOTERS_KEPT = 64
 # Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
@@ -79,7 +79,7 @@ class RowBlobs(ForkAware):
         found = self.find(number)
         if found is None:
             keys = self._keys(number)
-            with self._blocks.tier.alone(self._key(number, "row group")):
+            with self._alone(number):
                 found = self._kept(keys) or self._make(number, keys)
             self._release()
         return found
@@ -93,7 +93,7 @@ class RowBlobs(ForkAware):
         """Have the blobs of a row group kept, where there is room; those that are there are not read."""
         keys = self._keys(number)
         if self._kept(keys, (0, 0)) is None:
-            with self._blocks.tier.alone(self._key(number, "row group")):
+            with self._alone(number):
                 if self._kept(keys, (0, 0)) is None:
                     self._make(number, keys)
             self._release()
@@ -153,6 +153,13 @@ class RowBlobs(ForkAware):
             footer = self._footer(group.file)
             reader = stack.enter_context(parquet.open_row_group(group.file, group.number, stored, footer, self._blocks))
             return self._packed(number, keys, self._columns_of(reader.tables(int(self._rows[number])), number))
+
+    @contextmanager
+    def _alone(self, number: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            with doing(ELSEWHERE):
+                stack.enter_context(self._blocks.tier.alone(self._key(number, "row group")))
+            yield
 
     def _release(self) -> None:
         """Give back what Arrow keeps of the memory it decoded in: not each time, for fresh memory is slow."""

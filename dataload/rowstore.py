@@ -26,7 +26,7 @@ from dataload.records import Records
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.lookup import Lookup
 from dataload.shelf import Shelf
-from dataload.timeline import Timeline, waited
+from dataload.timeline import CAUSES, Timeline, waited
 
 LOADERS = 24  # some have theirs decoded while the origin sends to others
 FILLED_BYTES = 512 << 20  # of rows: to start a process takes as long as to decode half of them
@@ -188,14 +188,14 @@ class RowStore(ForkAware):
             since = perf_counter()
             either: list[Future[Any]] = [asked.contents] if stop is None else [asked.contents, stop]
             wait(either, return_when=FIRST_COMPLETED)
-            waited(since, asked.timeline, instead=self._usual_cause())
+            waited(since, asked.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
         return None if asked.contents.cancelled() else asked.contents.result()
 
-    def _usual_cause(self) -> str:
+    def usual_cause(self) -> str:
         """What loading takes most of its time for."""
-        known = {cause: seconds for cause, seconds in self._spent.items() if cause}
+        known = {cause: seconds for cause, seconds in self._spent.items() if cause in CAUSES}
         return max(known, key=known.__getitem__, default="origin")
 
 

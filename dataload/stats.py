@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rich.filesize import decimal
 
-from dataload.timeline import CAUSES
+from dataload.timeline import CAUSES, ELSEWHERE
 
 SHARES = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
 WORTH_SAYING = 0.05  # of the time
@@ -44,10 +44,11 @@ class LoaderStats:
     requests_origin: int = 0
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
-    def waited(self, causes: Mapping[str, float]) -> None:
-        """The training loop has waited for so many seconds of each."""
+    def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> None:
+        """The training loop has waited, so many seconds for each cause. elsewhere: what others of this host are at."""
         for cause, seconds in causes.items():
-            self.waits[cause] += seconds
+            known = elsewhere() if cause == ELSEWHERE else cause or "collate"  # what hands a batch over is part of that
+            self.waits[known] += seconds
             self.wait_seconds += seconds
 
     @property

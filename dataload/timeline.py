@@ -11,6 +11,7 @@ from time import perf_counter
 
 CAUSES = ("origin", "cluster", "disk", "decode", "collate", "transform", "transfer")
 IDLE = ""
+ELSEWHERE = "elsewhere"  # another process of the host makes what is awaited
 
 _of_thread = threading.local()
 
@@ -86,11 +87,9 @@ class Timeline:
         self._turn(perf_counter(), IDLE)
         return self
 
-    def take(self, since: float, until: float, instead: str) -> dict[str, float]:
-        """`seconds`, of which nobody will ask again. instead: of what is not known."""
+    def take(self, since: float, until: float) -> dict[str, float]:
+        """`seconds`, of which nobody will ask again."""
         spent = self.seconds(since, until)
-        if unknown := spent.pop(IDLE, 0.0):
-            spent[instead] = spent.get(instead, 0.0) + unknown
         self._turns = [(until, self._at)]
         return spent
 

@@ -99,12 +99,14 @@ def test_all_that_is_large_is_in_one_piece() -> None:
     assert packed.content.nbytes >= (1 << 19) + (1 << 18) + 9
     queue = multiprocessing.get_context("fork").SimpleQueue()
     queue.put(Packed(b"", packed.shape))  # type: ignore[arg-type]
-    assert "aaa" not in repr(queue.get().shape)
+    assert b"aaa" not in queue.get().shape
 
 
 def test_parameters_go_as_they_are() -> None:
     weight = torch.ones(2, requires_grad=True)
-    assert unpack(pack({"w": weight}))["w"] is weight
+    found = unpack(pack({"w": weight}))["w"]
+    assert found.requires_grad
+    assert torch.equal(found, weight)
 
 
 class Labelled(dict[str, Any]):
