@@ -19,8 +19,8 @@ _ALIGN = 16
 
 
 class Packed(NamedTuple):
-    """content: uint8 [n], or so many bytes; shape: the batch, pickled, with a `_Tensor`, `_Array`, `_Bytes` or `_Text` in
-    place of what is in there.
+    """content: uint8 [n], or so many bytes; shape: the batch, pickled, with a `_Tensor`, `_Array`, `_Bytes` or `_Text`
+    in place of what is in there.
     """
 
     content: torch.Tensor | bytearray
