@@ -1,0 +1,254 @@
+"""What prefetching is for: `python -m dataload.benchmarks.prefetch [--part NAME]`, against an S3 as late as a network.
+
+Each part prints a table: the first epoch beside a training step, a step that burns the interpreter beside a filler, a
+cache smaller than the data, ranks of one host that share the work, the first batch.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dataload.benchmarks.origin import Origin
+from dataload.benchmarks.suite import WIRE_LATENCY
+from dataload.benchmarks.systems.base import BUCKET
+from dataload.benchmarks.systems.floors import RANGE_BYTES
+from dataload.benchmarks.wire import Wire
+from dataload.benchmarks.workloads import Workload, workloads, write
+from dataload.cache.config import CacheConfig
+from dataload.dataset import Dataset, make_dataset
+from dataload.filler import Filler
+from dataload.loader import Loader, make_loader
+from dataload.world import World
+
+IN_FLIGHT = 16
+UTILISATION = 0.90  # DLIO's rule
+
+
+@dataclass(frozen=True)
+class Place:
+    """A workload's objects at an origin that answers late, and room for caches."""
+
+    origin: Origin
+    workload: Workload
+    size: str
+    files: Path
+    caches: Path
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files.glob("*.parquet"))
+
+    @contextmanager
+    def dataset(self, cache_bytes: int | None = None) -> Iterator[Dataset]:
+        """The dataset, behind a cache that is empty."""
+        url = f"s3://{BUCKET}/{self.size}/{self.workload.name}/parquet"
+        with TemporaryDirectory(dir=self.caches, ignore_cleanup_errors=True) as folder:
+            cache = CacheConfig(folder, cache_bytes)
+            yield make_dataset(url, storage_options=self.origin.storage_options, cache=cache)
+
+    def wire_seconds(self) -> float:
+        """What ranged GETs of everything take, when nobody looks at the bytes."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        wire = Wire(self.origin.endpoint_url, f"{BUCKET}/{self.size}/{self.workload.name}/parquet", RANGE_BYTES)
+        ranges = [
+            (path.name, start, min(start + RANGE_BYTES, path.stat().st_size))
+            for path in sorted(self.files.glob("*.parquet"))
+            for start in range(0, path.stat().st_size, RANGE_BYTES)
+        ]
+        started = time.perf_counter()
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            list(pool.map(wire.get, ranges))
+        wire.close()
+        return time.perf_counter() - started
+
+
+def loader_of(dataset: Dataset, workload: Workload, **options: Any) -> Loader:
+    group = {"x": list(workload.features)} if workload.features else None
+    return make_loader(dataset, workload.batch_size, group=group, **options)
+
+
+def timed(loader: Loader, step: Callable[[], object] = lambda: None) -> float:
+    started = time.perf_counter()
+    for _ in loader:
+        step()
+    return time.perf_counter() - started
+
+
+def step(place: Place) -> Table:
+    """The first epoch beside a step of a fixed time, such that computing takes as long as the wire, or less."""
+    table = Table("step, ms", "wire, s", "compute, s", "first epoch, s", "of the longer", "utilisation")
+    for share in (0.8, 1.0, 1.25):
+        wire = place.wire_seconds()
+        with place.dataset() as dataset:
+            loader = loader_of(dataset, place.workload)
+            pause = share * wire / len(loader)
+            taken = timed(loader, partial(time.sleep, pause))
+            compute = pause * len(loader)
+            table.add_row(
+                f"{pause * 1e3:.1f}", f"{wire:.2f}", f"{compute:.2f}", f"{taken:.2f}",
+                f"{taken / max(wire, compute):.2f}", f"{compute / taken:.0%}",
+            )  # fmt: skip
+    return table
+
+
+def _burn() -> None:
+    """About two milliseconds of bytecode."""
+    total = 0
+    for number in range(40_000):
+        total += number & 7
+
+
+def _steps(seconds: float) -> float:
+    """Steps a second that burn the interpreter."""
+    count, started = 0, time.perf_counter()
+    while time.perf_counter() - started < seconds:
+        _burn()
+        count += 1
+    return count / (time.perf_counter() - started)
+
+
+def burn(place: Place) -> Table:
+    """A step that burns the interpreter: alone, and while all row groups are being fetched and decoded."""
+    table = Table("alone, steps/s", "beside a filler, steps/s", "of that", "filler, MB/s")
+    for _ in range(3):
+        with place.dataset() as dataset:
+            filler = Filler(dataset.rowstore.blobs)
+            while not filler.make(0):
+                time.sleep(0.05)
+            asked = [Thread(target=filler.make, args=(group,)) for group in range(1, len(dataset.row_groups))]
+            alone, before = _steps(2.0), filler.counts()["bytes_origin"]
+            for one in asked:
+                one.start()
+            beside = _steps(2.0)
+            filled = (filler.counts()["bytes_origin"] - before) / 2.0
+            for one in asked:
+                one.join()
+            filler.end()
+            table.add_row(f"{alone:.0f}", f"{beside:.0f}", f"{beside / alone:.1%}", f"{filled / 1e6:.0f}")
+    return table
+
+
+def smaller(place: Place) -> Table:
+    """Caches of a part of the decoded data: what is fetched in later epochs, beside what stays."""
+    table = Table("cache", "of which stays", "fetched an epoch", "of what does not stay", "refused")
+    with place.dataset() as dataset:
+        decoded = dataset.rowstore.blobs.num_bytes
+    for share in (0.25, 0.5, 0.75, 0.9):
+        with place.dataset(int(share * decoded)) as dataset:
+            loader = loader_of(dataset, place.workload, window=max(1, len(dataset.row_groups) // 25))
+            timed(loader)
+            place.origin.reset()
+            for _ in range(3):
+                timed(loader)
+            fetched = place.origin.stats()["get_bytes"] / 3 / place.num_bytes
+            stays = share - dataset.blocks.tier.region / decoded
+            refused = dataset.blocks.stats()["refused"]
+            table.add_row(
+                f"{share:.0%}", f"{stays:.1%}", f"{fetched:.1%}", f"{fetched / (1 - stays):.3f}", str(refused)
+            )
+    return table
+
+
+RANK = """
+import sys
+from dataload.benchmarks.prefetch import rank
+rank(*sys.argv[1:])
+"""
+
+
+def rank(number: str, endpoint_url: str, url: str, cache_dir: str) -> None:
+    """A rank of two, with two workers: an epoch."""
+    from dataload.benchmarks import s3
+
+    dataset = make_dataset(url, storage_options=s3.storage_options(endpoint_url), cache=CacheConfig(cache_dir))
+    loader = make_loader(dataset, 64, world=World(int(number), 2, int(number), 2), num_workers=2, transform=_as_it_is)
+    sys.stdout.write(str(sum(len(batch["label"]) for batch in loader)))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def ranks(place: Place) -> Table:
+    """Two ranks with two workers each, on one host, from an empty cache."""
+    table = Table("rows", "bytes from the origin", "of the data", "duplicate GETs", "seconds")
+    url = f"s3://{BUCKET}/{place.size}/{place.workload.name}/parquet"
+    for _ in range(2):
+        place.origin.reset()
+        with TemporaryDirectory(dir=place.caches, ignore_cleanup_errors=True) as folder:
+            started = time.perf_counter()
+            command = [sys.executable, "-c", RANK]
+            given = [place.origin.endpoint_url, url, folder]
+            both = [
+                subprocess.Popen([*command, str(number), *given], stdout=subprocess.PIPE, text=True)
+                for number in range(2)
+            ]
+            rows = sum(int(one.communicate()[0]) for one in both)
+            seconds = time.perf_counter() - started
+        stats = place.origin.stats()
+        share = stats["get_bytes"] / place.num_bytes
+        table.add_row(
+            str(rows), str(stats["get_bytes"]), f"{share:.4f}", str(stats["duplicate_gets"]), f"{seconds:.1f}"
+        )
+    return table
+
+
+def first(place: Place) -> Table:
+    """The first batch from an empty cache, once the manifest is there; against the wire's time for its row groups."""
+    table = Table("first batch, s", "its row groups' bytes", "6 x latency + 1.3 x the wire's time, s")
+    for _ in range(3):
+        with place.dataset() as dataset:
+            started = time.perf_counter()
+            loader = loader_of(dataset, place.workload)
+            next(iter(loader))
+            taken = time.perf_counter() - started
+            end = loader.sampler.global_batch_size
+            groups = [group for position, group in loader.sampler.needs_from(0, 0) if position < end]
+            size = sum(dataset.row_groups[group].bytes for group in groups)
+            pieces = max(1, -(-size // RANGE_BYTES))
+            rate = (place.workload.bytes_per_second or 1e12) * min(pieces, IN_FLIGHT)
+            table.add_row(f"{taken:.3f}", str(size), f"{6 * WIRE_LATENCY + 1.3 * (WIRE_LATENCY + size / rate):.3f}")
+    return table
+
+
+PARTS = {"step": step, "burn": burn, "smaller": smaller, "ranks": ranks, "first": first}
+
+
+def main(
+    part: Annotated[list[str] | None, typer.Option(help="Which parts; all, unless told.")] = None,
+    workload: Annotated[str, typer.Option(help="Whose data.")] = "images",
+    size: Annotated[str, typer.Option(help="tiny, small, full or large.")] = "full",
+    wire: Annotated[bool, typer.Option(help="An origin with a network's latency and rates.")] = True,
+    folder: Annotated[Path, typer.Option(help="For the data: made once, kept for the next time.")] = Path(".bench"),
+) -> None:
+    """Measure what prefetching is for."""
+    data = folder.absolute() / "data"
+    chosen = workloads(size)[workload]
+    files = data / BUCKET / size / workload / "parquet"
+    write(chosen, files)
+    with Origin(data) as origin:
+        origin.behave(latency=WIRE_LATENCY if wire else 0.0, bytes_per_second=chosen.bytes_per_second if wire else None)
+        place = Place(origin, chosen, size, files, folder.absolute())
+        for name in part or PARTS:
+            table = PARTS[name](place)
+            table.title = " ".join((PARTS[name].__doc__ or "").split())
+            Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
