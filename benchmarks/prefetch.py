@@ -29,6 +29,7 @@ from dataload.benchmarks.systems.floors import RANGE_BYTES
 from dataload.benchmarks.wire import Wire
 from dataload.benchmarks.workloads import Workload, workloads, write
 from dataload.cache.config import CacheConfig
+from dataload.cache.local import LocalTier
 from dataload.dataset import Dataset, make_dataset
 from dataload.filler import Filler
 from dataload.loader import Loader, make_loader
@@ -90,12 +91,12 @@ def timed(loader: Loader, step: Callable[[], object] = lambda: None) -> float:
 
 
 def step(place: Place) -> Table:
-    """The first epoch beside a step of a fixed time, such that computing takes as long as the wire, or less."""
+    """The first epoch beside a step of a fixed time. The window is a 16th of the data: its last one has no successor."""
     table = Table("step, ms", "wire, s", "compute, s", "first epoch, s", "of the longer", "utilisation")
     for share in (0.8, 1.0, 1.25):
         wire = place.wire_seconds()
         with place.dataset() as dataset:
-            loader = loader_of(dataset, place.workload)
+            loader = loader_of(dataset, place.workload, window=max(1, len(dataset.row_groups) // 16))
             pause = share * wire / len(loader)
             taken = timed(loader, partial(time.sleep, pause))
             compute = pause * len(loader)
@@ -156,6 +157,7 @@ def smaller(place: Place) -> Table:
             for _ in range(3):
                 timed(loader)
             fetched = place.origin.stats()["get_bytes"] / 3 / place.num_bytes
+            assert isinstance(dataset.blocks.tier, LocalTier)
             stays = share - dataset.blocks.tier.region / decoded
             refused = dataset.blocks.stats()["refused"]
             table.add_row(

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
-from dataload.cache.blocks import RUN_BYTES, Object
+from dataload.cache.blocks import Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.timeline import doing
 
-SMALLEST_PIECE = 256 << 10
+SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 16 << 20  # of a range, in one request
 
 
 class RangeStream(io.RawIOBase):
@@ -113,5 +113,5 @@ class RangeStream(io.RawIOBase):
     def _piece(self, start: int, stop: int) -> int:
         """Bytes that are fetched together of a range; all of its pieces are about as large."""
         if not self.stays:
-            return max(SMALLEST_PIECE, min(RUN_BYTES, self._share // 2))
-        return -(-(stop - start) // -(-(stop - start) // RUN_BYTES))
+            return max(SMALLEST_PIECE, min(LARGEST_PIECE, self._share // 2))
+        return -(-(stop - start) // -(-(stop - start) // LARGEST_PIECE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import os
 import socket
@@ -12,13 +11,12 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from time import perf_counter
-from typing import Any, NamedTuple
-
-import pyarrow as pa
+from typing import NamedTuple
 
 from dataload.cache.forks import ForkAware
 from dataload.cache.threads import Threads
@@ -26,12 +24,11 @@ from dataload.rowblobs import RowBlobs
 from dataload.timeline import Timeline, waited
 
 AT_ONCE = 24  # row groups; `RowBlobs` bounds their memory
-NICENESS = 10  # beside a step that keeps the interpreter busy, this leaves it 97 to 99 % of its speed, not 81 to 85
+NICENESS = 19  # beside a step that keeps the interpreter busy it leaves it nine tenths of its speed
 IDLE_SECONDS = 60.0
-LOOK_SECONDS = 1.0  # how often either looks whether the other one lives, should it not hear of it
+LOOK_SECONDS = 0.2  # how often either looks for what it may not hear of: a death, a hurry
 ENDING_SECONDS = 0.5  # then it is killed, which leaves a little to be swept up
 MOST_FAILURES = 3
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # mallopt(3)
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +44,8 @@ class _Done(NamedTuple):
 
 class Filler(ForkAware):
     """Has row groups' blobs made by a process of its own, started when there is first something to make.
+
+    spent: on what making row groups has taken its time, in seconds by cause.
 
     Notes: may be called from any thread. It is an optimisation and no more: as long as its process is not ready, and
     when it has died, the work is left to whoever asks for it. That process never imports torch, yields to all others,
@@ -66,14 +65,18 @@ class Filler(ForkAware):
         self._process = None
         self._counted_before: Counter[str] = Counter()
         self._failures = 0
+        self.spent: Counter[str] = Counter()
 
-    def make(self, group: int) -> bool:
-        """Have the blobs of a row group kept; whether that was done. Raises OriginError, DataError."""
-        process = self._running()
+    def make(self, group: int, hurry: Callable[[], bool] = lambda: False) -> bool:
+        """Have the blobs of a row group kept; whether that was done. Raises OriginError, DataError.
+
+        hurry: whether there is no time to leave it to somebody who yields to all others.
+        """
+        process = None if hurry() else self._running()
         if process is None or not process.ready.is_set():
             return False
         since = perf_counter()
-        done = process.make(group)
+        done = process.make(group, hurry)
         if done is None:
             return False
         waited(since, done.making, instead=done.making.longest())
@@ -100,7 +103,7 @@ class Filler(ForkAware):
                 self._process = None
             if self._process is None and self._failures < MOST_FAILURES:
                 try:
-                    self._process = _Process(self._blobs)
+                    self._process = _Process(self._blobs, self.spent)
                 except OSError as error:
                     self._failures = MOST_FAILURES
                     log.warning("row groups are decoded in this process, because no other can be started: %s", error)
@@ -110,9 +113,13 @@ class Filler(ForkAware):
 
 
 class _Process:
-    """A filling process, from the outside. ready: it takes orders; gone: it takes no more."""
+    """A filling process, from the outside. spent: where what it spends its time on is added up, in seconds by cause.
 
-    def __init__(self, blobs: RowBlobs) -> None:
+    ready: it takes orders; gone: it takes no more.
+    """
+
+    def __init__(self, blobs: RowBlobs, spent: Counter[str]) -> None:
+        self._spent = spent
         self._socket, theirs = socket.socketpair()
         with theirs:
             program = f"import sys; sys.path[:] = {sys.path}; from dataload.filler import fill; fill({theirs.fileno()})"
@@ -121,7 +128,7 @@ class _Process:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the process that trains
+                process_group=0,  # Ctrl-C is for the process that trains; of another session it would not yield to it
             )
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._mutex = threading.Lock()
@@ -133,15 +140,18 @@ class _Process:
         self._listener.start()
         atexit.register(self.end)
 
-    def make(self, group: int) -> _Done | None:
-        """What became of it; None when the process has died. Raises CancelledError when it is ended."""
+    def make(self, group: int, hurry: Callable[[], bool]) -> _Done | None:
+        """What became of it; None when the process has died, or is not soon enough.
+
+        Raises CancelledError when it is ended.
+        """
         with self._mutex:
             asked = self._asked.get(group)
             if asked is None:
                 asked = self._asked[group] = Future()
                 with suppress(OSError):  # It is gone; then there is no answer.
                     self._connection.send(group)
-        while not asked.done() and self._popen.poll() is None:
+        while not asked.done() and not hurry() and self._popen.poll() is None:
             wait([asked], LOOK_SECONDS)
         return asked.result() if asked.done() else None
 
@@ -176,6 +186,7 @@ class _Process:
             while True:
                 done: _Done = self._connection.recv()
                 self.counted = Counter(done.counted)
+                self._spent.update(done.making.spent())
                 with self._mutex:
                     self._asked.pop(done.group).set_result(done)
         self._hang_up()
@@ -194,7 +205,6 @@ class _Process:
 def fill(descriptor: int) -> None:
     """A filling process, from the inside. descriptor: of a socket, where the `RowBlobs` comes, and then row groups."""
     os.nice(NICENESS)
-    _keep_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowBlobs = connection.recv()
     threads = Threads(AT_ONCE, "dataload-fill")
@@ -218,12 +228,3 @@ def fill(descriptor: int) -> None:
                 idle = 0.0
             else:
                 idle += LOOK_SECONDS
-
-
-def _keep_memory() -> None:
-    """Have memory that was freed used again, instead of given back: fresh pages cost more than what is put there."""
-    pa.set_memory_pool(pa.system_memory_pool())
-    with suppress(OSError, AttributeError):
-        libc: Any = ctypes.CDLL(None)
-        libc.mallopt(_MMAP_THRESHOLD, _NEVER)
-        libc.mallopt(_TRIM_THRESHOLD, _NEVER)

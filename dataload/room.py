@@ -11,14 +11,28 @@ from dataload.errors import ConfigError
 from dataload.samplers.sharded import ShardedSampler
 
 FITS = 0.95  # of a cache is rows; the rest is footers, and what fills a file's last page
+AHEAD_BYTES = 256 << 20  # of objects, loaded before they are needed: more than is on its way at a time
 
 log = logging.getLogger(__name__)
 
 
 def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
-    """Room in memory for what the order needs at a time. Raises ConfigError when the cache has less."""
-    _provide_cache(dataset, sampler)
-    dataset.rowstore.serve(2 * _drawn_on(sampler))
+    """Room for what the order needs at a time, and what is to be there before it is needed.
+
+    Where not all fits into the cache, two windows pass through, and the rest of it stays there. Raises ConfigError when
+    the cache is too small for what the order needs at a time.
+    """
+    drawn_on = ahead = _drawn_on(sampler)
+    tier, blobs = dataset.blocks.tier, dataset.rowstore.blobs
+    fits = True
+    if isinstance(tier, LocalTier):
+        need = _needed(dataset, sampler, tier.limit)
+        fits = blobs.num_bytes <= tier.limit * FITS
+        tier.region = tier.region if fits else max(tier.region, need)
+    if fits and dataset.row_groups:
+        mean = sum(group.bytes for group in dataset.row_groups) // len(dataset.row_groups)
+        ahead = min(len(dataset.row_groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
+    dataset.rowstore.serve(drawn_on, ahead)
 
 
 def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
@@ -49,20 +63,13 @@ def _drawn_on(sampler: ShardedSampler) -> int:
     return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams) + spanned)
 
 
-def _provide_cache(dataset: Dataset, sampler: ShardedSampler) -> None:
-    """Where not all fits, two windows pass through the cache, and the rest of it stays there.
-
-    Raises ConfigError when it is too small for what the order needs at a time.
-    """
-    tier = dataset.blocks.tier
-    if not isinstance(tier, LocalTier):
-        return
-    order, limit = sampler.order, tier.limit
+def _needed(dataset: Dataset, sampler: ShardedSampler, limit: int) -> int:
+    """Bytes of rows that the order needs at a time. Raises ConfigError when `limit` is less."""
+    order = sampler.order
     groups = len(dataset.row_groups) if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
     need = sum(sorted(map(dataset.rowstore.blobs.bytes_of, range(len(dataset.row_groups))), reverse=True)[:groups])
     if limit >= need:
-        tier.region = max(tier.region, need) if dataset.rowstore.blobs.num_bytes > limit * FITS else tier.region
-        return
+        return need
     if order.shuffle == "full":
         raise ConfigError(
             f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset decoded, {need} bytes; "

@@ -17,9 +17,10 @@ import pyarrow as pa
 
 from dataload import parquet, records
 from dataload.allowance import Allowance
-from dataload.cache.blocks import RUN_BYTES, Blocks
+from dataload.cache.blocks import Blocks
 from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
+from dataload.cache.stream import LARGEST_PIECE
 from dataload.cache.threads import Threads
 from dataload.cache.tier import BlobKey, Span
 from dataload.columns import Array, Column, concatenate, decode
@@ -33,8 +34,8 @@ from dataload.timeline import ELSEWHERE, Timeline, doing, waited
 FOOTERS_KEPT = 64
 # Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
 BLOB_BYTES, BLOB_ROWS = 32 << 20, 1 << 16
-FETCHED_BYTES = 128 << 20  # of row groups that are fetched and not decoded yet, in this process
-DECODED_BYTES = 96 << 20  # of blobs that are being decoded and packed, twice each
+FETCHED_BYTES = 160 << 20  # of row groups that are fetched and not decoded yet, in this process
+DECODED_BYTES = 64 << 20  # of blobs that are being decoded and packed, twice each
 
 
 class RowBlobs(ForkAware):
@@ -129,7 +130,7 @@ class RowBlobs(ForkAware):
             if group.bytes < parquet.SHARED_BYTES:
                 blocks.add(group.file)
             else:
-                requests += -(-group.bytes // RUN_BYTES)
+                requests += -(-group.bytes // LARGEST_PIECE)
         return requests + sum(-(-file.size // self._blocks.block_bytes) for file in blocks)
 
     def _kept(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
@@ -174,10 +175,10 @@ class RowBlobs(ForkAware):
 
     def _packed(self, number: int, keys: list[BlobKey], parts: Iterator[dict[str, Column]]) -> list[memoryview]:
         """The blobs of a row group, made of these columns by one of the threads that decode."""
-        since, decoding = perf_counter(), Timeline(usually="decode")
+        since, decoding = perf_counter(), Timeline()
         made = self._decoders.submit(self._pack, number, keys, parts, decoding)
         wait([made])
-        waited(since, decoding, instead="decode")
+        waited(since, decoding, instead=decoding.longest())
         return made.result()
 
     def _pack(
@@ -185,7 +186,7 @@ class RowBlobs(ForkAware):
     ) -> list[memoryview]:
         where = _where(self._manifest.row_groups[number])
         made = []
-        with decoding.here(), self._decoded.hold(2 * self.bytes_of(number) // len(keys)):
+        with decoding.here(), doing("decode"), self._decoded.hold(2 * self.bytes_of(number) // len(keys)):
             for key, rows, columns in zip(keys, self._lengths(number), parts, strict=True):
                 fill = partial(records.pack, columns, rows, self.layout, where)
                 made.append(self._blocks.tier.get_or_fill(key, fill))

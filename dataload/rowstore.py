@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,8 @@ LOADERS = 24  # some have theirs decoded while the origin sends to others
 FILLED_BYTES = 512 << 20  # of rows: to start a process takes as long as to decode half of them
 MAPS_OF_A_BLOB = 4  # its slot, what is empty behind that, its heap; and some for others
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class _Asked:
@@ -45,7 +47,7 @@ class RowStore(ForkAware):
     """The chosen columns of a dataset, by row number.
 
     capacity: how many row groups this process has open, those last asked for: they are asked for in the order in which
-    they are needed, and done with in that order.
+    they are needed, and done with in that order. ahead: how many of them are for what no batch has drawn on yet.
 
     Notes: may be read from any thread; a row group is asked for once however many want it at a time. A forked child
     starts with nothing open, and so does a pickled copy.
@@ -55,6 +57,7 @@ class RowStore(ForkAware):
         self, manifest: Manifest, columns: Sequence[str], blocks: Blocks, capacity: int, fill_null: Any = None
     ) -> None:
         self.capacity = capacity
+        self.ahead = capacity // 2
         self._serves = False
         self.blobs = RowBlobs(manifest, columns, blocks, fill_null)
         self._settings = manifest, columns, blocks
@@ -68,16 +71,22 @@ class RowStore(ForkAware):
         self._mutex = threading.Lock()
         self._asked: OrderedDict[int, _Asked] = OrderedDict()  # and not on the shelf yet
         self._threads: Threads | None = None
+        self._waiting = 0  # of gathers; a rough count will do
         self._spent: Counter[str] = Counter()  # seconds of loading, by cause
         self._filler: Filler | None = None
+        self._looks_ahead = False
         self._shelf: Shelf | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowStore, (*self._settings, self.capacity, self._fill_null)
 
-    def serve(self, groups: int) -> None:
-        """Have room for so many row groups: for as many as the largest of its loaders wants, once there is one."""
-        self.capacity = max(groups, self.capacity if self._serves else 0)
+    def serve(self, drawn_on: int, ahead: int) -> None:
+        """Have room for the row groups that are drawn on at a time, and for those that are loaded ahead of that.
+
+        As many as the largest of its loaders wants, once there is one.
+        """
+        self.capacity = max(drawn_on + ahead, self.capacity if self._serves else 0)
+        self.ahead = max(ahead, self.ahead if self._serves else 0)
         self._serves = True
 
     @property
@@ -134,9 +143,9 @@ class RowStore(ForkAware):
         Where there is much to be made, that is left to a process of its own.
         """
         with self._mutex:
-            if self._threads is None:
-                self._threads = Threads(LOADERS, "dataload-load")
-                self._threads.submit(self.blobs.lease)
+            if not self._looks_ahead:
+                self._looks_ahead = True
+                self._run(self.blobs.lease)
                 if self.blobs.shared and self.blobs.num_bytes >= FILLED_BYTES:
                     self._filler = Filler(self.blobs)
             for group in groups:
@@ -163,31 +172,42 @@ class RowStore(ForkAware):
     def _ask_for(self, group: int) -> _Asked:
         asked = self._asked.get(group)
         if asked is None or asked.contents.cancelled() or _failed(asked.contents):
-            if self._threads is None:
-                self._threads = Threads(LOADERS, "dataload-load")
             timeline = Timeline()
-            asked = self._asked[group] = _Asked(self._threads.submit(self._load, group, timeline), timeline)
+            asked = self._asked[group] = _Asked(self._run(self._load, group, timeline), timeline)
         while len(self._asked) > self.capacity:
             self._asked.popitem(last=False)
         return asked
 
+    def _run(self, call: Callable[..., T], *args: Any) -> Future[T]:
+        if self._threads is None:
+            self._threads = Threads(LOADERS, "dataload-load")
+        return self._threads.submit(call, *args)
+
     def _load(self, group: int, timeline: Timeline) -> list[memoryview]:
-        since = perf_counter()
         with timeline.here():
             contents = self.blobs.find(group)
             if contents is None:
+                since = perf_counter()
                 if self._filler is not None:
-                    self._filler.make(group)
+                    self._filler.make(group, self._waits)
                 contents = self.blobs.load(group)
-        self._spent.update(timeline.seconds(since, perf_counter()))
+                self._spent.update(timeline.seconds(since, perf_counter()))
         return contents
+
+    def _waits(self) -> bool:
+        """Whether a gather waits: then there is no step to be spared, and this process does what it can itself."""
+        return self._waiting > 0
 
     def _loaded(self, asked: _Asked, stop: Future[None] | None) -> list[memoryview] | None:
         """What was asked for; None when it was given up because another loop over the same rows has ended."""
         if not asked.contents.done():
             since = perf_counter()
             either: list[Future[Any]] = [asked.contents] if stop is None else [asked.contents, stop]
-            wait(either, return_when=FIRST_COMPLETED)
+            self._waiting += 1
+            try:
+                wait(either, return_when=FIRST_COMPLETED)
+            finally:
+                self._waiting -= 1
             waited(since, asked.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
@@ -195,7 +215,8 @@ class RowStore(ForkAware):
 
     def usual_cause(self) -> str:
         """What loading takes most of its time for."""
-        known = {cause: seconds for cause, seconds in self._spent.items() if cause in CAUSES}
+        spent = self._spent if self._filler is None else self._spent + self._filler.spent
+        known = {cause: seconds for cause, seconds in spent.items() if cause in CAUSES}
         return max(known, key=known.__getitem__, default="origin")
 
 

@@ -77,9 +77,14 @@ class Timeline:
             spent[cause] += end - start
         return spent
 
+    def spent(self) -> dict[str, float]:
+        """`seconds`, of all the time until it last changed."""
+        return self.seconds(self._turns[0][0], self._turns[-1][0])
+
     def longest(self) -> str:
-        """What it was at for most of its time."""
-        spent = self.seconds(self._turns[0][0], self._turns[-1][0])
+        """What it was at for most of the time that is known of."""
+        spent = self.spent()
+        spent.pop(IDLE, None)
         return max(spent, key=spent.__getitem__, default=self._at)
 
     def end(self) -> Timeline:

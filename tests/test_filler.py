@@ -57,7 +57,7 @@ def test_it_makes_what_others_then_read(filler: Filler, dataset: Any, not_here: 
 def test_it_never_imports_torch_and_yields_to_others(filler: Filler) -> None:
     assert filler.make(0)
     process = psutil.Process(filler._process._popen.pid)
-    assert process.nice() == psutil.Process().nice() + 10
+    assert process.nice() == 19
     assert not [each.path for each in process.memory_maps() if "libtorch" in each.path]
 
 
@@ -84,6 +84,16 @@ def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(filler: Filler, d
     assert filler._process is not first
     assert filler._process.ready.wait(60)
     assert filler.make(2)
+
+
+def test_who_is_in_a_hurry_does_not_wait_for_it(filler: Filler, dataset: Any) -> None:
+    os.kill(filler._process._popen.pid, signal.SIGSTOP)
+    hurry = iter([False, False, False, True])
+    assert not filler.make(8, lambda: next(hurry))
+    assert dataset.rowstore.gather(np.array([40])).rows["row_id"].tolist() == [40]
+    assert not filler.make(9, lambda: True)
+    os.kill(filler._process._popen.pid, signal.SIGCONT)
+    assert filler.make(8)
 
 
 def test_stopped_it_is_not_waited_for_once_it_is_killed(filler: Filler) -> None:

@@ -37,7 +37,7 @@ def opened(blocks: Blocks, obj: Object, ranges: list[tuple[int, int]], room: int
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "RUN_BYTES", 128)
+    monkeypatch.setattr(stream, "LARGEST_PIECE", 128)
     monkeypatch.setattr(stream, "SMALLEST_PIECE", 16)
 
 
@@ -91,7 +91,7 @@ def test_blocks_that_are_kept_are_read(origin: Any) -> None:
 
 def test_more_pieces_than_threads_from_kept_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a block in a thread must not wait for a thread."""
-    monkeypatch.setattr(stream, "RUN_BYTES", 150)
+    monkeypatch.setattr(stream, "LARGEST_PIECE", 150)
     (tmp_path / "x").write_bytes(CONTENT)
     blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 100)
     obj = Object.of(blocks.origin.info(str(tmp_path / "x")))
