@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from time import perf_counter
+
+from dataload.stages import stage
 
 CAUSES = ("origin", "cluster", "disk", "decode", "collate", "transform", "transfer")
 IDLE = ""
@@ -35,7 +37,8 @@ class Timeline:
         before = getattr(_of_thread, "timeline", None)
         _of_thread.timeline = self
         try:
-            yield self
+            with stage(self._at) if self._at else nullcontext():
+                yield self
         finally:
             _of_thread.timeline = before
 
@@ -44,7 +47,8 @@ class Timeline:
         before = self._at
         self._turn(perf_counter(), cause)
         try:
-            yield
+            with stage(cause):
+                yield
         finally:
             self._turn(perf_counter(), before)
 
@@ -105,12 +109,9 @@ class Timeline:
 
 @contextmanager
 def doing(cause: str) -> Iterator[None]:
-    """The thread is at `cause`, should anybody keep its timeline."""
+    """The thread is at `cause`, should anybody keep its timeline, or a trace."""
     timeline: Timeline | None = getattr(_of_thread, "timeline", None)
-    if timeline is None:
-        yield
-        return
-    with timeline.doing(cause):
+    with stage(cause) if timeline is None else timeline.doing(cause):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from dataload import CacheConfig, loader, make_dataset, make_loader, rowblobs, rowstore
 from dataload.benchmarks.origin import Origin
 from dataload.cache import blob
+from dataload.stages import recorded_by
 from dataload.stats import LoaderStats
 from dataload.timeline import CAUSES, Timeline, doing, waited
 
@@ -161,6 +163,25 @@ def test_who_waits_takes_over_the_causes_of_who_is_waited_for() -> None:
     assert spent["origin"] >= 0.01
     assert mine.take(since, until) == spent
     assert not mine.seconds(since, until).get("disk")
+
+
+def test_whoever_traces_sees_what_each_thread_is_at(dataset: Any) -> None:
+    seen: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def recorder(name: str) -> Iterator[None]:
+        seen.add((threading.current_thread().name.partition("_")[0], name))
+        yield
+
+    with recorded_by(recorder):
+        epoch(make_loader(dataset, 4, transform=Slow(0)))
+    assert {
+        ("dataload-ahead", "collate"),
+        ("dataload-ahead", "transform"),
+        ("dataload-blocks-read", "origin"),
+        ("dataload-decode", "decode"),
+        ("dataload-decode", "disk"),
+    } <= seen
 
 
 def test_what_cannot_leave_a_worker_is_an_error(dataset: Any) -> None:
