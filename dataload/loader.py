@@ -18,6 +18,7 @@ from dataload.batch import map_tensors
 from dataload.batching import Answer, BatchMaker, Request, Requests
 from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
+from dataload.device import Copies
 from dataload.errors import ConfigError
 from dataload.filters import Filters
 from dataload.manifest import Source
@@ -173,14 +174,15 @@ class Loader(Unwrapped, DataLoader[Any]):
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers, waiting)
         device = self.device or trainer_device()
+        copied = None if device is None else Copies(device)
         with closing(made):
             try:
                 for answer in made:
-                    if device is None:
+                    if copied is None:
                         yield answer
                     else:
                         with waiting.doing("transfer"):
-                            batch = map_tensors(answer.batch, lambda tensor: tensor.to(device, non_blocking=True))
+                            batch = copied(answer.batch)
                         yield answer._replace(batch=batch)
             except BaseException:
                 rowstore.forget()

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import CacheConfig, loader, make_dataset, make_loader, rowblobs, rowstore
+from dataload import CacheConfig, device, make_dataset, make_loader, rowblobs, rowstore
 from dataload.benchmarks.origin import Origin
 from dataload.cache import blob
 from dataload.stages import recorded_by
@@ -122,7 +122,7 @@ def test_a_slow_collate(dataset: Any, num_workers: int) -> None:
 
 
 def test_slow_copies_to_the_device(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "map_tensors", slowly(loader.map_tensors, 0.02))
+    monkeypatch.setattr(device, "map_tensors", slowly(device.map_tensors, 0.02))
     assert leading(epoch(make_loader(dataset, 4, device="cpu"))) == "transfer"
 
 
