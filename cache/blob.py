@@ -81,6 +81,23 @@ def write(path: Path, sealed: mmap.mmap, size: int) -> None:
         os.close(descriptor)
 
 
+def size_from(end: bytes, where: str) -> int:
+    """Bytes of the whole sealed blob that ends in `end`. Raises CorruptEntry when no valid footer is there."""
+    return _parse(where, end[-FOOTER_BYTES:], None).size
+
+
+def payload_of(sealed: memoryview, digest: bytes, where: str) -> memoryview:
+    """The payload of a sealed blob in memory, each byte of it checked. Raises CorruptEntry."""
+    footer = _parse(where, sealed[-FOOTER_BYTES:], len(sealed))
+    payload, proof = sealed[: footer.payload], sealed[footer.payload : -FOOTER_BYTES]
+    if footer.digest != digest:
+        raise CorruptEntry(f"{where} holds another blob, with key {footer.digest.hex()}")
+    sums = _sums(payload)
+    if xxhash.xxh3_64_digest(proof) != footer.checksum or sums != proof[: len(sums)]:
+        raise CorruptEntry(f"{where} does not match its checksums")
+    return payload
+
+
 def open_map(
     path: str | Path, digest: bytes, proven: Proven, span: Span | None = None, *, just_sealed: bool = False
 ) -> memoryview:
@@ -139,14 +156,16 @@ def _footer(path: str | Path, descriptor: int) -> tuple[Footer, os.stat_result]:
     return _parse(path, found, status.st_size), status
 
 
-def _parse(path: str | Path, found: bytes, file_bytes: int) -> Footer:
+def _parse(path: str | Path, found: bytes | memoryview, file_bytes: int | None) -> Footer:
     if found[_FIELDS.size :] != xxhash.xxh3_64_digest(found[: _FIELDS.size]):
         raise CorruptEntry(f"{path} has no valid footer")
     magic, version, name, payload, digest, checksum = _FIELDS.unpack_from(found)
     footer = Footer(payload, name, digest, checksum)
     if (magic, version) != (MAGIC, VERSION):
         raise CorruptEntry(f"{path} is of another format: {magic!r} {version}")
-    if footer.size != file_bytes:  # Python's numbers have no end: a length of 2^64 - 1 is only wrong.
+    if (
+        file_bytes is not None and footer.size != file_bytes
+    ):  # Python's numbers have no end: a length of 2^64 - 1 is only wrong.
         raise CorruptEntry(f"{path} has {file_bytes} bytes, its footer says {footer.size}")
     return footer
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from dataload.cache.clustered import ClusterTier
 from dataload.cache.config import CacheConfig
 from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
@@ -62,7 +63,9 @@ class Blocks(ForkAware):
         """Blocks kept as `config` says; None: in this process's memory, the last `UNCACHED_BYTES` of them."""
         if config is None:
             return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
-        return cls(origin, LocalTier(config.folder, config.limit, config.policy), config.block)
+        place = config.folder, config.limit, config.policy
+        tier = LocalTier(*place) if config.cluster is None else ClusterTier(*place, config.cluster)
+        return cls(origin, tier, config.block)
 
     def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int]]:
         return Blocks, (self.origin, self.tier, self.block_bytes)
@@ -125,20 +128,31 @@ class Blocks(ForkAware):
         runs = [numbers[first : first + together] for first in range(0, len(numbers), together)]
         return [self._pool("fill").submit(self._fill, obj, run) for run in runs]
 
+    def settle(self) -> None:
+        """What was to be shared with other hosts is there when this returns, or given up."""
+        if isinstance(self.tier, ClusterTier):
+            self.tier.settle()
+
     def stats(self) -> dict[str, Any]:
         """Totals of this process; see `TierCacheFileSystem.stats`."""
         tier, origin = self.tier.stats(), self.origin.stats()
+        cluster = tier.get("cluster", {})
         return {
             "hits": tier.get("hits", 0),
             "misses": tier.get("misses", 0),
             "waits": tier.get("waits", 0),
             "refused": tier.get("refused", 0),
             "bytes_local": tier.get("bytes", 0),
-            "bytes_cluster": 0,
+            "bytes_cluster": cluster.get("bytes", 0),
             "bytes_origin": origin.get("bytes", 0),
             "requests_origin": origin.get("requests", 0),
-            "errors": {"local": tier.get("errors", 0) + tier.get("unkept", 0), "origin": origin.get("errors", 0)},
+            "errors": {
+                "local": tier.get("errors", 0) + tier.get("unkept", 0),
+                "cluster": cluster.get("errors", 0),
+                "origin": origin.get("errors", 0),
+            },
             "health": tier.get("health"),
+            "cluster": cluster or None,
             "engine": self.origin.engine.name,
             "engine_reason": self.origin.engine.reason,
         }

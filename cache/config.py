@@ -9,6 +9,7 @@ from pathlib import Path
 import bitmath
 import platformdirs
 
+from dataload.cache.address import Address
 from dataload.errors import ConfigError
 
 POLICIES = ("pin", "lru")
@@ -28,7 +29,9 @@ class CacheConfig:
         again once known ("immutable").
     engine: who moves the bytes: "auto", "fsspec" or "obstore"; "auto" takes obstore for S3 where it can be told all
         that s3fs was told, and `stats()` says why where it does not.
-    cluster: no cluster tier is built in yet; must be None.
+    cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster, in
+        which hosts find what others have made. User and password in the URL, or in VALKEY_USERNAME, VALKEY_PASSWORD.
+        None: each host fetches for itself.
     origin_id: name of the store inside cache keys; default: its protocol and endpoint. Give two addresses of one
         store (a VPC endpoint, a proxy) the same name to share what is cached.
 
@@ -49,7 +52,7 @@ class CacheConfig:
             object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
-            raise ConfigError("cluster: this version has no cluster tier, leave it out")
+            Address.parse(self.cluster)
         for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(allowed)}")

@@ -149,6 +149,9 @@ class LocalTier(ForkAware):
                     stack.enter_context(self.folder.locks.hold(key.digest, self.fill_seconds))
             yield
 
+    def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002 (there is nobody to bring them)
+        return None
+
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
 

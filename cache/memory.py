@@ -64,6 +64,9 @@ class MemoryTier(ForkAware):
     def alone(self, key: BlobKey) -> AbstractContextManager[Any]:
         return self._locks.hold(key.digest)
 
+    def bring(self, keys: Iterable[BlobKey]) -> None:
+        """There is nobody to bring them from."""
+
     def lease(self, keys: Iterable[BlobKey]) -> None:
         """It keeps what was used last."""
 

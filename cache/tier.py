@@ -71,6 +71,9 @@ class Tier(Protocol):
         deadlock.
         """
 
+    def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
+        """These blobs, and keep them here, if other hosts that share them have made them all; else None."""
+
     def lease(self, keys: Iterable[BlobKey]) -> None:
         """Have those of these blobs that are kept stay as long as this process runs, where the tier can say so."""
 

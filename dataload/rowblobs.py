@@ -81,7 +81,7 @@ class RowBlobs(ForkAware):
         if found is None:
             keys = self._keys(number)
             with self._alone(number):
-                found = self._kept(keys) or self._make(number, keys)
+                found = self._kept(keys) or self._blocks.tier.bring(keys) or self._make(number, keys)
             self._release()
         return found
 
@@ -95,7 +95,7 @@ class RowBlobs(ForkAware):
         keys = self._keys(number)
         if self._kept(keys, (0, 0)) is None:
             with self._alone(number):
-                if self._kept(keys, (0, 0)) is None:
+                if self._kept(keys, (0, 0)) is None and self._blocks.tier.bring(keys) is None:
                     self._make(number, keys)
             self._release()
 

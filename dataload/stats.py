@@ -9,7 +9,7 @@ from rich.filesize import decimal
 
 from dataload.timeline import CAUSES, ELSEWHERE
 
-SHARES = ("hits", "misses", "bytes_local", "bytes_origin", "requests_origin")
+SHARES = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin")
 WORTH_SAYING = 0.05  # of the time
 ADVICE = {
     "origin": "the origin is the limit: warm the cache first, or add hosts",
@@ -28,8 +28,8 @@ class LoaderStats:
 
     seconds: from the first batch asked for to the last one given, or to the end; wait_seconds: of these, how long the
     training loop waited for batches; waits: for what, in seconds, by each of `dataload.timeline.CAUSES`. hits, misses:
-    reads from the cache that were, or were not, there; bytes_local, bytes_origin: bytes served by the cache, and
-    fetched.
+    reads from the cache that were, or were not, there; bytes_local, bytes_cluster, bytes_origin: bytes served by the
+    cache, by the cluster, and fetched.
     """
 
     epoch: int = 0
@@ -40,6 +40,7 @@ class LoaderStats:
     hits: int = 0
     misses: int = 0
     bytes_local: int = 0
+    bytes_cluster: int = 0
     bytes_origin: int = 0
     requests_origin: int = 0
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
@@ -66,10 +67,11 @@ class LoaderStats:
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
 
     def __str__(self) -> str:
+        shared = f"{decimal(int(self.bytes_cluster))} from the cluster, " if self.bytes_cluster else ""
         return (
             f"epoch {self.epoch}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
             f"{self.stall_fraction:.0%} of it waiting{self._why()}; cache hits {self.hit_rate:.1%}, "
-            f"{decimal(int(self.bytes_origin))} from the origin"
+            f"{shared}{decimal(int(self.bytes_origin))} from the origin"
         )
 
     def _why(self) -> str:

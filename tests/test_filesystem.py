@@ -395,7 +395,7 @@ def test_writing_is_refused(fs: TierCacheFileSystem, bucket: Any) -> None:
         {"policy": "fifo"},
         {"consistency": "eventual"},
         {"engine": "warp"},
-        {"cluster": "valkey://host"},
+        {"cluster": "host:6379"},
         {"cache_bytes": "many"},
         {"cache_bytes": 0},
         {"block_bytes": "-1MB"},

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dataload.cache.clustered import ClusterTier
 from dataload.cache.local import LocalTier
 from dataload.cache.memory import MemoryTier
 from dataload.cache.tier import Allocate, BlobKey, Tier
@@ -20,6 +21,7 @@ TIERS: dict[str, Callable[[Path], Tier]] = {
     "local-pin": lambda path: LocalTier(path, LIMIT, "pin"),
     "local-lru": lambda path: LocalTier(path, LIMIT, "lru"),
     "memory": lambda _: MemoryTier(LIMIT),
+    "cluster-gone": lambda path: ClusterTier(path, LIMIT, "pin", "valkey://127.0.0.1:1"),
 }
 
 

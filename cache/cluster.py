@@ -1,0 +1,252 @@
+"""What hosts share: blobs in a Valkey or Redis, one server or a cluster.
+
+A blob is there as it is on disk, payload, checksums, name and footer, cut into parts of 8 MiB:
+
+    dataload:1:<digest>:0      its first 8 MiB
+    dataload:1:<digest>:1      the next
+    dataload:1:<digest>        the rest, where the footer is: it tells how many parts there are, and is written last
+    dataload:1:<digest>:lease  while some host makes it
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import mmap
+import posixpath
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from dataload.cache import blob
+from dataload.cache.address import Address, connect, nodes_of
+from dataload.cache.buffers import Buffers
+from dataload.cache.forks import ForkAware
+from dataload.cache.health import Health
+from dataload.cache.redact import redacted
+from dataload.cache.threads import Threads
+from dataload.cache.tier import BlobKey
+from dataload.errors import ConfigError, CorruptEntry
+from dataload.metrics import Counters
+from dataload.timeline import doing
+
+PART_BYTES = 8 << 20
+TRANSFERS = 4  # blobs that are read at a time: more do not make it faster, and each is in memory twice
+BEHIND_BYTES = 256 << 20  # of blobs that are made and not written yet
+BEHIND_SECONDS = 1.0  # that a blob waits for room among them; then it is not written
+LEASE_SECONDS = 30.0
+SOONEST_LOOK, LATEST_LOOK = 0.01, 0.2  # seconds between two looks whether a lease has ended
+
+log = logging.getLogger(__name__)
+
+
+class _TroubleError(Exception):
+    """The cluster cannot be asked just now."""
+
+
+class Cluster(ForkAware):
+    """What the hosts share, as one process sees it. Any thread may use it; it connects when it is first asked.
+
+    url: with the credentials in it, if any; never shown.
+    """
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        if importlib.util.find_spec("valkey") is None:
+            raise ConfigError("cluster: needs the package valkey: pip install 'dataload[cluster]'")
+        self.url = url
+        self.address = Address.parse(url)
+        self._clock = clock
+        self.after_fork_in_child()
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        self.counters = Counters()
+        self.health = Health(str(self.address), self._clock)
+        self._by_folder: dict[str, Counters] = {}
+        self._reported: set[str] = set()
+        self._connecting = threading.Lock()
+        self._attempts = 0
+        self._client: Any = None
+        self._known: set[tuple[str, int]] = set()
+        self._reading = threading.BoundedSemaphore(TRANSFERS)
+        self._buffers = Buffers()
+        self._behind = threading.Condition()
+        self._behind_bytes = 0
+        self._writer = Threads(1, "dataload-blocks-cluster")  # One: a lease ends after what was made under it is there.
+
+    def __repr__(self) -> str:
+        return f"Cluster({str(self.address)!r}, {self.health.state})"
+
+    def get(self, key: BlobKey) -> memoryview | None:
+        """A blob, read-only, each byte of it checked. None: it is not there, or not sound, or nobody answers."""
+        name = _name(key)
+        try:
+            with doing("cluster"), self._reading:
+                whole = self._read(name)
+        except _TroubleError:
+            return None
+        if whole is None:
+            return None
+        try:
+            payload = blob.payload_of(whole, key.digest, name)
+        except CorruptEntry as error:
+            self._report("reading", error)
+            with suppress(_TroubleError):
+                self._ask("delete", name)
+            return None
+        self._count(key, hits=1, bytes=len(payload))
+        return payload
+
+    def put(self, key: BlobKey, payload: memoryview) -> None:
+        """Have a blob written soon, if there is room among those that wait for it; `payload` may change meanwhile."""
+        if self.health.reads.tripped or not self.health.writes.allows():
+            self.counters.add(unkept=1)
+            return
+        size = blob.size_on_disk(len(payload), key.name)
+        with doing("cluster"), self._behind:
+            if not self._behind.wait_for(lambda: self._behind_bytes + size <= BEHIND_BYTES, BEHIND_SECONDS):
+                self.counters.add(unkept=1)
+                return
+            self._behind_bytes += size
+        sealed = self._buffers.take(size)
+        with memoryview(sealed) as room:
+            room[: len(payload)] = payload
+        self._writer.submit(self._write, key, sealed, len(payload), size)
+
+    @contextmanager
+    def alone(self, key: BlobKey) -> Iterator[None]:
+        """While it lasts, other hosts that come for the same key wait, for a lease at most.
+
+        Notes: best effort. Who has waited goes on without a lease: what was made meanwhile is there, or is made twice.
+        """
+        name, until = f"{_name(key)}:lease", self._clock() + LEASE_SECONDS
+        taken = False
+        with suppress(_TroubleError):
+            if not self.health.writes.tripped:
+                taken = bool(self._ask("set", name, b"", nx=True, px=int(LEASE_SECONDS * 1000)))
+                if not taken:
+                    self._wait_for(name, until)
+        try:
+            yield
+        finally:
+            if taken:
+                self._writer.submit(self._release, name, until)
+
+    def settle(self) -> None:
+        """What was put is there when this returns, or given up."""
+        self._writer.submit(lambda: None).result()
+
+    def stats(self) -> dict[str, Any]:
+        """Totals of this process: hits, waits, errors, unkept (blobs not written); bytes read and written (payload).
+
+        datasets: these, by folder of the origin. health: see `Health`.
+        """
+        return {
+            **dict.fromkeys(("hits", "waits", "errors", "unkept", "bytes", "written"), 0),
+            **self.counters.snapshot(),
+            "datasets": {folder: counted.snapshot() for folder, counted in list(self._by_folder.items())},
+            "health": self.health.stats(),
+        }
+
+    def _read(self, name: str) -> memoryview | None:
+        last = self._ask("get", name)
+        if last is None:
+            return None
+        parts = []
+        try:
+            for number in range((blob.size_from(last, name) - len(last)) // PART_BYTES):
+                part = self._ask("get", f"{name}:{number}")
+                if part is None:  # Evicted, and so is all of it.
+                    return None
+                parts.append(part)
+        except CorruptEntry:
+            pass  # So says whoever looks at all of it.
+        return memoryview(b"".join([*parts, last]) if parts else last)
+
+    def _write(self, key: BlobKey, sealed: mmap.mmap, payload: int, size: int) -> None:
+        name, last = _name(key), (size - blob.FOOTER_BYTES) // PART_BYTES * PART_BYTES
+        try:
+            blob.seal(sealed, payload, key.digest, key.name)
+            with memoryview(sealed) as whole:
+                for start in range(0, last, PART_BYTES):
+                    self._ask("set", f"{name}:{start // PART_BYTES}", whole[start : start + PART_BYTES])
+                self._ask("set", name, whole[last:size])
+            self._count(key, written=payload)
+            self.health.writes.worked()
+        except _TroubleError:
+            self.counters.add(unkept=1)
+        finally:
+            self._buffers.give_back(sealed)
+            with self._behind:
+                self._behind_bytes -= size
+                self._behind.notify_all()
+
+    def _release(self, name: str, until: float) -> None:
+        if self._clock() < until:  # Later it may be another's.
+            with suppress(_TroubleError):
+                self._ask("delete", name)
+
+    def _wait_for(self, lease: str, until: float) -> None:
+        """Until that lease has ended, or would have if it was taken just now."""
+        self.counters.add(waits=1)
+        pause = SOONEST_LOOK
+        with doing("cluster"):
+            while self._clock() < until and self._ask("exists", lease):
+                time.sleep(pause)
+                pause = min(2 * pause, LATEST_LOOK)
+
+    def _ask(self, command: str, *args: Any, **options: Any) -> Any:
+        """What the cluster answers to a method of the client. Raises _TroubleError."""
+        if not self.health.reads.allows():
+            raise _TroubleError
+        client = None
+        with doing("cluster"):
+            try:
+                client = self._connected()
+                answer = getattr(client, command)(*args, **options)
+            except Exception as error:  # A client that several threads use while nodes come and go raises anything.
+                self._failed(command, client, error)
+                raise _TroubleError from error
+        self.health.reads.worked()
+        return answer
+
+    def _connected(self) -> Any:
+        attempts = self._attempts
+        with self._connecting:
+            if self._client is None:
+                if self._attempts != attempts:
+                    raise ConnectionError("it could not be connected to a moment ago")
+                self._attempts += 1
+                self._client = connect(self.address, self._known)
+            return self._client
+
+    def _failed(self, command: str, client: Any, error: Exception) -> None:
+        from valkey.exceptions import ClusterDownError, ResponseError
+
+        self._report(command, error)
+        if command == "set" and isinstance(error, ResponseError) and not isinstance(error, ClusterDownError):
+            self.health.writes.failed()  # It is full, or only to be read.
+            return
+        self.health.reads.failed(for_good=True)
+        with self._connecting:
+            if client is not None and self._client is client:
+                self._known |= nodes_of(client)
+                self._client = None  # One that lost all its nodes would not find them again.
+
+    def _report(self, doing_what: str, error: Exception) -> None:
+        self.counters.add(errors=1)
+        kind = f"{doing_what} {type(error).__name__}"
+        if kind not in self._reported:
+            self._reported.add(kind)
+            log.warning("cluster %s: trouble, going on without it: %s: %s", self.address, kind, redacted(error))
+
+    def _count(self, key: BlobKey, **amounts: float) -> None:
+        self.counters.add(**amounts)
+        folder = redacted(posixpath.dirname(key.path))
+        self._by_folder.setdefault(folder, Counters()).add(**amounts)
+
+
+def _name(key: BlobKey) -> str:
+    return f"dataload:{blob.VERSION}:{key.digest.hex()}"

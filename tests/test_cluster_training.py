@@ -1,0 +1,316 @@
+"""Several hosts train on one dataset: how often each byte leaves the origin, and what becomes of it in bad weather."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from clusters import PATIENCE, Server, running_server, until  # noqa: F401
+
+from dataload import CacheConfig, World, make_dataset, make_loader, parquet, room
+from dataload.cache.tier import BlobKey
+from dataload.warm import part_of
+
+WIDTH, ROWS = 64, 330
+
+
+@pytest.fixture(autouse=True)
+def _each_row_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These row groups are small; larger ones share no blocks, and are not all loaded before the first batch."""
+    monkeypatch.setattr(parquet, "SHARED_BYTES", 0)
+    monkeypatch.setattr(room, "AHEAD_BYTES", 1, raising=False)
+
+
+def rows_of(first: int, count: int) -> pa.Table:
+    ids = np.arange(first, first + count)
+    values = (ids[:, None] * WIDTH + np.arange(WIDTH)).astype(np.float32).ravel()
+    return pa.table({"id": ids, "x": pa.FixedSizeListArray.from_arrays(pa.array(values), WIDTH)})
+
+
+def write(bucket: Any, groups: int) -> str:
+    """Files of at most 20 row groups."""
+    plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    for first in range(0, groups, 20):
+        sink = pa.BufferOutputStream()
+        with pq.ParquetWriter(sink, rows_of(0, 1).schema, **plain) as writer:
+            for number in range(first, min(first + 20, groups)):
+                writer.write_table(rows_of(number * ROWS, ROWS))
+        bucket.put(f"data/{first:04d}.parquet", sink.getvalue().to_pybytes())
+    bucket.server.reset()
+    return bucket.url("data")
+
+
+Hosts = Callable[..., Any]
+
+
+@pytest.fixture
+def hosts(bucket: Any, tmp_path: Path) -> Hosts:
+    """The dataset on a host with an empty disk."""
+    numbers = iter(range(100))
+
+    def host(url: str, cache_bytes: int = 1 << 30, cluster: str | None = None) -> Any:
+        cache = CacheConfig(str(tmp_path / f"host-{next(numbers)}"), cache_bytes, cluster=cluster)
+        return make_dataset(url, storage_options=bucket.options, cache=cache)
+
+    return host
+
+
+def size_of(dataset: Any) -> int:
+    return sum(group.bytes for group in dataset.row_groups)
+
+
+def fetched(bucket: Any) -> int:
+    """Bytes that have left the origin since this was last asked."""
+    sent = bucket.server.stats()["get_bytes"]
+    bucket.server.reset()
+    return int(sent)
+
+
+def epoch(loader: Any) -> list[int]:
+    """The rows of an epoch, each of which is whole."""
+    return [row for batch in loader for row in checked(batch)]
+
+
+def checked(batch: dict[str, torch.Tensor]) -> list[int]:
+    expected = (batch["id"][:, None] * WIDTH + torch.arange(WIDTH)).to(torch.float32)
+    assert torch.equal(batch["x"], expected), "a row has another's bytes"
+    return batch["id"].tolist()
+
+
+def on_node(dataset: Any, node: int, nodes: int, **options: Any) -> Any:
+    world = World(node, nodes, 0, 1)
+    return make_loader(dataset, 50, world=world, window=nodes, drop_last=True, seed=3, **options)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(bucket: Any, hosts: Hosts, nodes: int) -> None:
+    groups = 603 if nodes == 4 else 99
+    url = write(bucket, groups)
+    decoded = hosts(url).rowstore.blobs.num_bytes
+    footers = fetched(bucket)
+    datasets = [hosts(url, int(1.1 * decoded / nodes)) for _ in range(nodes)]
+    loaders = [on_node(dataset, node, nodes) for node, dataset in enumerate(datasets)]
+    size = size_of(datasets[0])
+
+    seen = [epoch(loader) for loader in loaders]
+    assert len(set().union(*seen)) == sum(map(len, seen)) == groups * ROWS // (50 * nodes) * 50 * nodes
+    first = fetched(bucket) - nodes * footers
+    assert 0.99 * size <= first <= (1 + (nodes - 1) / groups) * size
+    parts = [part_of(datasets[0].manifest, node, nodes) for node in range(nodes)]
+    assert first <= sum(datasets[0].row_groups[group].bytes for part in parts for group in part)
+
+    assert [epoch(loader) for loader in loaders] != seen
+    assert fetched(bucket) == 0
+    if nodes == 4:  # What a loader pays that hands out row groups anew each epoch, with the same caches.
+        peers = [hosts(url, int(1.1 * decoded / nodes)) for _ in range(nodes)]
+        for number in range(2):
+            fetched(bucket)
+            for node, dataset in enumerate(peers):
+                sampler = torch.utils.data.DistributedSampler(range(groups), nodes, node)  # type: ignore[arg-type]
+                sampler.set_epoch(number)
+                for group in sampler:
+                    dataset.rowstore.blobs.make(group)
+        assert fetched(bucket) > 0.6 * size
+
+
+def test_nodes_that_join_move_few_row_groups(bucket: Any, hosts: Hosts) -> None:
+    """With a number of streams that all those numbers of nodes divide."""
+    manifest = hosts(write(bucket, 240)).manifest
+    owners: dict[int, list[int]] = {}
+    for nodes in (1, 2, 3, 4, 6):
+        owner = [-1] * 240
+        for node in range(nodes):
+            for group in part_of(manifest, node, nodes, num_streams=12):
+                owner[group] = node
+        assert -1 not in owner
+        owners[nodes] = owner
+    for before, after in ((1, 2), (2, 3), (3, 4), (4, 6)):
+        moved = sum(a != b for a, b in zip(owners[before], owners[after], strict=True)) / 240
+        assert moved <= (after - before) / after + 12 / 240
+
+
+def test_a_second_job_finds_everything_in_the_cluster(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
+    url = write(bucket, 60)
+    first = hosts(url, cluster=cluster_server.url)
+    loader = make_loader(first, 50, seed=1)
+    rows = sorted(epoch(loader))
+    assert rows == list(range(60 * ROWS))
+    first.blocks.settle()
+    assert fetched(bucket) <= 1.05 * size_of(first)
+
+    second = hosts(url, cluster=cluster_server.url)
+    loader = make_loader(second, 50, seed=2)
+    assert sorted(epoch(loader)) == rows
+    assert fetched(bucket) <= 0.01 * size_of(first)
+    assert loader.stats().bytes_cluster > 0.95 * size_of(first)
+    assert "from the cluster, 0 bytes from the origin" in str(loader.stats())
+    assert second.blocks.stats()["bytes_cluster"] >= loader.stats().bytes_cluster
+    assert sorted(epoch(make_loader(second, 50, seed=2))) == rows
+    assert fetched(bucket) == 0
+
+
+def test_jobs_that_race_on_a_cold_dataset_fetch_it_once(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
+    url = write(bucket, 60)
+    together = threading.Barrier(2)
+
+    def job(seed: int) -> list[int]:
+        dataset = hosts(url, cluster=cluster_server.url)
+        together.wait(PATIENCE)
+        found = sorted(epoch(make_loader(dataset, 50, seed=seed, window=2)))
+        dataset.blocks.settle()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(job, (1, 1))] == [list(range(60 * ROWS))] * 2
+    size = 60 * ROWS * (8 + 4 * WIDTH)
+    assert fetched(bucket) <= 1.05 * size
+
+
+def test_files_are_shared_too(bucket: Any, tmp_path: Path, cluster_server: Server) -> None:
+    data = np.random.default_rng(0).bytes(9_500_000)
+    bucket.put("x", data)
+
+    def host(name: str) -> Any:
+        options = {"cache_dir": str(tmp_path / name), "block_bytes": "1MiB", "cluster": cluster_server.url}
+        return fsspec.filesystem("tiercache", target_protocol="s3", target_options=bucket.options, **options)
+
+    first, second, third = host("a"), host("b"), host("c")
+    fetched(bucket)
+    first.prefetch(f"{bucket.name}/x", wait=True)
+    first.blocks.settle()
+    assert fetched(bucket) == len(data)
+    assert second.cat_file(f"{bucket.name}/x") == data
+    third.prefetch(f"{bucket.name}/x", wait=True)
+    assert third.cat_file(f"{bucket.name}/x", 1_000_000, 3_000_000) == data[1_000_000:3_000_000]
+    assert fetched(bucket) == 0
+    assert second.stats()["bytes_cluster"] == third.stats()["bytes_cluster"] == len(data)
+
+
+def test_each_node_is_warmed_with_its_part(bucket: Any, hosts: Hosts, tmp_path: Path, cluster_server: Server) -> None:
+    url = write(bucket, 40)
+    manifest = hosts(url).manifest
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
+        "AWS_ENDPOINT_URL": bucket.server.endpoint_url,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+    }
+
+    def warm(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "dataload", "warm", url, *words]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+
+    for node in range(2):
+        place = ("--cache-dir", str(tmp_path / f"node-{node}"))
+        done = warm("--shard", f"{node}/2", *place, "--json")
+        assert done.returncode == 0, done.stderr
+        own = part_of(manifest, node, 2)
+        assert json.loads(done.stdout)["rows"] == len(own) * ROWS
+        cache = CacheConfig(place[1], 1 << 30)
+        dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
+        kept = [group for group in range(40) if dataset.rowstore.blobs.find(group) is not None]
+        assert kept == sorted(own)
+        fetched(bucket)
+        assert len(epoch(on_node(dataset, node, 2))) == 20 * ROWS
+        assert fetched(bucket) == 0
+
+    assert warm("--cache-dir", str(tmp_path / "a"), "--cluster", cluster_server.url).returncode == 0
+    fetched(bucket)
+    assert warm("--cache-dir", str(tmp_path / "b"), "--cluster", cluster_server.url).returncode == 0
+    assert fetched(bucket) == 0, "all of it was in the cluster when the first one ended"
+    for words in (["--shard", "4/4"], ["--shard", "x"], ["--shard", "1/4", "--num-streams", "6"]):
+        done = warm("--cache-dir", str(tmp_path / "c"), *words)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+class Weather:
+    """What may happen to a server, and how it ends. makes: what becomes of the cluster's tier meanwhile."""
+
+    def __init__(self, begin: Callable[[Server], Any], end: Callable[[Server], Any], makes: str) -> None:
+        self.begin, self.end, self.makes = begin, end, makes
+
+
+def damage(server: Server) -> None:
+    with server.client() as client:
+        for name in client.scan_iter("dataload:*"):
+            client.setrange(name, 5, b"damage")
+
+
+def lock_out(server: Server) -> None:
+    server.ask("CONFIG", "SET", "requirepass", "s3cret")
+    server._access["password"] = "s3cret"
+    server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+
+WEATHERS = {
+    "killed": Weather(Server.kill, Server.start, "off"),
+    "stopped": Weather(Server.stop, Server.go_on, "off"),
+    "locked": Weather(lock_out, lambda server: server.ask("CONFIG", "SET", "requirepass", ""), "off"),
+    "full": Weather(
+        lambda server: server.ask("CONFIG", "SET", "maxmemory", 1),
+        lambda server: server.ask("CONFIG", "SET", "maxmemory", 0),
+        "degraded",
+    ),
+    "emptied": Weather(lambda server: server.ask("FLUSHALL"), lambda _: None, "normal"),
+    "damaged": Weather(damage, lambda _: None, "normal"),
+}
+
+
+@pytest.mark.parametrize("kind", WEATHERS)
+def test_training_goes_on_in_any_weather(bucket: Any, hosts: Hosts, cluster_server: Server, kind: str) -> None:
+    weather = WEATHERS[kind]
+    url = write(bucket, 40)
+    if kind != "full":
+        other = hosts(url, cluster=cluster_server.url)
+        epoch(make_loader(other, 50))
+        other.blocks.settle()
+    dataset = hosts(url, cluster=cluster_server.url)
+    loader = make_loader(dataset, 50, window=1)
+    rows: list[int] = []
+    batches = iter(loader)
+    for _ in range(20):
+        rows += checked(next(batches))
+    assert kind == "full" or dataset.blocks.stats()["bytes_cluster"] > 0
+    weather.begin(cluster_server)
+    for batch in batches:
+        rows += checked(batch)
+    assert sorted(rows) == list(range(40 * ROWS))
+
+    tier = dataset.blocks.tier
+    entered = tier.cluster.health.stats()
+    assert weather.makes == "normal" or entered[weather.makes] > 0
+    assert kind != "damaged" or tier.stats()["cluster"]["errors"] > 0
+    if kind == "stopped":
+        assert loader.stats().waits["cluster"] > 0
+    weather.end(cluster_server)
+    until(lambda: shared_again(tier))
+
+
+def shared_again(tier: Any) -> bool:
+    """Whether a blob that is made now comes to be in the cluster."""
+    written = tier.stats()["cluster"]["written"]
+    shared_again.count += 1  # type: ignore[attr-defined]
+    key = BlobKey("origin", "bucket/x", "1", f"{shared_again.count}")  # type: ignore[attr-defined]
+
+    def fill(allocate: Callable[[int], memoryview]) -> None:
+        allocate(3)[:] = b"one"
+
+    assert tier.get_or_fill(key, fill) == b"one"
+    tier.settle()
+    return tier.cluster.health.state == "normal" and tier.stats()["cluster"]["written"] > written
+
+
+shared_again.count = 0  # type: ignore[attr-defined]
