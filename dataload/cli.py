@@ -37,6 +37,7 @@ app = typer.Typer(
 
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the cache; default: the user's cache folder.")]
 CacheBytes = Annotated[str | None, typer.Option(help='Most bytes the cache may hold, such as "500GB".')]
+Cluster = Annotated[str | None, typer.Option(help="Valkey or Redis that hosts share: valkey://host:port,host:port.")]
 StorageOptions = Annotated[str | None, typer.Option(help="For the filesystem of the URL, as fsspec takes them; JSON.")]
 Columns = Annotated[str | None, typer.Option(help="Names, comma-separated; default: all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
@@ -75,28 +76,37 @@ def plan(
 @app.command()
 def warm(
     url: str,
+    shard: Annotated[str | None, typer.Option(help="Node i of n, i/n, counted from 0; default: everything.")] = None,
+    num_streams: Annotated[
+        int | None, typer.Option(min=1, help="As the loader's; default: the number of nodes.")
+    ] = None,
     columns: Columns = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
+    cluster: Cluster = None,
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """Fetch a dataset and keep its rows decoded. Stopped half-way, it goes on where it ended."""
+    """Fetch a dataset, or a node's part, and keep its rows decoded. Stopped half-way, it goes on where it ended."""
     from dataload.manifest import pin
     from dataload.rowblobs import RowBlobs
+    from dataload.warm import part_of
     from dataload.warm import warm as decode
 
-    blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes)
+    node = _shard(shard)
+    blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes, cluster)
     manifest = pin(objects, blocks)
     blobs = RowBlobs(manifest, manifest.select(_names(columns)), blocks)
     sizes = [group.bytes for group in manifest.row_groups]
-    with _progress("warming", sum(sizes), quiet=as_json) as advance:
-        decode(blobs, range(len(sizes)), lambda group: advance(sizes[group]))
-    stats = blocks.stats()
+    groups = range(len(sizes)) if node is None else part_of(manifest, *node, num_streams)
+    with _progress("warming", sum(sizes[group] for group in groups), quiet=as_json) as advance:
+        decode(blobs, groups, lambda group: advance(sizes[group]))
+    blocks.settle()
+    stats, rows = blocks.stats(), sum(manifest.row_groups[group].rows for group in groups)
     _print(
-        {"objects": len(objects), "rows": manifest.num_rows, "bytes": sum(obj.size for obj in objects), **stats},
+        {"objects": len(objects), "rows": rows, "bytes": sum(obj.size for obj in objects), **stats},
         as_json,
-        f"{len(objects)} objects, {manifest.num_rows:,} rows; {decimal(int(stats['bytes_origin']))} fetched in "
+        f"{len(objects)} objects, {rows:,} rows; {decimal(int(stats['bytes_origin']))} fetched in "
         f"{int(stats['requests_origin'])} requests, the rest was there",
     )
     if stats["refused"]:
@@ -214,10 +224,10 @@ def _explain(error: Exception) -> tuple[str, int]:
     return f"unexpected {said} (dataload --debug … shows where)", FOUND_A_PROBLEM
 
 
-def _config(cache_dir: Path | None, cache_bytes: str | None) -> CacheConfig:
+def _config(cache_dir: Path | None, cache_bytes: str | None, cluster: str | None = None) -> CacheConfig:
     from dataload.cache.config import CacheConfig
 
-    return CacheConfig(cache_dir=str(cache_dir) if cache_dir else None, cache_bytes=cache_bytes)
+    return CacheConfig(cache_dir=str(cache_dir) if cache_dir else None, cache_bytes=cache_bytes, cluster=cluster)
 
 
 def _existing(cache_dir: Path | None) -> CacheFolder:
@@ -227,14 +237,28 @@ def _existing(cache_dir: Path | None) -> CacheFolder:
 
 
 def _listed(
-    url: str, storage_options: str | None, cache_dir: Path | None, cache_bytes: str | None
+    url: str,
+    storage_options: str | None,
+    cache_dir: Path | None,
+    cache_bytes: str | None,
+    cluster: str | None = None,
 ) -> tuple[Blocks, dict[Object, Keys]]:
     """The cache in front of `url`, and the objects there with their partition keys."""
     from dataload.cache.filesystem import open_source
     from dataload.manifest import list_objects
 
-    blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes))
+    blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes, cluster))
     return blocks, list_objects(url, blocks)
+
+
+def _shard(text: str | None) -> tuple[int, int] | None:
+    """(i, n) of "i/n"."""
+    if text is None:
+        return None
+    node, _, nodes = text.partition("/")
+    if not (node.isdecimal() and nodes.isdecimal()):
+        raise ConfigError(f"--shard={text}: must be i/n, such as 0/4 for the first of four nodes")
+    return int(node), int(nodes)
 
 
 def _names(text: str | None) -> list[str] | None:

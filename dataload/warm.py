@@ -7,11 +7,34 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
+import numpy as np
+
 from dataload.cache.threads import Threads
+from dataload.errors import ConfigError
+from dataload.manifest import Manifest
 from dataload.rowblobs import RowBlobs
+from dataload.samplers.order import Order
+from dataload.samplers.split import stream_owners
 
 AT_ONCE = 16  # row groups; `RowBlobs` bounds their memory
 AHEAD = 64
+
+
+def part_of(manifest: Manifest, node: int, num_nodes: int, num_streams: int | None = None) -> list[int]:
+    """The row groups that one node of several will read, every epoch, whatever the seed: those of its streams.
+
+    num_streams: as the loader will have it; None: as many as there are nodes.
+    Raises ConfigError when there is no such node, or the streams cannot be shared out evenly.
+    """
+    streams = num_nodes if num_streams is None else num_streams
+    if not 0 <= node < num_nodes:
+        raise ConfigError(f"node {node} of {num_nodes}: nodes count from 0")
+    if streams % num_nodes:
+        raise ConfigError(f"num_streams={streams} is no multiple of {num_nodes} nodes")
+    lengths = [group.rows for group in manifest.row_groups]
+    order = Order(lengths, num_streams=streams, dataset_key=manifest.fingerprint.encode())
+    own = np.flatnonzero(stream_owners(streams, num_nodes) == node)
+    return list(order.blocks_from(0, 0, own.tolist()))
 
 
 def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> None:
