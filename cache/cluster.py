@@ -10,13 +10,16 @@ A blob is there as it is on disk, payload, checksums, name and footer, cut into 
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import logging
 import mmap
 import posixpath
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,7 +29,7 @@ from dataload.cache.buffers import Buffers
 from dataload.cache.forks import ForkAware
 from dataload.cache.health import Health
 from dataload.cache.redact import redacted
-from dataload.cache.threads import Threads
+from dataload.cache.threads import PATIENCE_SECONDS, Threads
 from dataload.cache.tier import BlobKey
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.metrics import Counters
@@ -74,6 +77,7 @@ class Cluster(ForkAware):
         self._buffers = Buffers()
         self._behind = threading.Condition()
         self._behind_bytes = 0
+        self._ends = False
         self._writer = Threads(1, "dataload-blocks-cluster")  # One: a lease ends after what was made under it is there.
 
     def __repr__(self) -> str:
@@ -91,10 +95,8 @@ class Cluster(ForkAware):
             return None
         try:
             payload = blob.payload_of(whole, key.digest, name)
-        except CorruptEntry as error:
+        except CorruptEntry as error:  # Who asked makes it anew, and puts that in its place.
             self._report("reading", error)
-            with suppress(_TroubleError):
-                self._ask("delete", name)
             return None
         self._count(key, hits=1, bytes=len(payload))
         return payload
@@ -114,6 +116,9 @@ class Cluster(ForkAware):
         with memoryview(sealed) as room:
             room[: len(payload)] = payload
         self._writer.submit(self._write, key, sealed, len(payload), size)
+        if not self._ends:
+            self._ends = True
+            atexit.register(_end, weakref.ref(self))
 
     @contextmanager
     def alone(self, key: BlobKey) -> Iterator[None]:
@@ -134,9 +139,9 @@ class Cluster(ForkAware):
             if taken:
                 self._writer.submit(self._release, name, until)
 
-    def settle(self) -> None:
-        """What was put is there when this returns, or given up."""
-        self._writer.submit(lambda: None).result()
+    def settle(self, patience: float | None = None) -> None:
+        """What was put is there when this returns, or given up, or so many seconds have passed."""
+        wait([self._writer.submit(lambda: None)], patience)
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process: hits, waits, errors, unkept (blobs not written); bytes read and written (payload).
@@ -246,6 +251,13 @@ class Cluster(ForkAware):
         self.counters.add(**amounts)
         folder = redacted(posixpath.dirname(key.path))
         self._by_folder.setdefault(folder, Counters()).add(**amounts)
+
+
+def _end(one: weakref.ref[Cluster]) -> None:
+    """The program ends: what it has made should not be lost to others, if that takes no time."""
+    cluster = one()
+    if cluster is not None:
+        cluster.settle(PATIENCE_SECONDS)
 
 
 def _name(key: BlobKey) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 
 from dataload.cache.local import LocalTier
@@ -27,7 +28,7 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     fits = True
     if isinstance(tier, LocalTier):
         need = _needed(dataset, sampler, tier.limit)
-        fits = blobs.num_bytes <= tier.limit * FITS
+        fits = blobs.num_bytes * sampler.node_share <= tier.limit * FITS
         tier.region = tier.region if fits else max(tier.region, need)
     if fits and dataset.row_groups:
         mean = sum(group.bytes for group in dataset.row_groups) // len(dataset.row_groups)
@@ -67,6 +68,7 @@ def _needed(dataset: Dataset, sampler: ShardedSampler, limit: int) -> int:
     """Bytes of rows that the order needs at a time. Raises ConfigError when `limit` is less."""
     order = sampler.order
     groups = len(dataset.row_groups) if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
+    groups = math.ceil(groups * sampler.node_share)
     need = sum(sorted(map(dataset.rowstore.blobs.bytes_of, range(len(dataset.row_groups))), reverse=True)[:groups])
     if limit >= need:
         return need

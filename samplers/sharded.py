@@ -112,6 +112,11 @@ class ShardedSampler(DistributedSampler[int]):
         return self._share.global_batch_size
 
     @property
+    def node_share(self) -> float:
+        """Which part of the rows this rank's node reads, in (0, 1]: all of them, but where streams are local."""
+        return len(self._share.node_streams()) / self.order.num_streams
+
+    @property
     def padding(self) -> int:
         """How many of this rank's rows of a full epoch, its last ones, repeat others to make the ranks equal."""
         return self.padding_from(0)

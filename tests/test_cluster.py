@@ -6,6 +6,8 @@ import hashlib
 import logging
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -152,7 +154,7 @@ def test_what_is_damaged_is_made_again_and_put_right(
     shares(first, "other", size)
     planted(cluster_server, what)
     assert shares(second, "a", size) == 1
-    assert second.stats()["cluster"]["errors"] == 1
+    assert second.stats()["cluster"]["errors"] > 0
     assert second.cluster.health.state == "normal", "one blob's trouble is not the cluster's"
     assert shares(third, "a", size) == 0
 
@@ -217,6 +219,33 @@ def test_a_lease_of_the_dead_ends(cluster_server: Server, hosts: Hosts) -> None:
     tier = hosts(cluster_server.url)
     assert shares(tier) == 1
     assert tier.stats()["cluster"]["waits"] == 1
+
+
+def test_a_lease_without_an_end_is_not_waited_for_without_end(
+    cluster_server: Server, hosts: Hosts, clock: Clock
+) -> None:
+    cluster_server.ask("SET", f"{name_of()}:lease", "")
+    tier = hosts(cluster_server.url)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(shares, tier)
+        until(lambda: tier.stats()["cluster"]["waits"])
+        clock.now += cluster.LEASE_SECONDS + 1
+        assert made.result(30) == 1
+
+
+def test_a_program_that_ends_hands_over_what_it_has_made(cluster_server: Server, hosts: Hosts, tmp_path: Path) -> None:
+    """The last of many blobs, for which there was no time yet."""
+    program = f"""
+from dataload.cache.clustered import ClusterTier
+from dataload.cache.tier import BlobKey
+tier = ClusterTier({str(tmp_path / "program")!r}, 1 << 30, "pin", {cluster_server.url!r})
+def fill(allocate):
+    allocate(1_000_000)
+for number in range(30):
+    tier.get_or_fill(BlobKey("o", "p", "v", str(number)), fill)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert cluster_server.ask("DBSIZE") == 30
 
 
 def test_a_lease_that_took_too_long_is_not_ended_for_another(
@@ -409,8 +438,9 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hosts, clock: Clock) -> None:
     with ServerCluster(tmp_path / "servers", replicas=1) as servers:
-        first, second = hosts(servers.url), hosts(servers.url)
+        first, second = hosts(servers.url), hosts(servers.primaries[0].url)  # It knows no other when it begins.
         names = [f"{number}" for number in range(12)]
+        assert shares(second, "early") == 1
         assert [shares(first, name) for name in names] == [1] * 12
         primary, replica = servers.primaries[0], servers.replicas[0]
         until(lambda: replica.ask("DBSIZE") == primary.ask("DBSIZE"))
