@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dataload.cache.forks import ForkAware
 
-PATIENCE_SECONDS = 1.0
+PATIENCE_SECONDS = 0.5
 LOOK_SECONDS = 0.2
 
 T = TypeVar("T")

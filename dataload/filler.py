@@ -135,7 +135,7 @@ class _Process:
         self._asked: dict[int, Future[_Done | None]] = {}
         self.ready, self.gone = threading.Event(), threading.Event()
         self.counted: Counter[str] = Counter()
-        self._owner, self._ends = os.getpid(), False
+        self._ends = False
         self._listener = threading.Thread(target=self._listen, args=(blobs,), name="dataload-filler", daemon=True)
         self._listener.start()
         atexit.register(self.end)
@@ -157,8 +157,6 @@ class _Process:
 
     def end(self) -> int:
         """It has ended when this returns; how."""
-        if os.getpid() != self._owner:
-            return 0
         atexit.unregister(self.end)
         self._ends = True
         with suppress(OSError):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,7 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from dataload import CacheConfig, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
+from dataload.cache import fsck
+from dataload.cache.local import LocalTier
 
 ROWS, GROUPS = 10, 12
 
@@ -83,3 +89,70 @@ def test_the_program_ends(origin: Origin, tmp_path: Path, end: str, filled: bool
     assert trainer.returncode == {"error": 1, "interrupted": -signal.SIGINT}.get(end, 0)
     assert said.count("Error") + said.count("Interrupt") == (trainer.returncode != 0), said
     assert not [process for process in started if process.is_running()]
+
+
+def open_things() -> tuple[int, int, set[str]]:
+    """Descriptors and threads of this process, and what is in shared memory."""
+    descriptors, shared = (list(Path(folder).iterdir()) for folder in ("/proc/self/fd", "/dev/shm"))
+    return len(descriptors), threading.active_count(), {path.name for path in shared}
+
+
+def test_a_hundred_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    before: tuple[int, int, set[str]] | None = None
+    for number in range(100):
+        dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
+        loader = make_loader(dataset, 4, seed=number)
+        batches = iter(loader)
+        for _ in range(number % 5):
+            next(batches)
+        if number % 3:
+            with pytest.raises(ZeroDivisionError):
+                batches.throw(ZeroDivisionError())
+        del batches, loader, dataset
+        gc.collect()
+        if number == 20:  # what is opened once for all is open by now
+            before = open_things()
+    assert before is not None
+    descriptors, threads, shared = open_things()
+    assert descriptors <= before[0] + 10
+    assert threads <= before[1] + 30  # those that are still ending
+    assert shared <= before[2]
+    assert not list((tmp_path / "cache/tmp").glob("*/*"))
+
+
+def test_a_fill_that_the_end_cut_off_leaves_no_row_behind(tmp_path: Path) -> None:
+    """Its file in tmp/ tells whoever opens the cache next which row to drop."""
+    program = """
+import sys, threading
+from dataload.cache.local import LocalTier
+from dataload.cache.threads import Threads
+from dataload.cache.tier import BlobKey
+filling = threading.Event()
+def fill(allocate):
+    allocate(100_000)
+    filling.set()
+    threading.Event().wait()
+tier = LocalTier(sys.argv[1], 10**6)
+threads = Threads(1, "filling")
+threads.submit(tier.get_or_fill, BlobKey("o", "x", "v", "all"), fill)
+filling.wait()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=60)
+    tier = LocalTier(tmp_path / "c", 10**6)
+    assert tier.folder.index.used_bytes() == 0
+    assert fsck.verify(tier.folder).problems == []
+
+
+def test_the_next_epoch_is_loaded_before_it_begins(origin: Origin, tmp_path: Path, monkeypatch: Any) -> None:
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
+    loader = make_loader(dataset, 4, window=2)
+    asked: list[int] = []
+    prefetch = dataset.rowstore.prefetch
+    monkeypatch.setattr(dataset.rowstore, "prefetch", lambda groups: (asked.extend(groups), prefetch(groups)))
+    for _ in loader:
+        pass
+    first = [group for _, group in loader.sampler.needs_from(1, 0)]
+    assert len(asked) > GROUPS
+    assert asked[GROUPS:] == first[: len(asked) - GROUPS]
