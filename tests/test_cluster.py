@@ -205,6 +205,7 @@ def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts
                 assert first.get_or_fill(key(name), Filler(data_of(name))) == data_of(name)
             entered = pool.submit(_bring, second, ["a", "b", "c"])
             until(lambda: second.stats()["cluster"]["waits"])
+        assert cluster_server.ask("EXISTS", f"{name_of('group')}:lease") == 1, "before what is on its way has arrived"
         may_write.set()
         assert entered.result(30) == [data_of(name) for name in "abc"]
 

@@ -110,7 +110,7 @@ def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(bucket: An
     first = fetched(bucket) - nodes * footers
     assert 0.99 * size <= first <= size + (nodes - 1) * size / groups
     parts = [part_of(datasets[0].manifest, node, nodes) for node in range(nodes)]
-    assert first <= sum(datasets[0].row_groups[group].bytes for part in parts for group in part)
+    assert first == sum(datasets[0].row_groups[group].bytes for part in parts for group in part)
 
     assert [epoch(loader) for loader in loaders] != seen
     assert fetched(bucket) == 0
@@ -140,6 +140,18 @@ def test_nodes_that_join_move_few_row_groups(bucket: Any, hosts: Hosts) -> None:
     for before, after in ((1, 2), (2, 3), (3, 4), (4, 6)):
         moved = sum(a != b for a, b in zip(owners[before], owners[after], strict=True)) / 240
         assert moved <= (after - before) / after + 12 / 240
+
+
+def test_what_leaves_the_origin_does_not_grow_with_the_nodes(bucket: Any, hosts: Hosts) -> None:
+    """By the arithmetic that the runs on 1, 2 and 4 nodes agree with, to the byte."""
+    manifest = hosts(write(bucket, 240)).manifest
+    size = sum(group.bytes for group in manifest.row_groups)
+    for nodes in range(1, 9):
+        parts = [
+            sum(manifest.row_groups[group].bytes for group in part_of(manifest, node, nodes)) for node in range(nodes)
+        ]
+        assert size <= sum(parts) <= size + (nodes - 1) * size / 240
+        assert max(parts) <= size / nodes + 2 * size / 240
 
 
 def test_a_second_job_finds_everything_in_the_cluster(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
