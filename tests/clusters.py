@@ -134,7 +134,7 @@ class ServerCluster:
     @staticmethod
     def _server(folder: Path) -> Server:
         timeout = ("--cluster-node-timeout", str(NODE_TIMEOUT), "--repl-diskless-sync-delay", "0")
-        return Server(folder, "--cluster-enabled", "yes", *timeout)
+        return Server(folder, "--cluster-enabled", "yes", "--cluster-require-full-coverage", "no", *timeout)
 
     @property
     def servers(self) -> list[Server]:

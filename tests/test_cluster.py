@@ -457,3 +457,31 @@ def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hos
         assert shares(second, "later") == 1
         assert second.cluster.health.state == "normal"
         primary.go_on()
+
+
+def test_a_cluster_that_was_lost_altogether_is_found_again(
+    three_primaries: ServerCluster, hosts: Hosts, clock: Clock
+) -> None:
+    """Also where the one node that the URL names stays away."""
+    gone, *back = three_primaries.primaries
+    tier = hosts(gone.url)
+    names = [f"{number}" for number in range(12)]
+    owners = {name: three_primaries.owner(name_of(name)) for name in names}
+    assert {*owners.values()} == {gone, *back}
+    assert shares(tier, "before") == 1
+    for one in three_primaries.primaries:
+        one.kill()
+    for name in names:
+        clock.now += 100
+        assert shares(tier, name) == 1
+    for one in back:
+        one.start()
+    name = next(name for name in names if owners[name] is back[0])
+
+    def shared() -> bool:
+        clock.now += 100
+        tier.cluster.put(key(name), memoryview(data_of(name)))
+        tier.settle()
+        return tier.cluster.get(key(name)) == data_of(name)
+
+    until(shared)
