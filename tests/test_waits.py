@@ -88,7 +88,7 @@ def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, filled: b
         dataset.rowstore.prefetch([])
         dataset.rowstore._filler.make(0)
         assert dataset.rowstore._filler._process.ready.wait(60)
-    origin.behave(latency=0.1, bytes_per_second=1e6)
+    origin.behave(latency=0.1, bytes_per_second=4e5 if filled else 1e6)  # a process that yields decodes late
     options: dict[str, Any] = {"transform": Slow(0), "num_workers": num_workers} if num_workers else {}
     stats = epoch(make_loader(dataset, 4, window=2, **options))
     if filled:

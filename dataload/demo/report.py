@@ -72,7 +72,7 @@ def read_epochs(history: Sequence[Mapping[str, Any]], served: Mapping[str, int])
             rows_per_second=record["rows_per_second"],
             s3_requests=after[0] - before[0],
             s3_bytes=after[1] - before[1],
-            hit_rate=record["hits"] / max(1, record["hits"] + record["misses"]),
+            hit_rate=1 - record["misses"] / max(1, record["hits"] + record["misses"]),
             stall_fraction=record["stall_fraction"],
             accuracy=record["accuracy"],
         )
