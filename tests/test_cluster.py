@@ -294,6 +294,18 @@ def test_a_server_that_is_lost_is_left_alone_and_tried_again(
     assert shares(other, "after") == 0, "what is made then is shared again"
 
 
+def test_another_server_of_the_url_is_found(cluster_server: Server, tmp_path: Path, hosts: Hosts, clock: Clock) -> None:
+    other = Server(tmp_path / "other")
+    tier = hosts(f"{cluster_server.url},{other.address}")
+    assert shares(tier, "a") == 1
+    cluster_server.kill()
+    assert shares(tier, "b") == 1
+    with other:
+        clock.now += 2
+        assert shares(tier, "c") == 1
+        assert other.ask("EXISTS", name_of("c")) == 1
+
+
 def test_only_who_finds_out_waits(cluster_server: Server, hosts: Hosts, clock: Clock) -> None:
     """After the pause one caller tries again, however many come."""
     tier = hosts(cluster_server.url)
@@ -362,7 +374,7 @@ SECRET = "pa55word/with@what:is?special"
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Server]:
     rules = tmp_path / "users.acl"
-    rules.write_text(f"user loader on >{SECRET} ~dataload:* +@read +@write +@connection\nuser default off\n")
+    rules.write_text(f"user loader on >{SECRET} ~dataload:* +get +set +del +exists +hello\nuser default off\n")
     with Server(tmp_path / "guarded", "--aclfile", str(rules), username="loader", password=SECRET) as server:
         yield server
 
