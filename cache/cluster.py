@@ -236,9 +236,12 @@ class Cluster(ForkAware):
             return
         self.health.reads.failed(for_good=True)
         with self._connecting:
-            if client is not None and self._client is client:
-                self._known |= nodes_of(client)
-                self._client = None  # One that lost all its nodes would not find them again.
+            if client is None or self._client is not client:
+                return
+            self._known |= nodes_of(client)
+            self._client = None  # One that lost all its nodes would not find them again.
+        with suppress(Exception):  # Other threads are still at it, and will hear that it is gone.
+            client.close()
 
     def _report(self, doing_what: str, error: Exception) -> None:
         self.counters.add(errors=1)
