@@ -19,6 +19,10 @@ class Allowance:
         """Whether nobody holds anything."""
         return self._free == self._total
 
+    def has(self, units: int) -> bool:
+        """Whether who wants so many would not wait."""
+        return self._free >= min(units, self._total)
+
     @contextmanager
     def hold(self, units: int) -> Iterator[None]:
         units = min(units, self._total)

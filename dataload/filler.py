@@ -18,11 +18,13 @@ from multiprocessing.connection import Connection
 from time import perf_counter
 from typing import NamedTuple
 
+from dataload.allowance import Allowance
 from dataload.cache.forks import ForkAware
 from dataload.cache.threads import Threads
 from dataload.rowblobs import RowBlobs
 from dataload.timeline import Timeline, waited
 
+FETCHED_BYTES = 160 << 20  # of row groups: sixteen requests' worth
 AT_ONCE = 24  # row groups; `RowBlobs` bounds their memory
 NICENESS = 19  # beside a step that keeps the interpreter busy it leaves it nine tenths of its speed
 IDLE_SECONDS = 60.0
@@ -205,6 +207,7 @@ def fill(descriptor: int) -> None:
     os.nice(NICENESS)
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowBlobs = connection.recv()
+    blobs.fetched = Allowance(FETCHED_BYTES)
     threads = Threads(AT_ONCE, "dataload-fill")
 
     def make(group: int) -> None:

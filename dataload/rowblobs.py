@@ -34,7 +34,7 @@ from dataload.timeline import ELSEWHERE, Timeline, doing, waited
 FOOTERS_KEPT = 64
 # Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
 BLOB_BYTES, BLOB_ROWS = 32 << 20, 1 << 16
-FETCHED_BYTES = 160 << 20  # of row groups that are fetched and not decoded yet, in this process
+FETCHED_BYTES = 64 << 20  # of row groups on their way, in a process that has other things to do
 DECODED_BYTES = 64 << 20  # of blobs that are being decoded and packed, twice each
 
 
@@ -43,6 +43,8 @@ class RowBlobs(ForkAware):
 
     layout: of a record; group_starts: the number of each row group's first blob, int64 [groups + 1]; row_starts: the
     number of each blob's first row, int64 [blobs + 1].
+
+    fetched: bytes that this process may hold of row groups on their way.
 
     Notes: may be called from any thread.
     """
@@ -68,7 +70,8 @@ class RowBlobs(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._fetched, self._decoded = Allowance(FETCHED_BYTES), Allowance(DECODED_BYTES)
+        self.fetched = Allowance(FETCHED_BYTES)
+        self._decoded = Allowance(DECODED_BYTES)
         # Not those that wait for the origin: each thread that decodes keeps memory of Arrow's.
         self._decoders = Threads(len(os.sched_getaffinity(0)), "dataload-decode")
 
@@ -150,7 +153,7 @@ class RowBlobs(ForkAware):
         if not stored:
             return self._packed(number, keys, self._columns_of([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
-            stack.enter_context(self._fetched.hold(min(group.bytes, parquet.HELD_BYTES)))
+            stack.enter_context(self.fetched.hold(self._held(number)))
             footer = self._footer(group.file)
             reader = stack.enter_context(parquet.open_row_group(group.file, group.number, stored, footer, self._blocks))
             return self._packed(number, keys, self._columns_of(reader.tables(int(self._rows[number])), number))
@@ -162,9 +165,16 @@ class RowBlobs(ForkAware):
                 stack.enter_context(self._blocks.tier.alone(self._key(number, "row group")))
             yield
 
+    def has_room(self, number: int) -> bool:
+        """Whether this process may hold another row group just now."""
+        return self.fetched.has(self._held(number))
+
+    def _held(self, number: int) -> int:
+        return min(self._manifest.row_groups[number].bytes, parquet.HELD_BYTES)
+
     def _release(self) -> None:
         """Give back what Arrow keeps of the memory it decoded in: not each time, for fresh memory is slow."""
-        if self._fetched.unused and self._decoded.unused:
+        if self.fetched.unused and self._decoded.unused:
             pa.default_memory_pool().release_unused()
 
     def _columns_of(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:

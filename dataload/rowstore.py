@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from dataload.shelf import Shelf
 from dataload.timeline import CAUSES, Timeline, waited
 
 LOADERS = 24  # some have theirs decoded while the origin sends to others
-FILLED_BYTES = 512 << 20  # of rows: to start a process takes as long as to decode half of them
+FILLED_BYTES = 128 << 20  # of rows: to start a process takes as long as to decode some of them
 MAPS_OF_A_BLOB = 4  # its slot, what is empty behind that, its heap; and some for others
 
 T = TypeVar("T")
@@ -189,14 +189,14 @@ class RowStore(ForkAware):
             if contents is None:
                 since = perf_counter()
                 if self._filler is not None:
-                    self._filler.make(group, self._waits)
+                    self._filler.make(group, partial(self._hurries, group))
                 contents = self.blobs.load(group)
                 self._spent.update(timeline.seconds(since, perf_counter()))
         return contents
 
-    def _waits(self) -> bool:
-        """Whether a gather waits: then there is no step to be spared, and this process does what it can itself."""
-        return self._waiting > 0
+    def _hurries(self, group: int) -> bool:
+        """Whether a gather waits: then there is no step to be spared, and what there is room for is done here."""
+        return self._waiting > 0 and self.blobs.has_room(group)
 
     def _loaded(self, asked: _Asked, stop: Future[None] | None) -> list[memoryview] | None:
         """What was asked for; None when it was given up because another loop over the same rows has ended."""
