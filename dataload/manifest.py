@@ -28,7 +28,7 @@ from dataload.layout import fields_of, flatten, storage
 from dataload.partitions import Constants, Keys, keys_of, partition_columns
 
 VERSION = 1
-FOOTERS_IN_FLIGHT = 32
+FOOTERS_IN_FLIGHT = 128
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

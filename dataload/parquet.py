@@ -16,7 +16,8 @@ from dataload.cache.tier import Allocate, Span
 from dataload.errors import DataError, DataloadError
 
 MAGIC = b"PAR1"
-TAIL_BYTES = 64 << 10
+# What is fetched of a file's end, where its footer is: a 64th of it, so that small files are not fetched for it.
+LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
 SHARED_BYTES = 512 << 10  # of a row group with all its columns; smaller ones are not worth a request each
 HELD_BYTES = 40 << 20  # of a row group, as it is stored, that are fetched before they are decoded
 BUFFER_BYTES = 1 << 20  # of a column that is being decoded
@@ -135,7 +136,7 @@ def _from_blocks(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[m
 
 
 def _fetch_footer(obj: Object, blocks: Blocks) -> bytes:
-    start = max(0, obj.size - TAIL_BYTES)
+    start = max(0, obj.size - min(MOST_TAIL_BYTES, max(LEAST_TAIL_BYTES, obj.size // TAIL_SHARE)))
     tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
     if len(tail) < _TRAILER_BYTES or not tail.endswith(MAGIC):
         raise DataError(f"{obj.path} is not a Parquet file: take it out of the dataset, or name the files with a glob")
