@@ -14,6 +14,7 @@ import atexit
 import importlib.util
 import logging
 import mmap
+import os
 import posixpath
 import threading
 import time
@@ -77,6 +78,7 @@ class Cluster(ForkAware):
         self._buffers = Buffers()
         self._behind = threading.Condition()
         self._behind_bytes = 0
+        self._leases: dict[bytes, tuple[str, float]] = {}  # by token: those to be ended; the writer's alone
         self._ends = False
         self._writer = Threads(1, "dataload-blocks-cluster")  # One: a lease ends after what was made under it is there.
 
@@ -126,18 +128,16 @@ class Cluster(ForkAware):
 
         Notes: best effort. Who has waited goes on without a lease: what was made meanwhile is there, or is made twice.
         """
-        name, until = f"{_name(key)}:lease", self._clock() + LEASE_SECONDS
-        taken = False
+        name, token, until = f"{_name(key)}:lease", os.urandom(8), self._clock() + LEASE_SECONDS
+        asked = not self.health.reads.tripped and not self.health.writes.tripped
         with suppress(_TroubleError):
-            if not self.health.writes.tripped:
-                taken = bool(self._ask("set", name, b"", nx=True, px=int(LEASE_SECONDS * 1000)))
-                if not taken:
-                    self._wait_for(name, until)
+            if asked and not self._ask("set", name, token, nx=True, px=int(LEASE_SECONDS * 1000)):
+                self._wait_for(name, token, until)
         try:
             yield
         finally:
-            if taken:
-                self._writer.submit(self._release, name, until)
+            if asked:
+                self._writer.submit(self._end_lease, name, token, until)
 
     def settle(self, patience: float | None = None) -> None:
         """What was put is there when this returns, or given up, or so many seconds have passed."""
@@ -180,6 +180,7 @@ class Cluster(ForkAware):
                 self._ask("set", name, whole[last:size])
             self._count(key, written=payload)
             self.health.writes.worked()
+            self._end_leases()
         except _TroubleError:
             self.counters.add(unkept=1)
         finally:
@@ -188,17 +189,25 @@ class Cluster(ForkAware):
                 self._behind_bytes -= size
                 self._behind.notify_all()
 
-    def _release(self, name: str, until: float) -> None:
-        if self._clock() < until:  # Later it may be another's.
-            with suppress(_TroubleError):
-                self._ask("delete", name)
+    def _end_lease(self, name: str, token: bytes, until: float) -> None:
+        self._leases[token] = name, until
+        self._end_leases()
 
-    def _wait_for(self, lease: str, until: float) -> None:
+    def _end_leases(self) -> None:
+        """Those that are over, also where nobody answered at first: others would wait for them."""
+        for token, (name, until) in list(self._leases.items()):
+            with suppress(_TroubleError):
+                if self._clock() < until and self._ask("get", name) == token:  # Or it is another's by now.
+                    self._ask("delete", name)
+                del self._leases[token]
+
+    def _wait_for(self, lease: str, token: bytes, until: float) -> None:
         """Until that lease has ended, or would have if it was taken just now."""
         self.counters.add(waits=1)
         pause = SOONEST_LOOK
         with doing("cluster"):
-            while self._clock() < until and self._ask("exists", lease):
+            # Its own token: the client asked twice, and the first answer was lost.
+            while self._clock() < until and self._ask("get", lease) not in (None, token):
                 time.sleep(pause)
                 pause = min(2 * pause, LATEST_LOOK)
 

@@ -249,14 +249,40 @@ for number in range(30):
     assert cluster_server.ask("DBSIZE") == 30
 
 
-def test_a_lease_that_took_too_long_is_not_ended_for_another(
-    cluster_server: Server, hosts: Hosts, clock: Clock
-) -> None:
+def test_a_lease_that_took_too_long_is_not_ended_for_another(cluster_server: Server, hosts: Hosts) -> None:
     tier = hosts(cluster_server.url)
     with tier.cluster.alone(key()):
-        clock.now += cluster.LEASE_SECONDS + 1
+        cluster_server.ask("SET", f"{name_of()}:lease", "another's")
     tier.settle()
+    assert cluster_server.ask("GET", f"{name_of()}:lease") == b"another's"
+
+
+def test_a_lease_whose_end_nobody_heard_of_is_ended_later(cluster_server: Server, hosts: Hosts, clock: Clock) -> None:
+    tier = hosts(cluster_server.url)
+    with tier.cluster.alone(key()):
+        cluster_server.stop()
+    tier.settle()
+    cluster_server.go_on()
     assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 1
+    clock.now += 2
+    assert shares(tier, "another blob") == 1
+    assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 0
+
+
+def test_a_lease_that_is_ones_own_is_not_waited_for(
+    cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the client asks again because the answer was lost."""
+    tier = hosts(cluster_server.url)
+    ask = tier.cluster._ask
+
+    def twice(command: str, *args: Any, **options: Any) -> Any:
+        answer = ask(command, *args, **options)
+        return ask(command, *args, **options) if options.get("nx") else answer
+
+    monkeypatch.setattr(tier.cluster, "_ask", twice)
+    assert shares(tier) == 1
+    assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 0
 
 
 def test_a_fill_that_fails_ends_its_lease(cluster_server: Server, hosts: Hosts) -> None:
