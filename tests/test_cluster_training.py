@@ -23,6 +23,7 @@ from clusters import PATIENCE, Server, running_server, until  # noqa: F401
 from dataload import CacheConfig, World, make_dataset, make_loader, parquet, room
 from dataload.cache.tier import BlobKey
 from dataload.errors import ConfigError
+from dataload.filler import Filler
 from dataload.warm import part_of
 
 WIDTH, ROWS = 64, 330
@@ -336,3 +337,18 @@ def test_a_node_needs_room_for_its_own_windows_alone(bucket: Any, hosts: Hosts) 
     on_node(hosts(url, limit), 0, 4)
     with pytest.raises(ConfigError, match="two windows of 4 row groups"):
         on_node(hosts(url, limit), 0, 4, num_streams=1)
+
+
+def test_a_process_that_fills_shares_what_it_makes(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
+    """Also what it made last."""
+    url = write(bucket, 60)
+    first, second = (hosts(url, cluster=cluster_server.url) for _ in range(2))
+    filler = Filler(first.rowstore.blobs)
+    until(lambda: filler.make(0))
+    assert all(filler.make(group) for group in range(60))
+    filler.end()
+    first.blocks.settle()
+    fetched(bucket)
+    loader = make_loader(second, 50)
+    assert sorted(epoch(loader)) == list(range(60 * ROWS))
+    assert fetched(bucket) == 0
