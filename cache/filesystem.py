@@ -16,7 +16,7 @@ from fsspec.utils import isfilelike
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.file import BlockFile
-from dataload.cache.origin import Origin, connect
+from dataload.cache.origin import Origin, connect, introduce
 from dataload.cache.ranges import Range, outcomes, read_ranges
 from dataload.cache.redact import redacted
 from dataload.cache.version import VERSION_FIELDS, version_of
@@ -335,6 +335,7 @@ def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheC
 
     Raises ConfigError for an unknown protocol or options that its filesystem does not take.
     """
+    introduce()
     try:
         filesystem, _ = fsspec.url_to_fs(url, **(storage_options or {}))
     except (ValueError, ImportError, TypeError) as error:

@@ -133,7 +133,7 @@ class Origin(ForkAware):
         """What the store says of one object or folder, asked anew."""
         with self.naming(path):
             self.filesystem.invalidate_cache(path)
-            return dict(self.filesystem.info(path))
+            return self._said(self.filesystem.info(path))
 
     def list(self, path: str) -> dict[str, dict[str, Any]]:
         """What the store says of the objects at `path`, an object, a folder or a glob, by their paths; asked anew."""
@@ -141,11 +141,12 @@ class Origin(ForkAware):
         with self.naming(path):
             filesystem.invalidate_cache(None if has_magic(path) else path)
             found = filesystem.glob(path, detail=True) if has_magic(path) else filesystem.find(path, detail=True)
-            return {
-                name: info if info.get("size") is not None else dict(filesystem.info(name))
+            infos = [
+                self._said(info if info.get("size") is not None else filesystem.info(name))
                 for name, info in found.items()
                 if info["type"] == "file" and not name.endswith("/")
-            }
+            ]
+            return {info["name"]: info for info in infos}
 
     def read(self, path: str, start: int, stop: int, version: str) -> memoryview:
         """Exactly the bytes [start, stop) of that version of an object.
@@ -161,6 +162,11 @@ class Origin(ForkAware):
                     if len(data) != stop - start:
                         raise WrongBodyError(f"{len(data)} bytes came instead of {stop - start}")
         return data
+
+    def _said(self, info: dict[str, Any]) -> dict[str, Any]:
+        """What the store says of an object, under the path that it is asked for by."""
+        # Alluxio calls an object by its place in Alluxio, and is asked for it by that in the store below.
+        return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
 
     def _get(self, path: str, start: int, stop: int, version: str) -> Any:
         try:
@@ -193,8 +199,14 @@ class Origin(ForkAware):
             raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {said}") from error
 
 
+def introduce() -> None:
+    """Have fsspec know Alluxio by its own name, too: its package makes it known as "alluxio" alone."""
+    fsspec.register_implementation("alluxiofs", "alluxiofs.AlluxioFileSystem", clobber=True)
+
+
 def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
     """The filesystem that fsspec knows as `protocol`. Raises ConfigError for an unknown one."""
+    introduce()
     try:
         return fsspec.filesystem(protocol, **(options or {}))
     except (ValueError, ImportError, TypeError) as error:
