@@ -298,9 +298,10 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             return None
 
     def stats(self) -> dict[str, Any]:
-        """Totals of this process: hits, misses, waits, bytes_local, bytes_origin, requests_origin, errors, engine.
+        """Totals of this process: hits, misses, waits, bytes_local, bytes_cluster, bytes_origin, requests_origin, errors
+        (by tier), engine.
 
-        health: how the local disk is doing; see `Health`. None without one.
+        health: how the local disk is doing; see `Health`. cluster: see `Cluster.stats`. None without one.
         """
         return self.blocks.stats()
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from clusters import PATIENCE, Server, running_server, until  # noqa: F401
+from clusters import PATIENCE, Server, ServerCluster, running_server, until  # noqa: F401
 
 from dataload import CacheConfig, World, make_dataset, make_loader, parquet, room
 from dataload.cache.tier import BlobKey
@@ -312,6 +312,29 @@ def test_training_goes_on_in_any_weather(bucket: Any, hosts: Hosts, cluster_serv
         assert max(waits, key=waits.__getitem__) == "cluster"
     weather.end(cluster_server)
     until(lambda: shared_again(tier))
+
+
+def test_training_goes_on_when_a_primary_is_lost(bucket: Any, hosts: Hosts, tmp_path: Path) -> None:
+    url = write(bucket, 40)
+    with ServerCluster(tmp_path / "servers", replicas=1) as servers:
+        first, second = (hosts(url, cluster=servers.url) for _ in range(2))
+        epoch(make_loader(first, 50))
+        first.blocks.settle()
+        primary, replica = servers.primaries[0], servers.replicas[0]
+        until(lambda: replica.ask("DBSIZE") == primary.ask("DBSIZE"))
+        batches = iter(make_loader(second, 50, window=1))
+        rows = checked(next(batches))
+        primary.kill()
+        for batch in batches:
+            rows += checked(batch)
+        assert sorted(rows) == list(range(40 * ROWS))
+        assert second.blocks.stats()["errors"]["cluster"] > 0
+        until(lambda: replica.ask("INFO", "replication")["role"] == "master")
+        until(lambda: shared_again(second.blocks.tier))
+        third = hosts(url, cluster=servers.url)
+        fetched(bucket)
+        assert sorted(epoch(make_loader(third, 50))) == sorted(rows)
+        assert fetched(bucket) <= 0.01 * size_of(third)
 
 
 def shared_again(tier: Any) -> bool:
