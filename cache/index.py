@@ -188,7 +188,10 @@ class Index(ForkAware):
                 before = evict_before()
                 if self._evict(txn, max(over, too_many), partial(self._kept, txn, before), release):
                     over, too_many = 0, 0
-            if over > 0 and not self._evict(txn, over, partial(self._all, txn, before), release):
+            rows = partial(self._all, txn, before) if over > 0 else None
+            if region and too_many > row.size:  # What stays fills the region, too: somebody kept it who had none.
+                rows = partial(self._kept, txn, time.time_ns())
+            if over > 0 and rows and not self._evict(txn, over, rows, release):
                 return False
             self._put(txn, replace(row, kept=too_many <= 0 or not region))
             return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ class Copies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        cuda = device.type == "cuda"
-        self._stream: Any = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._stream = _stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
         """The batch with its tensors on the device."""
@@ -32,6 +32,12 @@ class Copies:
             step.wait_stream(self._stream)
             map_tensors(copied, lambda tensor: _used_on(step, tensor))
         return copied
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    """One for each device: memory that was allocated for a stream is not used again for another."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _used_on(stream: Any, tensor: torch.Tensor) -> torch.Tensor:

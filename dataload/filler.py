@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import NamedTuple
 
 from dataload.allowance import Allowance
 from dataload.cache.forks import ForkAware
 from dataload.cache.threads import Threads
+from dataload.metrics import Counters
 from dataload.rowblobs import RowBlobs
 from dataload.timeline import Timeline, waited
 
@@ -31,14 +33,18 @@ IDLE_SECONDS = 60.0
 LOOK_SECONDS = 0.2  # how often either looks for what it may not hear of: a death, a hurry
 ENDING_SECONDS = 0.5  # then it is killed, which leaves a little to be swept up
 MOST_FAILURES = 3
+LEFT_ALONE_SECONDS = 30.0
 
 log = logging.getLogger(__name__)
 
+_program_ends = threading.Event()
+
 
 class _Done(NamedTuple):
-    """What became of a row group. counted: what the caches of the process have counted in all."""
+    """What became of a row group. kept: whether its blobs are; counted: what the caches of the process count in all."""
 
     group: int
+    kept: bool
     error: Exception | None
     making: Timeline
     counted: dict[str, float]
@@ -67,14 +73,17 @@ class Filler(ForkAware):
         self._process = None
         self._counted_before: Counter[str] = Counter()
         self._failures = 0
-        self.spent: Counter[str] = Counter()
+        self._left_alone_until = 0.0
+        self.spent = Counters()
 
     def make(self, group: int, hurry: Callable[[], bool] = lambda: False) -> bool:
         """Have the blobs of a row group kept; whether that was done. Raises OriginError, DataError.
 
         hurry: whether there is no time to leave it to somebody who yields to all others.
         """
-        process = None if hurry() else self._running()
+        if _program_ends.is_set():
+            raise CancelledError
+        process = None if hurry() or monotonic() < self._left_alone_until else self._running()
         if process is None or not process.ready.is_set():
             return False
         since = perf_counter()
@@ -84,7 +93,9 @@ class Filler(ForkAware):
         waited(since, done.making, instead=done.making.longest())
         if done.error is not None:
             raise done.error
-        return True
+        if not done.kept:  # Whoever asked has to make them again: there is no room in the cache.
+            self._left_alone_until = monotonic() + LEFT_ALONE_SECONDS
+        return done.kept
 
     def counts(self) -> Counter[str]:
         """What the caches of its processes have counted; see `RowBlobs.counts`."""
@@ -100,7 +111,11 @@ class Filler(ForkAware):
     def _running(self) -> _Process | None:
         with self._mutex:
             if self._process is not None and self._process.gone.is_set():
-                self._failures += self._process.end() != 0
+                self._failures += self._process.end() != 0 or not self._process.ready.is_set()
+                if self._failures == MOST_FAILURES:
+                    log.warning(
+                        "row groups are decoded in this process: another that should have, died %d times", MOST_FAILURES
+                    )
                 self._counted_before += self._process.counted
                 self._process = None
             if self._process is None and self._failures < MOST_FAILURES:
@@ -120,7 +135,7 @@ class _Process:
     ready: it takes orders; gone: it takes no more.
     """
 
-    def __init__(self, blobs: RowBlobs, spent: Counter[str]) -> None:
+    def __init__(self, blobs: RowBlobs, spent: Counters) -> None:
         self._spent = spent
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -140,7 +155,7 @@ class _Process:
         self._ends = False
         self._listener = threading.Thread(target=self._listen, args=(blobs,), name="dataload-filler", daemon=True)
         self._listener.start()
-        atexit.register(self.end)
+        atexit.register(self._end_with_program)
 
     def make(self, group: int, hurry: Callable[[], bool]) -> _Done | None:
         """What became of it; None when the process has died, or is not soon enough.
@@ -159,7 +174,7 @@ class _Process:
 
     def end(self) -> int:
         """It has ended when this returns; how."""
-        atexit.unregister(self.end)
+        atexit.unregister(self._end_with_program)
         self._ends = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -167,10 +182,15 @@ class _Process:
             self._popen.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.kill()
-        self._listener.join()
+        if self._listener is not threading.current_thread():  # The garbage collector runs in any thread.
+            self._listener.join()
         self._connection.close()
         self._socket.close()
         return self._popen.wait()
+
+    def _end_with_program(self) -> None:
+        _program_ends.set()
+        self.end()
 
     def let_go(self) -> None:
         """In a forked child: the process is the parent's, and should notice when that ends."""
@@ -179,17 +199,20 @@ class _Process:
         self._popen.returncode = 0
 
     def _listen(self, blobs: RowBlobs) -> None:
-        with suppress(EOFError, OSError):
+        try:
             self._connection.send(blobs)
             self._connection.recv()
             self.ready.set()
             while True:
                 done: _Done = self._connection.recv()
                 self.counted = Counter(done.counted)
-                self._spent.update(done.making.spent())
+                self._spent.add(**done.making.spent())
                 with self._mutex:
                     self._asked.pop(done.group).set_result(done)
-        self._hang_up()
+        except Exception as error:  # noqa: BLE001 (a filesystem that cannot be pickled may raise anything)
+            log.debug("the process that fills is gone: %s", error)
+        finally:
+            self._hang_up()
 
     def _hang_up(self) -> None:
         with self._mutex:
@@ -211,21 +234,30 @@ def fill(descriptor: int) -> None:
     threads = Threads(AT_ONCE, "dataload-fill")
 
     def make(group: int) -> None:
-        making, error = Timeline(), None
+        making, kept, error = Timeline(), False, None
         try:
             with making.here():
-                blobs.make(group)
+                kept = blobs.make(group)
         except Exception as caught:  # noqa: BLE001 (raised again by who asked)
-            error = caught.with_traceback(None)
+            error = _portable(caught)
         with sending, suppress(OSError):
-            connection.send(_Done(group, error, making.end(), blobs.counts()))
+            connection.send(_Done(group, kept, error, making.end(), blobs.counts()))
 
     with suppress(EOFError, OSError):
         connection.send("ready")
+        under_way: list[Future[None]] = []
         idle = 0.0
         while os.getppid() == parent and idle < IDLE_SECONDS:
+            idle = 0.0 if under_way else idle + LOOK_SECONDS
             if connection.poll(LOOK_SECONDS):
-                threads.submit(make, connection.recv())
-                idle = 0.0
-            else:
-                idle += LOOK_SECONDS
+                under_way.append(threads.submit(make, connection.recv()))
+            under_way = [one for one in under_way if not one.done()]
+
+
+def _portable(error: Exception) -> Exception | None:
+    """The error as it arrives elsewhere; None when it would not, and who asked has to meet it again."""
+    try:
+        portable: Exception = pickle.loads(pickle.dumps(error.with_traceback(None)))  # noqa: S301 (ours)
+    except Exception:  # noqa: BLE001 (whatever its class does)
+        return None
+    return portable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 
 from dataload.timeline import Timeline
 
-PATIENCE_SECONDS = 1.0  # at the end of the program
+PATIENCE_SECONDS = 1.0
 LOOK_SECONDS = 0.2
 
 T = TypeVar("T")
@@ -27,8 +26,8 @@ def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timel
     stop: done when no more are wanted, so that whoever makes them need not get what he waits for. waiting: where it is
     written down what they were waited for.
 
-    What making an item raises is raised here, in its place. Closing the generator stops the thread and waits for it,
-    and so does the end of the program.
+    What making an item raises is raised here, in its place. Closing the generator stops the thread, and waits a moment
+    for it, and so does the end of the program. No longer: whoever drops it may hold what the thread is waiting for.
     """
     ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
     room = threading.Semaphore(depth)
@@ -49,7 +48,8 @@ def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timel
         if not stop.done():
             stop.set_result(None)
         room.release()
-        thread.join(PATIENCE_SECONDS)
+        if thread is not threading.current_thread():  # The garbage collector runs in any thread.
+            thread.join(PATIENCE_SECONDS)
 
     thread.start()
     atexit.register(end)  # A thread that is left over can neither run nor be joined once the interpreter goes.
@@ -67,8 +67,6 @@ def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timel
     finally:
         atexit.unregister(end)
         end()
-        while thread.is_alive() and not sys.is_finalizing():
-            thread.join(PATIENCE_SECONDS)
 
 
 def _next_of(ready: queue.SimpleQueue[T]) -> T:

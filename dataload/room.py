@@ -30,7 +30,7 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
         need = _needed(dataset, sampler, tier.limit)
         fits = blobs.num_bytes * sampler.node_share <= tier.limit * FITS
         tier.region = tier.region if fits else max(tier.region, need)
-    if fits and dataset.row_groups:
+    if fits and isinstance(tier, LocalTier) and dataset.row_groups:
         mean = sum(group.bytes for group in dataset.row_groups) // len(dataset.row_groups)
         ahead = min(len(dataset.row_groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
     dataset.rowstore.serve(drawn_on, ahead)

@@ -93,14 +93,15 @@ class RowBlobs(ForkAware):
         with doing("disk"):
             return self._kept(self._keys(number))
 
-    def make(self, number: int) -> None:
-        """Have the blobs of a row group kept, where there is room; those that are there are not read."""
+    def make(self, number: int) -> bool:
+        """Have the blobs of a row group kept, where there is room; whether they are. Those there are not read."""
         keys = self._keys(number)
         if self._kept(keys, (0, 0)) is None:
             with self._alone(number):
                 if self._kept(keys, (0, 0)) is None and self._blocks.tier.bring(keys) is None:
                     self._make(number, keys)
             self._release()
+        return self._kept(keys, (0, 0)) is not None
 
     def lease(self) -> None:
         """Have what is kept of all row groups stay, as long as this process runs."""
@@ -153,7 +154,6 @@ class RowBlobs(ForkAware):
         if not stored:
             return self._packed(number, keys, self._columns_of([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
-            stack.enter_context(self.fetched.hold(self._held(number)))
             footer = self._footer(group.file)
             reader = stack.enter_context(parquet.open_row_group(group.file, group.number, stored, footer, self._blocks))
             return self._packed(number, keys, self._columns_of(reader.tables(int(self._rows[number])), number))
@@ -161,6 +161,7 @@ class RowBlobs(ForkAware):
     @contextmanager
     def _alone(self, number: int) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(self.fetched.hold(self._held(number)))  # A lock is not held while there is no room.
             with doing(ELSEWHERE):
                 stack.enter_context(self._blocks.tier.alone(self._key(number, "row group")))
             yield

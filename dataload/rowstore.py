@@ -22,6 +22,7 @@ from dataload.errors import ConfigError
 from dataload.filler import Filler
 from dataload.layout import Layout
 from dataload.manifest import Manifest
+from dataload.metrics import Counters
 from dataload.records import Records
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.lookup import Lookup
@@ -72,7 +73,7 @@ class RowStore(ForkAware):
         self._asked: OrderedDict[int, _Asked] = OrderedDict()  # and not on the shelf yet
         self._threads: Threads | None = None
         self._waiting = 0  # of gathers; a rough count will do
-        self._spent: Counter[str] = Counter()  # seconds of loading, by cause
+        self._spent = Counters()  # seconds of loading, by cause
         self._filler: Filler | None = None
         self._looks_ahead = False
         self._shelf: Shelf | None = None
@@ -124,11 +125,17 @@ class RowStore(ForkAware):
         return Counter(self.blobs.counts()) + (Counter() if self._filler is None else self._filler.counts())
 
     def forget(self) -> None:
-        """Do not start to load what was only asked for in advance."""
-        with self._mutex:
-            for group, asked in list(self._asked.items()):
-                if asked.contents.cancel():
-                    del self._asked[group]
+        """Do not start to load what was only asked for in advance, unless somebody is busy here just now.
+
+        Notes: it never waits. The garbage collector may come here, in a thread that is.
+        """
+        if self._mutex.acquire(blocking=False):
+            try:
+                for group, asked in list(self._asked.items()):
+                    if asked.contents.cancel():
+                        del self._asked[group]
+            finally:
+                self._mutex.release()
 
     def _owners(self, rows: Array) -> list[int]:
         """The row groups that these rows belong to, each once, in file order."""
@@ -191,7 +198,7 @@ class RowStore(ForkAware):
                 if self._filler is not None:
                     self._filler.make(group, partial(self._hurries, group))
                 contents = self.blobs.load(group)
-                self._spent.update(timeline.seconds(since, perf_counter()))
+                self._spent.add(**timeline.seconds(since, perf_counter()))
         return contents
 
     def _hurries(self, group: int) -> bool:
@@ -215,7 +222,9 @@ class RowStore(ForkAware):
 
     def usual_cause(self) -> str:
         """What loading takes most of its time for."""
-        spent = self._spent if self._filler is None else self._spent + self._filler.spent
+        spent = Counter(self._spent.snapshot())
+        if self._filler is not None:
+            spent += Counter(self._filler.spent.snapshot())
         known = {cause: seconds for cause, seconds in spent.items() if cause in CAUSES}
         return max(known, key=known.__getitem__, default="origin")
 

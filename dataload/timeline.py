@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise, takewhile
+from operator import itemgetter
 from time import perf_counter
 
 from dataload.stages import stage
 
 CAUSES = ("origin", "cluster", "disk", "decode", "collate", "transform", "transfer")
 IDLE = ""
+TURNS_KEPT = 4096
 ELSEWHERE = "elsewhere"  # another process of the host makes what is awaited
 
 _of_thread = threading.local()
@@ -63,14 +66,11 @@ class Timeline:
         self._turn(now, before)
 
     def turns(self, since: float, until: float) -> list[tuple[float, str]]:
-        """What it was at in that time, and from when on."""
-        turns = self._turns[:]
-        found = [(since, IDLE)]
-        for start, cause in turns:
-            if start <= since:
-                found = [(since, cause)]
-            elif start < until:
-                found.append((start, cause))
+        """What it was at in that time, and from when on; of what is long ago, nothing is known any more."""
+        turns = self._turns
+        first = bisect_right(turns, since, key=itemgetter(0)) - 1
+        found = [(since, turns[first][1] if first >= 0 else IDLE)]
+        found += takewhile(lambda turn: turn[0] < until, islice(turns, first + 1, None))
         return found
 
     def seconds(self, since: float, until: float) -> dict[str, float]:
@@ -105,6 +105,8 @@ class Timeline:
     def _turn(self, at: float, cause: str) -> None:
         self._at = cause
         self._turns.append((at, cause))
+        if len(self._turns) > 2 * TURNS_KEPT:
+            self._turns = self._turns[-TURNS_KEPT:]  # another list: somebody may be reading this one
 
 
 @contextmanager

@@ -156,3 +156,17 @@ def test_the_next_epoch_is_loaded_before_it_begins(origin: Origin, tmp_path: Pat
     first = [group for _, group in loader.sampler.needs_from(1, 0)]
     assert len(asked) > GROUPS
     assert asked[GROUPS:] == first[: len(asked) - GROUPS]
+
+
+def test_an_iterator_that_is_collected_where_its_rows_are_being_looked_for(origin: Origin, tmp_path: Path) -> None:
+    """The garbage collector may close it in a thread that holds what its own thread is waiting for."""
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
+    batches = iter(make_loader(dataset, 4))
+    next(batches)
+    circle: list[Any] = [batches]
+    circle.append(circle)
+    del batches, circle
+    with dataset.rowstore._mutex:
+        gc.collect()
+    assert sum(len(batch["a"]) for batch in make_loader(dataset, 4)) == ROWS * GROUPS

@@ -19,7 +19,7 @@ import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader, rowblobs, rowstore
 from dataload.errors import OriginNotFound
-from dataload.filler import Filler
+from dataload.filler import Filler, _portable
 
 
 @pytest.fixture
@@ -107,6 +107,33 @@ def test_stopped_it_is_not_waited_for_once_it_is_killed(filler: Filler) -> None:
     process._popen.kill()
     asking.join(60)
     assert answers == [False]
+
+
+def test_what_the_cache_has_no_room_for_is_not_made_twice_for_long(
+    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path
+) -> None:
+    cache = CacheConfig(str(tmp_path / "small"), 4000)
+    dataset = make_dataset(dataset_of([[50] * 4]), storage_options=bucket.options, cache=cache)
+    filler = Filler(dataset.rowstore.blobs)
+    filler.make(0)
+    assert filler._process.ready.wait(60)
+    asked = [filler.make(group) for group in range(4)]
+    assert not all(asked)
+    assert filler._left_alone_until > 0
+    assert not filler.make(0)
+    filler.end()
+
+
+class Odd(Exception):
+    """That cannot be made from its text."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+def test_an_error_that_would_not_arrive_stays_behind() -> None:
+    assert _portable(Odd(1, 2)) is None
+    assert str(_portable(OriginNotFound("gone"))) == "gone"
 
 
 def test_one_that_always_dies_is_given_up(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:

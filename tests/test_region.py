@@ -80,6 +80,18 @@ def test_what_is_leased_stays_though_it_was_not_used_lately(tmp_path: Path) -> N
     assert kept(tier) == [0, 1, 3, 4, 5]  # 2 was nobody's
 
 
+def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path) -> None:
+    """As when a cache was warmed to its limit, and all of that is leased."""
+    put(tier_of(tmp_path, 5, region=0), *range(5))
+    tier = tier_of(tmp_path, 5, region=2)
+    tier.folder.oldest_process = lambda: 0
+    for name in (5, 6, 7, 8):
+        put(tier, name)
+        assert {name - 1, name} & set(range(5, 10)) <= set(kept(tier))
+    assert len(set(kept(tier)) & set(range(5))) == 3
+    assert tier.stats().get("refused", 0) == 0
+
+
 def test_the_region_travels_with_the_tier(tmp_path: Path) -> None:
     import pickle
 

@@ -19,7 +19,7 @@ from dataload.benchmarks.origin import Origin
 from dataload.cache import blob
 from dataload.stages import recorded_by
 from dataload.stats import LoaderStats
-from dataload.timeline import CAUSES, Timeline, doing, waited
+from dataload.timeline import CAUSES, TURNS_KEPT, Timeline, doing, waited
 
 ROWS, GROUPS = 10, 16
 
@@ -188,6 +188,22 @@ def test_what_cannot_leave_a_worker_is_an_error(dataset: Any) -> None:
     """And not a batch that is waited for in vain."""
     with pytest.raises(TypeError, match="cannot pickle"):
         next(iter(make_loader(dataset, 4, transform=lambda _: threading.Lock(), num_workers=1)))
+
+
+def test_what_is_long_ago_is_forgotten() -> None:
+    timeline = Timeline("collate")
+    begun = time.perf_counter()
+    for _ in range(20_000):
+        with timeline.doing("transform"):
+            pass
+    assert len(timeline._turns) <= 3 * TURNS_KEPT
+    assert sum(timeline.seconds(begun, time.perf_counter()).values()) > 0
+    since = time.perf_counter()
+    with timeline.doing("transform"):
+        threading.Event().wait(0.01)
+    spent = timeline.seconds(since, time.perf_counter())
+    assert spent["transform"] >= 0.01
+    assert sum(spent.values()) == pytest.approx(spent["transform"], rel=0.5)
 
 
 def test_nobody_keeps_a_timeline() -> None:
