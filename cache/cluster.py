@@ -180,7 +180,6 @@ class Cluster(ForkAware):
                 self._ask("set", name, whole[last:size])
             self._count(key, written=payload)
             self.health.writes.worked()
-            self._end_leases()
         except _TroubleError:
             self.counters.add(unkept=1)
         finally:
@@ -190,16 +189,13 @@ class Cluster(ForkAware):
                 self._behind.notify_all()
 
     def _end_lease(self, name: str, token: bytes, until: float) -> None:
+        """And those whose end nobody heard of: others would wait for them."""
         self._leases[token] = name, until
-        self._end_leases()
-
-    def _end_leases(self) -> None:
-        """Those that are over, also where nobody answered at first: others would wait for them."""
-        for token, (name, until) in list(self._leases.items()):
+        for known, (lease, ends) in list(self._leases.items()):
             with suppress(_TroubleError):
-                if self._clock() < until and self._ask("get", name) == token:  # Or it is another's by now.
-                    self._ask("delete", name)
-                del self._leases[token]
+                if self._clock() < ends and self._ask("get", lease) == known:  # Or it is another's by now.
+                    self._ask("delete", lease)
+                del self._leases[known]
 
     def _wait_for(self, lease: str, token: bytes, until: float) -> None:
         """Until that lease has ended, or would have if it was taken just now."""

@@ -298,8 +298,8 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             return None
 
     def stats(self) -> dict[str, Any]:
-        """Totals of this process: hits, misses, waits, bytes_local, bytes_cluster, bytes_origin, requests_origin, errors
-        (by tier), engine.
+        """Totals of this process: hits, misses, waits, bytes_local, bytes_cluster, bytes_origin, requests_origin,
+        errors by tier, engine.
 
         health: how the local disk is doing; see `Health`. cluster: see `Cluster.stats`. None without one.
         """

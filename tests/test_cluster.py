@@ -269,10 +269,12 @@ def test_a_lease_whose_end_nobody_heard_of_is_ended_later(cluster_server: Server
     assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 0
 
 
+@pytest.mark.timeout(20)
 def test_a_lease_that_is_ones_own_is_not_waited_for(
     cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when the client asks again because the answer was lost."""
+    monkeypatch.setattr(cluster, "LEASE_SECONDS", 600.0)
     tier = hosts(cluster_server.url)
     ask = tier.cluster._ask
 
