@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ import valkey
 PATIENCE = 30  # seconds that nothing here comes near, unless something hangs
 NODE_TIMEOUT = 1000  # milliseconds after which a cluster gives a node up
 SLOTS = 16384
+PR_SET_PDEATHSIG = 1  # prctl(2)
+_libc = ctypes.CDLL(None)
 
 
 def binary() -> str:
@@ -42,6 +45,11 @@ def until(holds: Callable[[], Any]) -> None:
             return
         pause.wait(0.02)
     raise AssertionError("it never came to hold")
+
+
+def _end_with_the_tests() -> None:
+    """In the server's process: it does not outlive the tests, however they end."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Server:
@@ -71,7 +79,10 @@ class Server:
         port = ("--port", "0", "--tls-port", str(self.port)) if "ssl" in self._access else ("--port", str(self.port))
         settings = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder))
         self._process = subprocess.Popen(
-            [self._program, *port, *settings, *self._options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [self._program, *port, *settings, *self._options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_end_with_the_tests,
         )
         assert self._process.stdout is not None
         said = b""
