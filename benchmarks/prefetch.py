@@ -91,7 +91,7 @@ def timed(loader: Loader, step: Callable[[], object] = lambda: None) -> float:
 
 
 def step(place: Place) -> Table:
-    """The first epoch beside a step of a fixed time. The window is a 16th of the data: its last one has no successor."""
+    """The first epoch beside a step of a fixed time, in windows of a 16th of the data: the last has no successor."""
     table = Table("step, ms", "wire, s", "compute, s", "first epoch, s", "of the longer", "utilisation")
     for share in (0.8, 1.0, 1.25):
         wire = place.wire_seconds()
