@@ -345,7 +345,7 @@ def make_loader(
 def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise ConfigError(f"{name}={value!r} {reason}")
+            raise ConfigError(f"{name}: it {reason}")  # and not its value, which may hold a password
 
 
 def _check_alone() -> None:

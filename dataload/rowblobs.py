@@ -80,9 +80,10 @@ class RowBlobs(ForkAware):
 
     def load(self, number: int) -> list[memoryview]:
         """The blobs of a row group, made if they are not kept. Raises OriginError, DataError."""
-        found = self.find(number)
+        found, keys = self.find(number), self._keys(number)
         if found is None:
-            keys = self._keys(number)
+            found = self._blocks.tier.bring(keys)  # Who only brings it keeps nobody else from it.
+        if found is None:
             with self._alone(number):
                 found = self._kept(keys) or self._blocks.tier.bring(keys) or self._make(number, keys)
             self._release()
@@ -96,7 +97,7 @@ class RowBlobs(ForkAware):
     def make(self, number: int) -> bool:
         """Have the blobs of a row group kept, where there is room; whether they are. Those there are not read."""
         keys = self._keys(number)
-        if self._kept(keys, (0, 0)) is None:
+        if self._kept(keys, (0, 0)) is None and self._blocks.tier.bring(keys) is None:
             with self._alone(number):
                 if self._kept(keys, (0, 0)) is None and self._blocks.tier.bring(keys) is None:
                     self._make(number, keys)

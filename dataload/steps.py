@@ -46,6 +46,7 @@ class Steps:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.pending = 0  # batches of the step begun
         self.skipped = False
+        self._first = True  # backward is to come: with a static graph, DDP must see the ranks meet in it
         self._rows = self._nominal = 0  # of the step begun: so far, and as many as equal batches would have
 
     def add(self, batch: Any, rows: int, all_rows: int, *, last: bool) -> tuple[Tensor, Mapping[str, Any]]:
@@ -69,7 +70,9 @@ class Steps:
 
     def _backward(self, batch: Any, weight: float, full: bool) -> tuple[Tensor, Mapping[str, Any]]:
         """Gradients cross ranks once a step: with its last batch."""
-        with self.replica.no_sync() if self.replica is not None and not full else nullcontext():
+        replica, first = self.replica, self._first
+        self._first = False
+        with replica.no_sync() if replica and not full and not (first and replica.static_graph) else nullcontext():
             dtype = PRECISIONS[self.precision]
             with stage("forward"), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
                 result = self.loss_fn(self.model, batch)  # type: ignore[arg-type]

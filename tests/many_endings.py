@@ -19,7 +19,7 @@ TIMES, MOST_SECONDS = 100, 2.0
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("filled", [False, True])
-@pytest.mark.parametrize("end", ["interrupted", "error", "break", "no loader"])
+@pytest.mark.parametrize("end", ["interrupted", "error", "the end of the program", "no loader"])
 def test_it_is_gone_soon(origin: Origin, tmp_path: Path, end: str, filled: bool) -> None:  # noqa: F811
     program = PROGRAM.format(end=ENDS[end], filled=filled)
     slowest = 0.0

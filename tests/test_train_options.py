@@ -202,7 +202,7 @@ def test_powersgd_is_asked_for(ranks):
         assert_close(vector, train_in_order(8))
 
 
-def half_used(static_graph):
+def half_used(static_graph, accumulate=1):
     model, optimizer = build()
     model.add_module("unused", nn.Linear(2, 2).double())
     layers = nn.Sequential(*list(model)[:-1])
@@ -212,13 +212,14 @@ def half_used(static_graph):
 
     model.forward = lambda x: layers(x)
     options = {"epochs": 2, "precision": "fp32", "static_graph": static_graph, "progress": False}
-    fit(model, optimizer, in_order(4), loss, **options)
+    fit(model, optimizer, in_order(4 // accumulate), loss, accumulate=accumulate, **options)
     return parameters_of(layers)
 
 
 def test_a_static_graph_may_leave_parameters_out(ranks):
-    for vector in ranks(2, half_used, True):
-        assert_close(vector, train_in_order(8))
+    for accumulate in (1, 2):
+        for vector in ranks(2, half_used, True, accumulate):
+            assert_close(vector, train_in_order(8))
     assert all("did not receive grad" in str(error) for error in ranks(2, half_used, False))
 
 
