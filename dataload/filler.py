@@ -227,7 +227,6 @@ class _Process:
 
 def fill(descriptor: int) -> None:
     """A filling process, from the inside. descriptor: of a socket, where the `RowBlobs` comes, and then row groups."""
-    os.nice(NICENESS)
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowBlobs = connection.recv()
     blobs.fetched = Allowance(FETCHED_BYTES)
@@ -244,6 +243,7 @@ def fill(descriptor: int) -> None:
             connection.send(_Done(group, kept, error, making.end(), blobs.counts()))
 
     with suppress(EOFError, OSError):
+        os.nice(NICENESS)  # and not before: what is needed first waits for it to be ready
         connection.send("ready")
         under_way: list[Future[None]] = []
         idle = 0.0
