@@ -36,7 +36,6 @@ from dataload.loader import Loader, make_loader
 from dataload.world import World
 
 IN_FLIGHT = 16
-UTILISATION = 0.90  # DLIO's rule
 
 
 @dataclass(frozen=True)

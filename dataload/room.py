@@ -25,14 +25,13 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     """
     drawn_on = ahead = _drawn_on(sampler)
     tier, blobs = dataset.blocks.tier, dataset.rowstore.blobs
-    fits = True
     if isinstance(tier, LocalTier):
-        need = _needed(dataset, sampler, tier.limit)
-        fits = blobs.num_bytes * sampler.node_share <= tier.limit * FITS
-        tier.region = tier.region if fits else max(tier.region, need)
-    if fits and isinstance(tier, LocalTier) and dataset.row_groups:
-        mean = sum(group.bytes for group in dataset.row_groups) // len(dataset.row_groups)
-        ahead = min(len(dataset.row_groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
+        need, groups = _needed(dataset, sampler, tier.limit), dataset.row_groups
+        if blobs.num_bytes * sampler.node_share > tier.limit * FITS:
+            tier.region = max(tier.region, need)
+        elif groups:
+            mean = sum(group.bytes for group in groups) // len(groups)
+            ahead = min(len(groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
     dataset.rowstore.serve(drawn_on, ahead)
 
 

@@ -56,8 +56,6 @@ class RowBlobs(ForkAware):
         self._fill_null = fill_null
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.layout = Layout(fields_of(schema))
-        ragged = {name: place for place, name in enumerate(manifest.ragged)}
-        self._ragged = [ragged[field.name] for field in self.layout.ragged]  # their places in the manifest
         self._rows = self._rows_of_a_blob()
         lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         counts = np.maximum(1, -(-lengths // self._rows))

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ class _Asked:
     """A row group that is being loaded. timeline: of the thread that does."""
 
     contents: Future[list[memoryview]]
-    timeline: Timeline = field(default_factory=Timeline)
+    timeline: Timeline
 
 
 class RowStore(ForkAware):

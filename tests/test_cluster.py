@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from clusters import Server, ServerCluster, running_cluster, running_server, until  # noqa: F401
+from tiers import Filler
 
 from dataload import CacheConfig
 from dataload.cache import cluster
@@ -37,18 +38,6 @@ def name_of(name: str = "a") -> str:
 
 def data_of(name: str, size: int = 10_000) -> bytes:
     return hashlib.shake_128(name.encode()).digest(size)
-
-
-class Filler:
-    """Makes a blob, and counts how often it was asked to."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.calls = 0
-
-    def __call__(self, allocate: Allocate) -> None:
-        self.calls += 1
-        allocate(len(self.data))[:] = self.data
 
 
 class Clock:

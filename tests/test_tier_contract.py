@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tiers import Filler
 
 from dataload.cache.clustered import ClusterTier
 from dataload.cache.local import LocalTier
@@ -32,18 +33,6 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
 
 def key(name: str) -> BlobKey:
     return BlobKey("origin", "bucket/object", "version", name)
-
-
-class Filler:
-    """Fills with `data`, and counts how often it was asked to."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.calls = 0
-
-    def __call__(self, allocate: Allocate) -> None:
-        self.calls += 1
-        allocate(len(self.data))[:] = self.data
 
 
 def test_a_missing_blob_is_none(tier: Tier) -> None:

@@ -30,6 +30,18 @@ def key(name: str) -> BlobKey:
     return BlobKey("origin", f"bucket/{name}", "version", "all")
 
 
+class Filler:
+    """Fills with `data`, and counts how often it was asked to."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.calls = 0
+
+    def __call__(self, allocate: Allocate) -> None:
+        self.calls += 1
+        allocate(len(self.data))[:] = self.data
+
+
 @functools.cache
 def data_of(name: str) -> bytes:
     """The bytes of a blob: `SIZES` by the number behind the name, "huge" over any limit here."""
