@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import logging
 import mmap
-import os
+import multiprocessing
 import posixpath
 import threading
 import time
@@ -22,13 +21,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.util import Finalize
 from typing import Any
 
 from dataload.cache import blob
-from dataload.cache.address import Address, connect, nodes_of
+from dataload.cache.address import Address
 from dataload.cache.buffers import Buffers
+from dataload.cache.client import Client, TroubleError
 from dataload.cache.forks import ForkAware
-from dataload.cache.health import Health
+from dataload.cache.leases import Leases
 from dataload.cache.redact import redacted
 from dataload.cache.threads import PATIENCE_SECONDS, Threads
 from dataload.cache.tier import BlobKey
@@ -40,14 +42,6 @@ PART_BYTES = 8 << 20
 TRANSFERS = 4  # blobs that are read at a time: more do not make it faster, and each is in memory twice
 BEHIND_BYTES = 256 << 20  # of blobs that are made and not written yet
 BEHIND_SECONDS = 1.0  # that a blob waits for room among them; then it is not written
-LEASE_SECONDS = 30.0
-SOONEST_LOOK, LATEST_LOOK = 0.01, 0.2  # seconds between two looks whether a lease has ended
-
-log = logging.getLogger(__name__)
-
-
-class _TroubleError(Exception):
-    """The cluster cannot be asked just now."""
 
 
 class Cluster(ForkAware):
@@ -67,18 +61,14 @@ class Cluster(ForkAware):
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
-        self.health = Health(str(self.address), self._clock)
+        self._client = Client(self.address, self.counters, self._clock)
+        self.health = self._client.health
+        self._leases = Leases(self._client, self._clock)
         self._by_folder: dict[str, Counters] = {}
-        self._reported: set[str] = set()
-        self._connecting = threading.Lock()
-        self._attempts = 0
-        self._client: Any = None
-        self._known: set[tuple[str, int]] = set()
         self._reading = threading.BoundedSemaphore(TRANSFERS)
         self._buffers = Buffers()
         self._behind = threading.Condition()
         self._behind_bytes = 0
-        self._leases: dict[bytes, tuple[str, float]] = {}  # by token: those to be ended; the writer's alone
         self._ends = False
         self._writer = Threads(1, "dataload-blocks-cluster")  # One: a lease ends after what was made under it is there.
 
@@ -91,53 +81,45 @@ class Cluster(ForkAware):
         try:
             with doing("cluster"), self._reading:
                 whole = self._read(name)
-        except _TroubleError:
+        except TroubleError:
             return None
         if whole is None:
             return None
         try:
             payload = blob.payload_of(whole, key.digest, name)
         except CorruptEntry as error:  # Who asked makes it anew, and puts that in its place.
-            self._report("reading", error)
+            self._client.report("reading", error)
             return None
         self._count(key, hits=1, bytes=len(payload))
         return payload
 
     def put(self, key: BlobKey, payload: memoryview) -> None:
         """Have a blob written soon, if there is room among those that wait for it; `payload` may change meanwhile."""
-        if self.health.reads.tripped or not self.health.writes.allows():
+        size = blob.size_on_disk(len(payload), key.name)
+        sealed = None if self.health.reads.tripped else self._room(size)
+        if sealed is None:
             self.counters.add(unkept=1)
             return
-        size = blob.size_on_disk(len(payload), key.name)
-        with doing("cluster"), self._behind:
-            if not self._behind.wait_for(lambda: self._behind_bytes + size <= BEHIND_BYTES, BEHIND_SECONDS):
-                self.counters.add(unkept=1)
-                return
-            self._behind_bytes += size
-        sealed = self._buffers.take(size)
         with memoryview(sealed) as room:
             room[: len(payload)] = payload
-        self._writer.submit(self._write, key, sealed, len(payload), size)
-        if not self._ends:
-            self._ends = True
-            atexit.register(_end, weakref.ref(self))
+        self._later(self._write, key, sealed, len(payload), size)
 
     @contextmanager
-    def alone(self, key: BlobKey) -> Iterator[None]:
-        """While it lasts, other hosts that come for the same key wait, for a lease at most.
+    def alone(self, key: BlobKey) -> Iterator[Callable[[], None] | None]:
+        """While it lasts, other hosts that come for the same key find that this one is at it.
 
-        Notes: best effort. Who has waited goes on without a lease: what was made meanwhile is there, or is made twice.
+        Gives None or, where another host is at it, what to call to wait for that one; 30 s at most.
+        Notes: best effort. What was made meanwhile is there, or is made twice.
         """
-        name, token, until = f"{_name(key)}:lease", os.urandom(8), self._clock() + LEASE_SECONDS
-        asked = not self.health.reads.tripped and not self.health.writes.tripped
-        with suppress(_TroubleError):
-            if asked and not self._ask("set", name, token, nx=True, px=int(LEASE_SECONDS * 1000)):
-                self._wait_for(name, token, until)
+        name, token, other = f"{_name(key)}:lease", None, None
+        with suppress(TroubleError):
+            token = self._leases.take(name)
+            other = partial(self._wait, name) if token is None else None
         try:
-            yield
+            yield other
         finally:
-            if asked:
-                self._writer.submit(self._end_lease, name, token, until)
+            if token is not None:
+                self._later(self._leases.end, token)
 
     def settle(self, patience: float | None = None) -> None:
         """What was put is there when this returns, or given up, or so many seconds have passed."""
@@ -156,13 +138,13 @@ class Cluster(ForkAware):
         }
 
     def _read(self, name: str) -> memoryview | None:
-        last = self._ask("get", name)
+        last = self._client.get(name)
         if last is None:
             return None
         parts = []
         try:
             for number in range((blob.size_from(last, name) - len(last)) // PART_BYTES):
-                part = self._ask("get", f"{name}:{number}")
+                part = self._client.get(f"{name}:{number}")
                 if part is None:  # Evicted, and so is all of it.
                     return None
                 parts.append(part)
@@ -173,14 +155,16 @@ class Cluster(ForkAware):
     def _write(self, key: BlobKey, sealed: mmap.mmap, payload: int, size: int) -> None:
         name, last = _name(key), (size - blob.FOOTER_BYTES) // PART_BYTES * PART_BYTES
         try:
+            if not self.health.writes.allows():
+                raise TroubleError  # noqa: TRY301 (as when it is asked)
             blob.seal(sealed, payload, key.digest, key.name)
             with memoryview(sealed) as whole:
                 for start in range(0, last, PART_BYTES):
-                    self._ask("set", f"{name}:{start // PART_BYTES}", whole[start : start + PART_BYTES])
-                self._ask("set", name, whole[last:size])
+                    self._client.set(f"{name}:{start // PART_BYTES}", whole[start : start + PART_BYTES])
+                self._client.set(name, whole[last:size])
             self._count(key, written=payload)
             self.health.writes.worked()
-        except _TroubleError:
+        except TroubleError:
             self.counters.add(unkept=1)
         finally:
             self._buffers.give_back(sealed)
@@ -188,72 +172,33 @@ class Cluster(ForkAware):
                 self._behind_bytes -= size
                 self._behind.notify_all()
 
-    def _end_lease(self, name: str, token: bytes, until: float) -> None:
-        """And those whose end nobody heard of: others would wait for them."""
-        self._leases[token] = name, until
-        for known, (lease, ends) in list(self._leases.items()):
-            with suppress(_TroubleError):
-                if self._clock() < ends and self._ask("get", lease) == known:  # Or it is another's by now.
-                    self._ask("delete", lease)
-                del self._leases[known]
-
-    def _wait_for(self, lease: str, token: bytes, until: float) -> None:
-        """Until that lease has ended, or would have if it was taken just now."""
-        self.counters.add(waits=1)
-        pause = SOONEST_LOOK
-        with doing("cluster"):
-            # Its own token: the client asked twice, and the first answer was lost.
-            while self._clock() < until and self._ask("get", lease) not in (None, token):
-                time.sleep(pause)
-                pause = min(2 * pause, LATEST_LOOK)
-
-    def _ask(self, command: str, *args: Any, **options: Any) -> Any:
-        """What the cluster answers to a method of the client. Raises _TroubleError."""
-        if not self.health.reads.allows():
-            raise _TroubleError
-        client = None
-        with doing("cluster"):
+    def _room(self, size: int) -> mmap.mmap | None:
+        """Memory for a blob that is to be written, if there is some among those that wait."""
+        if size > BEHIND_BYTES:
+            return None
+        with doing("cluster"), self._behind:
+            if not self._behind.wait_for(lambda: self._behind_bytes + size <= BEHIND_BYTES, BEHIND_SECONDS):
+                return None
             try:
-                client = self._connected()
-                answer = getattr(client, command)(*args, **options)
-            except Exception as error:  # A client that several threads use while nodes come and go raises anything.
-                self._failed(command, client, error)
-                raise _TroubleError from error
-        self.health.reads.worked()
-        return answer
+                sealed = self._buffers.take(size)
+            except OSError:
+                return None
+            self._behind_bytes += size
+            return sealed
 
-    def _connected(self) -> Any:
-        attempts = self._attempts
-        with self._connecting:
-            if self._client is None:
-                if self._attempts != attempts:
-                    raise ConnectionError("it could not be connected to a moment ago")
-                self._attempts += 1
-                self._client = connect(self.address, self._known)
-            return self._client
+    def _later(self, call: Callable[..., None], *args: Any) -> None:
+        """Have the writer do it; it is given a little time for it when the program ends."""
+        self._writer.submit(call, *args)
+        if not self._ends:
+            self._ends = True
+            if multiprocessing.parent_process() is None:
+                atexit.register(_end, weakref.ref(self))
+            else:  # Those end without.
+                Finalize(None, _end, (weakref.ref(self),), exitpriority=0)
 
-    def _failed(self, command: str, client: Any, error: Exception) -> None:
-        from valkey.exceptions import ClusterDownError, ResponseError
-
-        self._report(command, error)
-        if command == "set" and isinstance(error, ResponseError) and not isinstance(error, ClusterDownError):
-            self.health.writes.failed()  # It is full, or only to be read.
-            return
-        self.health.reads.failed(for_good=True)
-        with self._connecting:
-            if client is None or self._client is not client:
-                return
-            self._known |= nodes_of(client)
-            self._client = None  # One that lost all its nodes would not find them again.
-        with suppress(Exception):  # Other threads are still at it, and will hear that it is gone.
-            client.close()
-
-    def _report(self, doing_what: str, error: Exception) -> None:
-        self.counters.add(errors=1)
-        kind = f"{doing_what} {type(error).__name__}"
-        if kind not in self._reported:
-            self._reported.add(kind)
-            log.warning("cluster %s: trouble, going on without it: %s: %s", self.address, kind, redacted(error))
+    def _wait(self, lease: str) -> None:
+        self.counters.add(waits=1)
+        self._leases.wait(lease)
 
     def _count(self, key: BlobKey, **amounts: float) -> None:
         self.counters.add(**amounts)

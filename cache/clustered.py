@@ -42,9 +42,10 @@ class ClusterTier(LocalTier):
         return super().get_or_fill(key, partial(self._fill, key, fill), span)
 
     @contextmanager
-    def alone(self, key: BlobKey) -> Iterator[None]:
-        with super().alone(key), self.cluster.alone(key):
-            yield
+    def alone(self, key: BlobKey) -> Iterator[Any]:
+        """Gives, where another host is at it, what to call to wait for that one, holding nothing meanwhile."""
+        with super().alone(key), self.cluster.alone(key) as other:
+            yield other
 
     def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
         found = []
@@ -67,7 +68,9 @@ class ClusterTier(LocalTier):
     def _fill(self, key: BlobKey, fill: Fill, allocate: Allocate) -> None:
         shared = self.cluster.get(key)
         if shared is None:
-            with self.cluster.alone(key):
+            with self.cluster.alone(key) as other:
+                if other is not None:
+                    other()
                 shared = self.cluster.get(key)  # Another host may have made it since.
                 if shared is None:
                     self.cluster.put(key, _made(fill, allocate))

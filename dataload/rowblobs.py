@@ -160,10 +160,18 @@ class RowBlobs(ForkAware):
     @contextmanager
     def _alone(self, number: int) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(self.fetched.hold(self._held(number)))  # A lock is not held while there is no room.
-            with doing(ELSEWHERE):
-                stack.enter_context(self._blocks.tier.alone(self._key(number, "row group")))
+            other = self._enter(stack, number)
+            if callable(other):
+                stack.close()
+                other()
+                self._enter(stack, number)
             yield
+
+    def _enter(self, stack: ExitStack, number: int) -> Any:
+        """What to call to wait for another host that is at it, once nothing is held; None where there is none."""
+        stack.enter_context(self.fetched.hold(self._held(number)))  # A lock is not held while there is no room.
+        with doing(ELSEWHERE):
+            return stack.enter_context(self._blocks.tier.alone(self._key(number, "row group")))
 
     def has_room(self, number: int) -> bool:
         """Whether this process may hold another row group just now."""

@@ -19,7 +19,7 @@ from clusters import Server, ServerCluster, running_cluster, running_server, unt
 from tiers import Filler
 
 from dataload import CacheConfig
-from dataload.cache import cluster
+from dataload.cache import client, cluster, leases
 from dataload.cache.clustered import ClusterTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
@@ -200,7 +200,8 @@ def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts
 
 
 def _bring(tier: ClusterTier, names: list[str]) -> Any:
-    with tier.alone(key("group")):
+    with tier.alone(key("group")) as other:
+        other()
         return tier.bring(map(key, names))
 
 
@@ -219,7 +220,7 @@ def test_a_lease_without_an_end_is_not_waited_for_without_end(
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(shares, tier)
         until(lambda: tier.stats()["cluster"]["waits"])
-        clock.now += cluster.LEASE_SECONDS + 1
+        clock.now += leases.WAIT_SECONDS + 1
         assert made.result(30) == 1
 
 
@@ -244,36 +245,6 @@ def test_a_lease_that_took_too_long_is_not_ended_for_another(cluster_server: Ser
         cluster_server.ask("SET", f"{name_of()}:lease", "another's")
     tier.settle()
     assert cluster_server.ask("GET", f"{name_of()}:lease") == b"another's"
-
-
-def test_a_lease_whose_end_nobody_heard_of_is_ended_later(cluster_server: Server, hosts: Hosts, clock: Clock) -> None:
-    tier = hosts(cluster_server.url)
-    with tier.cluster.alone(key()):
-        cluster_server.stop()
-    tier.settle()
-    cluster_server.go_on()
-    assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 1
-    clock.now += 2
-    assert shares(tier, "another blob") == 1
-    assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 0
-
-
-@pytest.mark.timeout(20)
-def test_a_lease_that_is_ones_own_is_not_waited_for(
-    cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As when the client asks again because the answer was lost."""
-    monkeypatch.setattr(cluster, "LEASE_SECONDS", 600.0)
-    tier = hosts(cluster_server.url)
-    ask = tier.cluster._ask
-
-    def twice(command: str, *args: Any, **options: Any) -> Any:
-        answer = ask(command, *args, **options)
-        return ask(command, *args, **options) if options.get("nx") else answer
-
-    monkeypatch.setattr(tier.cluster, "_ask", twice)
-    assert shares(tier) == 1
-    assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 0
 
 
 def test_a_fill_that_fails_ends_its_lease(cluster_server: Server, hosts: Hosts) -> None:
@@ -391,7 +362,7 @@ SECRET = "pa55word/with@what:is?special"
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Server]:
     rules = tmp_path / "users.acl"
-    rules.write_text(f"user loader on >{SECRET} ~dataload:* +get +set +del +exists +hello\nuser default off\n")
+    rules.write_text(f"user loader on >{SECRET} ~dataload:* +get +set +eval +pexpire +hello\nuser default off\n")
     with Server(tmp_path / "guarded", "--aclfile", str(rules), username="loader", password=SECRET) as server:
         yield server
 
