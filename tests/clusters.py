@@ -37,6 +37,21 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
+class Clock:
+    """A clock that stands until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(name="clock")
+def standing_clock() -> Clock:
+    return Clock()
+
+
 def until(holds: Callable[[], Any]) -> None:
     """Ask again and again, until it holds."""
     pause = threading.Event()

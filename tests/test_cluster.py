@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusters import Server, ServerCluster, running_cluster, running_server, until  # noqa: F401
+from clusters import Clock, Server, ServerCluster, running_cluster, running_server, standing_clock, until  # noqa: F401
 from tiers import Filler
 
 from dataload import CacheConfig
-from dataload.cache import client, cluster, leases
+from dataload.cache import cluster, leases
 from dataload.cache.clustered import ClusterTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
@@ -38,21 +38,6 @@ def name_of(name: str = "a") -> str:
 
 def data_of(name: str, size: int = 10_000) -> bytes:
     return hashlib.shake_128(name.encode()).digest(size)
-
-
-class Clock:
-    """A clock that stands until it is told."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -99,6 +84,8 @@ def test_a_cluster_spreads_parts_over_its_nodes(three_primaries: ServerCluster, 
         assert shares(first, f"{number}", 5 * PART) == 1
     assert [shares(second, f"{number}", 5 * PART) for number in range(6)] == [0] * 6
     assert all(one.ask("DBSIZE") > 4 for one in three_primaries.primaries)
+    assert not any(one.ask("KEYS", "*:lease") for one in three_primaries.primaries)
+    assert first.stats()["cluster"]["errors"] == second.stats()["cluster"]["errors"] == 0
 
 
 @pytest.mark.usefixtures("small_parts")
@@ -348,6 +335,29 @@ def test_writes_do_not_pile_up(cluster_server: Server, hosts: Hosts, monkeypatch
     assert cluster_server.ask("DBSIZE") == 4
 
 
+@pytest.mark.timeout(20)
+def test_what_will_never_have_room_does_not_wait_for_it(
+    cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "BEHIND_BYTES", 9_000)
+    monkeypatch.setattr(cluster, "BEHIND_SECONDS", 600)
+    tier = hosts(cluster_server.url)
+    assert shares(tier) == 1
+    assert tier.stats()["cluster"]["unkept"] == 1
+
+
+def test_what_there_is_no_memory_to_write_from_is_not_written(
+    cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    tier = hosts(cluster_server.url)
+    monkeypatch.setattr(tier.cluster._buffers, "take", full)
+    assert shares(tier) == 1
+    assert (tier.stats()["cluster"]["unkept"], tier.cluster._behind_bytes) == (1, 0)
+
+
 def test_what_no_disk_keeps_is_shared_too(cluster_server: Server, hosts: Hosts) -> None:
     full, other = hosts(cluster_server.url, 1000), hosts(cluster_server.url, 1000)
     assert shares(full) == 1
@@ -408,6 +418,11 @@ def test_an_unfitting_url_is_refused_without_repeating_it() -> None:
         "valkey://user:s3cret@host/0",
         "valkey://user:s3cret@host?ssl_ca_certs=x",
         "valkeys://user:s3cret@host?what=s3cret",
+        "valkeys://user:1?s3cret=1",
+        "valkeys://user:1?s3cret=1@host",
+        "valkey://user:1#s3cret@host",
+        "valkey://user:1/s3cret@host",
+        "valkeys://user:1?ssl_ca_certs=s3cret@host",
     ):
         with pytest.raises(ConfigError, match="cluster") as caught:
             CacheConfig(cluster=url)

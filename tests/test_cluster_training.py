@@ -193,6 +193,20 @@ def test_jobs_that_race_on_a_cold_dataset_fetch_it_once(bucket: Any, hosts: Host
     assert fetched(bucket) <= 1.05 * size + footers
 
 
+def test_who_waits_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
+    blobs = hosts(write(bucket, 2), cluster=cluster_server.url).rowstore.blobs
+    lease = f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease"
+    cluster_server.ask("SET", lease, "another's")
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(blobs.make, 0)
+        until(lambda: blobs._blocks.tier.stats()["cluster"]["waits"])
+        until(lambda: blobs.fetched.unused)
+        assert not waits.done()
+        assert blobs.make(1), "others go on meanwhile"
+        cluster_server.ask("DEL", lease)
+        assert waits.result(PATIENCE)
+
+
 def test_files_are_shared_too(bucket: Any, tmp_path: Path, cluster_server: Server) -> None:
     data = np.random.default_rng(0).bytes(9_500_000)
     bucket.put("x", data)
