@@ -100,7 +100,7 @@ def test_ddp_on_two_nodes(folder, tmp_path):
     ("name", "said"),
     [
         ("train_accelerate.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
-        ("train_lightning.py", r"accuracy \d+\.\d%"),
+        ("train_lightning.py", r"accuracy \d+\.\d% of 101 rows"),
     ],
 )
 def test_two_ranks_of_other_trainers(folder, tmp_path, name, said):
