@@ -48,7 +48,7 @@ def find_batch_size(
     with process_group(world, device), torch.random.fork_rng(devices):
         steps = Steps(model.to(device).train(), optimizer, loss_fn, device, precision)
         while size <= limit:
-            seconds = gather(_seconds(steps, _of_size(batch, size, device), size))
+            seconds = gather(_seconds(steps, batch, size))
             if None in seconds:
                 break
             speed = size / max(seconds)
@@ -64,12 +64,13 @@ def find_batch_size(
 
 
 def _seconds(steps: Steps, batch: Any, rows: int) -> float | None:
-    """What a step takes; None when it does not fit."""
+    """What a step on so many rows takes; None when they, or the step, do not fit."""
     taken = []
     try:
+        larger = _of_size(batch, rows, steps.device)
         for _ in range(REPEATS):
             started = perf_counter()
-            steps.add(batch, rows, rows, last=True)
+            steps.add(larger, rows, rows, last=True)
             if steps.device.type == "cuda":
                 torch.cuda.synchronize(steps.device)
             taken.append(perf_counter() - started)
@@ -94,16 +95,13 @@ def _of_size(batch: Any, size: int, device: torch.device) -> Any:
     rows = num_rows(batch)
 
     def repeated(column: Any) -> Any:
+        if isinstance(column, Mapping):
+            return {name: repeated(own) for name, own in column.items()}
         if isinstance(column, Flat):
             raise ConfigError('find_batch_size repeats rows, which it cannot in a column of ragged="flat"')
         if isinstance(column, Tensor):
             return column[torch.arange(size) % rows] if column.ndim else column
         return [column[number % rows] for number in range(size)]
 
-    if isinstance(batch, Mapping):
-        larger: Any = {name: repeated(column) for name, column in batch.items()}
-    elif isinstance(batch, (list, tuple)):
-        larger = type(batch)(map(repeated, batch))
-    else:
-        larger = repeated(batch)
+    larger = type(batch)(map(repeated, batch)) if isinstance(batch, (list, tuple)) else repeated(batch)
     return map_tensors(larger, lambda tensor: tensor.to(device))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from dataload.batch import Flat
-from dataload.distributed import gather
+from dataload.distributed import gather_count
 from dataload.errors import ConfigError
 from dataload.stages import stage
 from dataload.world import World
@@ -37,13 +35,14 @@ def feed(
     state_of: Callable[[], Any],
     begun: Callable[[], None],
 ) -> Iterator[Fed]:
-    """Each batch of this rank; seconds waited for them are added to counts["wait_seconds"].
+    """Each batch of this rank that has rows; seconds waited for them are added to counts["wait_seconds"].
 
-    even: all ranks have equally many batches of equally many rows; else they tell each other before each.
+    even: all ranks are known to have equally many batches of equally many rows; else they tell each other before each.
     state_of: says where the loader is. begun: called when the first batch is there.
     Raises ConfigError, on every rank, when some rank's loader is empty and another's is not.
     """
-    batches, end = iter(loader), object()
+    # There is no mean over a batch without rows. And so a count of 0 says that a rank has run out.
+    batches, end = filter(num_rows, loader), object()
 
     def take() -> tuple[Any, list[int]]:
         started = perf_counter()
@@ -51,7 +50,7 @@ def feed(
             batch = next(batches, end)
         counts["wait_seconds"] += perf_counter() - started
         rows = 0 if batch is end else num_rows(batch)
-        return batch, [rows] * world.world_size if even else gather(rows)
+        return batch, [rows] * world.world_size if even else gather_count(rows)
 
     batch, rows = take()
     if any(rows) and not all(rows):
@@ -66,7 +65,29 @@ def feed(
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of a batch: a dict, tuple or list of columns, or one tensor."""
-    columns = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else [batch]
-    sizes = [column.offsets[1:] if isinstance(column, Flat) else column for column in columns]
-    return min(len(size) for size in sizes if not isinstance(size, Tensor) or size.ndim)
+    """Rows of a batch: a dict (of dicts, too), tuple or list of columns, or one tensor; 0 where there is no column.
+
+    Tensors and arrays say it; lists do where there are none, for a list may also be one of columns.
+    Raises ConfigError when nothing in the batch says it.
+    """
+    columns = [column for column in _columns(batch, outermost=True) if column is not None]
+    shapes = [column.shape for column in columns if hasattr(column, "shape")]
+    sizes = [shape[0] for shape in shapes if shape] or [
+        len(some) for some in columns if isinstance(some, Sized) and not isinstance(some, (str, bytes)) and not shapes
+    ]
+    if columns and not sizes:
+        raise ConfigError(
+            f"the rows of a batch of type {type(batch).__name__} cannot be counted: give a dict, tuple or list in "
+            "which a tensor or a list has one entry for each row"
+        )
+    return min(sizes, default=0)
+
+
+def _columns(batch: Any, *, outermost: bool = False) -> Iterator[Any]:
+    if isinstance(batch, Flat):
+        yield batch.offsets[1:]
+    elif isinstance(batch, Mapping) or (outermost and isinstance(batch, (list, tuple))):
+        for column in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _columns(column)
+    else:
+        yield batch

@@ -173,6 +173,23 @@ def test_it_stops_at_what_fits_and_at_the_limit():
         found(overhead, room=7, start=8)
 
 
+class Bulky(torch.Tensor):
+    """Of which 32 rows go to the device."""
+
+    def to(self, *args, **kwargs):
+        if len(self) > 32:
+            raise torch.OutOfMemoryError("full")
+        return super().to(*args, **kwargs)
+
+
+def test_a_batch_that_does_not_even_go_to_the_device_does_not_fit():
+    model = Machine(overhead)
+    batch_size.perf_counter = lambda: model.now
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = {"x": Rows(8).x.as_subclass(Bulky), "y": Rows(8).y}
+    assert find_batch_size(model, optimizer, batch, squared_error, precision="fp32") == 32
+
+
 def test_ranks_find_the_same(ranks):
     """The one with the least room decides, and the slowest."""
     assert [size for size, _ in ranks(2, found, overhead, room=(300, 70))] == [64, 64]
@@ -180,10 +197,11 @@ def test_ranks_find_the_same(ranks):
 
 
 def test_rows_of_any_kind_are_repeated():
-    batch = {"x": torch.arange(3), "name": ["a", "b", "c"], "scale": torch.tensor(2.0)}
+    batch = {"x": torch.arange(3), "name": ["a", "b", "c"], "more": {"y": torch.arange(3)}, "scale": torch.tensor(2.0)}
     larger = batch_size._of_size(batch, 5, torch.device("cpu"))
     assert larger["x"].tolist() == [0, 1, 2, 0, 1]
     assert larger["name"] == ["a", "b", "c", "a", "b"]
+    assert larger["more"]["y"].tolist() == [0, 1, 2, 0, 1]
     assert batch_size._of_size((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
     assert batch_size._of_size(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
     with pytest.raises(ConfigError, match="flat"):
