@@ -2,7 +2,7 @@
 
 Tensors are written by torch.distributed.checkpoint (DCP), each rank a share, under the names that DCP would give them:
 `dcp.load({"model": model.state_dict()}, checkpoint_id=folder)` reads the model alone. All else is in `rest.pt`, with a
-shell for each tensor. Nothing but plain data is unpickled.
+shell for each tensor. Nothing but plain data is unpickled, and nothing else is saved: what is there can be read.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import EnumType
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dataload.distributed import agree
+from dataload.distributed import agree, gather
 from dataload.errors import ConfigError
 
 REST = "rest.pt"
@@ -75,23 +77,25 @@ class Checkpoints:
         return self._folder is not None
 
     def save(self, states: dict[str, Any], rest: dict[str, Any]) -> None:
-        """Adds a checkpoint of states of parts, the same on all ranks, and of plain data, of which rank 0's is kept."""
+        """Adds a checkpoint of states of parts, the same on all ranks, and of plain data, of which rank 0's is kept.
+
+        Raises ConfigError, on every rank, when something in it but tensors is not plain data.
+        """
         assert self._folder is not None
         self._latest += 1
         unfinished = self._folder / f".{_name(self._latest)}"
         with _tamed():
             dcp_save(_tensors(states), storage_writer=FileSystemWriter(unfinished))
+        problem = None
         if _is_first():
-            shells = _each_tensor(states, lambda _, tensor: tensor.to("meta"))
-            with (unfinished / REST).open("wb") as file:
-                torch.save({"parts": _plain(shells), **rest}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.rename(self._folder / _name(self._latest))
-            _sync(self._folder)
-            self._prune()
-        if dist.is_initialized():
-            dist.barrier()
+            content = {"parts": _each(states, _shell), **_each(rest, _plain)}
+            problem = _written(unfinished / REST, content)
+            if problem is None:
+                unfinished.rename(self._folder / _name(self._latest))
+                _sync(self._folder)
+                self._prune()
+        if problem := gather(problem)[0]:
+            raise ConfigError(problem)
 
     def _prune(self) -> None:
         assert self._folder is not None
@@ -103,11 +107,11 @@ class Checkpoints:
 
 def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     """Restores the parts; returns the rest. Raises ConfigError when the checkpoint is not of these parts."""
-    rest: dict[str, Any] = torch.load(path / REST, map_location="cpu", weights_only=True)
+    rest = _read(path / REST)
     states = rest.pop("parts")
     if odd := states.keys() ^ parts.keys():
         raise ConfigError(f"{path} and this call of fit do not both have: {', '.join(sorted(odd))}")
-    states = _each_tensor(states, lambda _, shell: torch.empty_like(shell, device="cpu"))
+    states = _each(states, _filled)
     with _tamed():
         reader = _PlainReader(path)
         reader.read_metadata()  # DCP would hide what is wrong with it
@@ -180,33 +184,88 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _each_tensor(state: Any, function: Callable[[str, Tensor], Any], name: str = "") -> Any:
-    """`state` with function(name, tensor) in the place of each tensor in its dicts, lists and tuples."""
-    if isinstance(state, Tensor):
-        return function(name, state)
-    if isinstance(state, dict):
-        return {
-            key: _each_tensor(value, function, f"{name}.{key}" if name else str(key)) for key, value in state.items()
-        }
+def _written(path: Path, content: dict[str, Any]) -> str | None:
+    """Writes it down; returns why it could not be read again, None when it can."""
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _read(path)
+    except (pickle.PickleError, TypeError, AttributeError) as error:
+        odd = [f"{name} ({type(leaf).__qualname__})" for name, leaf in _leaves(content).items() if not _readable(leaf)]
+        return (
+            "a checkpoint holds tensors, numbers, strings, and dicts, lists and tuples of them, for nothing else is "
+            f"read back safely; make plain data of {', '.join(odd) or error}"
+        )
+    return None
+
+
+def _read(file: Path | BytesIO) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return content
+
+
+def _readable(leaf: Any) -> bool:
+    file = BytesIO()
+    try:
+        torch.save(leaf, file)
+        file.seek(0)
+        _read(file)
+    except (pickle.PickleError, TypeError, AttributeError):
+        return False
+    return True
+
+
+def alike(states: Iterable[Any]) -> bool:
+    """Whether states of plain data and tensors are equal."""
+    first, *others = map(_leaves, states)
+    return all(first.keys() == other.keys() and all(map(_equal, first.values(), other.values())) for other in others)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def _each(state: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
+    """`state` with function(name, leaf) in the place of all that is in its dicts, lists and tuples, which stay such."""
+    if type(state) in (dict, OrderedDict, Counter):  # the dicts that are read back
+        return type(state)(
+            {
+                _plain(name, key): _each(value, function, f"{name}.{key}" if name else str(key))
+                for key, value in state.items()
+            }
+        )
     if type(state) in (list, tuple):
-        return type(state)(_each_tensor(value, function, f"{name}.{i}") for i, value in enumerate(state))
-    return state
+        return type(state)(_each(value, function, f"{name}.{i}") for i, value in enumerate(state))
+    return function(name, state)
+
+
+def _leaves(state: Any) -> dict[str, Any]:
+    """What is in the dicts, lists and tuples of `state`, by name."""
+    found: dict[str, Any] = {}
+    _each(state, found.__setitem__)
+    return found
 
 
 def _tensors(states: Any) -> dict[str, Any]:
     """The tensors of `states` by name."""
-    found: dict[str, Any] = {}
-    _each_tensor(states, found.__setitem__)
-    return found
+    return {name: leaf for name, leaf in _leaves(states).items() if isinstance(leaf, Tensor)}
 
 
-def _plain(state: Any) -> Any:
-    """`state` with numpy's scalars as Python's (a scheduler's, say), which `torch.load(weights_only=True)` takes."""
-    if type(state) in (list, tuple):
-        return type(state)(map(_plain, state))
-    if type(state) is dict:
-        return {key: _plain(value) for key, value in state.items()}
-    return state.item() if isinstance(state, np.generic) else state
+def _plain(_: str, leaf: Any) -> Any:
+    """Numpy's scalars (a scheduler's, say) as Python's, which can be read back."""
+    return leaf.item() if isinstance(leaf, np.generic) else leaf
+
+
+def _shell(name: str, leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else _plain(name, leaf)
+
+
+def _filled(_: str, leaf: Any) -> Any:
+    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf
 
 
 def generators() -> dict[str, Any]:

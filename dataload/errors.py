@@ -30,4 +30,4 @@ class DataError(DataloadError, ValueError):
 
 
 class NonFiniteLoss(DataloadError, FloatingPointError):
-    """A loss is NaN or infinite. The message says at which step and on which rank."""
+    """A loss, or a parameter after a step, is NaN or infinite. The message says at which step and on which rank."""

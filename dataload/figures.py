@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -21,45 +21,67 @@ from dataload.errors import ConfigError
 MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds"}
 
 
-class Tally:
-    """One rank's epoch so far: sums of logged scalars over rows (on the device, so that nobody waits), and counts."""
+# Counts that an epoch gives the mean over ranks of; the others it adds up. Each rank has made every step.
+AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
 
-    def __init__(self, sums: Mapping[str, float] = {}, counts: Mapping[str, float] = {}) -> None:
+
+class Tally:
+    """One rank's epoch so far: counts, and sums of logged scalars over rows (on the device, so that nobody waits).
+
+    rows: over how many, for each scalar: it need not be logged with each batch, nor on each rank.
+    """
+
+    def __init__(
+        self, sums: Mapping[str, float] = {}, rows: Mapping[str, float] = {}, counts: Mapping[str, float] = {}
+    ) -> None:
         self.sums: defaultdict[str, Any] = defaultdict(float, sums)
+        self.rows: defaultdict[str, float] = defaultdict(float, rows)
         self.counts: defaultdict[str, float] = defaultdict(float, counts)
         self._started = perf_counter() - self.counts["seconds"]
 
     def add(self, scalars: Mapping[str, Any], rows: int) -> None:
         """Means over `rows` rows."""
+        if not rows:
+            return
         for name, value in scalars.items():
             self.sums[name] += torch.as_tensor(value).detach().double() * rows
+            self.rows[name] += rows
         self.counts["rows"] += rows
 
     def state(self) -> dict[str, dict[str, float]]:
         """Plain numbers, from which another Tally goes on. Waits for the device."""
         sums = {name: float(total) for name, total in self.sums.items()}
-        return {"sums": sums, "counts": {**self.counts, "seconds": perf_counter() - self._started}}
+        counts = {**self.counts, "seconds": perf_counter() - self._started}
+        return {"sums": sums, "rows": dict(self.rows), "counts": counts}
 
     def figures(self, loader: Any) -> dict[str, Any]:
         """The epoch's figures over all ranks. Raises ConfigError when there was no row."""
-        own = self.state()
-        if not own["counts"].get("rows"):
+        if not self.counts["rows"]:
             raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
-        traffic = _counted(loader)
-        ranks = gather({**own["sums"], **traffic, **own["counts"]})
-        skipped = {name: int(own["counts"][name]) for name in ("skipped_steps",) if name in own["counts"]}
-        total = {name: sum(rank.get(name, 0) for rank in ranks) for name in ranks[0]}
-        rows, seconds = int(total["rows"]), total["seconds"]
+        ranks = gather({**self.state(), "traffic": _counted(loader)})
+        total = added(ranks)
+        rows = int(total["counts"]["rows"])
+        mean = {name: total["counts"][name] / len(ranks) for name in AVERAGED if name in total["counts"]}
+        if "skipped_steps" in mean:
+            mean["skipped_steps"] = round(mean["skipped_steps"])
         return {
-            **{name: total[name] / rows for name in own["sums"]},
+            **{name: sum_ / total["rows"][name] for name, sum_ in total["sums"].items()},
             "rows": rows,
-            "seconds": seconds / len(ranks),
-            "rows_per_second": rows * len(ranks) / seconds,
-            "wait_seconds": total["wait_seconds"] / len(ranks),
-            "stall_fraction": total["wait_seconds"] / seconds,
-            **skipped,
-            **{name: total[name] for name in traffic},
+            **mean,
+            "rows_per_second": rows / mean["seconds"],
+            "stall_fraction": mean["wait_seconds"] / mean["seconds"],
+            **total["traffic"],
         }
+
+
+def added(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """The ranks' numbers kind by kind and name by name, added up; a name that a rank does not have is 0 there."""
+    total: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in ranks[0]}
+    for rank in ranks:
+        for kind, numbers in rank.items():
+            for name, number in numbers.items():
+                total[kind][name] += number
+    return {kind: dict(numbers) for kind, numbers in total.items()}
 
 
 def _counted(loader: Any) -> dict[str, float]:

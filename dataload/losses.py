@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dataload.errors import NonFiniteLoss
 
@@ -21,7 +21,7 @@ class _Coming(NamedTuple):
 class Losses:
     """Watches over the losses of a run.
 
-    rank: this process's, for the error. check: whether a loss must be finite.
+    rank: this process's, for the error. check: whether losses, and what they make of the parameters, must be finite.
     Attributes: latest, the last loss that has come to the host; None before the first.
     """
 
@@ -44,6 +44,19 @@ class Losses:
     def settle(self) -> None:
         """Waits for all of them. Raises NonFiniteLoss: so nothing is saved that an infinite loss has spoiled."""
         self._look(wait=True)
+
+    def look_at(self, model: nn.Module, where: str) -> None:
+        """Waits for the parameters, which a finite loss may have spoiled: its gradient need not be finite.
+
+        where: which step was the last. Raises NonFiniteLoss.
+        """
+        for name, parameter in model.named_parameters():
+            if self._check and parameter.requires_grad and not parameter.isfinite().all():
+                raise NonFiniteLoss(
+                    f"rank {self._rank}, {where}: parameter {name!r} is not finite, though the losses were. A gradient "
+                    "was not: look for a root, logarithm or division near 0 in the loss, lower the learning rate; or "
+                    "pass check_finite=False to go on with it"
+                )
 
     def _look(self, *, wait: bool) -> None:
         while self._coming:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from torch import nn
 
 from dataload.batch import map_tensors
-from dataload.checkpoint import Checkpoints, generators, load, set_generators
+from dataload.checkpoint import Checkpoints, alike, generators, load, set_generators
 from dataload.distributed import agree, gather, share_buffers
+from dataload.errors import ConfigError
 from dataload.feed import Fed, feed
-from dataload.figures import Scalars, Tally
+from dataload.figures import AVERAGED, Scalars, Tally, added
 from dataload.losses import Losses
 from dataload.stages import stage
 from dataload.steps import Steps
@@ -24,9 +26,11 @@ from dataload.world import World
 
 @dataclass
 class Run:
-    """even: all ranks' loaders have equally many batches. traced: called after each step.
+    """even: all ranks' loaders are known to have equally many batches of equally many rows. traced: called after each
+    step.
 
-    Attributes: history, of the epochs done; step, how many optimizer steps were begun.
+    Attributes: history, of the epochs done; evaluated, whether the last of them is; step, how many optimizer steps were
+    begun.
     """
 
     model: nn.Module
@@ -41,6 +45,7 @@ class Run:
     scalars: Scalars | None = None
     traced: Callable[[], None] = lambda: None
     history: list[dict[str, Any]] = field(default_factory=list)
+    evaluated: bool = True
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -53,9 +58,9 @@ class Run:
             "optimizer": self.steps.optimizer,
             "scheduler": self.steps.scheduler,
             "scaler": scaler if scaler.is_enabled() else None,
-            "loader": self.loader if hasattr(self.loader, "load_state_dict") else None,
         }
         self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
+        self._stateful = hasattr(self.loader, "load_state_dict")
 
     def resume(self, path: Path | None) -> None:
         """Goes on from the checkpoint at `path`; the same on all ranks."""
@@ -64,6 +69,8 @@ class Run:
             return
         rest = load(path, self._parts)
         self.history, self.step, ranks = rest["history"], rest["step"], rest["ranks"]
+        self.evaluated = bool(ranks[0]["so far"])  # an epoch begun: those before it are done with
+        self._resume_loader(path, [rank["loader"] for rank in ranks])
         if len(ranks) == self.world.world_size:
             own = ranks[self.world.rank]
             self._so_far = own["so far"]
@@ -73,15 +80,52 @@ class Run:
             else:
                 set_generators(own["generators"])
         elif self.world.rank == 0 and ranks[0]["so far"]:
-            self._so_far = _added([rank["so far"] for rank in ranks], self.world.world_size)
+            self._so_far = added([rank["so far"] for rank in ranks])
+            for name in self._so_far["counts"].keys() & set(AVERAGED):
+                self._so_far["counts"][name] *= self.world.world_size / len(ranks)
+
+    def _resume_loader(self, path: Path, states: list[Any]) -> None:
+        if self._stateful != (states[0] is not None):
+            raise ConfigError(f"{path} and this call of fit do not both have: loader")
+        if not self._stateful:
+            return
+        own = states[self.world.rank] if len(states) == self.world.world_size else states[0]
+        if len(states) != self.world.world_size and not alike(states):
+            raise ConfigError(
+                f"{path}: each of {len(states)} ranks had a loader in a state of its own, and no other number of ranks "
+                f"can go on with those: start {len(states)} ranks, not {self.world.world_size}"
+            )
+        self.loader.load_state_dict(own)
 
     def epoch(self, number: int, advance: Callable[[], None]) -> None:
-        """Trains on what is left of the epoch, evaluates and saves; calls `advance` after each batch."""
-        try:
+        """Trains on what is left of the epoch, and saves; calls `advance` after each batch."""
+        with self._noted(number):
             self._train(number, advance)
-            self._conclude(number)
+            share_buffers(self.model)  # running statistics differ between ranks; from here on nobody sees that
+            self.history.append({"epoch": number, **self._tally.figures(self.loader)})
+            self.evaluated = False
+            self._save({}, self.loader.state_dict() if self._stateful else None)
+
+    def conclude(self) -> None:
+        """Evaluates the last epoch, once: after it was saved, so that an evaluation that fails loses nothing."""
+        if self.evaluated:
+            return
+        record = self.history[-1]
+        if self.evaluate is not None:
+            self.model.eval()
+            with self._noted(record["epoch"]), torch.no_grad(), stage("evaluate"):
+                found = {name: float(value) for name, value in self.evaluate(self.model).items()}
+            record |= {f"evaluate.{name}" if name in record else name: value for name, value in found.items()}
+        if self.scalars is not None:
+            self.scalars.epoch(record, self.step)
+        self.evaluated = True
+
+    @contextmanager
+    def _noted(self, epoch: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
-            error.add_note(f"rank {self.world.rank} of {self.world.world_size}, epoch {number}, step {self.step}")
+            error.add_note(f"rank {self.world.rank} of {self.world.world_size}, epoch {epoch}, step {self.step}")
             raise
 
     def _train(self, number: int, advance: Callable[[], None]) -> None:
@@ -94,24 +138,16 @@ class Run:
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             if due and not fed.last:
-                self.losses.settle()
+                self._settle(number)
                 share_buffers(self.model)
                 self._save(tally.state(), fed.state)
             advance()
         self._begun = lambda: None
-        self.losses.settle()
+        self._settle(number)
 
-    def _conclude(self, number: int) -> None:
-        share_buffers(self.model)  # running statistics differ between ranks; from here on nobody sees that
-        record = {"epoch": number, **self._tally.figures(self.loader)}
-        if self.evaluate is not None:
-            self.model.eval()
-            with torch.no_grad(), stage("evaluate"):
-                record |= {name: float(value) for name, value in self.evaluate(self.model).items()}
-        self.history.append(record)
-        if self.scalars is not None:
-            self.scalars.epoch(record, self.step)
-        self._save({}, self.loader.state_dict() if "loader" in self._parts else None)
+    def _settle(self, number: int) -> None:
+        self.losses.settle()
+        self.losses.look_at(self.model, f"epoch {number}, step {self.step}")
 
     def _take(self, fed: Fed, tally: Tally, where: str) -> None:
         with stage("copy to device"):
@@ -136,19 +172,6 @@ class Run:
         if not self.checkpoints.wanted:
             return
         with stage("checkpoint"):
-            states = {name: part.state_dict() for name, part in self._parts.items() if name != "loader"}
-            if "loader" in self._parts:
-                states["loader"] = loader_state
-            ranks = gather({"generators": generators(), "so far": so_far})
+            states = {name: part.state_dict() for name, part in self._parts.items()}
+            ranks = gather({"generators": generators(), "so far": so_far, "loader": loader_state})
             self.checkpoints.save(states, {"history": self.history, "step": self.step, "ranks": ranks})
-
-
-def _added(ranks: list[dict[str, dict[str, float]]], world_size: int) -> dict[str, dict[str, float]]:
-    """What the ranks of another world had come to, as one rank's share of what `world_size` ranks have."""
-    total = {
-        kind: {name: sum(rank[kind].get(name, 0.0) for rank in ranks) for rank_ in ranks for name in rank_[kind]}
-        for kind in ("sums", "counts")
-    }
-    for name in ("seconds", "wait_seconds"):  # which are averaged over ranks
-        total["counts"][name] *= world_size / len(ranks)
-    return total

@@ -17,6 +17,7 @@ from dataload.distributed import COMM_HOOKS, agree, device_of, gather, process_g
 from dataload.errors import ConfigError
 from dataload.evaluate import evaluate_over
 from dataload.figures import Scalars, bar
+from dataload.loader import Loader
 from dataload.losses import Losses
 from dataload.run import Run
 from dataload.steps import LossFn, Steps
@@ -63,7 +64,8 @@ def fit(
         A batch is a dict (or tuple, or list) whose tensors are on the device.
     precision: autocast to "bf16" or "fp16" (with the loss scaled), or "fp32" for none.
     accumulate: batches per optimizer step. A step's gradient is that of the mean over all rows of its batches on all
-        ranks, also of an epoch's last step, which has what is left. Ranks whose loaders end early take part with none.
+        ranks, also of an epoch's last step, which has what is left. Ranks whose loaders end early take part with none,
+        and batches without rows are passed over.
     clip_grad_norm: limit on the norm of the averaged gradients.
     scheduler: its step() is called after every optimizer step, not after every epoch.
     activation_checkpointing: classes of modules, or a function of a module, whose activations are computed twice.
@@ -74,23 +76,27 @@ def fit(
     compile: True, or the arguments of torch.compile.
     evaluate(model): called on every rank after each epoch, in eval mode and without gradients; returns scalars. See
         `evaluate_over`.
-    checkpoint_dir: a folder that all ranks see; it gets a checkpoint at each epoch's end, and each `checkpoint_every`
-        optimizer steps. The last `keep` are kept.
+    checkpoint_dir: a folder that all ranks see; it gets a checkpoint at each epoch's end, before `evaluate`, and each
+        `checkpoint_every` optimizer steps. The last `keep` are kept.
     resume: "auto" goes on from the last checkpoint in `checkpoint_dir` if there is one, None starts anew, a path must
-        exist. At the same world size the run ends as if it had never stopped, random generators included.
-    check_finite: stop at a loss that is NaN or infinite; on a GPU some steps later, for no step waits for its loss.
+        exist. From an epoch's end it goes on with `evaluate`. At the same world size the run ends as if it had never
+        stopped, random generators included; at another one a loader must have been in the same state on all ranks.
+    check_finite: stop at a loss that is NaN or infinite; on a GPU some steps later, for no step waits for its loss. And
+        stop, before a checkpoint and at an epoch's end, at parameters that are.
     timeout: seconds that a rank waits for the others before it gives up; None: torch's default.
     log_dir: TensorBoard gets loss, rows per second, stall fraction, memory (bytes, at its peak) and learning rate each
         `log_every` steps, and each epoch's dict.
     profile: a folder for a trace of ten early steps of each rank, with the stages of loop and loader by name; Nsight
         Systems sees these names in all steps.
 
-    An epoch's dict: epoch; loss and logged scalars, averaged over all ranks' rows; rows of all ranks; seconds and
-    wait_seconds (for batches), averaged over ranks; rows_per_second; stall_fraction; what the loader's stats count,
-    summed over ranks; what `evaluate` returned on this rank.
+    An epoch's dict: epoch; loss and logged scalars, averaged over all ranks' rows of the batches they were logged with;
+    rows of all ranks; seconds and wait_seconds (for batches), averaged over ranks; rows_per_second; stall_fraction;
+    what the loader's stats count, summed over ranks; what `evaluate` returned on this rank (before a resume: on rank
+    0), as `evaluate.name` where the name is taken.
 
-    Raises ConfigError for arguments that cannot work, and when ranks see different data or different checkpoints;
-    NonFiniteLoss; and whatever torch raises when a rank is lost. A note on the error says at which step.
+    Raises ConfigError for arguments that cannot work, when ranks see different data or different checkpoints, and when
+    a state that is to be saved is no plain data; NonFiniteLoss; and whatever torch raises when a rank is lost. A note
+    on the error says at which step.
     """
     if comm_hook is not None and comm_hook not in COMM_HOOKS:
         raise ConfigError(f"comm_hook={comm_hook!r} is none of {', '.join(COMM_HOOKS)}")
@@ -102,7 +108,7 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(process_group(world, device, timeout))
         agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
-        lengths = gather(_length(loader))
+        sizes = gather(_known_size(loader))
         checkpoints = Checkpoints(checkpoint_dir, keep)
         run = Run(
             model.to(device),
@@ -111,7 +117,7 @@ def fit(
             world,
             checkpoints,
             Losses(world.rank, check=check_finite),
-            even=None not in lengths and len(set(lengths)) == 1,
+            even=None not in sizes and len(set(sizes)) == 1,
             checkpoint_every=checkpoint_every,
             evaluate=evaluate,
         )
@@ -124,10 +130,12 @@ def fit(
         if log_dir is not None and world.rank == 0:
             run.scalars = stack.enter_context(closing(Scalars(log_dir, log_every, device)))
         run.traced = stack.enter_context(traced(profile, world.rank))
+        run.conclude()  # what another process has ended, and perhaps not evaluated
         for epoch in range(len(run.history), epochs):
             _set_epoch(loader, epoch)
-            with bar(f"epoch {epoch + 1}/{epochs}", lengths[0], progress and world.rank == 0) as advance:
+            with bar(f"epoch {epoch + 1}/{epochs}", _length(loader), progress and world.rank == 0) as advance:
                 run.epoch(epoch, advance)
+            run.conclude()
     return run.history
 
 
@@ -135,6 +143,11 @@ def _set_epoch(loader: Any, epoch: int) -> None:
     ordered: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
     if hasattr(ordered, "set_epoch"):
         ordered.set_epoch(epoch)
+
+
+def _known_size(loader: Any) -> tuple[int | None, int] | None:
+    """The rows of a batch, and the batches of an epoch, where they are known before: of our loader, as it is."""
+    return (loader.batch_size, len(loader)) if isinstance(loader, Loader) and loader.maker.only_gathers else None
 
 
 def _length(loader: Any) -> int | None:

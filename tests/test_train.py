@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from itertools import chain
+from itertools import chain, zip_longest
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from dataload import feed, figures
 from dataload.batch import Flat
+from dataload.distributed import device_of
 from dataload.errors import ConfigError
 from dataload.train import fit
 from dataload.world import World
@@ -68,46 +70,65 @@ def test_each_row_of_a_step_counts_alike(ranks, num_rows):
     assert_close(ranks(2, train_in_order, 4, num_rows, accumulate=2)[1], expected)
 
 
-def train_unevenly(lengths, accumulate, sized=True, epochs=2):
-    """Each rank has so many batches of 4 rows of its own; returns parameters and the history."""
+def train_unevenly(sizes, accumulate):
+    """Each rank has batches of its own, of so many rows each; returns parameters and the history."""
     rank, rows = World.detect().rank, Rows()
-    own = rows.x.chunk(2)[rank], rows.y.chunk(2)[rank]
-    batches = [{"x": own[0][i : i + 4], "y": own[1][i : i + 4]} for i in range(0, 4 * lengths[rank], 4)]
-    loader = batches if sized else Unsized(batches)
+    x, y = (column.chunk(2)[rank].split([*sizes[rank], 20 - sum(sizes[rank])])[:-1] for column in (rows.x, rows.y))
+    batches = [{"x": own_x, "y": own_y} for own_x, own_y in zip(x, y, strict=True)]
     model, optimizer = build()
-    options = {"epochs": epochs, "accumulate": accumulate, "precision": "fp32", "progress": False}
-    history = fit(model, optimizer, loader, squared_error, **options)
+    options = {"epochs": 2, "accumulate": accumulate, "precision": "fp32", "progress": False}
+    history = fit(model, optimizer, batches, squared_error, **options)
     return parameters_of(model), history
 
 
-class Unsized:
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-
-@pytest.mark.parametrize("lengths", [(5, 3), (2, 5)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ([4] * 5, [4] * 3),
+        ([4] * 2, [4] * 5),
+        ([4] * 5, [2] * 5),  # equally many, but smaller
+        ([4, 0, 4, 3], [0, 0, 2, 4, 4]),  # those without rows are passed over
+    ],
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("sized", [True, False])
-def test_ranks_that_run_out_early_keep_up(ranks, lengths, accumulate, sized):
+def test_ranks_may_have_other_batches(ranks, sizes, accumulate):
     """As if one process had taken, in each step, what the ranks have in it."""
-    rows = torch.arange(40).chunk(2)
-    batches = [
-        [own[4 * i : 4 * i + 4] for own, length in zip(rows, lengths, strict=True) if i < length] for i in range(5)
-    ]
-    groups = [torch.cat(list(chain(*batches[i : i + accumulate]))) for i in range(0, 5, accumulate)]
-    first, second = ranks(2, train_unevenly, lengths, accumulate, sized)
+    halves = torch.arange(40).chunk(2)
+    own = [half.split([*of_rank, 20 - sum(of_rank)])[:-1] for half, of_rank in zip(halves, sizes, strict=True)]
+    steps = list(zip_longest(*([batch for batch in batches if len(batch)] for batches in own), fillvalue=halves[0][:0]))
+    groups = [torch.cat(list(chain(*steps[i : i + accumulate]))) for i in range(0, len(steps), accumulate)]
+    first, second = ranks(2, train_unevenly, sizes, accumulate)
     assert torch.equal(first[0], second[0])
     assert_close(first[0], steps_of(groups))
-    assert [record["rows"] for record in first[1]] == [4 * sum(lengths)] * 2
+    assert [record["rows"] for record in first[1]] == [sum(map(sum, sizes))] * 2
 
 
 def test_a_rank_without_any_batch_is_refused_on_all(ranks):
-    for error in ranks(2, train_unevenly, (3, 0), 1):
+    for error in ranks(2, train_unevenly, ([4] * 3, []), 1):
         assert isinstance(error, ConfigError)
         assert "no batch on ranks [1]" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (torch.zeros(3, 2), 3),
+        ([torch.zeros(3, 2), ["a", "b", "c"]], 3),
+        ({"x": {"image": torch.zeros(5, 2), "scale": torch.tensor(1.0)}, "label": torch.zeros(5)}, 5),
+        ({"x": {"text": ["a", "b", "c"]}, "of": "train"}, 3),
+        ([[torch.zeros(5), torch.zeros(5)], {"label": np.zeros(5)}, "train", 3], 5),
+        ({"text": ["a", "b", "c"], "of": None}, 3),
+        ({"x": Flat(torch.ones(2), torch.tensor([0, 1, 1, 2])), "label": torch.zeros(3)}, 3),
+        *[(empty, 0) for empty in (None, [], {}, {"x": []}, {"x": torch.zeros(0, 3)})],
+    ],
+)
+def test_rows_of_a_batch(batch, rows):
+    assert feed.num_rows(batch) == rows
+
+
+def test_a_batch_that_says_nothing_of_its_rows_is_refused():
+    with pytest.raises(ConfigError, match="rows of a batch of type object cannot be counted"):
+        feed.num_rows(object())
 
 
 def synchronised(accumulate):
@@ -209,6 +230,48 @@ def test_ranks_with_different_data_are_refused(ranks):
     assert ranks(2, fit_own_data, ("abc", "abc")) == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "world", "asked", "own"),
+    [
+        (0, World(0, 1, 0, 1), None, "cpu"),
+        (4, World(5, 8, 1, 4), None, "cuda:1"),
+        (4, World(5, 8), "cuda:2", "cuda:2"),
+        (1, World(5, 8, 3, 4), "cuda", "cuda:0"),  # the launcher shows each rank its own
+        (1, World(5, 8), None, "cuda:0"),
+        (4, World(), None, "cuda:0"),
+    ],
+)
+def test_each_rank_has_a_device_of_its_own(monkeypatch, gpus, world, asked, own):
+    chosen = with_gpus(monkeypatch, gpus)
+    assert device_of(world, asked) == torch.device(own)
+    assert chosen == [torch.device(own)] * (own != "cpu")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "asked", "message"),
+    [
+        (4, World(5, 8), None, "rank 5 of 8 cannot tell which of the 4 GPUs here is its own"),
+        (4, World(5, 8), "cuda", "LOCAL_RANK, or pass device='cuda:N'"),
+        (0, World(), "cuda", "device='cuda': torch finds no GPU here"),
+        (0, World(), "cuda:1", "device='cuda:1': torch finds no GPU here"),
+    ],
+)
+def test_a_gpu_that_cannot_be_told_is_refused(monkeypatch, gpus, world, asked, message):
+    chosen = with_gpus(monkeypatch, gpus)
+    with pytest.raises(ConfigError, match=message):
+        device_of(world, asked)
+    assert not chosen
+
+
+def with_gpus(monkeypatch, number):
+    """As if there were so many; which of them is chosen goes into the list returned."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
 # ---- loaders and history
 
 
@@ -239,7 +302,13 @@ def test_history_counts_rows_time_and_waits(monkeypatch):
 
     model, optimizer = build()
     (record,) = fit(
-        model, optimizer, Slow(), loss, epochs=1, evaluate=lambda model: {"mode": model.training}, progress=False
+        model,
+        optimizer,
+        Slow(),
+        loss,
+        epochs=1,
+        evaluate=lambda model: {"mode": model.training, "rows": 7},
+        progress=False,
     )
     assert record == {
         "epoch": 0,
@@ -252,22 +321,26 @@ def test_history_counts_rows_time_and_waits(monkeypatch):
         "wait_seconds": 3.0,
         "stall_fraction": 0.25,
         "mode": 0.0,
+        "evaluate.rows": 7.0,
     }
 
 
 def losses_by_rank():
     model, optimizer = build()
-    rank = World.detect().rank
+    rank, steps = World.detect().rank, []
 
     def loss(model, batch):
-        return squared_error(model, batch) * 0 + rank, {"double": 2 * rank}
+        steps.append(len(steps))
+        own = {"double": 2 * rank, f"of {rank}": 5.0} | ({"at first": 3.0 + rank} if steps == [0] else {})
+        return squared_error(model, batch) * 0 + rank, own
 
     (record,) = fit(model, optimizer, in_order(4), loss, epochs=1, precision="fp32", progress=False)
-    return record["loss"], record["double"], record["rows"]
+    return {name: record[name] for name in ("loss", "double", "of 0", "of 1", "at first", "rows")}
 
 
-def test_history_averages_over_ranks(ranks):
-    assert ranks(2, losses_by_rank) == [(0.5, 1.0, 40)] * 2
+def test_history_averages_over_what_ranks_log(ranks):
+    wanted = {"loss": 0.5, "double": 1.0, "of 0": 5.0, "of 1": 5.0, "at first": 3.5, "rows": 40}
+    assert ranks(2, losses_by_rank) == [wanted] * 2
 
 
 class Remembering:
@@ -289,13 +362,15 @@ class Remembering:
         return self.traffic
 
     def state_dict(self):
-        return {"epoch": len(self.calls), "fingerprint": "f"}
+        return {"epoch": np.int64(len(self.calls)), "fingerprint": "f"}
 
     def load_state_dict(self, state):
         self.calls.append(state)
 
 
-@pytest.mark.parametrize("traffic", [{"hits": 3, "bytes_origin": 7.0}, SimpleNamespace(hits=3, bytes_origin=7)])
+@pytest.mark.parametrize(
+    "traffic", [{"hits": 3, "bytes_origin": np.float64(7)}, SimpleNamespace(hits=3, bytes_origin=7)]
+)
 def test_loader_is_told_its_epoch_and_keeps_its_state(tmp_path, traffic):
     first, second = Remembering(traffic), Remembering(traffic)
     for loader, epochs in ((first, 2), (second, 3)):
@@ -330,18 +405,6 @@ def test_batches_may_be_tuples():
         return model(batch[0]).mean() * batch[1].float().mean()
 
     (record,) = fit(model, optimizer, loader, loss, epochs=1, progress=False)
-    assert record["rows"] == 6
-
-
-def test_rows_of_ragged_batches_are_counted_by_their_offsets():
-    ragged = {"x": Flat(torch.ones(2), torch.tensor([0, 1, 1, 2])), "label": torch.zeros(3)}
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def loss(model, batch):
-        return model(batch["x"].values[:, None]).float().mean()
-
-    (record,) = fit(model, optimizer, [ragged, ragged], loss, epochs=1, progress=False)
     assert record["rows"] == 6
 
 

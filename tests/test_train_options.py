@@ -50,6 +50,7 @@ def cross_entropy(model, batch):
 
 def twenty_steps(folder, batch_size, accumulate=1):
     """In float64; 20 steps are two epochs of ten, and the last of an epoch is a small one."""
+    feed.gather_count = None  # Of our own loader the ranks know, and need not ask each other.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
     loader = make_loader(make_dataset(str(folder / "train"), cache=None), batch_size)
@@ -98,7 +99,7 @@ def single(batch):
 
 def test_two_ranks_learn_digits(ranks, folder):
     first, second = ranks(2, learn_digits, folder)
-    assert first["rows"] == 373
+    assert (first["rows"], first["evaluate.rows"]) == (1424, 373)
     assert first["right"] == second["right"] >= 0.97
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+from collections import defaultdict
 from itertools import count
 
 import numpy as np
@@ -25,8 +26,11 @@ class CrashError(Exception):
     """Stands for what goes wrong in the user's code."""
 
 
-def train_with_noise(folder, epochs, crash_at=None, resume="auto"):
-    """Trains with dropout, global generators and a schedule of numpy numbers; returns (parameters, losses)."""
+def train_with_noise(folder, epochs, crash_at=None, evaluate_crash_at=None, resume="auto"):
+    """Trains with dropout, global generators and a schedule of numpy numbers; returns (parameters, figures).
+
+    Evaluation draws, too.
+    """
     world = World.detect()
     model, optimizer = build(dropout=0.3)
     torch.manual_seed(100 + world.rank)
@@ -35,13 +39,19 @@ def train_with_noise(folder, epochs, crash_at=None, resume="auto"):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(1 / (1 + step)))
     sampler = DistributedSampler(Rows(), 2, world.rank) if world.world_size == 2 else None
     loader = DataLoader(Rows(), 8, shuffle=sampler is None, sampler=sampler)
-    batches = count(1)
+    batches, evaluations = count(1), count(1)
 
     def loss(model, batch):
         if next(batches) == crash_at:
             raise CrashError
         scale = np.random.rand() + random.random()  # noqa: NPY002
         return squared_error(model, batch) * scale
+
+    def evaluate(model):
+        if next(evaluations) == evaluate_crash_at:
+            raise CrashError
+        random.random(), torch.rand(())
+        return {"weight": np.float32(model[0].weight.sum())}
 
     history = fit(
         model,
@@ -51,7 +61,7 @@ def train_with_noise(folder, epochs, crash_at=None, resume="auto"):
         epochs=epochs,
         precision="fp32",
         scheduler=scheduler,
-        evaluate=lambda model: {"weight": np.float32(model[0].weight.sum())},
+        evaluate=evaluate,
         checkpoint_dir=folder,
         resume=resume,
         progress=False,
@@ -59,25 +69,34 @@ def train_with_noise(folder, epochs, crash_at=None, resume="auto"):
     return parameters_of(model), [(record["epoch"], record["loss"], record["weight"]) for record in history]
 
 
-def crash_then_resume(folder, crash_at):
+def crash_then_resume(folder, **crash):
     with pytest.raises((CrashError, RuntimeError)):
-        train_with_noise(folder, 4, crash_at=crash_at)
+        train_with_noise(folder, 4, **crash)
+    assert (folder / "checkpoint-000002").is_dir()
     return train_with_noise(folder, 4)
 
 
-def test_a_loader_without_state_is_resumed_at_the_end_of_an_epoch(tmp_path):
+# In the third of five-batch epochs, and after the second: what was saved then was not evaluated.
+@pytest.mark.parametrize("crash", [{"crash_at": 13}, {"evaluate_crash_at": 2}])
+def test_a_loader_without_state_is_resumed_at_the_end_of_an_epoch(tmp_path, crash):
     expected, figures = train_with_noise(None, 4)
-    actual, again = crash_then_resume(tmp_path, crash_at=13)  # in the third of five-batch epochs
+    actual, again = crash_then_resume(tmp_path, **crash)
     assert torch.equal(actual, expected)
     assert again == figures
     assert [epoch for epoch, *_ in figures] == [0, 1, 2, 3]
+
+
+def test_checkpoints_in_an_epoch_need_a_loader_with_a_state(tmp_path):
     model, optimizer = build()
     with pytest.raises(ConfigError, match="checkpoint_every: this loader has no state_dict"):
         fit(model, optimizer, in_order(8), squared_error, epochs=1, checkpoint_every=1, checkpoint_dir=tmp_path)
 
 
 class Drawing:
-    """A loader that can be resumed, and draws from torch's generator when it begins, as torch's own do."""
+    """A loader that can be resumed, and draws from torch's generator when it begins, as torch's own do.
+
+    Its state is of use to its own rank alone.
+    """
 
     def __init__(self):
         self.given = 0
@@ -90,9 +109,10 @@ class Drawing:
         self.given = 0
 
     def state_dict(self):
-        return {"given": self.given}
+        return {"given": self.given, "rank": World.detect().rank}
 
     def load_state_dict(self, state):
+        assert state["rank"] == World.detect().rank
         self.given = state["given"]
 
 
@@ -116,6 +136,43 @@ def test_loaders_may_draw_from_the_generators_when_they_begin(tmp_path, crash_at
     with pytest.raises(CrashError):
         train_drawing(tmp_path / "cut", crash_at)
     assert torch.equal(train_drawing(tmp_path / "cut"), expected)
+
+
+def drawing_resumed(folder):
+    expected = train_drawing(None)
+    with pytest.raises(CrashError):
+        train_drawing(folder, crash_at=4)
+    return torch.equal(train_drawing(folder), expected)
+
+
+def test_ranks_are_resumed_with_their_own_loaders(ranks, tmp_path):
+    assert ranks(2, drawing_resumed, tmp_path) == [True, True]
+    with pytest.raises(ConfigError, match=r"each of 2 ranks had a loader in a state of its own.* start 2 ranks, not 1"):
+        train_drawing(tmp_path)
+
+
+def test_skipped_steps_are_those_of_all_ranks(tmp_path):
+    """Two ranks, which have skipped the same ones, are gone on from by one."""
+
+    def run(folder, crash_at=None):
+        torch.manual_seed(0)
+        model, batches = nn.Linear(3, 1), count()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+        def loss(model, batch):
+            if next(batches) == crash_at:
+                raise CrashError
+            return model(batch["x"].float()).float().square().mean()
+
+        options = {"epochs": 1, "precision": "fp16", "checkpoint_every": 4, "checkpoint_dir": folder}
+        return fit(model, optimizer, Drawing(), loss, progress=False, **options)[0]
+
+    with pytest.raises(CrashError):
+        run(tmp_path, crash_at=4)
+    file = tmp_path / "checkpoint-000001" / REST
+    rest = torch.load(file, weights_only=True)
+    torch.save({**rest, "ranks": rest["ranks"] * 2}, file)
+    assert run(tmp_path)["skipped_steps"] == run(None)["skipped_steps"] > 0
 
 
 def test_ranks_are_resumed_with_their_own_generators(ranks, tmp_path):
@@ -216,6 +273,30 @@ def test_checkpoint_of_another_setup_is_refused(tmp_path):
         fit(model, optimizer, in_order(8), squared_error, epochs=2, checkpoint_dir=tmp_path, progress=False)
 
 
+class Odd(nn.Linear):
+    """Has a state that can be written, but is read back by running code."""
+
+    def get_extra_state(self):
+        return {"seen": [defaultdict(int)]}
+
+
+def save_odd(folder):
+    model = Odd(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(model, batch):
+        return model(batch["x"].float()).float().mean()
+
+    fit(model, optimizer, in_order(4), loss, epochs=1, checkpoint_dir=folder, progress=False)
+
+
+def test_what_could_not_be_read_back_is_not_saved(ranks, tmp_path):
+    for error in ranks(2, save_odd, tmp_path):
+        assert isinstance(error, ConfigError)
+        assert "make plain data of parts.model._extra_state.seen.0 (defaultdict)" in str(error)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
 def fit_own_checkpoint(folder):
     rank = World.detect().rank
     model, optimizer = build()
@@ -237,10 +318,13 @@ def schedules(optimizer):
         every.OneCycleLR(optimizer, 0.1, total_steps=10),
         every.CosineAnnealingWarmRestarts(optimizer, 3),
         every.SequentialLR(optimizer, chained, [2]),
+        every.SequentialLR(
+            optimizer, [every.ConstantLR(optimizer), every.MultiStepLR(optimizer, np.arange(1, 4))], [3]
+        ),
     ]
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(5))
 def test_states_come_back_as_they_were(tmp_path, number):
     """Of schedulers, of 16-bit and channels-last tensors, and of optimizers whose state is not all tensors."""
 
@@ -258,6 +342,13 @@ def test_states_come_back_as_they_were(tmp_path, number):
     for name in ("model", "optimizer"):
         torch.testing.assert_close(second[name].state_dict(), first[name].state_dict(), rtol=0, atol=0)
     assert second["scheduler"].state_dict() == first["scheduler"].state_dict()
+    for _ in range(6):
+        rates = []
+        for part in (first, second):
+            part["optimizer"].step()
+            part["scheduler"].step()
+            rates.append(part["scheduler"].get_last_lr())
+        assert rates[0] == rates[1]
     moment = second["optimizer"].state_dict()["state"][0]["exp_avg"]
     assert moment.is_contiguous(memory_format=torch.channels_last)
 

@@ -83,6 +83,21 @@ def test_a_loss_that_is_not_finite_stops(value, precision, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
 
 
+def test_a_gradient_that_is_not_finite_is_not_saved(tmp_path):
+    """In the last step of an epoch, after which no loss would show it."""
+    model, made = nn.Linear(3, 1), iter(range(100))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def loss(model, batch):
+        root = (0 * model.weight.sum()).abs().sqrt() if next(made) == 19 else 0.0  # 0, and its derivative 0 / 0
+        return model(batch["x"].float()).float().square().mean() + root
+
+    options = {"epochs": 2, "precision": "fp32", "progress": False}
+    with pytest.raises(NonFiniteLoss, match="rank 0, epoch 1, step 20: parameter 'weight' is not finite"):
+        fit(model, optimizer, in_order(4), loss, checkpoint_dir=tmp_path, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
+
+
 def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(ranks):
     first, second = ranks(2, planted, float("nan"), 3, rank=1)
     assert isinstance(second, NonFiniteLoss)
