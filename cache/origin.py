@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +31,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 # Options that say which store an address is, as against how to get in. Credentials never become part of a key.
 ADDRESS_OPTIONS = ("endpoint_url", "base_url", "host", "port", "account_name", "namenode")
 # Where protocol, address and path together name an object in full. Elsewhere (an archive, a folder of another
-# filesystem) all that the filesystem was made with becomes part of the store's name, digested.
+# filesystem) all that the filesystem was made with becomes part of the store's name, digested, but for credentials.
 PATH_IS_NAME = frozenset(
     {
         "abfs",
@@ -54,6 +55,9 @@ PATH_IS_NAME = frozenset(
         "ssh",
         "webhdfs",
     }
+)
+CREDENTIALS = re.compile(
+    "key|secret|token|pass|cred|auth|user|session|cookie|header|sign|sas|connection_string", re.IGNORECASE
 )
 # Packages whose errors are a request's, though they are no OSError: a body cut short is aiohttp's ClientPayloadError.
 TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore", "obstore"})
@@ -269,7 +273,18 @@ def _address(filesystem: Any) -> tuple[str, str]:
 def _identity(filesystem: Any) -> str:
     protocol, address = _address(filesystem)
     if protocol not in PATH_IS_NAME:
-        address = tokenize(type(filesystem), filesystem.storage_args, filesystem.storage_options)
+        address = tokenize(type(filesystem), _public(filesystem.storage_args), _public(filesystem.storage_options))
     elif not address and hasattr(filesystem, "call_s3"):
         address = filesystem.s3.meta.endpoint_url  # The environment or a profile may name another than AWS.
     return redacted(f"{protocol}://{address}")
+
+
+def _public(said: Any) -> Any:
+    """What a filesystem was made with, without what says how to get in, however deep."""
+    if isinstance(said, Mapping):
+        return {name: _public(value) for name, value in said.items() if not CREDENTIALS.search(str(name))}
+    if isinstance(said, (list, tuple)):
+        return [_public(value) for value in said]
+    if isinstance(said, fsspec.AbstractFileSystem):
+        return _identity(said)
+    return redacted(said) if isinstance(said, str) else said

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cache.origin import Origin, introduce
 
 DATA_PORT = 29998  # fixed in alluxiofs
 alluxiofs = pytest.importorskip("alluxiofs", reason="no alluxiofs here: pip install alluxiofs")
@@ -140,6 +141,19 @@ def test_a_dataset_comes_through_alluxio_once(
         assert sorted(np.concatenate([batch["row_id"] for batch in loader]).tolist()) == list(range(1000))
     assert loader.stats().bytes_origin == 0
     assert 0 < data.sent <= 2 * sum(map(len, told.objects.values()))
+
+
+def test_how_to_get_in_is_no_part_of_what_the_store_is_called(bucket: Any) -> None:
+    """Not even digested: who may use another key finds what is cached, and nobody can try keys on the digest."""
+    introduce()
+
+    def identity(hosts: str, secret: str) -> str:
+        into = {"key": secret, "secret": secret, "client_kwargs": {"aws_session_token": secret, "region_name": "x"}}
+        through = {**options(bucket, hosts), "target_options": into, "options": {"alluxio.security.password": secret}}
+        return Origin(fsspec.filesystem("alluxiofs", **through, skip_instance_cache=True)).identity
+
+    assert identity("127.0.0.1:1", "one") == identity("127.0.0.1:1", "other")
+    assert identity("127.0.0.1:1", "one") != identity("127.0.0.1:2", "one")
 
 
 @pytest.mark.skipif("ALLUXIO_URL" not in os.environ, reason="no real Alluxio named: set ALLUXIO_URL, ALLUXIO_WORKERS")
