@@ -95,6 +95,8 @@ def warm(
 
     node = _shard(shard)
     blocks, objects = _listed(url, storage_options, cache_dir, cache_bytes, cluster)
+    if cluster is not None:
+        _must_answer(cluster)
     manifest = pin(objects, blocks)
     blobs = RowBlobs(manifest, manifest.select(_names(columns)), blocks)
     sizes = [group.bytes for group in manifest.row_groups]
@@ -113,6 +115,8 @@ def warm(
         raise DataloadError(f"{int(stats['refused'])} blobs did not fit: raise --cache-bytes or evict")
     if stats["errors"]["local"]:
         raise DataloadError(f"{int(stats['errors']['local'])} blobs could not be kept: is the disk full?")
+    if cluster is not None and stats["cluster"]["unkept"]:
+        raise DataloadError(f"{stats['cluster']['unkept']} blobs did not reach the cluster: is it full, or gone?")
 
 
 @app.command()
@@ -249,6 +253,19 @@ def _listed(
 
     blocks = open_source(url, _options(storage_options), _config(cache_dir, cache_bytes, cluster))
     return blocks, list_objects(url, blocks)
+
+
+def _must_answer(cluster: str) -> None:
+    """Asked for by name, it is not done without, as a training would; and that is said before, not hours later."""
+    from dataload.cache.address import Address
+    from dataload.cache.client import connect
+    from dataload.cache.redact import redacted
+
+    address = Address.parse(cluster)
+    try:
+        connect(address).close()
+    except Exception as error:
+        raise DataloadError(f"nothing was fetched: cluster {address} does not answer: {redacted(error)}") from error
 
 
 def _shard(text: str | None) -> tuple[int, int] | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,7 @@ import pytest
 import torch
 from clusters import PATIENCE, Server, ServerCluster, running_server, until  # noqa: F401
 
-from dataload import CacheConfig, World, make_dataset, make_loader, parquet, room
+from dataload import CacheConfig, World, cli, make_dataset, make_loader, parquet, room
 from dataload.cache.tier import BlobKey
 from dataload.errors import ConfigError
 from dataload.filler import Filler
@@ -227,26 +225,36 @@ def test_files_are_shared_too(bucket: Any, tmp_path: Path, cluster_server: Serve
     assert second.stats()["bytes_cluster"] == third.stats()["bytes_cluster"] == len(data)
 
 
-def test_each_node_is_warmed_with_its_part(bucket: Any, hosts: Hosts, tmp_path: Path, cluster_server: Server) -> None:
+Warm = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def warm(bucket: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Warm:
+    """`dataload warm …`: what it exits with, and prints."""
+    for name in (name for name in os.environ if name.startswith("AWS_")):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.endpoint_url)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+
+    def dataload(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["dataload", "warm", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(str(end.value.code)), *capsys.readouterr()
+
+    return dataload
+
+
+def test_each_node_is_warmed_with_its_part(bucket: Any, hosts: Hosts, tmp_path: Path, warm: Warm) -> None:
     url = write(bucket, 40)
     manifest = hosts(url).manifest
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
-        "AWS_ENDPOINT_URL": bucket.server.endpoint_url,
-        "AWS_ACCESS_KEY_ID": "testing",
-        "AWS_SECRET_ACCESS_KEY": "testing",
-    }
-
-    def warm(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dataload", "warm", url, *words]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
-
     for node in range(2):
         place = ("--cache-dir", str(tmp_path / f"node-{node}"))
-        done = warm("--shard", f"{node}/2", *place, "--json")
-        assert done.returncode == 0, done.stderr
+        code, out, err = warm(url, "--shard", f"{node}/2", *place, "--json")
+        assert code == 0, err
         own = part_of(manifest, node, 2)
-        assert json.loads(done.stdout)["rows"] == len(own) * ROWS
+        assert json.loads(out)["rows"] == len(own) * ROWS
         cache = CacheConfig(place[1], 1 << 30)
         dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
         kept = [group for group in range(40) if dataset.rowstore.blobs.find(group) is not None]
@@ -254,14 +262,31 @@ def test_each_node_is_warmed_with_its_part(bucket: Any, hosts: Hosts, tmp_path: 
         fetched(bucket)
         assert {row // ROWS for row in epoch(on_node(dataset, node, 2))} == {*own}
         assert fetched(bucket) == 0
-
-    assert warm("--cache-dir", str(tmp_path / "a"), "--cluster", cluster_server.url).returncode == 0
-    fetched(bucket)
-    assert warm("--cache-dir", str(tmp_path / "b"), "--cluster", cluster_server.url).returncode == 0
-    assert fetched(bucket) == 0, "all of it was in the cluster when the first one ended"
     for words in (["--shard", "4/4"], ["--shard", "x"], ["--shard", "1/4", "--num-streams", "6"]):
-        done = warm("--cache-dir", str(tmp_path / "c"), *words)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        code, _, err = warm(url, "--cache-dir", str(tmp_path / "c"), *words)
+        assert (code, err.count("\n")) == (2, 1), err
+
+
+def test_a_cluster_is_warmed_or_it_is_said_why_not(
+    bucket: Any, tmp_path: Path, cluster_server: Server, warm: Warm
+) -> None:
+    url = write(bucket, 10)
+    assert warm(url, "--cache-dir", str(tmp_path / "a"), "--cluster", cluster_server.url)[0] == 0
+    fetched(bucket)
+    assert warm(url, "--cache-dir", str(tmp_path / "b"), "--cluster", cluster_server.url)[0] == 0
+    assert fetched(bucket) == 0, "all of it was in the cluster when the first one ended"
+
+    cluster_server.ask("FLUSHALL")
+    cluster_server.ask("CONFIG", "SET", "maxmemory", 1)
+    code, _, err = warm(url, "--cache-dir", str(tmp_path / "c"), "--cluster", cluster_server.url)
+    assert (code, err.count("\n")) == (1, 1), err
+    assert "did not reach the cluster" in err
+    fetched(bucket)
+    code, _, err = warm(url, "--cache-dir", str(tmp_path / "d"), "--cluster", "valkey://user:s3cret@127.0.0.1:1")
+    assert (code, err.count("\n")) == (1, 1), err
+    assert "127.0.0.1:1 does not answer" in err
+    assert "s3cret" not in err
+    assert fetched(bucket) == 0
 
 
 class Weather:
