@@ -88,6 +88,7 @@ class Checkpoints:
             dcp_save(_tensors(states), storage_writer=FileSystemWriter(unfinished))
         problem = None
         if _is_first():
+            _PlainReader(unfinished).read_metadata()  # as torch of some day may write it, which this cannot know
             content = {"parts": _each(states, _shell), **_each(rest, _plain)}
             problem = _written(unfinished / REST, content)
             if problem is None:

@@ -16,6 +16,7 @@ from regression import Rows, build, in_order, parameters_of, squared_error
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from dataload import checkpoint
 from dataload.checkpoint import REST, Checkpoints, load
 from dataload.errors import ConfigError
 from dataload.train import fit
@@ -294,6 +295,13 @@ def test_what_could_not_be_read_back_is_not_saved(ranks, tmp_path):
     for error in ranks(2, save_odd, tmp_path):
         assert isinstance(error, ConfigError)
         assert "make plain data of parts.model._extra_state.seen.0 (defaultdict)" in str(error)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_metadata_that_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint._PlainUnpickler, "MODULES", ())
+    with pytest.raises(pickle.UnpicklingError, match="no business with torch"):
+        Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(1)}}, {})
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
