@@ -1,4 +1,4 @@
-"""A dataset of Parquet files, by row number."""
+"""A dataset of files, by row number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dataload.samplers.trade import default_window
 
 
 class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of Parquet files, numbered in file order. Map-style, picklable, the same in every process.
+    """Rows of Parquet or Arrow IPC files, numbered in file order. Map-style, picklable, the same in every process.
 
     schema: Arrow schema of the chosen columns; row_groups: all of them in file order; fingerprint: names the
     objects and their versions; window: row groups that a loader shuffles together unless told otherwise.
@@ -92,7 +92,7 @@ def make_dataset(
     cache: CacheConfig | None = CacheConfig(),  # noqa: B008 (frozen)
     fill_null: Any = None,
 ) -> Dataset:
-    """The dataset at `source`: a URL or path of a Parquet file, a folder or a glob, or a list of them.
+    """The dataset at `source`: a URL or path of a file, Parquet or Arrow IPC, of a folder or a glob, or a list.
 
     columns: those to read, in this order; a struct's name stands for its members; None: all. Keys in folders' names
         (`label=cat/…`) are columns, too.
@@ -104,7 +104,8 @@ def make_dataset(
 
     Raises ConfigError for arguments that cannot work, for filters that leave no row and for those that would take some
     rows of a row group and not others, or might for all that its statistics tell. OriginNotFound when nothing is there,
-    DataError for objects that are no Parquet, whose schemas differ, or of types that batches cannot hold.
+    DataError for objects that are neither Parquet nor Arrow IPC, whose schemas differ, or of types that batches cannot
+    hold.
     """
     blocks = open_source(source_paths(source)[0], storage_options, cache)
     manifest = resolve(source, blocks)

@@ -12,16 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from dataload import parquet
 from dataload.cache.blocks import Blocks
 from dataload.errors import ConfigError
+from dataload.files import read_footer
+from dataload.footer import Bounds, Footer
 from dataload.layout import is_bytes, number, storage
-from dataload.manifest import FOOTERS_IN_FLIGHT, Manifest, RowGroup, leaves
+from dataload.manifest import FOOTERS_IN_FLIGHT, Manifest, RowGroup
 
 OPERATORS = ("=", "==", "!=", "<", ">", "<=", ">=", "in", "not in")
 
@@ -42,15 +42,6 @@ class Predicate:
         return self.said[0]
 
 
-@dataclass(frozen=True)
-class Range:
-    """What is known of the values of one column in one row group. nulls: how many; None, like a bound: unknown."""
-
-    low: Any
-    high: Any
-    nulls: int | None
-
-
 def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     """The part of the manifest whose rows match; a null matches nothing, NaN only `!=` and `not in`.
 
@@ -60,12 +51,11 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     rows match and others do not, or may not for all that its statistics tell.
     """
     choices = parse(filters, manifest)
-    places = {name: place.start for name, place in leaves(manifest.schema).items()}
 
     def keep(file: Iterable[tuple[int, RowGroup]]) -> list[int]:
         groups = list(file)
-        footer = cache(lambda: parquet.read_footer(groups[0][1].file, blocks))
-        return [at for at, group in groups if group.rows and _matches(choices, group, footer, places)]
+        footer = cache(lambda: read_footer(groups[0][1].file, blocks))
+        return [at for at, group in groups if group.rows and _matches(choices, group, footer)]
 
     files = [list(file) for _, file in groupby(enumerate(manifest.row_groups), lambda one: one[1].file)]
     with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
@@ -121,16 +111,14 @@ def _comparable(value: Any, kind: pa.DataType) -> Any:
     return scalar.value if pa.types.is_temporal(kind) else scalar.as_py()
 
 
-def _matches(
-    choices: list[list[Predicate]], group: RowGroup, footer: Callable[[], pq.FileMetaData], places: dict[str, int]
-) -> bool:
+def _matches(choices: list[list[Predicate]], group: RowGroup, footer: Callable[[], Footer]) -> bool:
     constants = dict(group.constants)
 
-    def known(predicate: Predicate) -> Range:
+    def known(predicate: Predicate) -> Bounds:
         if predicate.column in constants:
             value = constants[predicate.column]
-            return Range(value, value, 0 if value is not None else group.rows)
-        return _range(footer().row_group(group.number).column(places[predicate.column]), predicate.kind)
+            return Bounds(value, value, 0 if value is not None else group.rows)
+        return footer().bounds(group.number, predicate.column, predicate.kind)
 
     doubts = []
     for choice in choices:
@@ -148,7 +136,9 @@ def _matches(
     )
 
 
-def _all_hold(choice: list[Predicate], known: Callable[[Predicate], Range], rows: int) -> tuple[bool, Predicate | None]:
+def _all_hold(
+    choice: list[Predicate], known: Callable[[Predicate], Bounds], rows: int
+) -> tuple[bool, Predicate | None]:
     """Whether rows may match all the predicates, and if so the first that some rows may not match."""
     doubt = None
     for predicate in choice:
@@ -159,7 +149,7 @@ def _all_hold(choice: list[Predicate], known: Callable[[Predicate], Range], rows
     return True, doubt
 
 
-def _outcomes(predicate: Predicate, known: Range, rows: int) -> tuple[bool, bool]:
+def _outcomes(predicate: Predicate, known: Bounds, rows: int) -> tuple[bool, bool]:
     """Whether some of the rows may match, and whether some may not."""
     if known.nulls == rows:
         return False, True
@@ -194,16 +184,3 @@ def _covers(values: frozenset[Any], low: Any, high: Any) -> bool:
     if isinstance(low, int):
         return all(value in values for value in range(low, high + 1))
     return bool(low == high) and low in values
-
-
-def _range(chunk: pq.ColumnChunkMetaData, kind: pa.DataType) -> Range:
-    known = chunk.statistics
-    if known is None:
-        return Range(None, None, None)
-    nulls = cast("int", known.null_count) if known.has_null_count else None
-    if not known.has_min_max or pa.types.is_float16(kind):
-        return Range(None, None, nulls)
-    # Python's own times have no nanoseconds; the file's numbers count in the unit of the type.
-    low, high = (known.min_raw, known.max_raw) if pa.types.is_temporal(kind) else (known.min, known.max)
-    # Some writers let NaN into the bounds of floats, against the rule.
-    return Range(low, high, nulls) if low <= high else Range(None, None, nulls)

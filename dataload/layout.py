@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pyarrow as pa
 from dataload.errors import DataError
 
 RECORD_ALIGN = 8
+MOST_VALUE_BYTES = 1 << 30  # numpy counts a record's bytes in 31 bits
 SPAN = np.dtype((np.uint32, (2,)))
 """Where a value of varying length lies in its column's heap: (first element, number of elements)."""
 
@@ -152,4 +154,6 @@ def _field(field: pa.Field) -> Field:
         raise DataError(
             f"column {field.name!r} has type {field.type}, which batches cannot hold: leave it out with columns="
         )
+    if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) > MOST_VALUE_BYTES:
+        raise DataError(f"column {field.name!r} has arrays of {shape} in its rows: leave it out with columns=")
     return Field(field.name, "dense", dtype, shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import difflib
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -19,12 +18,12 @@ from typing import Any
 import pyarrow as pa
 from fsspec.core import has_magic
 
-from dataload import parquet
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.redact import redacted
 from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, DataError, OriginNotFound
-from dataload.layout import fields_of, flatten, storage
+from dataload.files import read_footer
+from dataload.layout import fields_of, flatten
 from dataload.partitions import Constants, Keys, keys_of, partition_columns
 
 VERSION = 1
@@ -143,7 +142,8 @@ def resolve(source: Source, blocks: Blocks) -> Manifest:
 
     The objects are listed now; their footers are read once a host for each listing.
 
-    Raises OriginNotFound when nothing is there, DataError for objects that are no Parquet or whose schemas differ.
+    Raises OriginNotFound when nothing is there, DataError for objects that are neither Parquet nor Arrow IPC and for
+    schemas that differ.
     """
     return pin(list_objects(source, blocks), blocks)
 
@@ -206,31 +206,20 @@ def _hidden(relative: str) -> bool:
 
 def _read_footers(objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str) -> Manifest:
     with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
-        footers = list(pool.map(lambda obj: parquet.read_footer(obj, blocks), objects))
-    schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
-    first, schema = next(iter(objects)), flatten(schemas[0])
-    own = leaves(schema)
-    ragged = [own[field.name] for field in schema if _is_ragged(field)]
-    partitions, constants = partition_columns(objects, {*schemas[0].names, *own})
+        footers = list(pool.map(lambda obj: read_footer(obj, blocks), objects))
+    first, schema = next(iter(objects)), flatten(footers[0].schema)
+    ragged = [field.name for field in schema if _is_ragged(field)]
+    partitions, constants = partition_columns(objects, {*footers[0].schema.names, *schema.names})
     groups = []
-    for obj, footer, found, values in zip(objects, footers, schemas, constants, strict=True):
-        _check_schema(first, schema, obj, flatten(found))
-        for number in range(footer.num_row_groups):
-            group = footer.row_group(number)
-            chunks = [group.column(leaf) for leaf in range(group.num_columns)]
-            size = sum(chunk.total_compressed_size for chunk in chunks)
-            sizes = [sum(chunk.total_uncompressed_size for chunk in chunks[of]) for of in ragged]
+    for obj, footer, values in zip(objects, footers, constants, strict=True):
+        _check_schema(first, schema, obj, flatten(footer.schema))
+        for number, rows in enumerate(footer.lengths):
+            sizes = footer.decoded_bytes(number, ragged)
             for field, (_, value) in zip(partitions, values, strict=True):
                 if _is_ragged(field):
-                    sizes.append(group.num_rows * len(str(value or "").encode()))
-            groups.append(RowGroup(obj, number, group.num_rows, size, tuple(sizes), values))
+                    sizes.append(rows * len(str(value or "").encode()))
+            groups.append(RowGroup(obj, number, rows, footer.stored_bytes(number), tuple(sizes), values))
     return Manifest(pa.schema([*schema, *partitions]), tuple(groups), fingerprint)
-
-
-def leaves(schema: pa.Schema) -> dict[str, slice]:
-    """Which of a Parquet file's columns, the leaves of its tree of types, hold each column of a flat schema."""
-    stops = list(itertools.accumulate(_leaf_count(field.type) for field in schema))
-    return dict(zip(schema.names, map(slice, [0, *stops], stops), strict=True))
 
 
 def _is_ragged(field: pa.Field) -> bool:
@@ -238,12 +227,6 @@ def _is_ragged(field: pa.Field) -> bool:
         return fields_of(pa.schema([field]))[0].ragged
     except DataError:
         return True  # Nobody can choose it, so that it may be in the way of nobody.
-
-
-def _leaf_count(kind: pa.DataType) -> int:
-    kind = storage(kind)
-    inner = [kind.field(number) for number in range(kind.num_fields)]
-    return sum(_leaf_count(field.type) for field in inner) if inner else 1
 
 
 def _check_schema(first: Object, schema: pa.Schema, other: Object, found: pa.Schema) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataload import parquet, records
+from dataload import records
 from dataload.allowance import Allowance
 from dataload.cache.blocks import Blocks
 from dataload.cache.forks import ForkAware
@@ -25,6 +25,8 @@ from dataload.cache.threads import Threads
 from dataload.cache.tier import BlobKey, Span
 from dataload.columns import Array, Column, concatenate, decode
 from dataload.errors import DataError
+from dataload.files import read_footer
+from dataload.footer import SHARED_BYTES
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
 from dataload.records import Blob
@@ -63,7 +65,7 @@ class RowBlobs(ForkAware):
         self.most_of_a_group = int(counts.max(initial=1))
         self.row_starts = self._first_rows(lengths, counts)
         self._what = self._digest()
-        self._footer = lru_cache(FOOTERS_KEPT)(partial(parquet.read_footer, blocks=blocks))
+        self._footer = lru_cache(FOOTERS_KEPT)(partial(read_footer, blocks=blocks))
         self.after_fork_in_child()
         super().__init__()
 
@@ -127,10 +129,10 @@ class RowBlobs(ForkAware):
         return {share: stats[share] for share in SHARES}
 
     def requests(self) -> int:
-        """How many requests it takes to fetch every row group, with all its columns: `parquet.open_row_group`'s."""
+        """How many requests it takes to fetch every row group, with all its columns: `Footer.open_row_group`'s."""
         blocks, requests = set(), 0
         for group in self._manifest.row_groups:
-            if group.bytes < parquet.SHARED_BYTES:
+            if group.bytes < SHARED_BYTES:
                 blocks.add(group.file)
             else:
                 requests += -(-group.bytes // LARGEST_PIECE)
@@ -154,7 +156,7 @@ class RowBlobs(ForkAware):
             return self._packed(number, keys, self._columns_of([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
             footer = self._footer(group.file)
-            reader = stack.enter_context(parquet.open_row_group(group.file, group.number, stored, footer, self._blocks))
+            reader = stack.enter_context(footer.open_row_group(group.file, group.number, stored, self._blocks))
             return self._packed(number, keys, self._columns_of(reader.tables(int(self._rows[number])), number))
 
     @contextmanager
@@ -178,7 +180,8 @@ class RowBlobs(ForkAware):
         return self.fetched.has(self._held(number))
 
     def _held(self, number: int) -> int:
-        return min(self._manifest.row_groups[number].bytes, parquet.HELD_BYTES)
+        group = self._manifest.row_groups[number]
+        return self._footer(group.file).held_bytes(group.number)
 
     def _release(self) -> None:
         """Give back what Arrow keeps of the memory it decoded in: not each time, for fresh memory is slow."""

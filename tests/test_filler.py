@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dataload import CacheConfig, make_dataset, make_loader, rowblobs, rowstore
+from dataload import CacheConfig, make_dataset, make_loader, parquet, rowstore
 from dataload.errors import OriginNotFound
 from dataload.filler import Filler, _portable
 
@@ -44,7 +44,7 @@ def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(*_: Any) -> Any:
         raise AssertionError("decoded in the process that trains")
 
-    monkeypatch.setattr(rowblobs.parquet, "open_row_group", refuses)
+    monkeypatch.setattr(parquet.ParquetFooter, "open_row_group", refuses)
 
 
 def test_it_makes_what_others_then_read(filler: Filler, dataset: Any, not_here: None) -> None:

@@ -28,6 +28,7 @@ from dataload.cache.filesystem import open_source
 from dataload.errors import ConfigError
 from dataload.filters import Filters, narrow
 from dataload.manifest import Manifest, resolve
+from dataload.parquet import ParquetFooter
 
 DAY = dt.datetime(2024, 1, 1)  # noqa: DTZ001 (columns without a time zone are compared with such)
 # For each type few values, near each other, so that filters often hit a border.
@@ -299,8 +300,10 @@ def test_bounds_that_are_none_prove_nothing(
 ) -> None:
     manifest, blocks = stored([table(x=[1.0])])
     statistics = SimpleNamespace(has_null_count=True, null_count=0, has_min_max=True, min=low, max=high)
-    group = SimpleNamespace(column=lambda _: SimpleNamespace(statistics=statistics))
-    monkeypatch.setattr("dataload.parquet.read_footer", lambda *_: SimpleNamespace(row_group=lambda _: group))
+    group = SimpleNamespace(num_columns=1, column=lambda _: SimpleNamespace(statistics=statistics))
+    schema = SimpleNamespace(to_arrow_schema=lambda: pa.schema([("x", pa.float64())]))
+    footer = ParquetFooter(SimpleNamespace(schema=schema, row_group=lambda _: group))
+    monkeypatch.setattr("dataload.filters.read_footer", lambda *_: footer)
     for sign in (">", "<", "=", "!="):
         assert left_of(manifest, blocks, [("x", sign, 5.0)]) is None
 

@@ -24,13 +24,13 @@ from dataload.errors import ConfigError, OriginError
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """How often each row group was decoded."""
     counts: Counter[int] = Counter()
-    read = parquet.open_row_group
+    read = parquet.ParquetFooter.open_row_group
 
-    def counting(obj: Any, number: int, *rest: Any) -> Any:
+    def counting(footer: Any, obj: Any, number: int, *rest: Any) -> Any:
         counts[number] += 1
-        return read(obj, number, *rest)
+        return read(footer, obj, number, *rest)
 
-    monkeypatch.setattr(rowblobs.parquet, "open_row_group", counting)
+    monkeypatch.setattr(parquet.ParquetFooter, "open_row_group", counting)
     return counts
 
 
@@ -91,7 +91,7 @@ def test_a_failed_decode_is_tried_again(dataset: Any, monkeypatch: pytest.Monkey
         raise OriginError("down")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rowblobs.parquet, "open_row_group", fails)
+        patch.setattr(parquet.ParquetFooter, "open_row_group", fails)
         with pytest.raises(OriginError, match="down"):
             dataset.rowstore.gather(np.array([0]))
     assert dataset.rowstore.gather(np.array([0])).rows["row_id"].tolist() == [0]

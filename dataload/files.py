@@ -1,0 +1,50 @@
+"""The formats that a dataset's files may have, told by their first and last bytes."""
+
+from __future__ import annotations
+
+from dataload import arrow, parquet
+from dataload.cache.blocks import Blocks, Object
+from dataload.cache.tier import Allocate
+from dataload.errors import DataError
+from dataload.footer import Footer
+
+# What is fetched of a file's end, where its footer is: a 64th of it, so that small files are not fetched for it.
+LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
+
+
+def read_footer(obj: Object, blocks: Blocks) -> Footer:
+    """The footer of a file, fetched once a host. Raises DataError when it is neither Parquet nor Arrow IPC."""
+
+    def fill(allocate: Allocate) -> None:
+        footer = _fetch(obj, blocks)
+        allocate(len(footer))[:] = footer
+
+    footer = blocks.tier.get_or_fill(blocks.key(obj, "footer"), fill)
+    if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
+        return parquet.ParquetFooter.from_bytes(footer, obj)
+    return arrow.ArrowFooter.from_bytes(footer, obj)
+
+
+def _fetch(obj: Object, blocks: Blocks) -> bytes:
+    """What is kept of a file to know its row groups by."""
+    start = max(0, obj.size - min(MOST_TAIL_BYTES, max(LEAST_TAIL_BYTES, obj.size // TAIL_SHARE)))
+    tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
+
+    def last(size: int) -> bytes:
+        if size > obj.size:
+            raise DataError(f"{obj.path} is cut short: its footer says {size} bytes and the object has {obj.size}")
+        if size <= len(tail):
+            return tail[-size:]
+        return bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
+
+    if tail.endswith(parquet.MAGIC) and len(tail) >= parquet.TRAILER_BYTES:
+        return parquet.fetch_footer(last)
+    if tail.endswith(arrow.MAGIC) and len(tail) >= arrow.TRAILER_BYTES:
+        return arrow.index_of_file(obj, blocks, last)
+    if tail.endswith(arrow.FEATHER_1):
+        raise DataError(f"{obj.path} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
+    if obj.size >= arrow.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == arrow.CONTINUATION:
+        return arrow.index_of_stream(obj, blocks)
+    raise DataError(
+        f"{obj.path} is not a Parquet file, nor Arrow IPC: take it out of the dataset, or name the files with a glob"
+    )
