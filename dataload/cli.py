@@ -184,6 +184,7 @@ def demo(
     shuffled_labels: Annotated[
         bool, typer.Option(help="The control: labels at random, nothing to be learned.")
     ] = False,
+    rows: Annotated[int, typer.Option(help="Of the dataset, 4 kB each.", min=1000)] = 50_000,
     seed: Annotated[int, typer.Option(help="Of the order and of the model.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -193,7 +194,9 @@ def demo(
     except ImportError as error:
         raise ConfigError(f"the demo needs more packages ({error.name}): pip install 'dataload[demo]'") from error
 
-    result = run_demo(cache_dir=cache_dir, keep=keep, shuffled_labels=shuffled_labels, seed=seed, json=as_json)
+    result = run_demo(
+        cache_dir=cache_dir, rows=rows, keep=keep, shuffled_labels=shuffled_labels, seed=seed, json=as_json
+    )
     if result.problems:
         raise typer.Exit(FOUND_A_PROBLEM)
 
