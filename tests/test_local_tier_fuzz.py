@@ -24,7 +24,7 @@ from dataload.cache.local import LocalTier
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 SETTINGS = settings(
-    max_examples=200 if NIGHTLY else 20,
+    max_examples=200 if NIGHTLY else 12,
     stateful_step_count=50 if NIGHTLY else 30,
     derandomize=not NIGHTLY,
     phases=[Phase.generate, Phase.shrink] if NIGHTLY else [Phase.generate],
