@@ -57,7 +57,7 @@ class Client:
         return self._ask("get", name, name)
 
     def set(self, name: str, value: bytes | memoryview) -> None:
-        self._ask("set", name, name, value)
+        self._ask("set", name, name, value, large=True)
 
     def add(self, name: str, value: bytes, seconds: float) -> bool:
         """Set it for so long, unless it is there; whether that was done."""
@@ -75,8 +75,11 @@ class Client:
             self._reported.add(kind)
             log.warning("cluster %s: trouble, going on without it: %s: %s", self._address, kind, redacted(error))
 
-    def _ask(self, command: str, name: str, *args: Any, **options: Any) -> Any:
-        """What is answered to a method of valkey's client, about the key `name`."""
+    def _ask(self, command: str, name: str, *args: Any, large: bool = False, **options: Any) -> Any:
+        """What is answered to a method of valkey's client, about the key `name`.
+
+        large: that it takes too long does not say that nobody is there.
+        """
         with doing("cluster"):
             client = self._connected()
             breaker = self._breaker_of(client, name)
@@ -85,7 +88,7 @@ class Client:
             try:
                 answer = getattr(client, command)(*args, **options)
             except Exception as error:  # A client that several threads use while nodes come and go raises anything.
-                self._failed(command, client, breaker, error)
+                self._failed(command, client, breaker, error, large=large)
                 raise TroubleError from error
         breaker.worked()
         return answer
@@ -124,16 +127,18 @@ class Client:
         found = self._nodes.get(node)
         return found or self._nodes.setdefault(node, Breaker(1, self._clock, lambda: None))
 
-    def _failed(self, command: str, client: Any, breaker: Breaker, error: Exception) -> None:
+    def _failed(self, command: str, client: Any, breaker: Breaker, error: Exception, *, large: bool) -> None:
         import valkey
+        from valkey.exceptions import ClusterDownError
 
         self.report(command, error)
-        if command == "get":
-            breaker.failed(for_good=True)
-        else:
+        refused = isinstance(error, valkey.ResponseError) and not isinstance(error, ClusterDownError)
+        if large or (refused and command != "get"):
             self.health.writes.failed()
             if not isinstance(error, valkey.ReadOnlyError):  # One that was a primary: there is another now.
                 return
+        else:
+            breaker.failed(for_good=True)
         if _is_cluster(client) and type(error) in (valkey.ConnectionError, valkey.TimeoutError):
             return  # It has asked the other nodes how things stand.
         with self._connecting:

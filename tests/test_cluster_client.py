@@ -91,6 +91,9 @@ def test_a_write_that_takes_too_long_keeps_nobody_from_reading(
         one.set("b", b"x")
     assert one.health.state == "degraded"
     assert one.get("a") == b"x"
+    with pytest.raises(TroubleError):
+        one.add("c", b"", 1.0)
+    assert one.health.state == "off", "what is small arrives, if anybody is there"
 
 
 def test_nodes_are_asked_all_at_once_whether_they_answer(
