@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +23,7 @@ from dataload.cache.redact import redacted
 from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.files import read_footer
+from dataload.footer import Footer
 from dataload.layout import fields_of, flatten
 from dataload.partitions import Constants, Keys, keys_of, partition_columns
 
@@ -148,15 +149,20 @@ def resolve(source: Source, blocks: Blocks) -> Manifest:
     return pin(list_objects(source, blocks), blocks)
 
 
-def pin(objects: Mapping[Object, Keys], blocks: Blocks) -> Manifest:
-    """The dataset that these objects, at least one, in order of path, make up. Raises DataError as `resolve` does."""
+def pin(
+    objects: Mapping[Object, Keys], blocks: Blocks, progress: Callable[[Object], object] = lambda _: None
+) -> Manifest:
+    """The dataset that these objects, at least one, in order of path, make up. Raises DataError as `resolve` does.
+
+    progress: called with each object whose footer has been read, from any thread.
+    """
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
     for obj, keys in objects.items():
         digest.update(json.dumps([obj.path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
 
     def fill(allocate: Allocate) -> None:
-        data = _read_footers(objects, blocks, fingerprint).to_bytes()
+        data = _read_footers(objects, blocks, fingerprint, progress).to_bytes()
         allocate(len(data))[:] = data
 
     pinned = Object(next(iter(objects)).path, 0, fingerprint)
@@ -204,9 +210,16 @@ def _hidden(relative: str) -> bool:
     return any(part.startswith(("_", ".")) for part in relative.split("/"))
 
 
-def _read_footers(objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str) -> Manifest:
+def _read_footers(
+    objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
+) -> Manifest:
+    def read(obj: Object) -> Footer:
+        footer = read_footer(obj, blocks)
+        progress(obj)
+        return footer
+
     with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
-        footers = list(pool.map(lambda obj: read_footer(obj, blocks), objects))
+        footers = list(pool.map(read, objects))
     first, schema = next(iter(objects)), flatten(footers[0].schema)
     ragged = [field.name for field in schema if _is_ragged(field)]
     partitions, constants = partition_columns(objects, {*footers[0].schema.names, *schema.names})

@@ -15,15 +15,26 @@ from dataload.manifest import Manifest
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.order import Order
 from dataload.samplers.split import stream_owners
+from dataload.samplers.trade import default_window
 
 AT_ONCE = 16  # row groups; `RowBlobs` bounds their memory
 AHEAD = 64
 
 
-def part_of(manifest: Manifest, node: int, num_nodes: int, num_streams: int | None = None) -> list[int]:
+def part_of(
+    manifest: Manifest,
+    node: int,
+    num_nodes: int,
+    num_streams: int | None = None,
+    *,
+    epoch: int = 0,
+    seed: int = 0,
+    window: int | None = None,
+) -> list[int]:
     """The row groups that one node of several will read, every epoch, whatever the seed: those of its streams.
 
-    num_streams: as the loader will have it; None: as many as there are nodes.
+    num_streams: as the loader will have it; None: as many as there are nodes. epoch, seed, window: of the loader; they
+    decide the order, which is that in which this epoch needs them.
     Raises ConfigError when there is no such node, or the streams cannot be shared out evenly.
     """
     streams = num_nodes if num_streams is None else num_streams
@@ -31,10 +42,18 @@ def part_of(manifest: Manifest, node: int, num_nodes: int, num_streams: int | No
         raise ConfigError(f"node {node} of {num_nodes}: nodes count from 0")
     if streams % num_nodes:
         raise ConfigError(f"num_streams={streams} is no multiple of {num_nodes} nodes")
-    lengths = [group.rows for group in manifest.row_groups]
-    order = Order(lengths, num_streams=streams, dataset_key=manifest.fingerprint.encode())
+    order = order_of(manifest, seed=seed, window=window, num_streams=streams)
     own = np.flatnonzero(stream_owners(streams, num_nodes) == node)
-    return list(order.blocks_from(0, 0, own.tolist()))
+    return list(order.blocks_from(epoch, 0, own.tolist()))
+
+
+def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, num_streams: int = 1) -> Order:
+    """The order that a loader has of a dataset. window: None: its default."""
+    lengths = [group.rows for group in manifest.row_groups]
+    if window is None:
+        window = default_window(lengths, [group.bytes for group in manifest.row_groups])
+    key = manifest.fingerprint.encode()
+    return Order(lengths, seed=seed, window=window, num_streams=num_streams, dataset_key=key)
 
 
 def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> None:

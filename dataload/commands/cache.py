@@ -1,0 +1,64 @@
+"""`dataload stats`, `verify` and `evict`: what is done with a cache, whatever filled it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.filesize import decimal
+
+from dataload.commands.options import CacheDir, Json, existing
+from dataload.commands.terminal import FOUND_A_PROBLEM, progress, show
+from dataload.errors import ConfigError, DataloadError
+
+
+def stats(cache_dir: CacheDir = None, as_json: Json = False) -> None:
+    """What the cache holds."""
+    folder = existing(cache_dir)
+    rows = list(folder.index.rows())
+    used = folder.index.used_bytes()
+    figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used}
+    show(figures, f"{folder.path}: {len(rows)} blobs, {decimal(used)}", as_json=as_json)
+
+
+def verify(
+    cache_dir: CacheDir = None,
+    repair: Annotated[bool, typer.Option(help="Remove what is wrong; it will be fetched again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every cached byte. Exits with 1 when something is wrong."""
+    from dataload.cache import fsck
+
+    folder = existing(cache_dir)
+    with progress("verifying", folder.index.used_bytes(), quiet=as_json) as advance:
+        report = fsck.verify(folder, repair=repair, progress=advance)
+    removed = ", removed" if repair else ""
+    show(
+        {"blobs": report.blobs, "bytes": report.bytes, "problems": report.problems, "repaired": repair},
+        "\n".join([*report.problems, f"{report.blobs} blobs are right, {len(report.problems)} are not{removed}"]),
+        as_json=as_json,
+    )
+    if report.problems:
+        raise typer.Exit(FOUND_A_PROBLEM)
+
+
+def evict(
+    url: Annotated[str | None, typer.Argument(help="An object or a folder; left out: everything.")] = None,
+    cache_dir: CacheDir = None,
+    keep_bytes: Annotated[str | None, typer.Option(help="Keep so many bytes of what was used last.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove blobs from the cache."""
+    import fsspec
+
+    from dataload.cache import fsck
+    from dataload.cache.config import parse_bytes
+
+    if url and keep_bytes:
+        raise ConfigError("give a URL or --keep-bytes, not both")
+    folder = existing(cache_dir)
+    path = fsspec.core.strip_protocol(url) if url else None
+    freed = fsck.evict(folder, path=path, keep_bytes=parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0)
+    show({"bytes": freed}, f"{decimal(freed)} evicted", as_json=as_json)
+    if url and not freed:
+        raise DataloadError(f"nothing of {url} is in the cache")

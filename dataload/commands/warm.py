@@ -1,0 +1,107 @@
+"""`dataload warm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from dataload.commands.options import (
+    CacheBytes,
+    CacheDir,
+    Cluster,
+    Columns,
+    Json,
+    NumStreams,
+    Seed,
+    StorageOptions,
+    Window,
+    config,
+    listed,
+    names,
+    node_of,
+)
+from dataload.commands.terminal import progress, show
+from dataload.errors import DataloadError
+
+if TYPE_CHECKING:
+    from dataload.rowblobs import RowBlobs
+
+
+def warm(
+    url: str,
+    shard: Annotated[str | None, typer.Option(help="Node i of n, i/n, counted from 0; default: everything.")] = None,
+    num_streams: NumStreams = None,
+    epoch: Annotated[int, typer.Option(min=0, help="In the order in which this epoch will need it.")] = 0,
+    first: Annotated[int | None, typer.Option(min=1, help="Only so many row groups of that order.")] = None,
+    seed: Seed = 0,
+    window: Window = None,
+    columns: Columns = None,
+    cache_dir: CacheDir = None,
+    cache_bytes: CacheBytes = None,
+    cluster: Cluster = None,
+    storage_options: StorageOptions = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch a dataset, or a node's part, and keep its rows decoded.
+
+    Stopped half-way, the same command goes on where it ended.
+    """
+    from dataload.manifest import pin
+    from dataload.rowblobs import RowBlobs
+    from dataload.warm import part_of
+
+    node, nodes = node_of(shard)
+    blocks, objects = listed(url, storage_options, config(cache_dir, cache_bytes, cluster))
+    if cluster is not None:
+        _must_answer(cluster)
+    with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:
+        manifest = pin(objects, blocks, lambda _: advance(1))
+    blobs = RowBlobs(manifest, manifest.select(names(columns)), blocks)
+    groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
+    _fetch(blobs, groups, quiet=as_json)
+    blocks.settle()
+    stats, rows = blocks.stats(), sum(manifest.row_groups[group].rows for group in groups)
+    show(
+        {"objects": len(objects), "rows": rows, "bytes": sum(obj.size for obj in objects), **stats},
+        f"{len(objects)} objects, {rows:,} rows; {decimal(int(stats['bytes_origin']))} fetched in "
+        f"{int(stats['requests_origin'])} requests, the rest was there",
+        as_json=as_json,
+    )
+    _complain(stats, cluster)
+
+
+def _fetch(blobs: RowBlobs, groups: list[int], *, quiet: bool) -> None:
+    from dataload.warm import warm
+
+    sizes = [blobs.bytes_of(group) for group in groups]
+    with progress("warming", sum(sizes), quiet=quiet) as advance:
+        left = iter(sizes)
+        try:
+            warm(blobs, groups, lambda _: advance(next(left)))
+        except KeyboardInterrupt:
+            raise typer.Abort("interrupted: what is there stays; the same command goes on from there") from None
+
+
+def _complain(stats: dict[str, Any], cluster: str | None) -> None:
+    """Raises DataloadError when something was fetched that could not be kept."""
+    if stats["refused"]:
+        raise DataloadError(f"{int(stats['refused'])} blobs did not fit: raise --cache-bytes or evict")
+    if stats["errors"]["local"]:
+        raise DataloadError(f"{int(stats['errors']['local'])} blobs could not be kept: is the disk full?")
+    if cluster is not None and stats["cluster"]["unkept"]:
+        raise DataloadError(f"{stats['cluster']['unkept']} blobs did not reach the cluster: is it full, or gone?")
+
+
+def _must_answer(cluster: str) -> None:
+    """Asked for by name, it is not done without, as a training would; and that is said before, not hours later."""
+    from dataload.cache.address import Address
+    from dataload.cache.client import connect
+    from dataload.cache.redact import redacted
+
+    address = Address.parse(cluster)
+    try:
+        connect(address).close()
+    except Exception as error:
+        raise DataloadError(f"nothing was fetched: cluster {address} does not answer: {redacted(error)}") from error
