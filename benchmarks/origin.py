@@ -100,7 +100,7 @@ class Origin:
         get_requests: GETs of objects. get_bytes: bytes of objects handed to connections for them. head_requests,
         list_requests, other_requests: HEADs, pages of ListObjectsV2, and all the rest. duplicate_gets: GETs of the
         same bytes of the same version of an object as one that was answered whole. errors: the faults that struck,
-        by their names.
+        by their names. most_gets_at_once: GETs of objects under way at a time.
 
         Who has an answer finds it counted. Bytes on their way when a connection breaks count, though lost.
         """

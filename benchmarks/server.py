@@ -13,6 +13,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -63,11 +64,22 @@ class Tally:
     list_requests: int = 0
     other_requests: int = 0
     duplicate_gets: int = 0
+    gets_under_way: int = 0
+    most_gets_at_once: int = 0
     errors: dict[Fault, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
     served: set[tuple[str, s3.Span, str]] = field(default_factory=set)
 
     def shown(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "served"}
+        return {name: value for name, value in vars(self).items() if name not in ("served", "gets_under_way")}
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        self.gets_under_way += 1
+        self.most_gets_at_once = max(self.most_gets_at_once, self.gets_under_way)
+        try:
+            yield
+        finally:
+            self.gets_under_way -= 1
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,8 @@ class Server:
         await asyncio.sleep(self.behaviour.latency)
         try:
             if asked.kind == "get":
-                return await self.get_object(asked, *drawn)
+                with self.tally.under_way():
+                    return await self.get_object(asked, *drawn)
             if asked.kind == "head":
                 return self.head(asked)
             return xml(await asyncio.to_thread(self.describe, asked))

@@ -29,6 +29,7 @@ class CacheConfig:
         again once known ("immutable").
     engine: who moves the bytes: "auto", "fsspec" or "obstore"; "auto" takes obstore for S3 where it can be told all
         that s3fs was told, and `stats()` says why where it does not.
+    in_flight: requests to the origin that are under way at a time, those of all processes of the host together.
     cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster, in
         which hosts find what others have made. User and password in the URL, or in VALKEY_USERNAME, VALKEY_PASSWORD.
         None: each host fetches for itself.
@@ -44,6 +45,7 @@ class CacheConfig:
     policy: str = "pin"
     consistency: str = "generation"
     engine: str = "auto"
+    in_flight: int = 64
     cluster: str | None = field(default=None, repr=False)
     origin_id: str | None = None
 
@@ -53,6 +55,8 @@ class CacheConfig:
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
             Address.parse(self.cluster)
+        if self.in_flight < 1:
+            raise ConfigError(f"in_flight={self.in_flight!r} must be at least one request")
         for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(allowed)}")

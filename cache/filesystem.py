@@ -52,6 +52,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         policy: str = "pin",
         consistency: str = "generation",
         engine: str = "auto",
+        in_flight: int = 64,
         cluster: str | None = None,
         origin_id: str | None = None,
         **kwargs: Any,
@@ -64,6 +65,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             policy,
             consistency,
             engine=engine,
+            in_flight=in_flight,
             cluster=cluster,
             origin_id=origin_id,
         )

@@ -1,10 +1,11 @@
-"""One filler at a time for each key, among all threads of all processes of a host."""
+"""One filler at a time for each key, and so many requests at a time, among all threads of all processes of a host."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import random
 import struct
 import threading
 import time
@@ -16,6 +17,7 @@ from dataload.cache.forks import ForkAware, close_copies
 
 FIRST_WAIT = 0.0005
 LONGEST_WAIT = 0.02
+SLOTS_FROM = 1 << 62  # the first byte that no key is locked by
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of fcntl(2): type, whence, start, length, pid
 
 
@@ -41,6 +43,49 @@ class ThreadLocks(ForkAware):
         finally:
             if held:
                 lock.release()
+
+
+class Slots(ForkAware):
+    """`count` places, each for one of the threads of all processes of a host that name the same file.
+
+    A byte of the file is a place, locked as `KeyLocks` does it. Without the file, there is no bound.
+    """
+
+    def __init__(self, path: str, count: int) -> None:
+        self._path = path
+        self._count = count
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        close_copies(self._path)
+
+    def __reduce__(self) -> tuple[type[Slots], tuple[str, int]]:
+        return Slots, (self._path, self._count)
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Have a place, as soon as there is one."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            yield
+            return
+        owner, wait = os.getpid(), FIRST_WAIT
+        try:
+            while not self._lock_one(descriptor):
+                time.sleep(wait)
+                wait = min(2 * wait, LONGEST_WAIT)
+            yield
+        finally:
+            if os.getpid() == owner:
+                with suppress(OSError):  # as of a key
+                    _set_lock(descriptor, SLOTS_FROM, fcntl.F_UNLCK, self._count)
+                os.close(descriptor)
+
+    def _lock_one(self, descriptor: int) -> bool:
+        first = random.randrange(self._count)  # noqa: S311 (so that not all try for the same one)
+        places = (SLOTS_FROM + (first + number) % self._count for number in range(self._count))
+        return any(_set_lock(descriptor, byte, fcntl.F_WRLCK) for byte in places)
 
 
 class KeyLocks(ForkAware):
@@ -88,9 +133,9 @@ class KeyLocks(ForkAware):
                 os.close(descriptor)
 
 
-def _set_lock(descriptor: int, byte: int, kind: int) -> bool:
+def _set_lock(descriptor: int, byte: int, kind: int, count: int = 1) -> bool:
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False

@@ -62,6 +62,7 @@ CREDENTIALS = re.compile(
 # Packages whose errors are a request's, though they are no OSError: a body cut short is aiohttp's ClientPayloadError.
 TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore", "obstore"})
 
+_SAID_STATUS = re.compile(r"status code: (\d{3})")  # by obstore, in its words
 _DENIALS = ("PermissionDeniedError", "UnauthenticatedError")  # obstore's, which are no PermissionError
 
 log = logging.getLogger(__name__)
@@ -256,8 +257,10 @@ def _status(error: BaseException) -> int | None:
         if isinstance(status := getattr(cause, "status", None), int):  # aiohttp
             return status
         response = getattr(cause, "response", None)
-        if type(cause).__name__ == "PreconditionError":  # obstore
-            return 412
+        if type(cause).__module__.startswith("obstore"):
+            said = _SAID_STATUS.search(str(cause))
+            if said or type(cause).__name__ == "PreconditionError":
+                return int(said[1]) if said else 412
         if isinstance(response, dict):  # botocore
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
         cause = cause.__cause__

@@ -457,6 +457,34 @@ class _Whole(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class _Refusing(_Whole):
+    """A store that knows its objects, and sends none."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.send_response(400)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_store_has_decided_is_not_asked_for_again(tmp_path: Path, engine: str) -> None:
+    _Refusing.asked = 0
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            fs = open_fs(tmp_path, s3.storage_options(f"http://127.0.0.1:{server.server_port}"), engine=engine)
+            with pytest.raises(OriginError, match=r"bucket/x bytes 0-65535: .*Bad Request"):
+                fs.cat_file("bucket/x")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert _Refusing.asked == 4  # once for each block
+
+
 def test_a_store_without_ranges_is_read_by_s3fs(tmp_path: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Whole) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -827,6 +827,7 @@ def test_the_counters_are_what_the_clients_counted(folder: Path, origin: Origin)
     expected = sum((client.counted for client in clients), Counter[str]())
     stats = origin.stats()
     assert stats.pop("errors") == NO_FAULT | {"short": expected.pop("short")}
+    assert 2 <= stats.pop("most_gets_at_once") <= 4
     assert stats == expected
     assert all(expected.values())
     origin.reset()
