@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from fsspec.asyn import sync
+from fsspec.spec import AbstractFileSystem
 
 from dataload.cache.obstores import Obstore, untranslatable, unusable
 from dataload.cache.redact import redacted
@@ -61,7 +62,9 @@ class Fsspec:
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         filesystem = self._filesystem
         if not hasattr(filesystem, "call_s3"):
-            data = filesystem.cat_file(path, start=start, end=stop)
+            # Who has no `cat_file` of its own opens the file, and would read ahead.
+            opens = getattr(filesystem.cat_file, "__func__", None) is AbstractFileSystem.cat_file
+            data = filesystem.cat_file(path, start=start, end=stop, **({"cache_type": "none"} if opens else {}))
             filesystem.invalidate_cache(path)
             if version_of(dict(filesystem.info(path))) != version:  # all that can be had without If-Match
                 raise ObjectChanged(f"{redacted(path)} {CHANGED}")

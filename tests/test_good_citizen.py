@@ -7,6 +7,7 @@ import gc
 import gzip
 import http.server
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -15,7 +16,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -294,11 +295,59 @@ def test_chained_urls(protocol: str, bucket: Any, memory: Any, tmp_path: Path) -
     TierCacheFileSystem.clear_instance_cache()
 
 
+def test_a_hub_of_datasets(tmp_path: Path) -> None:
+    """hf://, from what answers as the Hub does; each byte leaves it once."""
+    body = BODIES["one.bin"]
+    with Served(tmp_path, Hub) as address:
+        url = "tiercache::hf://datasets/me/set/data/one.bin"
+        options = {"cache_dir": str(tmp_path / "cache"), "block_bytes": BLOCK}
+        fs, path = fsspec.url_to_fs(url, hf={"endpoint": address}, tiercache=options)
+        for _ in range(2):
+            assert fs.cat_file(path) == body
+            with fs.open(path) as file:
+                assert file.seek(5000) == 5000
+                assert file.read(10) == body[5000:5010]
+        assert list(fs.find("datasets/me/set")) == [path]
+        assert fs.stats()["bytes_origin"] == len(body)
+    assert sorted(Hub.sent) == [(first, min(first + BLOCK, len(body))) for first in range(0, len(body), BLOCK)]
+    fs.clear_instance_cache()
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What the Hugging Face Hub says of a dataset of one file, in the fewest words that its client takes."""
+
+    protocol_version = "HTTP/1.1"
+    sent: ClassVar[list[tuple[int, int]]] = []
+
+    def do_GET(self) -> None:
+        body, path = BODIES["one.bin"], self.path.partition("?")[0]
+        if "/resolve/" in path:
+            start, stop = (int(one) for one in self.headers["Range"].removeprefix("bytes=").split("-"))
+            part = body[start : stop + 1]
+            self.sent.append((start, start + len(part)))
+            self.answer(206, part)
+        elif "/tree/" in path:
+            self.answer(200, [{"type": "file", "oid": "1f", "size": len(body), "path": "data/one.bin"}])
+        else:
+            self.answer(200, {"id": "me/set", "sha": "1f", "siblings": []})
+
+    def answer(self, status: int, said: Any) -> None:
+        body = said if isinstance(said, bytes) else json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 class Served:
     """`with Served(folder) as address`: a web server that knows ranges and ETags."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, handler: Any = None) -> None:
         self.folder = folder
+        self.handler = handler
 
     def __enter__(self) -> str:
         folder = self.folder
@@ -329,7 +378,7 @@ class Served:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self.handler or Handler)
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
         self.thread.start()
