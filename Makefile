@@ -10,7 +10,7 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip --constraint constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,bench]" --group dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,bench,report]" --group dev
 	touch $@
 
 test: setup
@@ -52,7 +52,7 @@ wheel: setup
 
 # The newest versions that pyproject.toml admits, exactly; torch stays at the pinned release.
 constraints: setup
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench]" --group dev
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group docs --group browser
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +29,7 @@ from dataload.prefetch import Lookahead, run_ahead
 from dataload.room import check_shared_memory, provide
 from dataload.samplers.order import Shuffle
 from dataload.stats import SHARES, LoaderStats, Traffic
+from dataload.statslog import Samples
 from dataload.timeline import Timeline, doing
 from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_device
 from dataload.world import World
@@ -60,6 +63,7 @@ class Loader(Unwrapped, DataLoader[Any]):
         device: torch.device | None = None,
         prefetch: int = BATCHES_AHEAD,
         detected: bool = False,
+        stats_dir: Path | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         batching: dict[str, Any] = {"batch_sampler": batch_sampler}
@@ -72,6 +76,7 @@ class Loader(Unwrapped, DataLoader[Any]):
         self.device = device
         self.prefetch = prefetch
         self.detected = detected
+        self.stats_dir = stats_dir
         self._requests = Requests(self.sampler, batch_sampler)
         self._stats = LoaderStats()
         self._given: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has handed out
@@ -131,12 +136,14 @@ class Loader(Unwrapped, DataLoader[Any]):
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
         traffic = self._traffic = Traffic(self._totals())
+        samples = Samples(self.stats_dir, sampler.rank, stats, lambda: traffic.note(self._totals(), stats))
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
         step = sampler.global_batch_size
         end = sampler.num_rows - (sampler.num_rows - cursor) % step if sampler.drop_last else sampler.num_rows
         started, waiting = perf_counter(), Timeline()
-        with closing(self._answers(epoch, cursor, waiting)) as answers, announced(remainder) as announce_last:
+        answering = closing(self._answers(epoch, cursor, waiting))
+        with samples, answering as answers, announced(remainder) as announce_last:
             while True:
                 latest = self._stats is stats
                 if self.persistent_workers and not latest:
@@ -155,6 +162,7 @@ class Loader(Unwrapped, DataLoader[Any]):
                     self._given = epoch, used
                 if used >= end:
                     announce_last()
+                samples.take(last=used >= end)
                 yield answer.batch
         traffic.note(self._totals(), stats)
         if self._traffic is traffic:
@@ -263,6 +271,7 @@ def make_loader(
     cluster: str | None = None,
     cache: CacheConfig | None = None,
     fill_null: Any = None,
+    stats_dir: str | os.PathLike[str] | None = None,
     world: World | None = None,
     **dataloader_kwargs: Any,
 ) -> Loader:
@@ -284,6 +293,8 @@ def make_loader(
     prefetch: batches made ahead, by each worker or by the thread.
     cache_dir, cache_bytes, cluster: as in `CacheConfig`; or give one as `cache`. For none at all, pass a dataset that
         `make_dataset(..., cache=None)` made.
+    stats_dir: a folder in which each rank writes what its epochs come to, once a second, for `dataload report`; one
+        folder for each loader. Trouble with it is logged and is no error.
     world: this rank among all; None: `World.detect()`.
     columns, filters, storage_options, fill_null: as in `make_dataset`.
     The rest goes to `torch.utils.data.DataLoader`.
@@ -336,6 +347,7 @@ def make_loader(
         device=where,
         prefetch=prefetch or BATCHES_AHEAD,
         detected=detected,
+        stats_dir=None if stats_dir is None else Path(stats_dir),
         num_workers=num_workers,
         pin_memory=where is not None and where.type == "cuda" if pin_memory is None else pin_memory,
         **dataloader_kwargs,

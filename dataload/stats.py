@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from dataload.timeline import CAUSES, ELSEWHERE
 
 SHARES = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin")
+TIERS = ("local", "cluster", "origin")
 WORTH_SAYING = 0.05  # of the time
 ADVICE = {
     "origin": "the origin is the limit: warm the cache first, or add hosts",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ def fit(
         stop, before a checkpoint and at an epoch's end, at parameters that are.
     timeout: seconds that a rank waits for the others before it gives up; None: torch's default.
     log_dir: TensorBoard gets loss, rows per second, stall fraction, memory (bytes, at its peak) and learning rate each
-        `log_every` steps, and each epoch's dict.
+        `log_every` steps, and each epoch's dict; and, by a loader of `make_loader` that has no `stats_dir` of its own,
+        what `dataload report` reads.
     profile: a folder for a trace of ten early steps of each rank, with the stages of loop and loader by name; Nsight
         Systems sees these names in all steps.
 
@@ -129,6 +131,9 @@ def fit(
             steps.model = torch.compile(steps.model, **(compile if isinstance(compile, Mapping) else {}))
         if log_dir is not None and world.rank == 0:
             run.scalars = stack.enter_context(closing(Scalars(log_dir, log_every, device)))
+        if log_dir is not None and isinstance(loader, Loader) and loader.stats_dir is None:
+            loader.stats_dir = Path(log_dir)
+            stack.callback(setattr, loader, "stats_dir", None)
         run.traced = stack.enter_context(traced(profile, world.rank))
         run.conclude()  # what another process has ended, and perhaps not evaluated
         for epoch in range(len(run.history), epochs):

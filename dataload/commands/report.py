@@ -1,0 +1,53 @@
+"""`dataload report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dataload.commands.options import Json
+from dataload.commands.terminal import show
+from dataload.errors import ConfigError
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="What make_loader had as stats_dir, or fit as log_dir.")],
+    html: Annotated[Path | None, typer.Option(help="The page; default: FOLDER/report.html.")] = None,
+    png: Annotated[Path | None, typer.Option(help="The plots as a picture, instead.")] = None,
+    metrics: Annotated[Path | None, typer.Option(help="Prometheus' text format, instead: a NAME.prom.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a run waited for, epoch by epoch and rank by rank, as a page to look at."""
+    from dataload.report import summary, write
+    from dataload.statslog import read
+
+    passes = read(folder)
+    if not (html or png or metrics or as_json):
+        html = folder / "report.html"
+    try:
+        if html:
+            write(passes, html, f"{folder.resolve().name}: where the time went")
+        if png:
+            from dataload.epochs import epochs
+            from dataload.plots import plots
+            from dataload.plots import png as picture
+
+            picture(plots(passes, epochs(passes)), png)
+        if metrics:
+            from dataload.prometheus import write as expose
+
+            expose(passes, metrics)
+    except ImportError as error:
+        raise ConfigError(f"report needs more packages ({error.name}): pip install 'dataload[report]'") from error
+    except OSError as error:
+        raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
+    found = summary(passes)
+    written = [str(path) for path in (html, png, metrics) if path]
+    text = [epoch["advice"] for epoch in found[-1:]]
+    text += [
+        f"rank {rank} waited {seconds:.1f} s longer than the median rank"
+        for rank, seconds in found[-1]["stragglers"].items()
+    ]
+    show({"epochs": found, "written": written}, "\n".join([*text, *written]), as_json=as_json)

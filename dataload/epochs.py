@@ -1,0 +1,88 @@
+"""What the ranks wrote, put together epoch by epoch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean, median
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.stats import LoaderStats
+from dataload.statslog import Pass
+from dataload.timeline import CAUSES
+
+AVERAGED = ("seconds", "wait_seconds")
+LATE = 0.05  # of an epoch: who waited so much longer than the others held them up
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of all ranks. again: how often it had been begun before; ranks: their passes, by rank."""
+
+    number: int
+    again: int
+    ranks: dict[int, Pass]
+
+    @property
+    def name(self) -> str:
+        return f"{self.number}" + (f" (again, {self.again})" if self.again else "")
+
+    @property
+    def ended(self) -> bool:
+        return all(one.ended for one in self.ranks.values())
+
+    @property
+    def total(self) -> LoaderStats:
+        """Over ranks: counts added up, seconds averaged."""
+        return added([one.stats for one in self.ranks.values()])
+
+    def stragglers(self) -> dict[int, float]:
+        """Ranks that the others had to wait for, as seconds that they waited longer than the median rank.
+
+        Notes: ranks that train together are as long at an epoch, all of them; but who waits for data keeps the others
+        waiting in the step, which their own loaders do not see.
+        """
+        usual = median(one.stats.wait_seconds for one in self.ranks.values())
+        late = {rank: one.stats.wait_seconds - usual for rank, one in self.ranks.items()}
+        return {rank: more for rank, more in late.items() if more > LATE * self.total.seconds}
+
+
+def added(stats: Sequence[LoaderStats]) -> LoaderStats:
+    """Several ranks' figures of one epoch as one: counts added up, seconds averaged."""
+    total = LoaderStats(stats[0].epoch)
+    for field in fields(LoaderStats):
+        if field.name not in ("epoch", "waits"):
+            values = [getattr(one, field.name) for one in stats]
+            setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
+    total.waits = {cause: fmean(one.waits[cause] for one in stats) for cause in CAUSES}
+    return total
+
+
+def epochs(passes: Iterable[Pass]) -> list[Epoch]:
+    """In the order in which they were begun; the n-th pass of an epoch is the same one on all ranks."""
+    seen: Counter[tuple[int, int]] = Counter()
+    found: dict[tuple[int, int], dict[int, Pass]] = {}
+    for one in passes:
+        again = seen[one.rank, one.stats.epoch]
+        seen[one.rank, one.stats.epoch] += 1
+        found.setdefault((one.stats.epoch, again), {})[one.rank] = one
+    return [Epoch(number, again, dict(sorted(ranks.items()))) for (number, again), ranks in found.items()]
+
+
+def throughput(passes: Sequence[Pass], points: int = 120) -> tuple[Floats, dict[int, Floats]]:
+    """Edges of `points` equal spans of the run, in seconds since it began, and the rows per second in each, by rank."""
+    first = min(one.began for one in passes)
+    times: defaultdict[int, list[float]] = defaultdict(list)
+    rows: defaultdict[int, list[float]] = defaultdict(list)
+    for one in passes:
+        before = rows[one.rank][-1] if rows[one.rank] else 0
+        times[one.rank] += [one.began - first, *(one.began - first + stats.seconds for stats in one.samples)]
+        rows[one.rank] += [before, *(before + stats.rows for stats in one.samples)]
+    edges = np.linspace(0, max(max(of_rank) for of_rank in times.values()), points + 1)
+    width = max(edges[1], 1e-9)
+    return edges, {rank: np.diff(np.interp(edges, times[rank], rows[rank])) / width for rank in sorted(times)}

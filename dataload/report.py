@@ -1,0 +1,141 @@
+"""A run as one page: no scripts, and nothing that a browser would have to fetch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from dataload.epochs import Epoch, epochs
+from dataload.stats import TIERS
+from dataload.statslog import Pass
+from dataload.timeline import CAUSES
+
+STYLE = """
+:root { color-scheme: light }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1200px; margin: 0 auto;
+  padding: 1rem }
+h1 { font-size: 1.5rem; margin: 0 }
+h2 { font-size: 1rem; margin: 0 }
+p, summary { overflow-wrap: anywhere }
+.advice { border-left: 4px solid #d55e00; padding: 0.3rem 0.8rem; background: #fdf3ec }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 1.5rem;
+  margin: 1.5rem 0 }
+figure { margin: 0 }
+img { width: 100%; height: auto }
+details { border-top: 1px solid #ddd; padding: 0.4rem 0 }
+summary { cursor: pointer }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; margin: 0.5rem 0 }
+th, td { padding: 0.2rem 0.6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #eee }
+th { font-weight: 600 }
+.late { background: #fdf3ec }
+small { color: #666 }
+"""
+
+
+def summary(passes: Sequence[Pass]) -> list[dict[str, Any]]:
+    """For each epoch, JSON-able: what it came to over all ranks and on each, its stragglers and the advice."""
+    return [
+        {
+            "epoch": epoch.number,
+            "again": epoch.again,
+            "ended": epoch.ended,
+            "advice": str(epoch.total),
+            "stragglers": {str(rank): seconds for rank, seconds in epoch.stragglers().items()},
+            "total": asdict(epoch.total),
+            "ranks": {str(rank): asdict(one.stats) for rank, one in epoch.ranks.items()},
+        }
+        for epoch in epochs(passes)
+    ]
+
+
+def html(passes: Sequence[Pass], title: str) -> str:
+    """The page. title: what the run is called."""
+    from dataload.plots import plots, svg
+
+    found = epochs(passes)
+    ranks = len({one.rank for one in passes})
+    seconds = max(one.began + one.stats.seconds for one in passes) - min(one.began for one in passes)
+    figures = "".join(
+        f'<figure><h2>{plot.title}</h2><img src="{svg(plot)}" alt="{plot.title}, as a plot"></figure>\n'
+        for plot in plots(passes, found)
+    )
+    tables = "".join(_epoch(epoch, opened=epoch is found[-1]) for epoch in reversed(found))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p>{len(found)} epochs on {ranks} ranks in {_duration(seconds)}. The last one:</p>
+<p class="advice">{escape(str(found[-1].total))}</p>
+{_late(found[-1])}
+<div class="plots">
+{figures}</div>
+{tables}
+<p><small>Of all ranks, rows and bytes are added up, seconds averaged. A rank is marked when its loop waited for data
+longer than the median rank's, by more than a twentieth of the epoch: in training by steps the others waited for it.
+</small></p>
+</body>
+</html>
+"""
+
+
+def _epoch(epoch: Epoch, *, opened: bool) -> str:
+    late = epoch.stragglers()
+    causes = [cause for cause in CAUSES if epoch.total.waits[cause]]
+    rows = "".join(_row(one, causes, late=rank in late) for rank, one in epoch.ranks.items())
+    headings = ["rank", "host", "rows", "rows/s", "seconds", "waiting", *(f"on {cause}, s" for cause in causes)]
+    headings += ["hits", *(f"from {tier}" for tier in TIERS)]
+    again = f", begun again ({epoch.again})" if epoch.again else ""
+    cut = "" if epoch.ended else ", not ended"
+    return f"""<details{" open" if opened else ""}>
+<summary>{escape(str(epoch.total))}{again}{cut}</summary>
+{_late(epoch)}
+<div class="wide"><table>
+<tr>{"".join(f"<th>{heading}</th>" for heading in headings)}</tr>
+{rows}</table></div>
+</details>
+"""
+
+
+def _row(one: Pass, causes: Sequence[str], *, late: bool) -> str:
+    stats = one.stats
+    cells = [
+        *(f"{one.rank}", one.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
+        f"{stats.stall_fraction:.1%}",
+        *(f"{stats.waits[cause]:,.1f}" for cause in causes),
+        f"{stats.hit_rate:.1%}",
+        *(decimal(int(getattr(stats, f"bytes_{tier}"))) for tier in TIERS),
+    ]
+    marked = ' class="late"' if late else ""
+    return f"<tr{marked}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
+
+
+def _late(epoch: Epoch) -> str:
+    late = sorted(epoch.stragglers().items(), key=lambda item: -item[1])
+    if not late:
+        return ""
+    said = [f"rank {rank} ({escape(epoch.ranks[rank].host)}), by {_duration(more)}" for rank, more in late[:8]]
+    more = f" and {len(late) - 8} more" if len(late) > 8 else ""
+    return f"<p>Stragglers, which waited longer for data than the others: {'; '.join(said)}{more}.</p>"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def write(passes: Sequence[Pass], path: Path, title: str) -> None:
+    path.write_text(html(passes, title), encoding="utf-8")

@@ -1,0 +1,327 @@
+"""What ranks write about their epochs, and what becomes of it: a page, a picture, metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from runs import BEGAN, SLOW_RANK, write_pass, write_run
+
+from dataload import ConfigError, cli, fit, make_dataset, make_loader, prometheus, statslog
+from dataload.epochs import epochs, throughput
+from dataload.report import html, summary
+from dataload.stats import LoaderStats
+from dataload.statslog import FINENESS, Samples, read
+
+
+@pytest.fixture
+def loader_of(dataset_of, bucket, cache, tmp_path):
+    dataset = make_dataset(dataset_of([[50, 50]]), storage_options=bucket.options, cache=cache)
+    return lambda **options: make_loader(dataset, 10, **options)
+
+
+@pytest.fixture
+def dataload(monkeypatch, capsys):
+    """Runs the command in this process: exit code, what it printed, what it said on stderr."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["dataload", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines() if line]
+
+
+def test_a_sample_a_second_and_one_at_the_end(tmp_path):
+    stats = LoaderStats(3)
+    with Samples(tmp_path, 5, stats, lambda: None) as samples:
+        for seconds in (0.4, 0.9, 1.1, 1.5, 2.0, 2.2, 2.3):
+            stats.seconds, stats.batches = seconds, stats.batches + 1
+            samples.take(last=seconds == 2.3)
+    lines = lines_of(tmp_path / "rank-5.jsonl")
+    assert [line["seconds"] for line in lines] == [1.1, 2.2, 2.3]
+    assert [line["ended"] for line in lines] == [False, False, True]
+    assert all((line["rank"], line["epoch"]) == (5, 3) for line in lines)
+    assert lines[-1]["waits"] == stats.waits
+
+
+def test_a_long_epoch_is_sampled_less_often(tmp_path):
+    stats = LoaderStats()
+    with Samples(tmp_path, 0, stats, lambda: None) as samples:
+        for hundreds in range(1000):
+            stats.seconds, stats.batches = 100.0 * FINENESS + 10 * hundreds, stats.batches + 1
+            samples.take(last=False)
+    assert 90 <= len(lines_of(tmp_path / "rank-0.jsonl")) <= 110
+
+
+def test_what_a_kill_tore_off_takes_no_other_line_with_it(tmp_path):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10}] * 3, ended=False)
+    path = tmp_path / "rank-0.jsonl"
+    whole = path.read_bytes()
+    for size in range(len(whole) - 1, whole.rindex(b"\n"), -7):
+        path.write_bytes(whole[:size])
+        assert [stats.rows for stats in read(tmp_path)[0].samples] == [10, 20]
+        write_pass(tmp_path, 0, 0, BEGAN + 60, [{"rows": 5}])
+        assert [(one.stats.rows, one.ended) for one in read(tmp_path)] == [(20, False), (5, True)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "null",
+        '{"rank": 0}',
+        "\N{BROKEN BAR}",
+        '{"rows": "<script>"',
+        pytest.param({"rows": "many"}, id="text for a number"),
+        pytest.param({"rank": None}, id="no rank"),
+        pytest.param({"host": 7}, id="number for a host"),
+        pytest.param({"waits": {"origin": 1}}, id="causes missing"),
+        pytest.param({"waits": None}, id="no waits"),
+    ],
+)
+def test_damaged_lines_are_passed_over(tmp_path, line):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10}])
+    path = tmp_path / "rank-0.jsonl"
+    damaged = line if isinstance(line, str) else json.dumps({**lines_of(path)[0], **line})
+    path.write_bytes(path.read_bytes() + b"\n" + damaged.encode("latin-1"))
+    [one] = read(tmp_path)
+    assert [stats.rows for stats in one.samples] == [10]
+
+
+def test_the_loader_writes_its_epochs(loader_of, tmp_path):
+    loader = loader_of(stats_dir=tmp_path / "stats")
+    for _ in range(2):
+        list(loader)
+    for _ in loader:
+        break
+    whole, again, broken = read(tmp_path / "stats")
+    assert [one.stats.epoch for one in (whole, again, broken)] == [0, 1, 2]
+    assert [one.ended for one in (whole, again, broken)] == [True, True, False]
+    assert (whole.stats.rows, whole.stats.batches, broken.stats.rows) == (100, 10, 10)
+    assert whole.stats.bytes_origin > 0
+    assert whole.stats.seconds >= whole.stats.wait_seconds == pytest.approx(sum(whole.stats.waits.values()))
+
+
+def test_a_loop_that_does_not_ask_for_one_more_has_ended_the_epoch(loader_of, tmp_path):
+    loader = loader_of(stats_dir=tmp_path / "stats")
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        next(batches)
+    [one] = read(tmp_path / "stats")
+    assert (one.ended, one.stats.rows) == (True, 100)
+    batches.close()
+    assert len(read(tmp_path / "stats")[0].samples) == 1
+
+
+def test_trouble_with_the_folder_stops_no_training(loader_of, tmp_path, caplog):
+    (tmp_path / "stats").write_text("a file")
+    with caplog.at_level(logging.WARNING, statslog.__name__):
+        assert len(list(loader_of(stats_dir=tmp_path / "stats"))) == 10
+    [said] = caplog.messages
+    assert "rank-0.jsonl" in said
+
+
+def test_fit_has_its_loader_write_into_the_log_dir(loader_of, tmp_path):
+    def loss(model, batch):
+        return model(batch["vector"]).square().mean()
+
+    model, options = torch.nn.Linear(3, 1), {"epochs": 2, "precision": "fp32", "progress": False}
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    loader, own = loader_of(), loader_of(stats_dir=tmp_path / "own")
+    fit(model, optimizer, loader, loss, log_dir=tmp_path / "log", **options)
+    fit(model, optimizer, own, loss, log_dir=tmp_path / "other", **options)
+    assert [one.stats.rows for one in read(tmp_path / "log")] == [100, 100]
+    assert [one.stats.rows for one in read(tmp_path / "own")] == [100, 100]
+    assert not list((tmp_path / "other").glob("rank-*"))
+    assert loader.stats_dir is None
+
+
+def test_ranks_make_an_epoch(tmp_path):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10, "origin": 0.5, "bytes_origin": 100, "hits": 3}] * 4)
+    write_pass(tmp_path, 1, 0, BEGAN + 0.1, [{"rows": 20, "decode": 0.1, "bytes_origin": 50, "misses": 1}] * 4)
+    [epoch] = epochs(read(tmp_path))
+    assert epoch.ended
+    total = epoch.total
+    assert (total.rows, total.seconds, total.bytes_origin, total.hits, total.misses) == (120, 4, 600, 12, 4)
+    assert total.wait_seconds == pytest.approx(1.2)
+    assert (total.waits["origin"], total.waits["decode"]) == (pytest.approx(1.0), pytest.approx(0.2))
+    assert (total.rows_per_second, total.hit_rate) == (30, 0.75)
+
+
+def test_a_resumed_epoch_is_told_apart(tmp_path):
+    for rank in range(2):
+        write_pass(tmp_path, rank, 0, BEGAN + rank, [{"rows": 10}] * 3, ended=False)
+        write_pass(tmp_path, rank, 0, BEGAN + 60 + rank, [{"rows": 10}])
+        write_pass(tmp_path, rank, 1, BEGAN + 70 + rank, [{"rows": 10}])
+    found = epochs(read(tmp_path))
+    assert [(epoch.number, epoch.again, epoch.ended, epoch.total.rows) for epoch in found] == [
+        (0, 0, False, 60),
+        (0, 1, True, 20),
+        (1, 0, True, 20),
+    ]
+
+
+def test_stragglers_waited_for_data_while_the_others_waited_for_them(tmp_path):
+    write_run(tmp_path)
+    late = [list(epoch.stragglers()) for epoch in epochs(read(tmp_path))]
+    assert late == [[], [], [], [SLOW_RANK], [SLOW_RANK], [SLOW_RANK]]
+    assert epochs(read(tmp_path))[3].stragglers()[SLOW_RANK] == pytest.approx(30 * 0.35)
+
+
+def test_throughput_adds_up_to_the_rows(tmp_path):
+    write_run(tmp_path)
+    passes = read(tmp_path)
+    edges, of_ranks = throughput(passes)
+    assert edges[-1] == pytest.approx(5 * 34 + 30)
+    for rank, rates in of_ranks.items():
+        assert len(rates) == 120
+        assert (rates * np.diff(edges)).sum() == pytest.approx(
+            sum(one.stats.rows for one in passes if one.rank == rank)
+        )
+    assert of_ranks[0][int(32 / edges[1])] < 500 < of_ranks[0][int(15 / edges[1])]  # between epochs, and in one
+
+
+class Page(HTMLParser):
+    """Its tags with their attributes; it must be nested properly."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open = [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_from_elsewhere(tmp_path):
+    write_run(tmp_path, ranks=3, seconds=3)
+    text = html(read(tmp_path), "a <run>")
+    page = Page(text)
+    assert not re.search(r"https?:|//\w", re.sub(r"base64,[\w+/=]+", "", text))
+    assert "script" not in {tag for tag, _ in page.tags}
+    images = [attributes for tag, attributes in page.tags if tag == "img"]
+    assert len(images) == 6
+    assert all(image["src"].startswith("data:image/svg+xml;base64,") and image["alt"] for image in images)
+    assert sum(tag == "details" for tag, _ in page.tags) == 6
+    assert sum(tag == "tr" for tag, _ in page.tags) == 6 * (1 + 3)
+    assert "<title>a &lt;run&gt;</title>" in text
+    for epoch in summary(read(tmp_path)):
+        assert epoch["advice"].replace("'", "&#x27;") in text
+
+
+def test_what_a_file_says_is_no_markup(tmp_path):
+    write_run(tmp_path, ranks=3, epochs=4, seconds=3)
+    path = tmp_path / f"rank-{SLOW_RANK}.jsonl"
+    host = json.dumps(lines_of(path)[0]["host"])
+    path.write_text(path.read_text().replace(f'"host": {host}', '"host": "<script>alert()</script>"'))
+    text = html(read(tmp_path), "run")
+    assert "<script>" not in text
+    assert text.count("&lt;script&gt;") == 4 + 2  # in the tables, and twice as a straggler
+
+
+def test_metrics(tmp_path):
+    write_run(tmp_path, ranks=2, seconds=5)
+    prometheus.write(read(tmp_path), tmp_path / "run.prom")
+    families = text_string_to_metric_families((tmp_path / "run.prom").read_text())
+    values = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+    passes = [one.stats for one in read(tmp_path) if one.rank == 1]
+    assert values["dataload_rows_total", "1"] == sum(stats.rows for stats in passes)
+    assert values["dataload_seconds_total", "1"] == 6 * 5
+    assert values["dataload_wait_seconds_total", "origin", "1"] == pytest.approx(passes[0].waits["origin"])
+    assert values["dataload_bytes_total", "1", "cluster"] == 5 * 5_000_000
+    assert values["dataload_cache_reads_total", "1", "miss"] == 5 * 44
+    assert values["dataload_epoch", "1"] == 5
+    assert values["dataload_sampled_timestamp_seconds", "1"] == BEGAN + 5 * 9 + 5
+
+
+def test_metrics_are_never_half_there(tmp_path, monkeypatch):
+    write_run(tmp_path, ranks=1, epochs=1, seconds=2)
+    (tmp_path / "run.prom").write_text("before")
+
+    def half(self):
+        yield from list(whole(self))[:3]
+        raise OSError("the disk is full")
+
+    whole = prometheus.Run.collect
+    monkeypatch.setattr(prometheus.Run, "collect", half)
+    with pytest.raises(OSError, match="full"):
+        prometheus.write(read(tmp_path), tmp_path / "run.prom")
+    assert (tmp_path / "run.prom").read_text() == "before"
+
+
+def test_the_command(dataload, tmp_path):
+    run = tmp_path / "run"
+    write_run(run, ranks=3, epochs=4, seconds=2)
+    code, said, _ = dataload("report", run)
+    assert code == 0
+    assert said.splitlines() == [
+        str(epochs(read(run))[-1].total),
+        f"rank {SLOW_RANK} waited 0.7 s longer than the median rank",
+        str(run / "report.html"),
+    ]
+    assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+    (run / "report.html").unlink()
+    picture, metrics = tmp_path / "run.png", tmp_path / "run.prom"
+    code, said, _ = dataload("report", run, "--png", picture, "--metrics", metrics, "--json")
+    assert code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "dataload_rows_total" in metrics.read_text()
+    assert not (run / "report.html").exists()
+    found = json.loads(said)
+    assert found["written"] == [str(picture), str(metrics)]
+    assert [epoch["epoch"] for epoch in found["epochs"]] == [0, 1, 2, 3]
+    assert found["epochs"][3]["stragglers"] == {str(SLOW_RANK): pytest.approx(0.7)}
+
+
+@pytest.mark.parametrize("folder", ["nothing", "empty"])
+def test_the_command_says_what_is_missing(dataload, tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "rank-0.jsonl").write_text("{")
+    code, _, said = dataload("report", tmp_path / folder)
+    assert code == 2
+    assert "stats_dir" in said
+    assert "log_dir" in said
+    with pytest.raises(ConfigError):
+        read(tmp_path / folder)
+
+
+@pytest.mark.parametrize(
+    ("option", "module", "package"),
+    [("--png", "plots", "matplotlib"), ("--metrics", "prometheus", "prometheus_client")],
+)
+def test_the_command_names_the_extra(dataload, tmp_path, monkeypatch, option, module, package):
+    write_run(tmp_path, ranks=1, epochs=1, seconds=1)
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"dataload.{module}", raising=False)
+    code, _, said = dataload("report", tmp_path, option, tmp_path / "out")
+    assert code == 2
+    assert "pip install 'dataload[report]'" in said
+
+
+def test_the_command_names_what_cannot_be_written(dataload, tmp_path):
+    write_run(tmp_path, ranks=1, epochs=1, seconds=1)
+    code, _, said = dataload("report", tmp_path, "--html", tmp_path / "missing" / "page.html")
+    assert code == 2
+    assert f"{tmp_path / 'missing' / 'page.html'} cannot be written" in said
