@@ -30,6 +30,8 @@ class CacheConfig:
     engine: who moves the bytes: "auto", "fsspec" or "obstore"; "auto" takes obstore for S3 where it can be told all
         that s3fs was told, and `stats()` says why where it does not.
     in_flight: requests to the origin that are under way at a time, those of all processes of the host together.
+    hedge: whether a request that takes longer than 99 in 100 others did is made a second time, and the first answer
+        taken; for one in 20 at most.
     cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster, in
         which hosts find what others have made. User and password in the URL, or in VALKEY_USERNAME, VALKEY_PASSWORD.
         None: each host fetches for itself.
@@ -46,6 +48,7 @@ class CacheConfig:
     consistency: str = "generation"
     engine: str = "auto"
     in_flight: int = 64
+    hedge: bool = False
     cluster: str | None = field(default=None, repr=False)
     origin_id: str | None = None
 

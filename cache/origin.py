@@ -7,6 +7,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import fsspec
@@ -17,6 +18,7 @@ from tenacity import wait_random_exponential as full_jitter
 
 from dataload.cache.engine import Engine, Fsspec, WrongBodyError, engine_for
 from dataload.cache.forks import ForkAware
+from dataload.cache.hedge import Hedge
 from dataload.cache.obstores import UnsuitableError
 from dataload.cache.redact import redacted
 from dataload.cache.version import CHANGED
@@ -74,21 +76,25 @@ class Origin(ForkAware):
     filesystem: any fsspec filesystem; in a forked child a fresh one with the same options takes its place.
     identity: the store's name in cache keys; default: its protocol and address.
     engine: who moves the bytes: "auto", "fsspec" or "obstore".
+    hedge: whether what takes longer than usual is asked for a second time.
 
     Notes: `read` may be called from any thread. Requests that fail in passing are retried with full jitter.
     """
 
-    def __init__(self, filesystem: Any, identity: str | None = None, engine: str = "auto") -> None:
+    def __init__(
+        self, filesystem: Any, identity: str | None = None, engine: str = "auto", *, hedge: bool = False
+    ) -> None:
         self._filesystem = filesystem
         self._inherited = False
         self._identity = identity
         self._wanted = engine
+        self._hedge = Hedge() if hedge else None
         self._engine: Engine | None = None
         self.counters = Counters()
         super().__init__()
 
-    def __reduce__(self) -> tuple[type[Origin], tuple[Any, str | None, str]]:
-        return Origin, (self._filesystem, self._identity, self._wanted)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(Origin, hedge=self._hedge is not None), (self._filesystem, self._identity, self._wanted)
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
@@ -127,8 +133,8 @@ class Origin(ForkAware):
         return self._identity
 
     def stats(self) -> dict[str, float]:
-        """Totals of this process: requests, bytes, errors."""
-        return self.counters.snapshot()
+        """Totals of this process: requests, bytes, errors; hedged: of the requests, those that were asked for again."""
+        return {**self.counters.snapshot(), "hedged": self._hedge.hedged if self._hedge else 0}
 
     def path_of(self, url: str) -> str:
         """The path that `url` has at this origin, without protocol."""
@@ -162,7 +168,8 @@ class Origin(ForkAware):
             for attempt in _attempts():
                 with attempt:
                     self.counters.add(requests=1)
-                    data = memoryview(self._get(path, start, stop, version))
+                    get = partial(self._get, path, start, stop, version)
+                    data = memoryview(self._hedge.first(stop - start, get) if self._hedge else get())
                     self.counters.add(bytes=len(data))
                     if len(data) != stop - start:
                         raise WrongBodyError(f"{len(data)} bytes came instead of {stop - start}")
