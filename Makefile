@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test check chaos format demo bench gpu peers wheel constraints clean
+.PHONY: setup test check chaos format demo bench gpu peers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -46,6 +46,16 @@ peers: .venv-peers/.ready
 .venv-peers/.ready: benchmarks/peers.txt benchmarks/peers.sh
 	PYTHON=$(PYTHON) sh benchmarks/peers.sh
 	touch $@
+
+# What `dataload report` makes, in Chromium: says so, and does nothing, where there is none.
+browser: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group browser
+	$(BIN)/python tests/report_in_browser.py build/browser
+
+# The documentation, into build/site.
+docs: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	$(BIN)/mkdocs build --strict --quiet
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -9,6 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rich.filesize import decimal
@@ -121,7 +122,8 @@ def _ranks(axes: Any, epochs: Sequence[Epoch]) -> None:
         [100 * epoch.ranks[rank].stats.stall_fraction if rank in epoch.ranks else float("nan") for epoch in epochs]
         for rank in ranks
     ]
-    image = axes.imshow(shares, aspect="auto", cmap="OrRd", vmin=0, interpolation="nearest")
+    highest = max(5.0, np.nanmax(shares))  # what is not worth saying stays pale
+    image = axes.imshow(shares, aspect="auto", cmap="OrRd", vmin=0, vmax=highest, interpolation="nearest")
     axes.figure.colorbar(image, ax=axes, format=FuncFormatter(lambda share, _: f"{share:.3g} %")).outline.set_visible(
         False
     )
