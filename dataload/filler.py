@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from dataload.allowance import Allowance
 from dataload.cache.forks import ForkAware
+from dataload.cache.maps import libc
 from dataload.cache.threads import Threads
 from dataload.metrics import Counters
 from dataload.rowblobs import RowBlobs
@@ -34,6 +35,8 @@ LOOK_SECONDS = 0.2  # how often either looks for what it may not hear of: a deat
 ENDING_SECONDS = 0.5  # then it is killed, which leaves a little to be swept up
 MOST_FAILURES = 3
 LEFT_ALONE_SECONDS = 30.0
+# mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX. Few arenas, for one thread frees what another asked for.
+MALLOC = {-1: 1 << 30, -3: 32 << 20, -8: 2}
 
 log = logging.getLogger(__name__)
 
@@ -227,6 +230,7 @@ class _Process:
 
 def fill(descriptor: int) -> None:
     """A filling process, from the inside. descriptor: of a socket, where the `RowBlobs` comes, and then row groups."""
+    _keep_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowBlobs = connection.recv()
     blobs.fetched = Allowance(FETCHED_BYTES)
@@ -252,6 +256,13 @@ def fill(descriptor: int) -> None:
             if connection.poll(LOOK_SECONDS):
                 under_way.append(threads.submit(make, connection.recv()))
             under_way = [one for one in under_way if not one.done()]
+
+
+def _keep_memory() -> None:
+    """Have malloc keep what is freed: memory that is had anew for each row group costs as much as decoding it."""
+    with suppress(AttributeError):  # musl's has nothing to be set.
+        for option, value in MALLOC.items():
+            libc().mallopt(option, value)
 
 
 def _portable(error: Exception) -> Exception | None:
