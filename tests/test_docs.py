@@ -1,0 +1,296 @@
+"""The code blocks of README and docs, run as a reader would; and pages that hold together.
+
+A block that cannot run here has `<!-- not run: why -->` above it, and is checked as far as can be.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import io
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import boto3
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import typer
+
+from dataload import cli
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = r"```(?P<kind>python|sh| { \.python })\n(?P<text>.*?)^```$"  # the last with what is included, no Python before
+BLOCK = re.compile(rf"^(?:<!-- not run: (?P<why>[^\n]+) -->\n\n)?{FENCE}", re.MULTILINE | re.DOTALL)
+INCLUDED = re.compile(r'^--8<-- "([^":]+)(?::(\S+))?"$', re.MULTILINE)
+KNOWN = {  # functions whose options a page may name
+    "make_loader": "dataload.loader",
+    "make_dataset": "dataload.dataset",
+    "fit": "dataload.train",
+}
+CLASSES, ROWS = 10, 96
+
+
+@dataclass
+class Block:
+    page: Path
+    line: int
+    kind: str
+    text: str
+    why: str | None
+
+    def __str__(self):
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page):
+    text = page.read_text()
+    return [
+        Block(page, text.count("\n", 0, found.start("text")) + 1, found["kind"], found["text"], found["why"])
+        for found in BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+QUICK_START = BLOCKS[0]
+
+
+def parquet(**columns):
+    sink = io.BytesIO()
+    pq.write_table(pa.table(columns), sink, row_group_size=ROWS // 8)
+    return sink.getvalue()
+
+
+def arrays(numbers):
+    return pa.FixedSizeListArray.from_arrays(pa.array(numbers.ravel()), numbers.shape[1])
+
+
+def png(pixels):
+    from PIL import Image
+
+    sink = io.BytesIO()
+    Image.fromarray(pixels).save(sink, "PNG")
+    return sink.getvalue()
+
+
+def objects():
+    """What lies in s3://bucket/ for the pages."""
+    noise = np.random.default_rng(0)
+    label, count = np.arange(ROWS) % CLASSES, np.arange(ROWS)
+    images = noise.integers(0, 256, (ROWS, 784), np.uint8)
+    yield "train/part-0.parquet", parquet(image=arrays(images), label=label)
+    yield "pixels/part-0.parquet", parquet(image=[image.tobytes() for image in images], label=label)
+    photos = [png(image.reshape(28, 28)) for image in images]
+    yield "photos/part-0.parquet", parquet(image=photos, label=label)
+    for day in range(1, 4):
+        yield (
+            f"clicks/day={day}/part-0.parquet",
+            parquet(
+                price=noise.random(ROWS, np.float32),
+                clicks=noise.random(ROWS, np.float32),
+                age=pa.array([None if one % 7 == 0 else one for one in range(ROWS)], pa.float32()),
+                bought=count % 2,
+            ),
+        )
+    yield "tokens/part-0.parquet", parquet(tokens=arrays(noise.integers(0, 256, (ROWS, 64), np.int32)))
+    yield "documents/part-0.parquet", parquet(tokens=pa.array([np.arange(one % 9, dtype=np.int32) for one in count]))
+    yield "x.parquet", parquet(x=count)
+
+
+@pytest.fixture(scope="module")
+def bucket_of_pages(server):
+    key = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+    client = boto3.client("s3", endpoint_url=server.endpoint_url, **key)
+    client.create_bucket(Bucket="bucket", ACL="public-read")
+    for name, body in objects():
+        client.put_object(Bucket="bucket", Key=name, Body=body, ACL="public-read")
+    return server
+
+
+@pytest.fixture
+def reader(bucket_of_pages, tmp_path, monkeypatch):
+    """An empty folder, and S3 by the usual AWS environment."""
+    environment = {
+        "AWS_ENDPOINT_URL": bucket_of_pages.endpoint_url,
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "XDG_CACHE_HOME": str(tmp_path / "home"),
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    bucket_of_pages.reset()
+    return bucket_of_pages
+
+
+def run_python(block, text, names):
+    exec(compile("\n" * (block.line - 1) + text, str(block.page), "exec"), names)
+
+
+def run_shell(block, text, monkeypatch):
+    for line in text.splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        assert words[0] == "dataload", f"{block}: {line}: give the block a mark <!-- not run: why -->"
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0, f"{block}: {line}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.page == page and not b.why for b in BLOCKS)], ids=str)
+def test_blocks_run(page, reader, tmp_path, monkeypatch):
+    """All of a page, from top to bottom, as one program."""
+    names = {"__name__": "__main__"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other libraries; what ours say are lines
+        for block in blocks_of(page):
+            if block.why is None:
+                text = block.text.replace("/nvme/", f"{tmp_path}/")
+                if block.kind == "python":
+                    run_python(block, text, names)
+                else:
+                    run_shell(block, text, monkeypatch)
+
+
+def test_the_quick_start_is_a_whole_program(reader):
+    """These lines and no others, in a process of their own: S3 is read once, for ten epochs."""
+    assert QUICK_START.page.name == "README.md"
+    assert len(QUICK_START.text.splitlines()) <= 15
+    Path("train.py").write_text(QUICK_START.text)
+    ran = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith(f"epoch 9: {ROWS} rows in ")
+    assert "0 bytes from the origin" in ran.stdout
+    size = len(dict(objects())["train/part-0.parquet"])
+    assert size <= reader.stats()["get_bytes"] <= 1.1 * size
+    assert Path("checkpoints").is_dir()
+    assert len(Path("stats/rank-0.jsonl").read_text().split()) > 10
+
+
+def test_every_block_that_is_not_run_says_why():
+    for page in PAGES:
+        text = page.read_text()
+        fences = re.findall(r"^ *``` *(?:{ \.)?(?:python|py|sh|bash|shell|console)\b", text, re.MULTILINE)
+        assert len(fences) == len(blocks_of(page)), f"{page.name}: a block that is indented, or of another name"
+        assert text.count("<!-- not run:") == sum(block.why is not None for block in blocks_of(page)), page.name
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.why], ids=str)
+def test_what_is_not_run_could_be(block):
+    if block.kind == "sh":
+        for line in block.text.splitlines():
+            words = shlex.split(line, comments=True)
+            if words:
+                check_command(words)
+    elif block.kind == "python":
+        check_python(block.text)
+    else:
+        assert INCLUDED.fullmatch(block.text.strip())[1].startswith("examples/")
+
+
+def check_command(words):
+    """Its names are those of this repository; its options those of its parser."""
+    if words[0] == "dataload":
+        group = typer.main.get_command(cli.app)
+        with group.make_context("dataload", words[1:]) as context:
+            name, command, rest = group.resolve_command(context, words[1:])
+            command.make_context(name, rest)
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), words
+    elif words[0] == "pip":
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        named = re.search(r"\[(.*)\]", words[2])
+        assert words[1] == "install"
+        assert set(named[1].split(",") if named else []) <= extras.keys()
+    else:
+        if words[0] == "torchrun":
+            from torch.distributed.run import get_args_parser
+
+            parsed = get_args_parser().parse_args(words[1:])
+            words = ["python", parsed.training_script, *parsed.training_script_args]
+        assert words[0] == "python"
+        assert (ROOT / "examples" / words[1]).exists()
+        assert words[2:] == ["TRAIN", "HELD_OUT"]
+
+
+def check_python(text):
+    """It is Python, and the options of ours that it names are there."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        tree = ast.parse(re.sub(r"^ *\.\.\.\n", "", text, flags=re.MULTILINE))  # where an excerpt leaves arguments out
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in KNOWN:
+            function = getattr(importlib.import_module(KNOWN[call.func.id]), call.func.id)
+            named = {keyword.arg for keyword in call.keywords if keyword.arg}
+            assert named <= inspect.signature(function).parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("dataload warm s3://bucket/ --shards 0/4", "sh"),
+        ("dataload wram s3://bucket/", "sh"),
+        ("make teas", "sh"),
+        ("pip install '.[demos]'", "sh"),
+        ("torchrun --nprocs-per-node 8 train_ddp.py TRAIN HELD_OUT", "sh"),
+        ("python train_dpp.py TRAIN HELD_OUT", "sh"),
+        ("make_loader(..., clutser='valkey://host')", "python"),
+        ("make_loader(", "python"),
+    ],
+)
+def test_what_could_not_be_run_is_found(text, kind, capsys):
+    with pytest.raises(BaseException) as found:
+        test_what_is_not_run_could_be(Block(ROOT / "README.md", 1, kind, text, "because"))
+    assert not isinstance(found.value, KeyboardInterrupt)
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if "://" not in target and not target.startswith("#"):
+                assert (page.parent / target.partition("#")[0]).exists(), f"{page.name}: {target}"
+        for path, part in INCLUDED.findall(page.read_text()):
+            included = (ROOT / path).read_text()
+            assert not part or part[0].isdigit() or f"[start:{part}]" in included, f"{page.name}: {path}:{part}"
+
+
+def test_every_page_is_in_the_navigation():
+    config = (ROOT / "mkdocs.yml").read_text()
+    for page in PAGES:
+        if page.is_relative_to(ROOT / "docs"):
+            assert f": {page.relative_to(ROOT / 'docs')}\n" in config
+
+
+def test_what_the_reference_names_is_there():
+    for name in re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE):
+        assert pkgutil.resolve_name(name).__doc__, name
+
+
+def test_the_picture_of_the_order_is_of_this_order():
+    names = {"__name__": "draw"}
+    exec((ROOT / "docs/pictures/draw.py").read_text(), names)
+    assert names["picture"]() == (ROOT / "docs/pictures/order.svg").read_text()
+
+
+def test_the_pages_build_and_fetch_nothing(tmp_path):
+    pytest.importorskip("mkdocs", reason="the documentation's tools are not installed: make docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True)
+    assert built.returncode == 0, built.stderr.decode()
