@@ -111,7 +111,21 @@ class RangeStream(io.RawIOBase):
                 self._pieces[at] = self._fetch(at, min(at + size, stop))
 
     def _piece(self, start: int, stop: int) -> int:
-        """Bytes that are fetched together of a range; all of its pieces are about as large."""
-        if not self.stays:
-            return max(SMALLEST_PIECE, min(LARGEST_PIECE, self._share // 2))
-        return -(-(stop - start) // -(-(stop - start) // LARGEST_PIECE))
+        return _piece_bytes(stop - start, self._share, stays=self.stays)
+
+
+def pieces(ranges: Sequence[Span], room: int) -> list[Span]:
+    """What a stream of these has fetched, in one request each."""
+    stays, share = sum(stop - start for start, stop in ranges) <= room, room // max(1, len(ranges))
+    found = []
+    for start, stop in ranges:
+        size = _piece_bytes(stop - start, share, stays=stays)
+        found += [(at, min(at + size, stop)) for at in range(start, stop, size)]
+    return found
+
+
+def _piece_bytes(size: int, share: int, *, stays: bool) -> int:
+    """Bytes that are fetched together of a range of `size` bytes; all of its pieces are about as large."""
+    if not stays:
+        return max(SMALLEST_PIECE, min(LARGEST_PIECE, share // 2))
+    return -(-size // -(-size // LARGEST_PIECE))

@@ -168,6 +168,15 @@ class ArrowFooter:
     def held_bytes(self, number: int) -> int:
         return self.stored_bytes(number)
 
+    def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
+        batch = self._batch(number)
+        spans = self._spans(batch, self._chosen(columns))
+        needed = self._messages[1 : self._batches[number]]
+        dictionaries = [(message.body, message.stop) for message in needed if message.kind == DICTIONARY]
+        if self.stored_bytes(number) < SHARED_BYTES:
+            return [*dictionaries, *spans], []
+        return dictionaries, [piece for span in spans for piece in _pieces(*span)]
+
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:  # noqa: ARG002 (there are none)
         return Bounds(None, None, None)
 
@@ -176,7 +185,7 @@ class ArrowFooter:
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks
     ) -> Iterator[RowGroupReader]:
         """All that is read of the record batch is held at a time; see `Footer`."""
-        chosen = [name for name in self.schema.names if any(f"{column}.".startswith(f"{name}.") for column in columns)]
+        chosen = self._chosen(columns)
         options = pa.ipc.IpcReadOptions(
             included_fields=[self.schema.get_field_index(name) for name in chosen], use_threads=False
         )
@@ -213,10 +222,9 @@ class ArrowFooter:
                 if small:
                     copy(blocks.read, start, stop, at + start - message.start)
                     continue
-                bounds = np.linspace(start, stop, 1 + -(-(stop - start) // LARGEST_PIECE)).astype(int).tolist()
                 pending += [
                     blocks.submit(copy, blocks.fetch, first, last, at + first - message.start)
-                    for first, last in pairwise(bounds)
+                    for first, last in _pieces(start, stop)
                 ]
         target[starts[-1] :] = END_OF_STREAM
         with doing("origin"):
@@ -224,6 +232,10 @@ class ArrowFooter:
         for one in pending:
             one.result()
         return whole
+
+    def _chosen(self, columns: Sequence[str]) -> list[str]:
+        """The file's own columns that these, dotted where they are members of structs, are of."""
+        return [name for name in self.schema.names if any(f"{column}.".startswith(f"{name}.") for column in columns)]
 
     def _spans(self, batch: Message, columns: Sequence[str]) -> list[Span]:
         """Where the buffers of some of the schema's columns are, in the file."""
@@ -255,6 +267,11 @@ class _Reader:
     def tables(self, rows: int) -> Iterator[pa.Table]:
         for first in range(0, max(1, self._table.num_rows), rows):
             yield self._table.slice(first, rows)
+
+
+def _pieces(start: int, stop: int) -> Iterator[Span]:
+    """What is fetched of a range in one request each."""
+    return pairwise(np.linspace(start, stop, 1 + -(-(stop - start) // LARGEST_PIECE)).astype(int).tolist())
 
 
 def _places(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:

@@ -50,6 +50,12 @@ class Footer(Protocol):
     def held_bytes(self, number: int) -> int:
         """Bytes of a row group that are in memory at a time while it is decoded, as they are stored."""
 
+    def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
+        """What `open_row_group` has fetched of the file: from the blocks that the cache keeps; in requests of its own.
+
+        Of the second kind each span is a request, unless blocks that hold it are kept.
+        """
+
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
         """What is known of a column's values, which are of the type `kind`."""
 

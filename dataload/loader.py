@@ -26,7 +26,7 @@ from dataload.filters import Filters
 from dataload.manifest import Source
 from dataload.packing import unpack
 from dataload.prefetch import Lookahead, run_ahead
-from dataload.room import check_shared_memory, provide
+from dataload.room import check_shared_memory, gathered_at_once, provide
 from dataload.samplers.order import Shuffle
 from dataload.stats import SHARES, LoaderStats, Traffic
 from dataload.statslog import Samples
@@ -35,7 +35,6 @@ from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_devi
 from dataload.world import World
 
 BATCHES_AHEAD = 8
-GATHERED, RUN_BYTES = 64, 2 << 20  # batches at once, at most; bytes of them, that stay in a cache on their way
 
 log = logging.getLogger(__name__)
 
@@ -206,8 +205,7 @@ class Loader(Unwrapped, DataLoader[Any]):
         self, epoch: int, cursor: int, lookahead: Lookahead, waiting: Timeline
     ) -> Generator[Answer, None, None]:
         """Batches, gathered many at once where one takes less than a call; and handed over so, unless transformed."""
-        of_a_batch = self.dataset.rowstore.row_bytes * self.sampler.batch_size
-        at_once = 1 << (max(1, min(GATHERED, RUN_BYTES // of_a_batch)).bit_length() - 1)  # a power of two, as runs are
+        at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
         handed_over = at_once if self.maker.only_gathers else 1
         requests, stop = self._requests.start_at(epoch, cursor, at_once), Future[None]()
         made = self._made(requests, lookahead, handed_over, stop)

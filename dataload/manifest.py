@@ -27,7 +27,7 @@ from dataload.footer import Footer
 from dataload.layout import fields_of, flatten
 from dataload.partitions import Constants, Keys, keys_of, partition_columns
 
-VERSION = 1
+VERSION = 2
 FOOTERS_IN_FLIGHT = 128
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]

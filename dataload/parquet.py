@@ -7,17 +7,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataload.cache.blocks import Blocks, Object
-from dataload.cache.stream import RangeStream
+from dataload.cache.stream import RangeStream, pieces
 from dataload.cache.tier import Span
 from dataload.errors import DataError, DataloadError
 from dataload.footer import SHARED_BYTES, Bounds, RowGroupReader, joined
-from dataload.layout import flatten, storage
+from dataload.layout import flatten, is_list, number, storage
 
 MAGIC = b"PAR1"
 HELD_BYTES = 40 << 20  # of a row group, as it is stored, that are fetched before they are decoded
@@ -55,10 +56,22 @@ class ParquetFooter:
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
         chunks = self._chunks(number)
-        return [sum(chunk.total_uncompressed_size for chunk in chunks[self._leaves[name]]) for name in columns]
+        return [self._decoded(name, chunks[self._leaves[name]]) for name in columns]
+
+    def _decoded(self, column: str, chunks: Sequence[pq.ColumnChunkMetaData]) -> int:
+        dtype = self._numbers.get(column)
+        if dtype is not None:  # Encoded they may be small, but of numbers it is known how large they are.
+            return int(dtype.itemsize * sum(chunk.num_values for chunk in chunks))
+        return sum(chunk.total_uncompressed_size for chunk in chunks)
 
     def held_bytes(self, number: int) -> int:
         return min(self.stored_bytes(number), HELD_BYTES)
+
+    def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
+        ranges = _ranges(self._chunks(number), frozenset(columns))
+        if self.stored_bytes(number) < SHARED_BYTES:
+            return ranges, []
+        return [], pieces(ranges, _room(columns))
 
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
         known = self._metadata.row_group(number).column(self._leaves[column].start).statistics
@@ -80,7 +93,7 @@ class ParquetFooter:
         chunks = self._chunks(number)
         ranges = _ranges(chunks, frozenset(columns))
         fetch = _from_blocks if self.stored_bytes(number) < SHARED_BYTES else _from_origin
-        stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, max(HELD_BYTES, len(columns) * CHUNK_BYTES))
+        stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, _room(columns))
         try:
             # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row. What is
             # there whole it need not read in pieces.
@@ -96,6 +109,13 @@ class ParquetFooter:
     def _chunks(self, number: int) -> list[pq.ColumnChunkMetaData]:
         group = self._metadata.row_group(number)
         return [group.column(leaf) for leaf in range(group.num_columns)]
+
+    @cached_property
+    def _numbers(self) -> dict[str, np.dtype[Any]]:
+        """The columns of lists of numbers, and what these are in batches."""
+        lists = ((field.name, storage(field.type)) for field in flatten(self.schema))
+        found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
+        return {name: dtype for name, dtype in found if dtype is not None}
 
     @cached_property
     def _leaves(self) -> dict[str, slice]:
@@ -156,6 +176,11 @@ def _ranges(chunks: Sequence[pq.ColumnChunkMetaData], columns: Collection[str]) 
     places.sort()
     too_large = sum(stop - start for start, stop in places) > max(HELD_BYTES, len(places) * CHUNK_BYTES)
     return places if too_large else joined(places)
+
+
+def _room(columns: Sequence[str]) -> int:
+    """Bytes of these columns of a row group that are held, as they are stored."""
+    return max(HELD_BYTES, len(columns) * CHUNK_BYTES)
 
 
 def _from_origin(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[memoryview]:

@@ -2,62 +2,138 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from rich.filesize import decimal
 
-from dataload.cache.blocks import Object
+from dataload.cache.blocks import Blocks
+from dataload.cache.local import LocalTier
+from dataload.errors import ConfigError
+from dataload.footer import SHARED_BYTES
+from dataload.forecast import Fetched, Reader
 from dataload.manifest import Manifest
+from dataload.room import FITS
 from dataload.rowblobs import RowBlobs
-from dataload.samplers.trade import WindowTrade, default_window, weigh_window
+from dataload.samplers.order import Order
+from dataload.samplers.trade import GOAL, WindowTrade, default_window, weigh_window
+
+BANDWIDTH = 10**9  # bytes a second
+LONG_SECONDS = 600.0  # of fetching, while GPUs wait
+LARGE_BYTES = 1 << 30  # of a row group
+TWICE = 2.0  # what is said to be much
 
 
 @dataclass(frozen=True)
 class Plan:
-    """bytes: of the objects; decoded_bytes: of their rows as records, about, which is what a cache must hold to fetch
-    and decode them once; requests: of the first epoch, beside the one for each footer.
+    """bytes: of the objects; decoded_bytes: of their rows as records; cache_bytes_needed: with so many, epochs but the
+    first fetch nothing; cache_bytes: those it may have.
 
-    trade: what the window of a "block" shuffle buys and costs.
+    first_epoch, later_epoch: what they fetch through a cache of `cache_bytes`, beside the footers; None where that is
+    too small for the window. first_batch: what is fetched before it is there.
+    Seconds are those on the way at `bandwidth` bytes a second; costs are in the currency of the price of 10**9 bytes,
+    None where there is none.
+    trade: what the window of a "block" shuffle buys and costs. advice: what to do, a line each.
     """
 
     objects: int
     bytes: int
-    decoded_bytes: int
     rows: int
     row_groups: int
-    requests: int
+    decoded_bytes: int
+    cache_bytes_needed: int
+    cache_bytes: int
+    first_epoch: Fetched | None
+    later_epoch: Fetched | None
+    first_batch: Fetched
+    bandwidth: int
+    first_batch_seconds: float
+    first_epoch_seconds: float | None
+    first_epoch_cost: float | None
+    later_epoch_cost: float | None
     trade: WindowTrade
+    advice: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __str__(self) -> str:
-        trade = self.trade
-        return "\n".join(
-            [
-                f"{self.objects} objects, {decimal(self.bytes)}; {self.rows:,} rows in {self.row_groups:,} row groups",
-                f"first epoch: {self.requests:,} requests",
-                f"later ones: none, with a cache of about {decimal(self.decoded_bytes)}, the size of its rows",
-                f"window of {trade.window} row groups:",
-                f"  shuffle: variance ratio {trade.variance_ratio:.2f} over data sorted by label (1 is uniform)",
-                f"  first batch: waits for {trade.first_row_groups} row groups, {decimal(trade.first_bytes)}",
-                f"  memory: {decimal(trade.bytes)} of row groups as stored, two windows of them",
-            ]
-        )
 
+def plan(
+    manifest: Manifest,
+    blobs: RowBlobs,
+    blocks: Blocks,
+    order: Order,
+    batch_size: int,
+    *,
+    bandwidth: int = BANDWIDTH,
+    price: float | None = None,
+) -> Plan:
+    """The plan for epochs of this order in batches of `batch_size` rows, of all ranks together.
 
-def plan(manifest: Manifest, blobs: RowBlobs, objects: list[Object], window: int | None, batch_size: int) -> Plan:
-    """The plan for a global batch of `batch_size` rows. window: row groups; None: the default."""
+    bandwidth: bytes a second from the origin; price: of 10**9 bytes.
+    """
     lengths = [group.rows for group in manifest.row_groups]
     sizes = [group.bytes for group in manifest.row_groups]
-    chosen = default_window(lengths, sizes) if window is None else window
-    return Plan(
-        objects=len(objects),
-        bytes=sum(obj.size for obj in objects),
-        decoded_bytes=blobs.num_bytes,
+    files = {group.file for group in manifest.row_groups}
+    limit = blocks.tier.limit if isinstance(blocks.tier, LocalTier) else 0
+    endless = partial(Reader, manifest, blobs, blocks, order, 1 << 62)
+    whole = endless()
+    all_of_it = whole.first_rows(order.n)
+    needed = max(whole.kept_bytes, math.ceil(blobs.num_bytes / FITS))
+    first: Fetched | None = None
+    later: Fetched | None = None
+    refusal = ""
+    try:
+        first, later = Reader(manifest, blobs, blocks, order, limit).first_and_later(batch_size)
+    except ConfigError as error:
+        refusal = str(error)
+    first_batch = endless().first_rows(batch_size)
+    found = Plan(
+        objects=len(files),
+        bytes=sum(file.size for file in files),
         rows=manifest.num_rows,
         row_groups=len(lengths),
-        requests=blobs.requests(),
-        trade=weigh_window(chosen, lengths, sizes, batch_size),
+        decoded_bytes=blobs.num_bytes,
+        cache_bytes_needed=needed,
+        cache_bytes=limit,
+        first_epoch=first,
+        later_epoch=later,
+        first_batch=first_batch,
+        bandwidth=bandwidth,
+        first_batch_seconds=first_batch.bytes / bandwidth,
+        first_epoch_seconds=None if first is None else first.bytes / bandwidth,
+        first_epoch_cost=_cost(first, price),
+        later_epoch_cost=_cost(later, price),
+        trade=weigh_window(order.window, lengths, sizes, batch_size),
     )
+    advice = [refusal] if refusal else []
+    return replace(found, advice=(*advice, *_advice(found, sizes, default_window(lengths, sizes), all_of_it)))
+
+
+def _advice(plan: Plan, sizes: list[int], default: int, all_of_it: Fetched) -> Iterator[str]:
+    if plan.first_epoch and plan.first_epoch.bytes > TWICE * all_of_it.bytes:
+        times = plan.first_epoch.bytes / all_of_it.bytes
+        yield (
+            f"this cache is so small that blocks of row groups are fetched again and again, {times:.0f} times as many "
+            "bytes: raise cache_bytes, or write row groups of 1 MB or more"
+        )
+    if plan.later_epoch and plan.later_epoch.bytes:
+        yield f"with cache_bytes={decimal(plan.cache_bytes_needed)} or more, later epochs fetch nothing"
+    typical = sorted(sizes)[len(sizes) // 2]
+    if len(sizes) > 1 and typical < SHARED_BYTES:
+        yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
+    if max(sizes) > LARGE_BYTES:
+        yield f"a row group of {decimal(max(sizes))} makes what needs it wait: write them of about 128 MB"
+    if plan.trade.window != default:
+        yield f"window={default} is the default, and costs least for what it buys"
+    elif plan.trade.variance_ratio > TWICE * GOAL:
+        yield "are the rows sorted by label? Then shuffle them once when they are written: no window mixes these well"
+    if plan.first_epoch_seconds and plan.first_epoch_seconds > LONG_SECONDS:
+        yield "fetch it before the GPUs are there: dataload warm"
+
+
+def _cost(fetched: Fetched | None, price: float | None) -> float | None:
+    return None if fetched is None or price is None else fetched.bytes / 10**9 * price

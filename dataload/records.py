@@ -48,6 +48,12 @@ def pack(
     memory[end:].view(_WORD)[:] = starts
 
 
+def packed_bytes(rows: int, heaps: Iterable[int], layout: Layout) -> int:
+    """Bytes that `pack` asks for, when the values of the ragged columns take so many."""
+    sizes = [_aligned(size) for size in heaps]
+    return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + len(sizes) * _WORD.itemsize
+
+
 class Blob:
     """A blob of records, as it is kept. records: bytes of the `rows` records."""
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import os
+from typing import TYPE_CHECKING
 
 from dataload.cache.local import LocalTier
-from dataload.dataset import Dataset
 from dataload.errors import ConfigError
-from dataload.samplers.sharded import ShardedSampler
+from dataload.rowblobs import RowBlobs
+from dataload.samplers.order import Order
+
+if TYPE_CHECKING:
+    from dataload.dataset import Dataset
+    from dataload.samplers.sharded import ShardedSampler
 
 FITS = 0.95  # of a cache is rows; the rest is footers, and what fills a file's last page
 AHEAD_BYTES = 256 << 20  # of objects, loaded before they are needed: more than is on its way at a time
+
+GATHERED, RUN_BYTES = 64, 2 << 20  # batches at once, at most; bytes of them, that stay in a cache on their way
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +30,30 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     Where not all fits into the cache, two windows pass through, and the rest of it stays there. Raises ConfigError when
     the cache is too small for what the order needs at a time.
     """
-    drawn_on = ahead = _drawn_on(sampler)
-    tier, blobs = dataset.blocks.tier, dataset.rowstore.blobs
+    drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size)
+    tier, blobs, groups = dataset.blocks.tier, dataset.rowstore.blobs, dataset.row_groups
     if isinstance(tier, LocalTier):
-        need, groups = _needed(dataset, sampler, tier.limit), dataset.row_groups
-        if blobs.num_bytes * sampler.node_share > tier.limit * FITS:
-            tier.region = max(tier.region, need)
+        region = region_of(sampler.order, blobs, tier.limit, sampler.node_share)
+        if region:
+            tier.region = max(tier.region, region)
         elif groups:
             mean = sum(group.bytes for group in groups) // len(groups)
             ahead = min(len(groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
     dataset.rowstore.serve(drawn_on, ahead)
+
+
+def region_of(order: Order, blobs: RowBlobs, limit: int, node_share: float = 1.0) -> int:
+    """Bytes of a cache of `limit` bytes that two windows pass through; 0 where all of them stay.
+
+    Raises ConfigError when the cache is too small for what the order needs at a time.
+    """
+    need = _needed(order, blobs, limit, node_share)
+    return need if blobs.num_bytes * node_share > limit * FITS else 0
+
+
+def gathered_at_once(batch_bytes: int) -> int:
+    """How many batches of so many bytes are gathered at once: a power of two, as runs are."""
+    return 1 << (max(1, min(GATHERED, RUN_BYTES // max(1, batch_bytes))).bit_length() - 1)
 
 
 def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
@@ -55,20 +76,19 @@ def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S
         )
 
 
-def _drawn_on(sampler: ShardedSampler) -> int:
+def drawn_on_at_a_time(order: Order, global_batch_size: int) -> int:
     """Row groups that batches draw on at a time: a window in every stream and what one batch spans, or all of them."""
-    order = sampler.order
     every = len(order.block_lengths)
-    spanned = -(-sampler.global_batch_size * every // max(1, order.n))
+    spanned = -(-global_batch_size * every // max(1, order.n))
     return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams) + spanned)
 
 
-def _needed(dataset: Dataset, sampler: ShardedSampler, limit: int) -> int:
+def _needed(order: Order, blobs: RowBlobs, limit: int, node_share: float) -> int:
     """Bytes of rows that the order needs at a time. Raises ConfigError when `limit` is less."""
-    order = sampler.order
-    groups = len(dataset.row_groups) if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
-    groups = math.ceil(groups * sampler.node_share)
-    need = sum(sorted(map(dataset.rowstore.blobs.bytes_of, range(len(dataset.row_groups))), reverse=True)[:groups])
+    every = len(order.block_lengths)
+    groups = every if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
+    groups = math.ceil(groups * node_share)
+    need = sum(sorted(map(blobs.bytes_of, range(every)), reverse=True)[:groups])
     if limit >= need:
         return need
     if order.shuffle == "full":

@@ -17,16 +17,15 @@ import pyarrow as pa
 
 from dataload import records
 from dataload.allowance import Allowance
+from dataload.cache.blob import size_on_disk
 from dataload.cache.blocks import Blocks
 from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
-from dataload.cache.stream import LARGEST_PIECE
 from dataload.cache.threads import Threads
 from dataload.cache.tier import BlobKey, Span
 from dataload.columns import Array, Column, concatenate, decode
 from dataload.errors import DataError
 from dataload.files import read_footer
-from dataload.footer import SHARED_BYTES
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
 from dataload.records import Blob
@@ -128,15 +127,21 @@ class RowBlobs(ForkAware):
         stats = self._blocks.stats()
         return {share: stats[share] for share in SHARES}
 
-    def requests(self) -> int:
-        """How many requests it takes to fetch every row group, with all its columns: `Footer.open_row_group`'s."""
-        blocks, requests = set(), 0
-        for group in self._manifest.row_groups:
-            if group.bytes < SHARED_BYTES:
-                blocks.add(group.file)
-            else:
-                requests += -(-group.bytes // LARGEST_PIECE)
-        return requests + sum(-(-file.size // self._blocks.block_bytes) for file in blocks)
+    def sizes_on_disk(self, number: int) -> list[int]:
+        """About how many bytes the file of each blob of a row group takes."""
+        group = self._manifest.row_groups[number]
+        heaps = [size for _, size in self._heaps(group)]
+        sizes = []
+        for key, rows in zip(self._keys(number), self._lengths(number), strict=True):
+            share = [size * rows // max(1, group.rows) for size in heaps]
+            sizes.append(size_on_disk(records.packed_bytes(rows, share, self.layout), key.name))
+        return sizes
+
+    def sources(self, number: int) -> tuple[list[Span], list[Span]]:
+        """What of its file is fetched to make the blobs of a row group; see `Footer.fetched`."""
+        group = self._manifest.row_groups[number]
+        stored = self._stored(group)
+        return self._footer(group.file).fetched(group.number, stored) if stored else ([], [])
 
     def _kept(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         found = []
@@ -151,7 +156,7 @@ class RowBlobs(ForkAware):
         if (kept := self._of_all_columns(number)) is not None:
             return self._packed(number, keys, kept)
         group = self._manifest.row_groups[number]
-        stored = [name for name in self._columns if name not in dict(group.constants)]
+        stored = self._stored(group)
         if not stored:
             return self._packed(number, keys, self._columns_of([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
@@ -274,10 +279,17 @@ class RowBlobs(ForkAware):
             bounds.append(1 << (min(BLOB_ROWS, max(1, BLOB_BYTES // row_bytes)).bit_length() - 1))
         return np.array(bounds, np.int64)
 
+    def _stored(self, group: RowGroup) -> list[str]:
+        """The columns that a row group's file holds."""
+        return [name for name in self._columns if name not in dict(group.constants)]
+
     def _heap_bytes(self, group: RowGroup) -> int:
-        return sum(
-            size for name, size in zip(self._manifest.ragged, group.sizes, strict=False) if name in self._columns
-        )
+        return sum(size for _, size in self._heaps(group))
+
+    def _heaps(self, group: RowGroup) -> list[tuple[str, int]]:
+        """About how many bytes the values of each ragged column take."""
+        sizes = zip(self._manifest.ragged, group.sizes, strict=False)
+        return [(name, size) for name, size in sizes if name in self._columns]
 
     def _first_rows(self, lengths: Array, counts: Array) -> Array:
         firsts = np.concatenate(([0], np.cumsum(lengths)))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +21,22 @@ FIRST_LINE, NEXT_LINES = 1.0, 10.0  # seconds, where there is no terminal
 def show(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
     """Print the result: one JSON object, or the text."""
     typer.echo(json.dumps(figures) if as_json else text)
+
+
+def table(lines: Sequence[tuple[str, str]]) -> str:
+    """Lines with what they are about before them, folded to the width of the terminal."""
+    wide, margin = shutil.get_terminal_size().columns, 2 + max(len(about) for about, _ in lines)
+    return "\n".join(
+        textwrap.fill(
+            text,
+            max(wide, 2 * margin),
+            initial_indent=about.ljust(margin),
+            subsequent_indent=" " * margin,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for about, text in lines
+    )
 
 
 @contextmanager

@@ -1,0 +1,182 @@
+"""What epochs will have fetched, foretold: the order is a formula, so all that happens can be gone through before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count, groupby, islice, takewhile
+
+from dataload.cache.blob import size_on_disk
+from dataload.cache.blocks import Blocks, Object
+from dataload.cache.local import LocalTier
+from dataload.cache.tier import Span
+from dataload.manifest import VERSION, Manifest
+from dataload.room import drawn_on_at_a_time, gathered_at_once, region_of
+from dataload.rowblobs import RowBlobs
+from dataload.samplers.order import Order
+from dataload.samplers.share import RUN_ROWS
+
+EPOCHS_ALIKE = 3  # after the first, of which the mean is what a later one takes
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What is fetched from the origin: bytes, in so many requests."""
+
+    bytes: int = 0
+    requests: int = 0
+
+    def __add__(self, other: Fetched) -> Fetched:
+        return Fetched(self.bytes + other.bytes, self.requests + other.requests)
+
+    def __sub__(self, other: Fetched) -> Fetched:
+        return Fetched(self.bytes - other.bytes, self.requests - other.requests)
+
+
+class Reader:
+    """Row groups as they are read through an empty cache of `limit` bytes that two windows pass through if need be.
+
+    Raises ConfigError when the cache is too small for what the order needs at a time.
+    """
+
+    def __init__(self, manifest: Manifest, blobs: RowBlobs, blocks: Blocks, order: Order, limit: int) -> None:
+        self._manifest, self._blobs, self._blocks, self._order = manifest, blobs, blocks, order
+        self._cache = Cache(limit, region_of(order, blobs, limit), footer_bytes(manifest, blocks))
+        self._fetched = Fetched()
+
+    def first_and_later(self, batch_size: int) -> tuple[Fetched, Fetched]:
+        """What the first epoch fetches, and a later one on average. batch_size: rows, of all ranks together."""
+        first, *later = islice(self.epochs(batch_size), 1 + EPOCHS_ALIKE)
+        total = sum(later, Fetched())
+        return first, Fetched(total.bytes // len(later), round(total.requests / len(later)))
+
+    def first_rows(self, rows: int) -> Fetched:
+        """What is fetched before so many rows are there; the first ones of the first epoch, or all of them."""
+        for _, group in takewhile(lambda need: need[0] < rows, self._order.needs_from(0)):
+            self._read(group)
+        return self._fetched
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are in the cache by now."""
+        return self._cache.used
+
+    def epochs(self, batch_size: int) -> Iterator[Fetched]:
+        """What each epoch fetches, without end. What one fetches in advance for the next is its own."""
+        ahead = drawn_on_at_a_time(self._order, batch_size)
+        beyond = -self._order.n % batch_size  # positions of the next epoch, that the last batch counts as its own
+        room = 2 * ahead
+        opened: OrderedDict[int, None] = OrderedDict()  # row groups, as in `Shelf`
+        asked: set[int] = set()  # that are not open yet
+        waiting: deque[int] = deque()  # for batches, as in `Lookahead`
+        coming = (group for epoch in count() for _, group in self._order.needs_from(epoch))
+
+        def ask(groups: Iterable[int]) -> None:
+            for group in groups:
+                if group not in opened and group not in asked:
+                    asked.add(group)
+                    self._read(group)
+
+        for epoch in count():
+            before = self._fetched
+            ask(waiting)  # once more: some were open when they were asked for, and are no more
+            for together in self._gathered(epoch, batch_size):
+                new = list(islice(coming, max(0, ahead + len(together) - len(waiting))))
+                waiting.extend(new)
+                ask(new)
+                for _ in together:
+                    waiting.popleft()
+                room = max(room, len(together))
+                for group in sorted(together):
+                    ask([group])
+                    asked.discard(group)
+                    if group not in opened:
+                        while len(opened) >= room:
+                            del opened[next(old for old in opened if old not in together)]
+                        opened[group] = None
+            drawn_on = takewhile(lambda need: need[0] < beyond, self._order.needs_from(epoch + 1))
+            new = list(islice(coming, sum(1 for _ in drawn_on)))
+            waiting.extend(new)
+            ask(new)
+            yield self._fetched - before
+
+    def _gathered(self, epoch: int, batch_size: int) -> Iterator[list[int]]:
+        """The row groups that each gather is the first to need. Gathers grow, as `Share.runs` does."""
+        row_bytes = self._blobs.num_bytes // max(1, self._order.n)
+        at_once = gathered_at_once(row_bytes * batch_size)
+        most = max(1, RUN_ROWS // batch_size)
+
+        doublings = (most - 1).bit_length()
+
+        def gather(need: tuple[int, int]) -> tuple[int, int]:
+            batch = need[0] // batch_size
+            run = min(doublings, (batch + 1).bit_length() - 1)
+            more, within = divmod(batch + 1 - (1 << run), most)
+            return run + more, within // at_once
+
+        for _, needs in groupby(self._order.needs_from(epoch), gather):
+            yield [group for _, group in needs]
+
+    def _read(self, number: int) -> None:
+        """A row group's records are made, unless they are kept; then they are, as far as they find room."""
+        sizes, cache, file = self._blobs.sizes_on_disk(number), self._cache, self._manifest.row_groups[number].file
+        if all((number, part) in cache for part in range(len(sizes))):
+            return
+        shared, alone = self._blobs.sources(number)
+        for start, stop in shared:
+            for first, last in self._blocks_of(file, start, stop):
+                if (file.path, first) not in cache:
+                    self._fetched += Fetched(last - first, 1)
+                    cache.put((file.path, first), size_on_disk(last - first, f"{file.path}#{first}-{last}"))
+        for start, stop in alone:
+            if not all((file.path, first) in cache for first, _ in self._blocks_of(file, start, stop)):
+                self._fetched += Fetched(stop - start, 1)
+        for part, size in enumerate(sizes):
+            cache.put((number, part), size)
+
+    def _blocks_of(self, file: Object, start: int, stop: int) -> Iterator[Span]:
+        """The blocks that hold some of [start, stop)."""
+        size = self._blocks.block_bytes
+        return ((first, min(first + size, file.size)) for first in range(start // size * size, stop, size))
+
+
+def footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
+    """Bytes that the footers of a dataset take in the cache, and its manifest."""
+    tier = blocks.tier
+    if not isinstance(tier, LocalTier):
+        return 0
+    files = {group.file for group in manifest.row_groups}
+    footers = (tier.folder.index.size_of(blocks.key(file, "footer").digest) or 0 for file in files)
+    name = f"{manifest.row_groups[0].file.path}#manifest {VERSION}" if files else ""
+    return sum(footers) + size_on_disk(len(manifest.to_bytes()), name)
+
+
+class Cache:
+    """A cache as its index accounts for it, under "pin"; see `Index.reserve`. Nothing in it is of an earlier job."""
+
+    def __init__(self, limit: int, region: int, used: int) -> None:
+        self._limit, self._region, self.used = limit, region, used
+        self._kept: set[tuple[object, int]] = set()
+        self._passing: OrderedDict[tuple[object, int], int] = OrderedDict()
+        self._passing_bytes = 0
+
+    def __contains__(self, blob: tuple[object, int]) -> bool:
+        return blob in self._kept or blob in self._passing
+
+    def put(self, blob: tuple[object, int], size: int) -> None:
+        stays = self.used - self._passing_bytes + size <= self._limit - self._region or not self._region
+        over = self.used + size - self._limit
+        if over > self._passing_bytes:
+            return
+        while over > 0:
+            _, freed = self._passing.popitem(last=False)
+            self._passing_bytes -= freed
+            self.used -= freed
+            over -= freed
+        self.used += size
+        if stays:
+            self._kept.add(blob)
+        else:
+            self._passing[blob] = size
+            self._passing_bytes += size
