@@ -12,6 +12,7 @@ import io
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -284,8 +285,7 @@ def test_what_the_reference_names_is_there():
 
 
 def test_the_picture_of_the_order_is_of_this_order():
-    names = {"__name__": "draw"}
-    exec((ROOT / "docs/pictures/draw.py").read_text(), names)
+    names = runpy.run_path(str(ROOT / "docs/pictures/draw.py"))
     assert names["picture"]() == (ROOT / "docs/pictures/order.svg").read_text()
 
 
@@ -294,3 +294,20 @@ def test_the_pages_build_and_fetch_nothing(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True)
     assert built.returncode == 0, built.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("html", "fetched"),
+    [
+        ('<script src="https://cdn.example/x.js"></script>', True),
+        ('<link rel="preconnect" href="//fonts.example">', True),
+        ('<link href="https://fonts.example/x.css" rel="stylesheet">', True),
+        ('<img src="http://badge.example/x.svg">', True),
+        ('<link rel="canonical" href="https://here.example/">', False),
+        ('<a href="https://elsewhere.example/">a link</a>', False),
+        ('<script src="assets/x.js"></script>', False),
+    ],
+)
+def test_what_a_browser_would_fetch_is_found(html, fetched):
+    names = runpy.run_path(str(ROOT / "docs/offline.py"))
+    assert bool(names["foreign"](html)) == fetched
