@@ -70,8 +70,8 @@ def test_what_a_kill_tore_off_takes_no_other_line_with_it(tmp_path):
     write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10}] * 3, ended=False)
     path = tmp_path / "rank-0.jsonl"
     whole = path.read_bytes()
-    for size in range(len(whole) - 1, whole.rindex(b"\n"), -7):
-        path.write_bytes(whole[:size])
+    for torn in range(2, 300, 7):
+        path.write_bytes(whole[:-torn])
         assert [stats.rows for stats in read(tmp_path)[0].samples] == [10, 20]
         write_pass(tmp_path, 0, 0, BEGAN + 60, [{"rows": 5}])
         assert [(one.stats.rows, one.ended) for one in read(tmp_path)] == [(20, False), (5, True)]
@@ -132,6 +132,12 @@ def test_trouble_with_the_folder_stops_no_training(loader_of, tmp_path, caplog):
         assert len(list(loader_of(stats_dir=tmp_path / "stats"))) == 10
     [said] = caplog.messages
     assert "rank-0.jsonl" in said
+
+
+def test_trouble_is_logged_once(tmp_path, caplog):
+    (tmp_path / "stats").write_text("a file")
+    write_pass(tmp_path / "stats", 3, 0, BEGAN, [{"rows": 10}] * 5)
+    assert len(caplog.messages) == 1
 
 
 def test_fit_has_its_loader_write_into_the_log_dir(loader_of, tmp_path):
