@@ -10,6 +10,7 @@ import typer
 from dataload.benchmarks.run import bench
 from dataload.commands.cache import evict, stats, verify
 from dataload.commands.demo import demo
+from dataload.commands.doctor import doctor
 from dataload.commands.plan import plan
 from dataload.commands.report import report
 from dataload.commands.terminal import FOUND_A_PROBLEM
@@ -33,7 +34,7 @@ def common(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.
     """Data loading for PyTorch from S3."""
 
 
-for command in (plan, warm, stats, verify, evict, report, demo, bench):
+for command in (plan, warm, stats, verify, evict, doctor, report, demo, bench):
     app.command()(command)
 
 

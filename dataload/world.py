@@ -102,6 +102,26 @@ def read_environment(environ: Mapping[str, str]) -> World:
     return World(0, 1, 0, 1)
 
 
+def doubts(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """What is doubtful in what launchers say, though a world can be read from it, and what to do; None: nothing."""
+    said = {launcher: [_integer(environ, name) for name in names[:2]] for launcher, *names in LAUNCHERS}
+    told = {launcher: world for launcher, world in said.items() if world[1] is not None}
+    for launcher, world in list(told.items())[1:]:
+        first = next(iter(told))
+        if world[1] == told[first][1] and None not in (world[0], told[first][0]) and world[0] != told[first][0]:
+            return (
+                f"{first} says that this is rank {told[first][0]} of {world[1]}, {launcher} says rank {world[0]}",
+                f"start with one launcher, or unset the variables of {launcher}: {first} is believed",
+            )
+    tasks = _integer(environ, "SLURM_NTASKS")
+    if not told and tasks is not None and tasks > 1:
+        return (
+            f"this is a Slurm job of {tasks} tasks (SLURM_NTASKS), but not one of these",
+            "start the program with srun, or with torchrun",
+        )
+    return None
+
+
 def _integer(environ: Mapping[str, str], name: str | None) -> int | None:
     text = environ.get(name) if name else None
     if not text:

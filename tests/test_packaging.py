@@ -31,7 +31,7 @@ def test_the_wheel_holds_every_module(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     wanted = {"dataload/py.typed"}
-    for place in ("dataload", "dataload/commands", "dataload/demo"):
+    for place in ("dataload", "dataload/commands", "dataload/demo", "dataload/doctor"):
         wanted |= {f"{place}/{path.name}" for path in (ROOT / place).glob("*.py")}
     for place in ("benchmarks", "benchmarks/systems", "cache", "samplers"):
         wanted |= {f"dataload/{place}/{path.name}" for path in (ROOT / place).glob("*.py")}

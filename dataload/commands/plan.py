@@ -21,7 +21,7 @@ from dataload.commands.options import (
     listed,
     names,
 )
-from dataload.commands.terminal import duration, progress, show, table
+from dataload.commands.terminal import FOUND_A_PROBLEM, duration, progress, show, table
 
 if TYPE_CHECKING:
     from dataload.forecast import Fetched
@@ -57,6 +57,8 @@ def plan(
     order = order_of(manifest, seed=seed, window=window, num_streams=num_streams or 1)
     found = foretell(manifest, blobs, blocks, order, batch_size, bandwidth=rate, price=price)
     show(found.to_json(), table(_lines(found)), as_json=as_json)
+    if found.first_epoch is None:
+        raise typer.Exit(FOUND_A_PROBLEM)
 
 
 def _lines(plan: Plan) -> list[tuple[str, str]]:
@@ -91,5 +93,7 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
 def _fetched(fetched: Fetched | None, cost: float | None = None) -> str:
     if fetched is None:
         return "none: this cache is too small"
-    costs = f" for {cost:,.2f}" if cost is not None else ""
-    return f"{decimal(fetched.bytes)} in {fetched.requests:,} requests{costs}" if fetched.bytes else "fetch nothing"
+    if not fetched.bytes:
+        return "fetch nothing"
+    costs = "" if cost is None else f" for {cost:,.2f}" if cost >= 1 else f" for {cost:.2g}"
+    return f"{decimal(fetched.bytes)} in {fetched.requests:,} requests{costs}"

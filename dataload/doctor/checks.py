@@ -1,0 +1,47 @@
+"""All checks, in the order in which they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from dataload.doctor import cluster, folder, limits, processes, store
+from dataload.doctor.finding import PROBLEM, Case, Finding
+from dataload.doctor.store import Store
+
+MACHINE: dict[str, Callable[[Case], Finding]] = {
+    "cache filesystem": folder.filesystem,
+    "cache folder": folder.ours,
+    "cache room": folder.room,
+    "locks": folder.locks,
+    "shared memory": limits.shared_memory,
+    "open files": limits.descriptors,
+    "locked memory": limits.locked_memory,
+    "maps": limits.maps,
+    "processors": limits.processors,
+    "fork": processes.fork,
+    "ranks": processes.ranks,
+    "cluster": cluster.cluster,
+}
+# Each needs what those before it found in order.
+ORIGIN: dict[str, Callable[[Store], Finding]] = {
+    "endpoint": store.endpoint,
+    "clock": store.clock,
+    "credentials": store.credentials,
+    "region": store.region,
+    "ranges": store.ranges,
+    "ETag": store.etag,
+    "If-Match": store.if_match,
+}
+DECISIVE = frozenset({"endpoint", "credentials"})  # without these the others can say nothing
+
+
+def examine(case: Case, store: Store | None) -> Iterator[tuple[str, Finding]]:
+    """(check, what it found), one after the other; those of the origin when there is a store."""
+    for name, check in MACHINE.items():
+        yield name, check(case)
+    for name, probe in ORIGIN.items() if store else ():
+        assert store is not None
+        found = probe(store)
+        yield name, found
+        if found.status == PROBLEM and name in DECISIVE:
+            return

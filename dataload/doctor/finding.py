@@ -1,0 +1,70 @@
+"""What a check is told, and what it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """status: "ok", "warning" (it works, at a price) or "problem"; what: what is so; advice: what to do, or ""."""
+
+    status: str
+    what: str
+    advice: str = ""
+
+
+def ok(what: str) -> Finding:
+    return Finding(OK, what)
+
+
+def warning(what: str, advice: str) -> Finding:
+    return Finding(WARNING, what, advice)
+
+
+def problem(what: str, advice: str) -> Finding:
+    return Finding(PROBLEM, what, advice)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is planned: as the arguments of `make_loader`.
+
+    folder: of the cache; row_bytes: of a decoded row; None: not known. The last three are where this machine says how
+    it is.
+    """
+
+    folder: Path
+    cache_bytes: int | None = None
+    batch_size: int = 256
+    num_workers: int = 0
+    prefetch: int = 2
+    row_bytes: int | None = None
+    cluster: str | None = field(default=None, repr=False)
+    mounts: Path = Path("/proc/self/mountinfo")
+    shared_memory: Path = Path("/dev/shm")  # noqa: S108 (torch's)
+    max_map_count: Path = Path("/proc/sys/vm/max_map_count")
+
+    @property
+    def existing(self) -> Path:
+        """The folder of the cache, or the one above it that is there."""
+        return next(path for path in (self.folder, *self.folder.parents) if path.exists())
+
+    @property
+    def in_flight(self) -> int | None:
+        """Bytes of batches on their way from worker processes; None: not known."""
+        if self.row_bytes is None:
+            return None
+        return self.row_bytes * self.batch_size * self.num_workers * self.prefetch
+
+
+def reason(error: BaseException) -> str:
+    """One line of an error, without what says how to get in."""
+    from dataload.cache.redact import redacted
+
+    said: Any = redacted(error)
+    return " ".join(str(said).split()) or type(error).__name__

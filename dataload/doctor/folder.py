@@ -1,0 +1,81 @@
+"""Whether a folder can hold a cache, and a good one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from dataload.cache import place
+from dataload.cache.locks import KeyLocks
+from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
+from dataload.errors import ConfigError
+
+IN_MEMORY = frozenset({"ramfs", "tmpfs"})
+LITTLE_BYTES = 10**9  # of a cache that nobody has limited
+
+
+def filesystem(case: Case) -> Finding:
+    kind = place.filesystem_of(case.existing, case.mounts)
+    if kind in place.NETWORK or kind.startswith("fuse."):
+        return problem(
+            f"{case.folder} is on a network filesystem ({kind}), where index and locks do not work",
+            "name a folder on a local disk: --cache-dir /nvme/cache",
+        )
+    if kind in IN_MEMORY:
+        return warning(
+            f"{case.folder} is in memory ({kind}): what it holds is taken from the training, and lost at a restart",
+            "name a folder on a local disk: --cache-dir /nvme/cache",
+        )
+    return ok(f"{case.folder} is on {kind or 'a filesystem that cannot be told'}")
+
+
+def ours(case: Case) -> Finding:
+    """Whether it may be made a cache."""
+    try:
+        if case.folder.exists():
+            place.check(case.folder)
+    except ConfigError as error:
+        what, _, advice = str(error).rpartition(": ")
+        return problem(what, advice)
+    except OSError as error:
+        return problem(reason(error), "name a folder of your own: --cache-dir")
+    if not os.access(case.existing, os.W_OK | os.X_OK):
+        return problem(
+            f"user {os.geteuid()} may not write to {case.existing}", "name a folder of your own: --cache-dir"
+        )
+    return ok("it is a cache, or may become one")
+
+
+def room(case: Case) -> Finding:
+    free, used = shutil.disk_usage(case.existing).free, _used(case.folder)
+    said = f"{decimal(free)} are free on the disk of {case.folder}"
+    if case.cache_bytes is not None and case.cache_bytes > free + used:
+        return problem(
+            f"{said}, {decimal(case.cache_bytes - used)} more may be asked of it",
+            f"free some, or lower cache_bytes to {decimal(free + used)}",
+        )
+    if case.cache_bytes is None and free + used < LITTLE_BYTES:
+        return problem(said, "free some, or name a folder on a larger disk: --cache-dir /nvme/cache")
+    return ok(said)
+
+
+def _used(folder: Path) -> int:
+    return sum(file.stat().st_size for file in (folder / "blobs").glob("*/*"))
+
+
+def locks(case: Case) -> Finding:
+    """Two holders of one lock, by two descriptors, as two processes would be."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=case.existing, prefix="dataload-doctor-") as file:
+            first, second = KeyLocks(file.name), KeyLocks(file.name)
+            with first.hold(bytes(8), timeout=0) as held, second.hold(bytes(8), timeout=0) as held_too:
+                if held and not held_too:
+                    return ok(f"they work in {case.existing}")
+        what = f"locks in {case.existing} keep nobody out"
+    except OSError as error:
+        what = f"nothing can be locked in {case.existing}: {error.strerror}"
+    return problem(what, "name a folder on a local disk, such as ext4 or xfs: --cache-dir /nvme/cache")

@@ -1,0 +1,97 @@
+"""What this machine, or its container, allows a training to have."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from dataload.doctor.finding import Case, Finding, ok, problem, warning
+from dataload.errors import ConfigError
+from dataload.world import World
+
+DESCRIPTORS, DESCRIPTORS_OF_A_WORKER = 512, 64
+LOCKED_BYTES = 64 << 20
+SHARED_BYTES = 256 << 20  # where it is not known how large batches are
+MAPS = 65_530  # Linux's default
+
+
+def shared_memory(case: Case) -> Finding:
+    try:
+        status = os.statvfs(case.shared_memory)
+    except OSError:
+        return warning(f"there is no {case.shared_memory}", "mount it: workers hand batches over through it")
+    free = status.f_bavail * status.f_frsize
+    needed = case.in_flight if case.in_flight is not None else SHARED_BYTES if case.num_workers else 0
+    if free < needed:
+        return problem(
+            f"{case.shared_memory} has {decimal(free)}, and {case.num_workers} workers hold {decimal(needed)} there",
+            "give it more (docker run --shm-size=8g, or --ipc=host), or lower batch_size, num_workers or prefetch",
+        )
+    return ok(f"{case.shared_memory} has {decimal(free)}")
+
+
+def descriptors(case: Case) -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = DESCRIPTORS + DESCRIPTORS_OF_A_WORKER * case.num_workers
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = "as root, in limits.conf" if hard < needed else f"its hard limit is {hard:,}"
+        return problem(
+            f"a process may open {soft:,} files, {case.num_workers} workers take about {needed:,}",
+            f"ulimit -n {max(needed, 65_536)} ({most}), or LimitNOFILE= in the service",
+        )
+    return ok("any number of files may be open" if soft < 0 else f"{soft:,} files may be open")
+
+
+def locked_memory(case: Case) -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    needed = max(LOCKED_BYTES, (case.row_bytes or 0) * case.batch_size * case.prefetch)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        return warning(
+            f"a process may lock {decimal(soft)} of memory; pinned batches, and NCCL over InfiniBand, take more",
+            "ulimit -l unlimited, docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity in the service",
+        )
+    return ok("any amount of memory may be locked" if soft < 0 else f"{decimal(soft)} of memory may be locked")
+
+
+def maps(case: Case) -> Finding:
+    try:
+        most = int(case.max_map_count.read_text())
+    except (OSError, ValueError):
+        return ok("how many maps of files a process may have cannot be told")
+    if most < MAPS:
+        return problem(
+            f"a process may have {most:,} maps of files, fewer than Linux's default",
+            f"sysctl -w vm.max_map_count={4 * MAPS}",
+        )
+    return ok(f"{most:,} maps of files")
+
+
+def processors(case: Case) -> Finding:
+    count, ranks = cpus(), _local_ranks()
+    wanted = ranks * (case.num_workers + 1)
+    if wanted > count:
+        return warning(
+            f"{count} processors for {ranks} ranks of {case.num_workers} workers each: {wanted} processes",
+            f"num_workers={max(0, count // ranks - 1)}, or give the job more (docker --cpus, Slurm --cpus-per-task)",
+        )
+    return ok(f"{count} processors for {wanted} processes")
+
+
+def cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Processors that this process may use, by its affinity and its container's quota."""
+    count = len(os.sched_getaffinity(0))
+    try:
+        share, period = quota.read_text().split()
+        return max(1, min(count, int(share) // int(period)))
+    except (OSError, ValueError):
+        return count
+
+
+def _local_ranks() -> int:
+    try:
+        return World.detect().local_world_size or 1
+    except ConfigError:
+        return 1
