@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from statistics import fmean, median
+from statistics import fmean, median_low
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ class Epoch:
         Notes: ranks that train together are as long at an epoch, all of them; but who waits for data keeps the others
         waiting in the step, which their own loaders do not see.
         """
-        usual = median(one.stats.wait_seconds for one in self.ranks.values())
+        usual = median_low(one.stats.wait_seconds for one in self.ranks.values())
         late = {rank: one.stats.wait_seconds - usual for rank, one in self.ranks.items()}
         return {rank: more for rank, more in late.items() if more > LATE * self.total.seconds}
 

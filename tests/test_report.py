@@ -187,6 +187,12 @@ def test_stragglers_waited_for_data_while_the_others_waited_for_them(tmp_path):
     assert epochs(read(tmp_path))[3].stragglers()[SLOW_RANK] == pytest.approx(30 * 0.35)
 
 
+def test_one_of_two_ranks_is_a_straggler_by_all_that_it_waited_longer(tmp_path):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10}] * 4)
+    write_pass(tmp_path, 1, 0, BEGAN, [{"rows": 10, "transform": 0.5}] * 4)
+    assert epochs(read(tmp_path))[0].stragglers() == {1: pytest.approx(2.0)}
+
+
 def test_throughput_adds_up_to_the_rows(tmp_path):
     write_run(tmp_path)
     passes = read(tmp_path)
