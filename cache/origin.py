@@ -155,7 +155,7 @@ class Origin(ForkAware):
             infos = [
                 self._said(info if info.get("size") is not None else filesystem.info(name))
                 for name, info in found.items()
-                if info["type"] == "file" and not name.endswith("/")
+                if info.get("type", "file") == "file" and not name.endswith("/")  # HTTP says nothing of one
             ]
             return {info["name"]: info for info in infos}
 

@@ -1,0 +1,396 @@
+"""Each check of the doctor, with the fault that it looks for made, and what it advises."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from time import time
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from dataload.cache.filesystem import open_source
+from dataload.doctor import cluster, folder, limits, processes, store
+from dataload.doctor.checks import MACHINE, ORIGIN, examine
+from dataload.doctor.finding import Case, Finding
+from dataload.doctor.store import Store
+
+BODY = b"0123456789"
+LISTED = """<?xml version="1.0"?><ListBucketResult><Name>b</Name><Prefix>data/</Prefix><KeyCount>1</KeyCount>
+<MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated><Contents><Key>data/x</Key><Size>10</Size>{etag}
+<LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"""
+
+
+def said(found: Finding) -> str:
+    return f"{found.status}: {found.what} -> {found.advice}"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher is at work, and no AWS."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "SLURM_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path / "cache", cache_bytes=10**6)
+
+
+def test_a_machine_in_order(case: Case) -> None:
+    found = {name: said(finding) for name, finding in examine(case, None)}
+    assert list(found) == list(MACHINE)
+    found.pop("locked memory")  # of which Linux gives little, unless told otherwise
+    assert all(finding.startswith("ok: ") for finding in found.values()), found
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.s3fs"])
+def test_a_network_filesystem(case: Case, tmp_path: Path, kind: str) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"22 21 0:40 / {tmp_path} rw - {kind} server:/export rw\n")
+    assert f"network filesystem ({kind})" in said(folder.filesystem(Case(case.folder, mounts=mounts)))
+
+
+def test_a_filesystem_in_memory(small_disk: Path) -> None:
+    found = said(folder.filesystem(Case(small_disk / "cache")))
+    assert found.startswith("warning")
+    assert "in memory (tmpfs)" in found
+    assert "--cache-dir /nvme/cache" in found
+
+
+def test_a_folder_of_other_files(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    found = folder.ours(Case(tmp_path))
+    assert (found.status, found.advice) == ("problem", "name an empty folder")
+    assert "thesis.txt" in found.what
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+    assert "may not write to /proc" in said(folder.ours(Case(Path("/proc/sys/cache"))))
+
+
+def test_no_room(small_disk: Path) -> None:
+    assert "lower cache_bytes" in said(folder.room(Case(small_disk, cache_bytes=10**7)))
+    assert "on a larger disk" in said(folder.room(Case(small_disk / "cache")))
+    assert folder.room(Case(small_disk, cache_bytes=10**5)).status == "ok"
+
+
+REFUSED = """
+import ctypes, struct, sys
+from pathlib import Path
+from dataload.doctor import folder
+from dataload.doctor.finding import Case
+
+# A filter of system calls: fcntl(…, F_OFD_SETLK, …) is refused with EINVAL, all else goes through.
+LOAD, EQUAL, RETURN, FCNTL, F_OFD_SETLK, ALLOW, REFUSE = 0x20, 0x15, 0x06, 72, 37, 0x7FFF0000, 0x00050000 | 22
+steps = [
+    (LOAD, 0, 0, 0), (EQUAL, 0, 3, FCNTL), (LOAD, 0, 0, 24), (EQUAL, 0, 1, F_OFD_SETLK),
+    (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW),
+]
+program = b"".join(struct.pack("<HBBI", *step) for step in steps)
+held = ctypes.create_string_buffer(program)
+filter = struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(held))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
+found = folder.locks(Case(Path(sys.argv[1])))
+print(found.status, found.what, found.advice)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="system calls have other numbers")
+def test_no_locks(tmp_path: Path) -> None:
+    ran = subprocess.run([sys.executable, "-c", REFUSED, tmp_path], capture_output=True, text=True, check=False)
+    assert ran.stdout.startswith("problem nothing can be locked"), ran.stderr
+    assert "such as ext4 or xfs" in ran.stdout
+
+
+def test_locks_that_keep_nobody_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on filesystems that grant each host its own."""
+    from dataload.cache import locks
+
+    monkeypatch.setattr(locks, "_set_lock", lambda *_: True)
+    assert "keep nobody out" in said(folder.locks(case))
+
+
+def test_little_shared_memory(case: Case, small_disk: Path) -> None:
+    little = Case(case.folder, num_workers=4, batch_size=100, row_bytes=10_000, shared_memory=small_disk)
+    assert "4 workers hold 8.0 MB there" in said(limits.shared_memory(little))
+    assert "--shm-size" in said(limits.shared_memory(little))
+    assert limits.shared_memory(Case(case.folder, num_workers=4, shared_memory=small_disk)).status == "problem"
+    assert limits.shared_memory(Case(case.folder, shared_memory=small_disk)).status == "ok"
+    assert "there is no" in said(limits.shared_memory(Case(case.folder, shared_memory=small_disk / "none")))
+
+
+@pytest.fixture
+def limit() -> Iterator[Callable[[int, int], None]]:
+    """Sets a soft limit of this process, for as long as the test runs."""
+    before: dict[int, tuple[int, int]] = {}
+
+    def lower(which: int, soft: int) -> None:
+        before[which] = resource.getrlimit(which)
+        resource.setrlimit(which, (soft, before[which][1]))
+
+    yield lower
+    for which, limits in before.items():
+        resource.setrlimit(which, limits)
+
+
+def test_few_open_files(case: Case, limit: Callable[[int, int], None]) -> None:
+    limit(resource.RLIMIT_NOFILE, 700)
+    assert limits.descriptors(case).status == "ok"
+    found = said(limits.descriptors(Case(case.folder, num_workers=8)))
+    assert "a process may open 700 files" in found
+    assert "ulimit -n 65536" in found
+
+
+def test_little_locked_memory(case: Case, limit: Callable[[int, int], None]) -> None:
+    limit(resource.RLIMIT_MEMLOCK, 64 << 10)
+    found = said(limits.locked_memory(case))
+    assert found.startswith("warning: a process may lock 65.5 kB")
+    assert "memlock=-1" in found
+
+
+def test_few_maps(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "maps").write_text("1000\n")
+    found = said(limits.maps(Case(case.folder, max_map_count=tmp_path / "maps")))
+    assert "1,000 maps" in found
+    assert "sysctl -w vm.max_map_count=" in found
+
+
+def test_few_processors(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        found = said(limits.processors(Case(case.folder, num_workers=3)))
+    finally:
+        os.sched_setaffinity(0, before)
+    assert "1 processors for 2 ranks of 3 workers each: 8 processes" in found
+    assert "num_workers=0" in found
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert limits.cpus(tmp_path / "cpu.max") == 1
+
+
+def test_workers_that_are_forked(case: Case) -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        multiprocessing.set_start_method("fork", force=True)
+        found = said(processes.fork(Case(case.folder, num_workers=1)))
+        multiprocessing.set_start_method("forkserver", force=True)
+        assert processes.fork(Case(case.folder, num_workers=1)).status == "ok"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+    assert "multiprocessing_context='forkserver'" in found
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "says"),
+    [
+        ("WORLD_SIZE=4", "problem", "set RANK"),
+        ("RANK=3", "problem", "set WORLD_SIZE too"),
+        ("RANK=4 WORLD_SIZE=4", "problem", "ranks count from 0"),
+        ("RANK=x WORLD_SIZE=4", "problem", "not a whole number"),
+        ("RANK=1 WORLD_SIZE=4 SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4", "problem", "Slurm says rank 2"),
+        ("SLURM_NTASKS=8 SLURM_PROCID=0", "problem", "start the program with srun"),
+        ("RANK=1 WORLD_SIZE=4", "warning", "set LOCAL_WORLD_SIZE"),
+        ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", "ok", "rank 1 of 4"),
+    ],
+)
+def test_ranks(case: Case, monkeypatch: pytest.MonkeyPatch, environment: str, status: str, says: str) -> None:
+    for name, value in (pair.split("=") for pair in environment.split()):
+        monkeypatch.setenv(name, value)
+    found = processes.ranks(case)
+    assert found.status == status
+    assert says in said(found)
+
+
+def closed_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def test_a_cluster_that_does_not_answer(case: Case) -> None:
+    url = f"valkey://user:s3cret@127.0.0.1:{closed_port()}"
+    found = said(cluster.cluster(Case(case.folder, cluster=url)))
+    assert "does not answer" in found
+    assert "user and password" in found
+    assert "s3cret" not in found
+    assert "must be valkey://host:port" in said(cluster.cluster(Case(case.folder, cluster="s3cret")))
+
+
+@dataclass
+class Answers:
+    """How a store answers."""
+
+    ranges: bool = True
+    etag: bool = True
+    if_match: bool = True
+    seconds_ahead: float = 0
+    refuses: str = ""
+    region: str = "us-east-1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """As much of S3 as is asked here: a bucket b of one object."""
+
+    answers: Answers
+
+    def do_GET(self) -> None:
+        answers, where = self.answers, urlsplit(self.path)
+        self.body, self.headers_ = b"", {"x-amz-bucket-region": answers.region}
+        status = 200
+        etag = '"one"' if answers.etag else ""
+        if answers.refuses and where.path != "/":
+            status, self.body = 403, f"<Error><Code>{answers.refuses}</Code><Message>no</Message></Error>".encode()
+        elif "list-type" in parse_qs(where.query):
+            self.body = LISTED.format(etag=f"<ETag>{etag}</ETag>" if etag else "").encode()
+        elif where.path == "/b/data/x":
+            self.headers_ |= {"ETag": etag} if etag else {}
+            if answers.if_match and self.headers.get("If-Match", etag) != etag:
+                status = 412
+            elif answers.ranges and "Range" in self.headers:
+                status, self.body = 206, BODY[:1]
+                self.headers_["Content-Range"] = f"bytes 0-0/{len(BODY)}"
+            else:
+                self.body = BODY
+        elif where.path not in ("/", "/b"):
+            status = 404
+        self.send_response(status)
+        for name, value in {**self.headers_, "Content-Length": str(len(self.body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(self.body)
+
+    do_HEAD = do_GET
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return formatdate(time() + self.answers.seconds_ahead, usegmt=True)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def address(answers: Answers) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Of", (Handler,), {"answers": answers}))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def s3(address: str, **options: Any) -> Store:
+    keys = {"key": "testing", "secret": "s3cret", "client_kwargs": {"region_name": "us-east-1"}}
+    return Store("s3://b/data", open_source("s3://b/data", {"endpoint_url": address, **keys, **options}, None))
+
+
+def http(address: str) -> Store:
+    url = f"{address}/b/data/x"
+    return Store(url, open_source(url, {}, None))
+
+
+def test_a_store_in_order(case: Case, address: str, tmp_path: Path) -> None:
+    for one in (s3(address), http(address)):
+        found = {name: said(finding) for name, finding in examine(case, one) if name in ORIGIN}
+        assert list(found) == list(ORIGIN)
+        assert all(finding.startswith("ok: ") for finding in found.values()), found
+    (tmp_path / "x").write_bytes(BODY)
+    on_disk = Store(str(tmp_path / "x"), open_source(str(tmp_path / "x"), {}, None))
+    found = {name: finding.status for name, finding in examine(case, on_disk) if name in ORIGIN}
+    assert found == dict.fromkeys(ORIGIN, "ok") | {"ETag": "warning"}
+
+
+def test_nobody_at_the_endpoint(case: Case) -> None:
+    found = dict(examine(case, s3(f"http://127.0.0.1:{closed_port()}")))
+    assert "cannot be reached" in said(found["endpoint"])
+    assert "AWS_ENDPOINT_URL" in said(found["endpoint"])
+    assert "clock" not in found, "nobody else is to be waited for"
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(-3600, "problem"), (200, "warning"), (5, "ok")])
+def test_a_clock_that_is_wrong(address: str, answers: Answers, seconds: int, status: str) -> None:
+    answers.seconds_ahead = seconds
+    found = store.clock(s3(address))
+    assert found.status == status
+    if status != "ok":
+        assert ("ahead of" if seconds < 0 else "behind") in found.what
+        assert "set-ntp true" in found.advice
+
+
+@pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId"])
+def test_credentials_that_are_refused(address: str, answers: Answers, code: str) -> None:
+    answers.refuses = code
+    found = said(store.credentials(s3(address)))
+    assert found.startswith("problem")
+    assert "check key, secret and token" in found
+    assert "s3cret" not in found
+
+
+def test_no_credentials(address: str) -> None:
+    found = said(store.credentials(s3(address, key=None, secret=None)))
+    assert "no credentials were found" in found
+    assert "AWS_ACCESS_KEY_ID" in found
+
+
+def test_nothing_there(address: str) -> None:
+    url = f"{address}/b/data/y"
+    assert "check bucket, prefix" in said(store.credentials(Store(url, open_source(url, {}, None))))
+
+
+def test_another_region(address: str, answers: Answers) -> None:
+    answers.region = "eu-west-1"
+    found = said(store.region(s3(address)))
+    assert "is in eu-west-1, requests are made for us-east-1" in found
+    assert "AWS_DEFAULT_REGION=eu-west-1" in found
+
+
+@pytest.mark.parametrize("kind", [s3, http])
+def test_no_ranges(address: str, answers: Answers, kind: Callable[[str], Store]) -> None:
+    answers.ranges = False
+    found = said(store.ranges(kind(address)))
+    assert "a range is answered with all of it" in found
+    assert "a store that serves ranges" in found
+
+
+@pytest.mark.parametrize("kind", [s3, http])
+def test_no_etags(address: str, answers: Answers, kind: Callable[[str], Store]) -> None:
+    answers.etag = False
+    found = said(store.etag(kind(address)))
+    assert "has no ETag" in found
+    assert "under new names" in found
+
+
+def test_no_if_match(address: str, answers: Answers) -> None:
+    answers.if_match = False
+    found = said(store.if_match(s3(address)))
+    assert "If-Match is not heeded" in found
+    assert "do not replace any" in found
