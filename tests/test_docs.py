@@ -279,6 +279,12 @@ def test_every_page_is_in_the_navigation():
             assert f": {page.relative_to(ROOT / 'docs')}\n" in config
 
 
+def test_every_command_is_named():
+    page = (ROOT / "docs/commands.md").read_text()
+    for name in typer.main.get_command(cli.app).commands:
+        assert f"| `dataload {name}" in page, name
+
+
 def test_what_the_reference_names_is_there():
     for name in re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE):
         assert pkgutil.resolve_name(name).__doc__, name

@@ -19,7 +19,7 @@ def report(
     metrics: Annotated[Path | None, typer.Option(help="Prometheus' text format, instead: a NAME.prom.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What a run waited for, epoch by epoch and rank by rank, as a page to look at."""
+    """What a run waited for, by epoch and rank, as a page."""
     from dataload.report import summary, write
     from dataload.statslog import read
 
