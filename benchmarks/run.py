@@ -34,7 +34,10 @@ def bench(
     compare: Annotated[Path | None, typer.Option(help="JSON of another run: do the ranges overlap?")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Measure dataload beside other loaders, and beside what this machine can do at best."""
+    """Measure dataload beside other loaders.
+
+    And beside what this machine can do at best.
+    """
     try:
         from dataload.benchmarks import report
         from dataload.benchmarks.circumstances import circumstances

@@ -4,108 +4,144 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from clusters import until
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+from dataload import CacheConfig, ConfigError, cli, make_dataset, make_loader
+from dataload.benchmarks.origin import Origin
+from dataload.commands.terminal import Lines, duration, table
+
+Run = Callable[..., CompletedProcess[str]]
 
 
 @pytest.fixture
-def run(bucket: Any, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs `dataload …` with S3 found through the usual AWS environment."""
-    environment = {
-        **ENVIRONMENT,
-        "AWS_ENDPOINT_URL": bucket.server.endpoint_url,
+def settings(tmp_path: Path) -> dict[str, str]:
+    """What the environment says, but for where S3 is."""
+    return {
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_DEFAULT_REGION": "us-east-1",
         "XDG_CACHE_HOME": str(tmp_path / "home"),
+        "COLUMNS": "80",
     }
 
-    def dataload(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dataload", *words]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings: dict[str, str]) -> Run:
+    """`dataload …`, in this process."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+
+    def dataload(*words: str) -> CompletedProcess[str]:
+        monkeypatch.setattr("sys.argv", ["dataload", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return CompletedProcess(words, int(str(end.value.code)), *capsys.readouterr())
 
     return dataload
 
 
-def test_warm_stats_verify_evict(run: Any, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+@pytest.fixture
+def at_bucket(run: Run, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """With S3 found through the usual AWS environment."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.endpoint_url)
+    return run
+
+
+def test_warm_stats_verify_evict(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     url, cache = dataset_of([[300, 200], [100]]), ("--cache-dir", str(tmp_path / "c"))
     size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
 
-    warmed = run("warm", url, *cache)
+    warmed = at_bucket("warm", url, *cache)
     assert warmed.returncode == 0, warmed.stderr
     assert warmed.stdout.startswith("2 objects, 600 rows")
     sent = bucket.server.stats()["get_bytes"]
     assert size <= sent <= 2 * size  # these files are hardly more than their footers
 
-    again = json.loads(run("warm", url, *cache, "--json").stdout)
+    again = json.loads(at_bucket("warm", url, *cache, "--json").stdout)
     assert (again["objects"], again["rows"], again["bytes"], again["bytes_origin"]) == (2, 600, size, 0)
     assert bucket.server.stats()["get_bytes"] == sent
 
-    held = json.loads(run("stats", *cache, "--json").stdout)
+    held = json.loads(at_bucket("stats", *cache, "--json").stdout)
     assert held["blobs"] == 8  # a block and a footer for each file, the records of each row group, and the manifest
     assert held["cache_dir"] == cache[1]
-    assert str(held["blobs"]) in run("stats", *cache).stdout
+    assert str(held["blobs"]) in at_bucket("stats", *cache).stdout
 
-    assert run("verify", *cache).returncode == 0
+    assert at_bucket("verify", *cache).returncode == 0
     [blob] = [path for path in (tmp_path / "c" / "blobs").glob("*/*") if path.stat().st_size > 10_000][:1]
     blob.write_bytes(blob.read_bytes()[::-1])
-    found = run("verify", *cache)
+    found = at_bucket("verify", *cache)
     assert found.returncode == 1
     assert "footer" in found.stdout
-    assert run("verify", *cache, "--repair").returncode == 1
-    report = json.loads(run("verify", *cache, "--json").stdout)
+    assert at_bucket("verify", *cache, "--repair").returncode == 1
+    report = json.loads(at_bucket("verify", *cache, "--json").stdout)
     assert (report["blobs"], report["problems"]) == (7, [])
 
-    part = run("evict", f"{url}/part-000.parquet", *cache, "--json")
+    part = at_bucket("evict", f"{url}/part-000.parquet", *cache, "--json")
     assert json.loads(part.stdout)["bytes"] > 0
-    assert 0 < json.loads(run("stats", *cache, "--json").stdout)["blobs"] < 7
-    assert run("evict", f"{url}/part-000.parquet", *cache).returncode == 1
-    assert run("evict", *cache).returncode == 0
-    assert json.loads(run("stats", *cache, "--json").stdout)["bytes"] == 0
+    assert 0 < json.loads(at_bucket("stats", *cache, "--json").stdout)["blobs"] < 7
+    assert at_bucket("evict", f"{url}/part-000.parquet", *cache).returncode == 1
+    assert at_bucket("evict", *cache).returncode == 0
+    assert json.loads(at_bucket("stats", *cache, "--json").stdout)["bytes"] == 0
 
 
-def test_plan_says_what_the_first_epoch_takes(run: Any, bucket: Any, dataset_of: Callable[..., str]) -> None:
+def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str]) -> None:
     """No byte of the data is read for it."""
     url = dataset_of([[300, 200], [100, 400]])
     size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
-    said = run("plan", url)
+    said = at_bucket("plan", url)
     assert said.returncode == 0, said.stderr
     assert "2 objects" in said.stdout
     assert "1,000 rows in 4 row groups" in said.stdout
-    for what in ("variance ratio", "first batch: waits for", "memory:"):
+    for what in ("variance ratio", "first batch   waits for", "later epochs  fetch nothing", "window        of "):
         assert what in said.stdout
-    found = json.loads(run("plan", url, "--window", "2", "--batch-size", "350", "--json").stdout)
+    assert max(map(len, said.stdout.splitlines())) <= 80
+    costly = json.loads(at_bucket("plan", url, "--bandwidth", "1kB", "--price", "0.5", "--json").stdout)
+    assert costly["first_epoch_seconds"] == costly["first_epoch"]["bytes"] / 1000
+    assert costly["first_epoch_cost"] == costly["first_epoch"]["bytes"] / 1e9 * 0.5
+    found = json.loads(at_bucket("plan", url, "--window", "2", "--batch-size", "350", "--json").stdout)
     assert (found["objects"], found["bytes"], found["rows"], found["row_groups"]) == (2, size, 1000, 4)
     assert (found["trade"]["window"], found["trade"]["first_row_groups"]) == (2, 3)
-    json_of_all = json.loads(run("warm", url, "--json").stdout)
-    assert json_of_all["requests_origin"] == found["requests"]
+    json_of_all = json.loads(at_bucket("warm", url, "--json").stdout)
+    assert json_of_all["requests_origin"] == found["first_epoch"]["requests"]
     assert (
-        found["decoded_bytes"] > json.loads(run("plan", url, "--columns", "row_id", "--json").stdout)["decoded_bytes"]
+        found["decoded_bytes"]
+        > json.loads(at_bucket("plan", url, "--columns", "row_id", "--json").stdout)["decoded_bytes"]
     )
 
 
-def test_the_default_cache_is_the_users(run: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
-    assert run("warm", dataset_of([[10]])).returncode == 0
+def test_the_default_cache_is_the_users(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    assert at_bucket("warm", dataset_of([[10]])).returncode == 0
     assert (tmp_path / "home" / "dataload" / "FORMAT").exists()
 
 
-def test_storage_options(run: Any, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+def test_storage_options(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     options = json.dumps({**bucket.options, "anon": False})
-    assert run("warm", dataset_of([[10]]), "--storage-options", options).returncode == 0
+    assert at_bucket("warm", dataset_of([[10]]), "--storage-options", options).returncode == 0
 
 
-def test_warm_says_when_the_cache_is_too_small(run: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
-    done = run("warm", dataset_of([[5000]]), "--cache-dir", str(tmp_path / "c"), "--cache-bytes", "20kB")
+def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    done = at_bucket("warm", dataset_of([[5000]]), "--cache-dir", str(tmp_path / "c"), "--cache-bytes", "20kB")
     assert done.returncode == 1
     assert "did not fit" in done.stderr
-    assert json.loads(run("stats", "--cache-dir", str(tmp_path / "c"), "--json").stdout)["bytes"] <= 20_000
+    assert json.loads(at_bucket("stats", "--cache-dir", str(tmp_path / "c"), "--json").stdout)["bytes"] <= 20_000
 
 
 @pytest.mark.parametrize(
@@ -129,14 +165,14 @@ def test_warm_says_when_the_cache_is_too_small(run: Any, dataset_of: Callable[..
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(
-    run: Any, bucket: Any, tmp_path: Path, words: list[str], says: str
+    at_bucket: Run, bucket: Any, tmp_path: Path, words: list[str], says: str
 ) -> None:
     import pyarrow as pa
 
     bucket.put("notes.txt", b"just notes")
     bucket.put_table("differ/0.parquet", pa.table({"a": [1]}))
     bucket.put_table("differ/1.parquet", pa.table({"a": ["x"]}))
-    done = run(*(word.replace("{bucket}", f"s3://{bucket.name}") for word in words))
+    done = at_bucket(*(word.replace("{bucket}", f"s3://{bucket.name}") for word in words))
     assert done.returncode == 2, done.stderr
     assert says.lower() in done.stderr.lower()
     assert done.stderr.count("\n") == 1
@@ -144,13 +180,182 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert not list((tmp_path / "home").glob("dataload/tmp/*")), "something was left half-written"
 
 
-def test_debug_shows_the_traceback(run: Any) -> None:
-    done = run("--debug", "stats", "--cache-dir", "/nowhere")
-    assert "Traceback" in done.stderr
+def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["dataload", "--debug", "stats", "--cache-dir", "/nowhere"])
+    with pytest.raises(ConfigError, match="no cache at /nowhere"):
+        cli.main()
 
 
-def test_help(run: Any) -> None:
+COMMANDS = ["plan", "warm", "stats", "verify", "evict", "doctor", "report", "demo", "bench"]
+
+
+def test_help(run: Run) -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("demo", "warm", "stats", "verify", "evict"):
-        assert command in done.stdout
+    for command in COMMANDS:
+        assert f"  {command} " in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2], "what a command does fits into a line"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_fits_into_80_columns(run: Run, command: str) -> None:
+    done = run(command, "--help")
+    assert done.returncode == 0
+    assert "--json" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+LIGHT = """
+import sys
+from dataload.cli import main
+sys.argv = ["dataload", {words}]
+try:
+    main()
+finally:
+    heavy = {{"torch", "pyarrow", "numpy", "fsspec", "lmdb", "pandas"}} & set(sys.modules)
+    assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("words", ['"--help"', '"warm", "--help"', '"--show-completion", "bash"'])
+def test_help_is_quick_for_it_imports_little(words: str) -> None:
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "SHELL": "/bin/bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(words=words)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert "Assertion" not in done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Iterator[Origin]:
+    """Many files, each of one row group."""
+    folder = tmp_path / "origin" / "bucket" / "data"
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(0)
+    for number in range(FILES):
+        table = pa.table({"x": [noise.bytes(1000) for _ in range(100)]})
+        pq.write_table(table, folder / f"{number:03d}.parquet", compression="none")
+    with Origin(tmp_path / "origin") as running:
+        yield running
+
+
+FILES = 60
+
+
+def test_warming_goes_on_where_it_was_interrupted(
+    run: Run, origin: Origin, settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(path.stat().st_size for path in (tmp_path / "origin").rglob("*.parquet"))
+    origin.behave(latency=0.1)
+    where = {"AWS_ENDPOINT_URL": origin.endpoint_url}
+    words = ("warm", "s3://bucket/data")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    started = subprocess.Popen(
+        [sys.executable, "-m", "dataload", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, **settings, **where},
+    )
+    until(lambda: origin.stats()["get_requests"] >= FILES + 20)  # the footers, and some of the rows
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=60)
+    assert (started.returncode, out) == (130, "")
+    assert err == "dataload: interrupted: what is there stays; the same command goes on from there\n"
+
+    origin.behave(latency=0)
+    before = origin.stats()["get_bytes"]
+    monkeypatch.setenv(*next(iter(where.items())))
+    done = run(*words, "--json")
+    assert (done.returncode, json.loads(done.stdout)["rows"]) == (0, FILES * 100)
+    after = origin.stats()["get_bytes"]
+    assert 0.1 * size < after - before < 0.8 * size
+    footers = FILES * (8 << 10)
+    assert size <= after <= 1.02 * size + footers
+    run(*words)
+    assert origin.stats()["get_bytes"] == after
+
+
+def test_warm_what_comes_first(at_bucket: Run, dataset_of: Callable[..., str], bucket: Any, tmp_path: Path) -> None:
+    """What the first so many row groups of an epoch are, a loader of that epoch finds."""
+    url, cache = dataset_of([[300, 200], [100, 400]]), str(tmp_path / "c")
+    done = at_bucket(
+        "warm", url, "--epoch", "3", "--seed", "7", "--window", "2", "--first", "2", "--cache-dir", cache, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    dataset = make_dataset(url, storage_options=bucket.options, cache=CacheConfig(cache))
+    needed = list(make_loader(dataset, 10, seed=7, window=2).sampler.blocks_from(3, 0))
+    kept = [group for group in range(4) if dataset.rowstore.blobs.find(group) is not None]
+    assert kept == sorted(needed[:2])
+    assert json.loads(done.stdout)["rows"] == sum(dataset.row_groups[group].rows for group in kept)
+
+
+def test_a_plan_that_cannot_be(at_bucket: Run, dataset_of: Callable[..., str]) -> None:
+    done = at_bucket("plan", dataset_of([[300, 200], [100, 400]]), "--cache-bytes", "10kB")
+    assert done.returncode == 1
+    assert "none: this cache is too small" in done.stdout
+    assert "lower window" in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_doctor_of_a_dataset(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url, cache = dataset_of([[100]]), ("--cache-dir", str(tmp_path / "c"), "--cache-bytes", "1MB")
+    done = at_bucket("doctor", url, *cache)
+    assert done.returncode == 0, done.stdout
+    for check in ("cache filesystem", "ranks", "credentials", "If-Match"):
+        assert f"ok       {check}:" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert not (tmp_path / "c").exists(), "who looks makes nothing"
+    found = at_bucket("doctor", f"{url}/nothing", *cache, "--json")
+    assert found.returncode == 1
+    assert json.loads(found.stdout)["checks"]["credentials"]["advice"] == "check bucket, prefix and endpoint"
+    # Batches as large as this dataset's rows make them.
+    workers = at_bucket("doctor", url, *cache, "--num-workers", "4", "--batch-size", str(10**9), "--json")
+    assert "--shm-size" in json.loads(workers.stdout)["checks"]["shared memory"]["advice"]
+
+
+def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    lines = Lines("warming", 10_000_000, clock=lambda: now[0])
+    for second in (0.5, 2, 3, 20):
+        now[0] = second
+        lines.advance(1_000_000)
+    assert capsys.readouterr().err == (
+        "warming: 2.0 MB of 10.0 MB (20%), 1.0 MB/s, 8.0 s to go\n"
+        "warming: 4.0 MB of 10.0 MB (40%), 200.0 kB/s, 30 s to go\n"
+    )
+
+
+def test_a_bar_on_a_terminal(run: Run, settings: dict[str, str], tmp_path: Path) -> None:
+    """With rate, and the time that is left, in one line of 80 columns."""
+    program = (
+        "from dataload.commands.terminal import progress\n"
+        "with progress('warming', 10**9) as advance: advance(4 * 10**8); advance(10**8)\n"
+        "with progress('reading footers', 100_000, counted='files') as advance: advance(5_000)\n"
+    )
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, **settings, "TERM": "xterm"}
+    subprocess.run([sys.executable, "-c", program], stderr=theirs, env=environment, check=True)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # that is how a terminal ends
+        while some := os.read(ours, 10_000):
+            shown += some
+    os.close(ours)
+    lines = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", shown.decode()).replace("\n", "\r").split("\r")
+    assert max(map(len, lines)) <= 80
+    assert any(re.fullmatch(r"warming ━+╸?━+ 0.5/1.0 GB .*B/s 0:00:\d\d", line) for line in lines), lines
+    assert any(re.fullmatch(r"reading footers ━+╸?━+ +5000/100000 files .* .*", line) for line in lines), lines
+
+
+def test_texts_are_folded_beside_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert table([("a", "one two three four five"), ("long", "x")]) == ("a     one two three\n      four five\nlong  x")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0.01, "under 0.1 s"), (4.21, "4.2 s"), (45, "45 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_durations(seconds: float, says: str) -> None:
+    assert duration(seconds) == says

@@ -149,8 +149,8 @@ def limit() -> Iterator[Callable[[int, int], None]]:
         resource.setrlimit(which, (soft, before[which][1]))
 
     yield lower
-    for which, limits in before.items():
-        resource.setrlimit(which, limits)
+    for which, both in before.items():
+        resource.setrlimit(which, both)
 
 
 def test_few_open_files(case: Case, limit: Callable[[int, int], None]) -> None:
@@ -283,7 +283,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(self.body)
 
-    do_HEAD = do_GET
+    do_HEAD = do_GET  # noqa: N815 (its name says what it answers)
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         return formatdate(time() + self.answers.seconds_ahead, usegmt=True)

@@ -45,9 +45,5 @@ def report(
         raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
     found = summary(passes)
     written = [str(path) for path in (html, png, metrics) if path]
-    text = [epoch["advice"] for epoch in found[-1:]]
-    text += [
-        f"rank {rank} waited {seconds:.1f} s longer than the median rank"
-        for rank, seconds in found[-1]["stragglers"].items()
-    ]
-    show({"epochs": found, "written": written}, "\n".join([*text, *written]), as_json=as_json)
+    text = [found[-1]["advice"], *found[-1]["late"], *written]
+    show({"epochs": found, "written": written}, "\n".join(text), as_json=as_json)

@@ -49,9 +49,11 @@ def progress(what: str, total: int, *, quiet: bool = False, counted: str = "") -
     if quiet:
         yield lambda _: None
     elif console.is_terminal:
-        with _bar(console, counted) as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda size: bar.advance(task, size)
+        from dataload.commands.bar import bar
+
+        with bar(console, counted) as shown:
+            task = shown.add_task(what, total=total)
+            yield lambda size: shown.advance(task, size)
     else:
         yield Lines(what, total, counted).advance
 
@@ -86,15 +88,3 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-def _bar(console: Console, counted: str) -> Any:
-    from rich import progress as bars
-
-    sizes = (
-        (bars.MofNCompleteColumn(), bars.TextColumn(counted))
-        if counted
-        else (bars.DownloadColumn(), bars.TransferSpeedColumn())
-    )
-    columns = (bars.TextColumn("{task.description}"), bars.BarColumn(None), *sizes, bars.TimeRemainingColumn())
-    return bars.Progress(*columns, console=console, expand=True)
