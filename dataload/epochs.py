@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from statistics import fmean, median_low
 
 import numpy as np
 import numpy.typing as npt
 
-from dataload.stats import LoaderStats
+from dataload.stats import ADVICE, LoaderStats
 from dataload.statslog import Pass
 from dataload.timeline import CAUSES
 
@@ -50,6 +51,16 @@ class Epoch:
         usual = median_low(one.stats.wait_seconds for one in self.ranks.values())
         late = {rank: one.stats.wait_seconds - usual for rank, one in self.ranks.items()}
         return {rank: more for rank, more in late.items() if more > LATE * self.total.seconds}
+
+    def late(self) -> list[str]:
+        """A line for each straggler, the latest first: who, by how much, and what to change there."""
+        lines = []
+        for rank, more in sorted(self.stragglers().items(), key=itemgetter(1), reverse=True):
+            one = self.ranks[rank]
+            cause = max(one.stats.waits, key=one.stats.waits.__getitem__)
+            said = f"rank {rank} ({one.host}) waited {more:.1f} s longer for data than the median rank"
+            lines.append(f"{said}, mostly on {cause}: {ADVICE[cause]}")
+        return lines
 
 
 def added(stats: Sequence[LoaderStats]) -> LoaderStats:

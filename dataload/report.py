@@ -15,6 +15,7 @@ from dataload.stats import TIERS
 from dataload.statslog import Pass
 from dataload.timeline import CAUSES
 
+MOST_LATE = 5  # stragglers told of; the table marks them all
 STYLE = """
 :root { color-scheme: light }
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1200px; margin: 0 auto;
@@ -47,6 +48,7 @@ def summary(passes: Sequence[Pass]) -> list[dict[str, Any]]:
             "ended": epoch.ended,
             "advice": str(epoch.total),
             "stragglers": {str(rank): seconds for rank, seconds in epoch.stragglers().items()},
+            "late": epoch.late(),
             "total": asdict(epoch.total),
             "ranks": {str(rank): asdict(one.stats) for rank, one in epoch.ranks.items()},
         }
@@ -123,12 +125,9 @@ def _row(one: Pass, causes: Sequence[str], *, late: bool) -> str:
 
 
 def _late(epoch: Epoch) -> str:
-    late = sorted(epoch.stragglers().items(), key=lambda item: -item[1])
-    if not late:
-        return ""
-    said = [f"rank {rank} ({escape(epoch.ranks[rank].host)}), by {_duration(more)}" for rank, more in late[:8]]
-    more = f" and {len(late) - 8} more" if len(late) > 8 else ""
-    return f"<p>Stragglers, which waited longer for data than the others: {'; '.join(said)}{more}.</p>"
+    late = epoch.late()
+    more = f"<p>And {len(late) - MOST_LATE} stragglers more.</p>" if len(late) > MOST_LATE else ""
+    return "".join(f"<p>Straggler: {escape(line)}</p>\n" for line in late[:MOST_LATE]) + more
 
 
 def _duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import sys
 from html.parser import HTMLParser
 
@@ -17,7 +18,7 @@ from runs import BEGAN, SLOW_RANK, write_pass, write_run
 from dataload import ConfigError, cli, fit, make_dataset, make_loader, prometheus, statslog
 from dataload.epochs import epochs, throughput
 from dataload.report import html, summary
-from dataload.stats import LoaderStats
+from dataload.stats import ADVICE, LoaderStats
 from dataload.statslog import FINENESS, Samples, read
 
 
@@ -287,7 +288,8 @@ def test_the_command(dataload, tmp_path):
     assert code == 0
     assert said.splitlines() == [
         str(epochs(read(run))[-1].total),
-        f"rank {SLOW_RANK} waited 0.7 s longer than the median rank",
+        f"rank {SLOW_RANK} ({socket.gethostname()}) waited 0.7 s longer for data than the median rank, mostly on disk: "
+        + ADVICE["disk"],
         str(run / "report.html"),
     ]
     assert (run / "report.html").read_text().startswith("<!DOCTYPE html>")
