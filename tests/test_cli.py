@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -20,9 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from clusters import until
+from rich.console import Console
 
 from dataload import CacheConfig, ConfigError, cli, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
+from dataload.commands.bar import bar
 from dataload.commands.terminal import Lines, duration, table
 
 Run = Callable[..., CompletedProcess[str]]
@@ -327,26 +328,27 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
-def test_a_bar_on_a_terminal(run: Run, settings: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("counted", "total", "says"),
+    [
+        ("", 10**9, r"warming ━+╸ + 0.4/1.0 GB 100.0 MB/s 0:00:06"),
+        ("files", 10**9, r"warming ━+╸ + 400000000/1000000000 files 100,000,000/s 0:00:06"),
+    ],
+)
+def test_a_bar_on_a_terminal(counted: str, total: int, says: str) -> None:
     """With rate, and the time that is left, in one line of 80 columns."""
-    program = (
-        "from dataload.commands.terminal import progress\n"
-        "with progress('warming', 10**9) as advance: advance(4 * 10**8); advance(10**8)\n"
-        "with progress('reading footers', 100_000, counted='files') as advance: advance(5_000)\n"
-    )
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, **settings, "TERM": "xterm"}
-    subprocess.run([sys.executable, "-c", program], stderr=theirs, env=environment, check=True)
-    os.close(theirs)
-    shown = b""
-    with suppress(OSError):  # that is how a terminal ends
-        while some := os.read(ours, 10_000):
-            shown += some
-    os.close(ours)
-    lines = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", shown.decode()).replace("\n", "\r").split("\r")
-    assert max(map(len, lines)) <= 80
-    assert any(re.fullmatch(r"warming ━+╸?━+ 0.5/1.0 GB .*B/s 0:00:\d\d", line) for line in lines), lines
-    assert any(re.fullmatch(r"reading footers ━+╸?━+ +5000/100000 files .* .*", line) for line in lines), lines
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=80, get_time=lambda: now[0])
+    shown = bar(console, counted)
+    task = shown.add_task("warming", total=total)
+    for second in range(1, 5):
+        now[0] = second
+        shown.advance(task, 10**8)
+    with console.capture() as printed:
+        console.print(shown.get_renderable())
+    [line] = printed.get().splitlines()
+    assert len(line.rstrip()) <= 80
+    assert re.fullmatch(says, line.rstrip())
 
 
 def test_texts_are_folded_beside_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
