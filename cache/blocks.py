@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeVar
@@ -50,11 +49,10 @@ class Object:
 class Blocks(ForkAware):
     """Reads objects through a tier in blocks of `block_bytes`, many at a time."""
 
-    def __init__(self, origin: Origin, tier: Tier, block_bytes: int, slots: Slots | None = None) -> None:
+    def __init__(self, origin: Origin, tier: Tier, block_bytes: int) -> None:
         self.origin = origin
         self.tier = tier
         self.block_bytes = block_bytes
-        self._slots = slots
         self.after_fork_in_child()
         super().__init__()
 
@@ -69,18 +67,14 @@ class Blocks(ForkAware):
             return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
         place = config.folder, config.limit, config.policy
         tier = LocalTier(*place) if config.cluster is None else ClusterTier(*place, config.cluster)
-        return cls(origin, tier, config.block, Slots(str(config.folder / "locks"), config.in_flight))
+        origin.places = Slots(str(config.folder / "locks"), config.in_flight)
+        return cls(origin, tier, config.block)
 
-    def __reduce__(self) -> tuple[type[Blocks], tuple[Any, ...]]:
-        return Blocks, (self.origin, self.tier, self.block_bytes, self._slots)
+    def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int]]:
+        return Blocks, (self.origin, self.tier, self.block_bytes)
 
     def key(self, obj: Object, what: str) -> BlobKey:
         return BlobKey(self.origin.identity, obj.path, obj.version, what)
-
-    def request(self, obj: Object, start: int, stop: int) -> memoryview:
-        """The bytes [start, stop) of an object from the origin, once fewer requests are under way than agreed."""
-        with doing("origin"), self._slots.take() if self._slots else nullcontext():
-            return self.origin.read(obj.path, start, stop, obj.version)
 
     def read(self, obj: Object, start: int, stop: int) -> memoryview:
         """The bytes [start, stop) of an object, cut to its size; without a copy where one block holds them."""
@@ -120,7 +114,7 @@ class Blocks(ForkAware):
             first, last = self._bounds(obj, number)
             found = self.tier.get(self._key_of(obj, number), (max(start, first) - first, min(stop, last) - first))
             if found is None:
-                return self.request(obj, start, stop)
+                return self.origin.read(obj.path, start, stop, obj.version)
             kept.append(found)
         return memoryview(b"".join(kept))
 
@@ -182,7 +176,7 @@ class Blocks(ForkAware):
         start, stop = self._bounds(obj, number)
 
         def fetch(allocate: Allocate) -> None:
-            data = self.request(obj, start, stop)
+            data = self.origin.read(obj.path, start, stop, obj.version)
             allocate(len(data))[:] = data
 
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
@@ -219,7 +213,7 @@ class Blocks(ForkAware):
             for first, room in rooms:
                 stop += len(room) if first == stop else 0
             with self._ahead:
-                data = self.request(obj, start, stop)
+                data = self.origin.read(obj.path, start, stop, obj.version)
             while rooms and rooms[0][0] < stop:
                 first, room = rooms.pop(0)
                 room[:] = data[first - start : first - start + len(room)]

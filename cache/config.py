@@ -58,8 +58,8 @@ class CacheConfig:
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
             Address.parse(self.cluster)
-        if self.in_flight < 1:
-            raise ConfigError(f"in_flight={self.in_flight!r} must be at least one request")
+        if not isinstance(self.in_flight, int) or self.in_flight < 1:
+            raise ConfigError(f"in_flight={self.in_flight!r} must be a number of requests, at least one")
         for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(allowed)}")

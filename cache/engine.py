@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from fsspec.asyn import sync
-from fsspec.spec import AbstractFileSystem
+from fsspec.caching import BaseCache
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dataload.cache.obstores import Obstore, untranslatable, unusable
 from dataload.cache.redact import redacted
@@ -62,9 +63,7 @@ class Fsspec:
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         filesystem = self._filesystem
         if not hasattr(filesystem, "call_s3"):
-            # Who has no `cat_file` of its own opens the file, and would read ahead.
-            opens = getattr(filesystem.cat_file, "__func__", None) is AbstractFileSystem.cat_file
-            data = filesystem.cat_file(path, start=start, end=stop, **({"cache_type": "none"} if opens else {}))
+            data = _range(filesystem, path, start, stop)
             filesystem.invalidate_cache(path)
             if version_of(dict(filesystem.info(path))) != version:  # all that can be had without If-Match
                 raise ObjectChanged(f"{redacted(path)} {CHANGED}")
@@ -80,6 +79,16 @@ class Fsspec:
         if sent and not sent.startswith(f"bytes {start}-{stop - 1}/"):
             raise WrongBodyError(f"{sent} came instead of {asked}")
         return data
+
+
+def _range(filesystem: Any, path: str, start: int, stop: int) -> bytes:
+    if getattr(filesystem.cat_file, "__func__", None) is not AbstractFileSystem.cat_file:
+        return bytes(filesystem.cat_file(path, start=start, end=stop))
+    with filesystem.open(path, "rb") as file:  # as that one does, which would read ahead
+        if isinstance(file, AbstractBufferedFile):
+            file.cache = BaseCache(file.blocksize, file._fetch_range, file.size)  # noqa: SLF001 (fsspec's extension point)
+        file.seek(start)
+        return bytes(file.read(stop - start))
 
 
 async def _body(stream: Any) -> bytes:

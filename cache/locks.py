@@ -18,6 +18,7 @@ from dataload.cache.forks import ForkAware, close_copies
 FIRST_WAIT = 0.0005
 LONGEST_WAIT = 0.02
 SLOTS_FROM = 1 << 62  # the first byte that no key is locked by
+PATIENCE, HOPELESS = 10.0, 60.0  # for a place; and how long it is not waited for again when there was none
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of fcntl(2): type, whence, start, length, pid
 
 
@@ -48,15 +49,22 @@ class ThreadLocks(ForkAware):
 class Slots(ForkAware):
     """`count` places, each for one of the threads of all processes of a host that name the same file.
 
-    A byte of the file is a place, locked as `KeyLocks` does it. Without the file, there is no bound.
+    A byte of the file is a place, locked as `KeyLocks` does it. They keep order and no more: who is given none in
+    `PATIENCE` seconds, for those who have them are stopped, or cannot be told where there is one, goes on without.
     """
 
     def __init__(self, path: str, count: int) -> None:
         self._path = path
         self._count = count
+        self._begin()
         super().__init__()
 
+    def _begin(self) -> None:
+        self._next = threading.Lock()  # One thread asks for all of its process, which so come in turn.
+        self._hopeless_until = 0.0
+
     def after_fork_in_child(self) -> None:
+        self._begin()
         close_copies(self._path)
 
     def __reduce__(self) -> tuple[type[Slots], tuple[str, int]]:
@@ -65,22 +73,28 @@ class Slots(ForkAware):
     @contextmanager
     def take(self) -> Iterator[None]:
         """Have a place, as soon as there is one."""
-        try:
+        owner, descriptor = os.getpid(), None
+        with suppress(OSError):
             descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            yield
-            return
-        owner, wait = os.getpid(), FIRST_WAIT
         try:
-            while not self._lock_one(descriptor):
-                time.sleep(wait)
-                wait = min(2 * wait, LONGEST_WAIT)
+            if descriptor is not None:
+                with suppress(OSError), self._next:
+                    self._wait(descriptor)
             yield
         finally:
-            if os.getpid() == owner:
+            if descriptor is not None and os.getpid() == owner:
                 with suppress(OSError):  # as of a key
                     _set_lock(descriptor, SLOTS_FROM, fcntl.F_UNLCK, self._count)
                 os.close(descriptor)
+
+    def _wait(self, descriptor: int) -> None:
+        wait, deadline = FIRST_WAIT, time.monotonic() + PATIENCE
+        while not self._lock_one(descriptor) and (now := time.monotonic()) >= self._hopeless_until:
+            if now > deadline:
+                self._hopeless_until = now + HOPELESS
+                return
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
 
     def _lock_one(self, descriptor: int) -> bool:
         first = random.randrange(self._count)  # noqa: S311 (so that not all try for the same one)

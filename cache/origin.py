@@ -6,7 +6,7 @@ import logging
 import pickle
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,9 @@ from tenacity import wait_random_exponential as full_jitter
 from dataload.cache.engine import Engine, Fsspec, WrongBodyError, engine_for
 from dataload.cache.forks import ForkAware
 from dataload.cache.hedge import Hedge
+from dataload.cache.locks import Slots
 from dataload.cache.obstores import UnsuitableError
-from dataload.cache.redact import redacted
+from dataload.cache.redact import CREDENTIALS, redacted, unsigned
 from dataload.cache.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.metrics import Counters
@@ -58,9 +59,6 @@ PATH_IS_NAME = frozenset(
         "webhdfs",
     }
 )
-CREDENTIALS = re.compile(
-    "key|secret|token|pass|cred|auth|user|session|cookie|header|sign|sas|connection_string", re.IGNORECASE
-)
 # Packages whose errors are a request's, though they are no OSError: a body cut short is aiohttp's ClientPayloadError.
 TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore", "obstore"})
 
@@ -77,6 +75,7 @@ class Origin(ForkAware):
     identity: the store's name in cache keys; default: its protocol and address.
     engine: who moves the bytes: "auto", "fsspec" or "obstore".
     hedge: whether what takes longer than usual is asked for a second time.
+    places: one for each request that may be under way; None: for as many as are made.
 
     Notes: `read` may be called from any thread. Requests that fail in passing are retried with full jitter.
     """
@@ -90,11 +89,13 @@ class Origin(ForkAware):
         self._wanted = engine
         self._hedge = Hedge() if hedge else None
         self._engine: Engine | None = None
+        self.places: Slots | None = None
         self.counters = Counters()
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(Origin, hedge=self._hedge is not None), (self._filesystem, self._identity, self._wanted)
+        made = partial(Origin, hedge=self._hedge is not None), (self._filesystem, self._identity, self._wanted)
+        return *made, {"places": self.places}
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
@@ -167,10 +168,8 @@ class Origin(ForkAware):
         with self.naming(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
             for attempt in _attempts():
                 with attempt:
-                    self.counters.add(requests=1)
                     get = partial(self._get, path, start, stop, version)
-                    data = memoryview(self._hedge.first(stop - start, get) if self._hedge else get())
-                    self.counters.add(bytes=len(data))
+                    data = self._hedge.first(stop - start, get) if self._hedge else get()
                     if len(data) != stop - start:
                         raise WrongBodyError(f"{len(data)} bytes came instead of {stop - start}")
         return data
@@ -180,14 +179,20 @@ class Origin(ForkAware):
         # Alluxio calls an object by its place in Alluxio, and is asked for it by that in the store below.
         return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
 
-    def _get(self, path: str, start: int, stop: int, version: str) -> Any:
-        try:
-            return self.engine.get(path, start, stop, version)
-        except UnsuitableError as error:
-            other = Fsspec(self.filesystem, str(error))
-            if error.whole_store:
-                self._engine = other
-            return other.get(path, start, stop, version)
+    def _get(self, path: str, start: int, stop: int, version: str) -> memoryview:
+        """What comes of one request, as soon as there is a place for it."""
+        with self.places.take() if self.places else nullcontext():
+            self.counters.add(requests=1)
+            try:
+                data = self.engine.get(path, start, stop, version)
+            except UnsuitableError as error:
+                other = Fsspec(self.filesystem, str(error))
+                if error.whole_store:
+                    self._engine = other
+                data = other.get(path, start, stop, version)
+            found = memoryview(data)
+            self.counters.add(bytes=len(found))
+            return found
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -283,18 +288,28 @@ def _address(filesystem: Any) -> tuple[str, str]:
 def _identity(filesystem: Any) -> str:
     protocol, address = _address(filesystem)
     if protocol not in PATH_IS_NAME:
-        address = tokenize(type(filesystem), _public(filesystem.storage_args), _public(filesystem.storage_options))
+        address = tokenize(type(filesystem), _named(filesystem.storage_args), _public(filesystem.storage_options))
     elif not address and hasattr(filesystem, "call_s3"):
         address = filesystem.s3.meta.endpoint_url  # The environment or a profile may name another than AWS.
     return redacted(f"{protocol}://{address}")
 
 
-def _public(said: Any) -> Any:
-    """What a filesystem was made with, without what says how to get in, however deep."""
+def _public(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a filesystem was made with, without what says how to get in."""
+    found = {}
+    for name, value in options.items():
+        if not CREDENTIALS.search(name):
+            nested = isinstance(value, Mapping) and name.endswith(("options", "kwargs"))
+            found[name] = _public(value) if nested else _named(value)
+    return found
+
+
+def _named(said: Any) -> Any:
+    """What names a store, or is its content: all of it, but for credentials in URLs."""
     if isinstance(said, Mapping):
-        return {name: _public(value) for name, value in said.items() if not CREDENTIALS.search(str(name))}
+        return {name: _named(value) for name, value in said.items()}
     if isinstance(said, (list, tuple)):
-        return [_public(value) for value in said]
+        return [_named(value) for value in said]
     if isinstance(said, fsspec.AbstractFileSystem):
         return _identity(said)
-    return redacted(said) if isinstance(said, str) else said
+    return unsigned(said) if isinstance(said, str) else said

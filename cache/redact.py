@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import re
 
+CREDENTIALS = re.compile(
+    "key|secret|tok|pass|cred|auth|user|session|cookie|header|sign|sig$|sas|expires|x-amz|connection_string",
+    re.IGNORECASE,
+)
+"""What options and parameters are called that say how to get in."""
+
 _USERINFO = re.compile(r"//[^/@\s]*@")
 _QUERY = re.compile(r"\?(?!versionId=)[^\s'\"]*")  # signatures and tokens of presigned URLs
 
@@ -11,3 +17,10 @@ _QUERY = re.compile(r"\?(?!versionId=)[^\s'\"]*")  # signatures and tokens of pr
 def redacted(text: object) -> str:
     """`text` on one line, its URLs without user, password and query."""
     return _USERINFO.sub("//", _QUERY.sub("", " ".join(str(text).split())))
+
+
+def unsigned(text: str) -> str:
+    """`text`, its URLs without user, password and those parameters that say how to get in."""
+    address, mark, query = _USERINFO.sub("//", text).partition("?")
+    kept = [part for part in query.split("&") if not CREDENTIALS.search(part.partition("=")[0])]
+    return address + mark * bool(kept) + "&".join(kept)

@@ -77,6 +77,26 @@ class Message:
         """How many buffers of characters each column of views has."""
         return tuple(count for (count,) in _structs(self._header, 4, "<q"))
 
+    @property
+    def dictionary(self) -> int:
+        """Which one a dictionary is."""
+        return int(_scalar(self._header, 0, number_types.Int64Flags))
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether a dictionary adds to what was there, and does not take its place."""
+        return bool(_scalar(self._header, 2, number_types.BoolFlags))
+
+    @property
+    def is_compressed_dictionary(self) -> bool:
+        return _place(_table(self._header, 1), 3) is not None
+
+    @property
+    def dictionaries_of_columns(self) -> dict[str, set[int]]:
+        """Of a schema: which dictionaries each column's values are in."""
+        fields = _tables(self._header, 1)
+        return {bytes(field.String(_place(field, 0))).decode(): _dictionaries(field) for field in fields}
+
     def check(self, size: int) -> None:
         """Raises ValueError when it cannot be one of a file of `size` bytes."""
         if not self.start < self.body <= self.stop <= size:
@@ -95,7 +115,7 @@ class Message:
 
     @cached_property
     def _header(self) -> Table:
-        return Table(self._root.Bytes, self._root.Indirect(_place(self._root, 2)))
+        return _table(self._root, 2)
 
 
 def index_of_file(obj: Object, blocks: Blocks, last: Callable[[int], bytes]) -> bytes:
@@ -125,7 +145,8 @@ def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
             break
         found.append(Message(at, head[:length] if length <= len(head) else read(obj, at, at + length)))
         with _damage_of(obj):
-            stop = found[-1].stop
+            found[-1].check(obj.size)
+        stop = found[-1].stop
         # The next is like this one. Of small ones a block holds many.
         read = blocks.read if stop - at < SHARED_BYTES else blocks.fetch
         at = stop
@@ -139,12 +160,22 @@ class ArrowFooter:
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
-        self._messages = messages
-        self._batches = [number for number, message in enumerate(messages) if message.kind == RECORDS]
-        self.lengths = [messages[batch].rows for batch in self._batches]
-        self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(messages[0].metadata)).remove_metadata()
+        self._head = messages[0]
+        self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata)).remove_metadata()
+        self._read_by = self._head.dictionaries_of_columns
+        self._batches: list[Message] = []
+        self._dictionaries: list[tuple[Message, ...]] = []  # that each batch needs
+        needed: tuple[Message, ...] = ()
+        for message in messages:
+            if message.kind == DICTIONARY:
+                kept = (one for one in needed if message.is_delta or one.dictionary != message.dictionary)
+                needed = (*kept, message)
+            elif message.kind == RECORDS:
+                self._batches.append(message)
+                self._dictionaries.append(needed)
+        self.lengths = [batch.rows for batch in self._batches]
         self._places: dict[tuple[int, ...], dict[str, slice]] = {}
-        for number, batch in enumerate(map(self._batch, range(len(self._batches)))):
+        for number, batch in enumerate(self._batches):
             if len(batch.buffers) != self._places_of(batch)[""].stop:
                 raise ValueError(f"record batch {number} has {len(batch.buffers)} buffers, which do not fit the schema")
 
@@ -158,21 +189,19 @@ class ArrowFooter:
             return cls(messages)
 
     def stored_bytes(self, number: int) -> int:
-        return self._batch(number).stop - self._batch(number).start
+        return self._batches[number].stop - self._batches[number].start
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
-        batch = self._batch(number)
+        batch = self._batches[number]
         buffers, ratio = batch.buffers, COMPRESSION_RATIO if batch.is_compressed else 1
         return [ratio * sum(size for _, size in buffers[self._place(batch, name)]) for name in columns]
 
     def held_bytes(self, number: int) -> int:
-        return self.stored_bytes(number)
+        return self.stored_bytes(number) + sum(one.stop - one.start for one in self._dictionaries[number])
 
     def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
-        batch = self._batch(number)
-        spans = self._spans(batch, self._chosen(columns))
-        needed = self._messages[1 : self._batches[number]]
-        dictionaries = [(message.body, message.stop) for message in needed if message.kind == DICTIONARY]
+        *before, (_, spans) = self._needed(number, self._chosen(columns))
+        dictionaries = [span for _, needed in before for span in needed]
         if self.stored_bytes(number) < SHARED_BYTES:
             return [*dictionaries, *spans], []
         return dictionaries, [piece for span in spans for piece in _pieces(*span)]
@@ -204,10 +233,8 @@ class ArrowFooter:
 
     def _stream(self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks) -> pa.Buffer:
         """A stream of one record batch, whose body is there as far as these columns have part in it."""
-        batch = self._batch(number)
-        before = self._messages[1 : self._batches[number]]
-        needed = [self._messages[0], *(message for message in before if message.kind == DICTIONARY), batch]
-        starts = list(accumulate((message.stop - message.start for message in needed), initial=0))
+        needed = self._needed(number, columns)
+        starts = list(accumulate((message.stop - message.start for message, _ in needed), initial=0))
         whole = pa.allocate_buffer(starts[-1] + len(END_OF_STREAM))
         target = memoryview(whole).cast("B")
 
@@ -215,11 +242,10 @@ class ArrowFooter:
             target[to : to + stop - start] = read(obj, start, stop)
 
         pending = []
-        for message, at in zip(needed, starts, strict=False):
+        for (message, spans), at in zip(needed, starts, strict=False):
             target[at : at + len(message.metadata)] = message.metadata
-            small = message is not batch or self.stored_bytes(number) < SHARED_BYTES
-            for start, stop in self._spans(batch, columns) if message is batch else [(message.body, message.stop)]:
-                if small:
+            for start, stop in spans:
+                if message.kind == DICTIONARY or self.stored_bytes(number) < SHARED_BYTES:
                     copy(blocks.read, start, stop, at + start - message.start)
                     continue
                 pending += [
@@ -243,8 +269,14 @@ class ArrowFooter:
         chosen = [buffers[at] for name in columns for at in range(*self._place(batch, name).indices(len(buffers)))]
         return joined(sorted((batch.body + start, batch.body + start + size) for start, size in chosen if size))
 
-    def _batch(self, number: int) -> Message:
-        return self._messages[self._batches[number]]
+    def _needed(self, number: int, columns: Sequence[str]) -> list[tuple[Message, list[Span]]]:
+        """The messages of a stream of one record batch, and what must be there of the body of each."""
+        read = {one for name in columns for one in self._read_by[name]}
+        needed: list[tuple[Message, list[Span]]] = [(self._head, [])]
+        for one in self._dictionaries[number]:  # Arrow wants all of them, but looks into the compressed ones only.
+            whole = one.dictionary in read or one.is_compressed_dictionary
+            needed.append((one, [(one.body, one.stop)] if whole else []))
+        return [*needed, (self._batches[number], self._spans(self._batches[number], columns))]
 
     def _place(self, batch: Message, column: str) -> slice:
         """Which of a record batch's buffers are those of a column; of a dictionary's members, all of the codes."""
@@ -337,6 +369,23 @@ def _place(table: Table, slot: int) -> int | None:
     """Where the value of a table's field is, by the field's number in its schema; None: it has none."""
     offset = int(table.Offset(4 + 2 * slot))
     return int(table.Pos) + offset if offset else None
+
+
+def _table(table: Table, slot: int) -> Table:
+    return Table(table.Bytes, table.Indirect(_place(table, slot)))
+
+
+def _tables(table: Table, slot: int) -> list[Table]:
+    """A vector of tables."""
+    offset = table.Offset(4 + 2 * slot)
+    places = range(table.Vector(offset), table.Vector(offset) + 4 * table.VectorLen(offset), 4) if offset else ()
+    return [Table(table.Bytes, table.Indirect(place)) for place in places]
+
+
+def _dictionaries(field: Table) -> set[int]:
+    """Those of Schema.fbs: Field, and of its children."""
+    own = [_scalar(_table(field, 4), 0, number_types.Int64Flags)] if _place(field, 4) is not None else []
+    return set(own).union(*map(_dictionaries, _tables(field, 5)))
 
 
 def _scalar(table: Table, slot: int, kind: Any) -> Any:

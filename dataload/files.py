@@ -28,14 +28,14 @@ def read_footer(obj: Object, blocks: Blocks) -> Footer:
 def _fetch(obj: Object, blocks: Blocks) -> bytes:
     """What is kept of a file to know its row groups by."""
     start = max(0, obj.size - min(MOST_TAIL_BYTES, max(LEAST_TAIL_BYTES, obj.size // TAIL_SHARE)))
-    tail = bytes(blocks.request(obj, start, obj.size)) if obj.size else b""
+    tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
 
     def last(size: int) -> bytes:
         if size > obj.size:
             raise DataError(f"{obj.path} is cut short: its footer says {size} bytes and the object has {obj.size}")
         if size <= len(tail):
             return tail[-size:]
-        return bytes(blocks.request(obj, obj.size - size, start)) + tail
+        return bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
 
     if tail.endswith(parquet.MAGIC) and len(tail) >= parquet.TRAILER_BYTES:
         return parquet.fetch_footer(last)

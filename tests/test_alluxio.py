@@ -25,6 +25,7 @@ import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cache.origin import Origin, introduce
+from dataload.cache.redact import unsigned
 
 DATA_PORT = 29998  # fixed in alluxiofs
 alluxiofs = pytest.importorskip("alluxiofs", reason="no alluxiofs here: pip install alluxiofs")
@@ -154,6 +155,20 @@ def test_how_to_get_in_is_no_part_of_what_the_store_is_called(bucket: Any) -> No
 
     assert identity("127.0.0.1:1", "one") == identity("127.0.0.1:1", "other")
     assert identity("127.0.0.1:1", "one") != identity("127.0.0.1:2", "one")
+
+
+def test_what_a_store_holds_is_part_of_what_it_is_called(tmp_path: Path) -> None:
+    """Also where it looks like what says how to get in."""
+
+    def reference(**found: Any) -> str:
+        return Origin(fsspec.filesystem("reference", **found, skip_instance_cache=True)).identity
+
+    one, other = ({"tokens/0": [str(tmp_path / name)]} for name in ("one", "other"))
+    assert reference(fo=one) != reference(fo=other)
+    assert reference(fo=one) == reference(fo=dict(one))
+    url = "https://user:word@host/get?id={}&X-Amz-Signature={}"
+    assert unsigned(url.format(1, "a")) == unsigned(url.format(1, "b")) == "https://host/get?id=1"
+    assert unsigned(url.format(1, "a")) != unsigned(url.format(2, "a"))
 
 
 @pytest.mark.skipif("ALLUXIO_URL" not in os.environ, reason="no real Alluxio named: set ALLUXIO_URL, ALLUXIO_WORKERS")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from dataload import CacheConfig, arrow, make_dataset, make_loader
 from dataload.cache.filesystem import open_source
 from dataload.errors import ConfigError, DataError
+from dataload.files import read_footer
 from dataload.manifest import list_objects
 
 BATCH, BATCHES = 8, 5
@@ -161,6 +163,53 @@ def test_dictionaries_that_grow(stored: Callable[..., Any]) -> None:
     for form, deltas in (("file", True), ("stream", True), ("stream", False)):
         dataset = stored(written(batches, form, emit_dictionary_deltas=deltas))
         assert [row["c"] for row in dataset.__getitems__([2, 0, 1])] == ["ccc", "a", "bb"]
+
+
+def test_dictionaries_of_other_columns_are_not_fetched(bucket: Any, stored: Callable[..., Any]) -> None:
+    noise = np.random.default_rng(0)
+    words = pa.array([noise.bytes(100).hex() for _ in range(10_000)])
+    batches = [
+        pa.record_batch(
+            {
+                "n": pa.array(noise.random(100_000)),
+                "c": pa.DictionaryArray.from_arrays(pa.array(noise.integers(0, 10_000, 100_000, np.int32)), words),
+            }
+        )
+        for _ in range(2)
+    ]
+    for compression in (None, "lz4"):
+        content = written(batches, compression=compression)
+        dataset = stored(content, columns=["n"])
+        before = bucket.server.stats()["get_bytes"]
+        assert dataset[100_001]["n"] == batches[1]["n"][1].as_py()
+        if compression is None:
+            assert bucket.server.stats()["get_bytes"] - before == batches[1]["n"].nbytes
+        both = stored(content)
+        assert both[100_001]["c"] == batches[1]["c"][1].as_py()
+
+
+def test_dictionaries_that_others_have_taken_the_place_of_are_not_fetched(stored: Callable[..., Any]) -> None:
+    words = [pa.array([f"{number} {word} " * 1000 for word in range(100)]) for number in range(8)]
+    batches = [
+        pa.record_batch({"c": pa.DictionaryArray.from_arrays(pa.array([7, 8], pa.int32()), some)}) for some in words
+    ]
+    dataset = stored(written(batches, "stream"))
+    footer = read_footer(dataset.row_groups[0].file, dataset.blocks)
+    assert footer.held_bytes(7) < 1.2 * footer.held_bytes(0)
+    assert [row["c"] for row in dataset.__getitems__([15, 0])] == ["7 8 " * 1000, "0 7 " * 1000]
+
+
+def test_a_stream_that_goes_back_is_refused(stored: Callable[..., Any]) -> None:
+    """And not read for ever."""
+    content = bytearray(written(BATCHES_OF_ROWS[:2], "stream"))
+    second = 8 + int.from_bytes(content[4:8], "little")
+    metadata = memoryview(
+        bytes(content[second : second + 8 + int.from_bytes(content[second + 4 : second + 8], "little")])
+    )
+    message = arrow.Message(second, metadata)
+    struct.pack_into("<q", content, second + 8 + arrow._place(message._root, 3), -len(metadata))
+    with pytest.raises(DataError, match="message at bytes"):
+        stored(bytes(content))
 
 
 def test_files_without_rows(stored: Callable[..., Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,20 @@ def knowing(requests: int = 200) -> Hedge:
     return found
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """How long each first request was given; none of them is done by then."""
+    given: list[float | None] = []
+
+    def impatient(pending: Any, timeout: float | None = None, **how: Any) -> Any:
+        if not how:
+            given.append(timeout)
+        return (set(), pending) if timeout is not None else wait(pending, **how)
+
+    monkeypatch.setattr(hedge, "wait", impatient)
+    return given
+
+
 def late(found: Hedge, size: int, store: Store) -> bool:
     """Whether it waits for who asked first."""
     store.asked = 0
@@ -66,24 +80,24 @@ def test_what_takes_too_long_is_asked_for_again(store: Store) -> None:
         assert found.hedged == number + 1
 
 
-def test_as_long_as_it_is_not_known_what_is_usual_nothing_is(store: Store) -> None:
+def test_as_long_as_it_is_not_known_what_is_usual_nothing_is(store: Store, patience: list[float | None]) -> None:
     found = knowing(hedge.KNOWN - 1)
     assert late(found, SIZE, store)
-    assert found.hedged == 0
-    assert len(found._seconds[SIZE.bit_length()]) == hedge.KNOWN
+    assert (patience, found.hedged) == ([None], 0)
+    found.first(SIZE, store)
+    assert patience[1] is not None
 
 
-def test_other_sizes_take_other_times(store: Store) -> None:
-    found = knowing()
-    assert late(found, 100 * SIZE, store)
-    assert found.hedged == 0
+def test_other_sizes_take_other_times(store: Store, patience: list[float | None]) -> None:
+    assert late(knowing(), 100 * SIZE, store)
+    assert patience == [None]
 
 
-def test_no_more_are_than_agreed(store: Store) -> None:
+def test_no_more_are_than_agreed(store: Store, patience: list[float | None]) -> None:
     found = knowing(100)
     found.hedged = most = int(hedge.MOST * 100)
     assert late(found, SIZE, store)
-    assert found.hedged == most
+    assert (patience, store.asked, found.hedged) == ([0.01], 1, most)
 
 
 def test_an_error_counts_when_both_fail() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -143,9 +144,14 @@ def test_an_object_replaced_while_it_is_read_is_old_or_an_error(origin: Origin, 
     fs.clear_instance_cache()
 
 
-def test_places_are_given_back_by_the_dead(tmp_path: Path) -> None:
+@pytest.fixture
+def locks(tmp_path: Path) -> str:
     (tmp_path / "locks").touch()
-    slots = Slots(str(tmp_path / "locks"), 1)
+    return str(tmp_path / "locks")
+
+
+def test_places_are_given_back_by_the_dead(locks: str) -> None:
+    slots = Slots(locks, 1)
     child = os.fork()
     if child == 0:
         with slots.take():
@@ -163,3 +169,21 @@ def test_places_are_given_back_by_the_dead(tmp_path: Path) -> None:
         assert not entered.wait(0.05)
     other.join(20)
     assert entered.is_set()
+
+
+def test_who_has_all_places_and_stands_still_stops_nobody(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataload.cache.locks.PATIENCE", 0.05)
+    mine, theirs = Slots(locks, 1), Slots(locks, 1)
+    with theirs.take():
+        for _ in range(3):  # The second and third do not wait at all: PATIENCE is not theirs to be tried again.
+            with mine.take():
+                monkeypatch.setattr("dataload.cache.locks.PATIENCE", 3600)
+
+
+def test_where_there_are_no_locks_there_is_no_bound(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> bool:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr("dataload.cache.locks._set_lock", fails)
+    with Slots(locks, 1).take(), Slots(locks, 1).take(), Slots(locks + " are not there", 1).take():
+        pass
