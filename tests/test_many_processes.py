@@ -87,7 +87,7 @@ def read_by(processes: int, origin: Origin, cache: Path, faults: dict[str, Any],
 def test_many_that_start_at_once_fetch_each_byte_once_and_no_more_at_a_time_than_agreed(
     origin: Origin, tmp_path: Path
 ) -> None:
-    told = read_by(8 if NIGHTLY else 4, origin, tmp_path / "cache", {"latency": 0.02}, in_flight=3)
+    told = read_by(8 if NIGHTLY else 2, origin, tmp_path / "cache", {"latency": 0.02}, in_flight=3)
     assert all(one["digests"] == WANTED for one in told)
     stats = origin.stats()
     assert (stats["get_bytes"], stats["duplicate_gets"]) == (BYTES, 0)
@@ -103,7 +103,7 @@ def test_many_that_start_at_once_fetch_each_byte_once_and_no_more_at_a_time_than
     ids=lambda faults: ", ".join(faults),
 )
 def test_faults_change_no_byte(origin: Origin, tmp_path: Path, faults: dict[str, float]) -> None:
-    told = read_by(4, origin, tmp_path / "cache", faults)
+    told = read_by(4 if NIGHTLY else 2, origin, tmp_path / "cache", faults)
     assert all(one["digests"] == WANTED for one in told)
     blocks = sum(-(-len(body) // BLOCK) for body in OBJECTS)
     struck = sum(origin.stats()["errors"].values())
@@ -112,7 +112,7 @@ def test_faults_change_no_byte(origin: Origin, tmp_path: Path, faults: dict[str,
 
 
 def test_an_origin_that_stays_down_is_one_clear_error_each(origin: Origin, tmp_path: Path) -> None:
-    told = read_by(4, origin, tmp_path / "cache", {"slow_down": 0.5, "reset": 0.5})
+    told = read_by(4 if NIGHTLY else 2, origin, tmp_path / "cache", {"slow_down": 0.5, "reset": 0.5})
     assert all(BUCKET in one["error"] and ".bin" in one["error"] and "\n" not in one["error"] for one in told)
 
 
