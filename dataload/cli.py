@@ -61,5 +61,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         return str(error) or "interrupted", INTERRUPTED
     if hasattr(error, "format_message"):  # wrong options or arguments, in the words of the option parser
         return f"{error.format_message()} See --help.", WRONG_USE
-    said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    from dataload.cache.redact import redacted
+
+    said = f"{type(error).__name__}: {redacted(error)}"
     return f"unexpected {said} (dataload --debug … shows where)", FOUND_A_PROBLEM

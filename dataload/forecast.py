@@ -34,15 +34,44 @@ class Fetched:
         return Fetched(self.bytes - other.bytes, self.requests - other.requests)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a row group takes. blocks: bytes of its file that are read through blocks; alone: in a request each.
+
+    sizes: bytes on disk of each of its blobs.
+    """
+
+    file: Object
+    blocks: list[Span]
+    alone: list[Span]
+    sizes: list[int]
+
+
+class Costs:
+    """What the row groups of a dataset take, and its footers: found once, file by file, for any number of readers."""
+
+    def __init__(self, manifest: Manifest, blobs: RowBlobs, blocks: Blocks) -> None:
+        self.blobs = blobs
+        self.block_bytes = blocks.block_bytes
+        self.footer_bytes = _footer_bytes(manifest, blocks)
+        self._groups = [
+            Cost(group.file, *blobs.sources(number), blobs.sizes_on_disk(number))
+            for number, group in enumerate(manifest.row_groups)
+        ]
+
+    def __getitem__(self, number: int) -> Cost:
+        return self._groups[number]
+
+
 class Reader:
     """Row groups as they are read through an empty cache of `limit` bytes that two windows pass through if need be.
 
     Raises ConfigError when the cache is too small for what the order needs at a time.
     """
 
-    def __init__(self, manifest: Manifest, blobs: RowBlobs, blocks: Blocks, order: Order, limit: int) -> None:
-        self._manifest, self._blobs, self._blocks, self._order = manifest, blobs, blocks, order
-        self._cache = Cache(limit, region_of(order, blobs, limit), footer_bytes(manifest, blocks))
+    def __init__(self, costs: Costs, order: Order, limit: int) -> None:
+        self._costs, self._order = costs, order
+        self._cache = Cache(limit, region_of(order, costs.blobs, limit), costs.footer_bytes)
         self._fetched = Fetched()
 
     def first_and_later(self, batch_size: int) -> tuple[Fetched, Fetched]:
@@ -103,7 +132,7 @@ class Reader:
 
     def _gathered(self, epoch: int, batch_size: int) -> Iterator[list[int]]:
         """The row groups that each gather is the first to need. Gathers grow, as `Share.runs` does."""
-        row_bytes = self._blobs.num_bytes // max(1, self._order.n)
+        row_bytes = self._costs.blobs.num_bytes // max(1, self._order.n)
         at_once = gathered_at_once(row_bytes * batch_size)
         most = max(1, RUN_ROWS // batch_size)
 
@@ -120,28 +149,28 @@ class Reader:
 
     def _read(self, number: int) -> None:
         """A row group's records are made, unless they are kept; then they are, as far as they find room."""
-        sizes, cache, file = self._blobs.sizes_on_disk(number), self._cache, self._manifest.row_groups[number].file
-        if all((number, part) in cache for part in range(len(sizes))):
+        cost, cache = self._costs[number], self._cache
+        if all((number, part) in cache for part in range(len(cost.sizes))):
             return
-        shared, alone = self._blobs.sources(number)
-        for start, stop in shared:
+        file = cost.file
+        for start, stop in cost.blocks:
             for first, last in self._blocks_of(file, start, stop):
                 if (file.path, first) not in cache:
                     self._fetched += Fetched(last - first, 1)
                     cache.put((file.path, first), size_on_disk(last - first, f"{file.path}#{first}-{last}"))
-        for start, stop in alone:
+        for start, stop in cost.alone:
             if not all((file.path, first) in cache for first, _ in self._blocks_of(file, start, stop)):
                 self._fetched += Fetched(stop - start, 1)
-        for part, size in enumerate(sizes):
+        for part, size in enumerate(cost.sizes):
             cache.put((number, part), size)
 
     def _blocks_of(self, file: Object, start: int, stop: int) -> Iterator[Span]:
         """The blocks that hold some of [start, stop)."""
-        size = self._blocks.block_bytes
+        size = self._costs.block_bytes
         return ((first, min(first + size, file.size)) for first in range(start // size * size, stop, size))
 
 
-def footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
+def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
     """Bytes that the footers of a dataset take in the cache, and its manifest."""
     tier = blocks.tier
     if not isinstance(tier, LocalTier):

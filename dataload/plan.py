@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from rich.filesize import decimal
@@ -14,7 +13,7 @@ from dataload.cache.blocks import Blocks
 from dataload.cache.local import LocalTier
 from dataload.errors import ConfigError
 from dataload.footer import SHARED_BYTES
-from dataload.forecast import Fetched, Reader
+from dataload.forecast import Costs, Fetched, Reader
 from dataload.manifest import Manifest
 from dataload.room import FITS
 from dataload.rowblobs import RowBlobs
@@ -24,6 +23,7 @@ from dataload.samplers.trade import GOAL, WindowTrade, default_window, weigh_win
 BANDWIDTH = 10**9  # bytes a second
 LONG_SECONDS = 600.0  # of fetching, while GPUs wait
 LARGE_BYTES = 1 << 30  # of a row group
+ENDLESS = 1 << 62  # bytes of a cache
 TWICE = 2.0  # what is said to be much
 
 
@@ -79,18 +79,18 @@ def plan(
     sizes = [group.bytes for group in manifest.row_groups]
     files = {group.file for group in manifest.row_groups}
     limit = blocks.tier.limit if isinstance(blocks.tier, LocalTier) else 0
-    endless = partial(Reader, manifest, blobs, blocks, order, 1 << 62)
-    whole = endless()
+    costs = Costs(manifest, blobs, blocks)
+    whole = Reader(costs, order, ENDLESS)
     all_of_it = whole.first_rows(order.n)
     needed = max(whole.kept_bytes, math.ceil(blobs.num_bytes / FITS))
     first: Fetched | None = None
     later: Fetched | None = None
     refusal = ""
     try:
-        first, later = Reader(manifest, blobs, blocks, order, limit).first_and_later(batch_size)
+        first, later = Reader(costs, order, limit).first_and_later(batch_size)
     except ConfigError as error:
         refusal = str(error)
-    first_batch = endless().first_rows(batch_size)
+    first_batch = Reader(costs, order, ENDLESS).first_rows(batch_size)
     found = Plan(
         objects=len(files),
         bytes=sum(file.size for file in files),

@@ -163,6 +163,8 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["verify", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
         (["evict", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
         (["evict", "s3://x", "--keep-bytes", "1GB"], "not both"),
+        (["plan", "a", "--bandwidth", "fast"], "bandwidth='fast'"),
+        (["warm", "a", "--shard", "first"], "--shard=first"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(

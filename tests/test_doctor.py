@@ -355,6 +355,14 @@ def test_credentials_that_are_refused(address: str, answers: Answers, code: str)
     assert "s3cret" not in found
 
 
+def test_what_says_how_to_get_in_is_not_repeated(case: Case, address: str, answers: Answers) -> None:
+    answers.refuses = "AccessDenied"
+    url = f"{address.replace('//', '//user:s3cret@')}/b/data/x?sig=s3cret"
+    found = dict(examine(case, Store(url, open_source(url, {}, None))))
+    assert found["credentials"].status == "problem"
+    assert "s3cret" not in repr(found)
+
+
 def test_no_credentials(address: str) -> None:
     found = said(store.credentials(s3(address, key=None, secret=None)))
     assert "no credentials were found" in found

@@ -14,7 +14,7 @@ import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader, parquet, room, rowstore
 from dataload.benchmarks.origin import Origin
-from dataload.forecast import Fetched, Reader
+from dataload.forecast import Costs, Fetched, Reader
 from dataload.plan import Plan
 from dataload.plan import plan as foretell
 from dataload.warm import order_of
@@ -119,9 +119,7 @@ def decoded(dataset: Any) -> int:
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_what_is_foretold_happens(
-    origin: Origin, name: str, tmp_path: Path, alike: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, alike: Callable[[str], None]) -> None:
     """In a cache that all fits into, and in one that half of it does."""
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "all"), "1GB"))
     dataset.blocks.tier._limit = found.cache_bytes_needed
@@ -136,9 +134,8 @@ def test_what_is_foretold_happens(
     limit = found.decoded_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "half"), limit), price=0.09)
     _, _, _, batch, window = DATASETS[name]
-    reader = Reader(
-        dataset.manifest, dataset.rowstore.blobs, dataset.blocks, order_of(dataset.manifest, window=window), limit
-    )
+    costs = Costs(dataset.manifest, dataset.rowstore.blobs, dataset.blocks)
+    reader = Reader(costs, order_of(dataset.manifest, window=window), limit)
     expected = list(islice(reader.epochs(batch), 4))
     assert epochs(origin, dataset, name, 4) == expected
     later = found.later_epoch

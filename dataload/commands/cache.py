@@ -53,6 +53,7 @@ def evict(
 
     from dataload.cache import fsck
     from dataload.cache.config import parse_bytes
+    from dataload.cache.redact import redacted
 
     if url and keep_bytes:
         raise ConfigError("give a URL or --keep-bytes, not both")
@@ -61,4 +62,4 @@ def evict(
     freed = fsck.evict(folder, path=path, keep_bytes=parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0)
     show({"bytes": freed}, f"{decimal(freed)} evicted", as_json=as_json)
     if url and not freed:
-        raise DataloadError(f"nothing of {url} is in the cache")
+        raise DataloadError(f"nothing of {redacted(url)} is in the cache")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from dataload.cache.redact import redacted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 
@@ -19,15 +20,15 @@ class Finding:
 
 
 def ok(what: str) -> Finding:
-    return Finding(OK, what)
+    return Finding(OK, redacted(what))
 
 
 def warning(what: str, advice: str) -> Finding:
-    return Finding(WARNING, what, advice)
+    return Finding(WARNING, redacted(what), advice)
 
 
 def problem(what: str, advice: str) -> Finding:
-    return Finding(PROBLEM, what, advice)
+    return Finding(PROBLEM, redacted(what), advice)
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,5 @@ class Case:
 
 
 def reason(error: BaseException) -> str:
-    """One line of an error, without what says how to get in."""
-    from dataload.cache.redact import redacted
-
-    said: Any = redacted(error)
-    return " ".join(str(said).split()) or type(error).__name__
+    """What an error says, or what it is."""
+    return str(error) or type(error).__name__
