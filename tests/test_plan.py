@@ -38,7 +38,7 @@ def tokens(rows: int) -> pa.Table:
 
 # By name: what a row group is made by, its rows, row groups of each of two files, rows of a batch, the window.
 DATASETS: dict[str, tuple[Callable[[int], pa.Table], int, int, int, int]] = {
-    "images": (images, 80, 5, 8, 2),
+    "images": (images, 80, 8, 8, 2),
     "tabular": (tabular, 500, 20, 64, 3),
     "tokens": (tokens, 200, 15, 32, 2),
 }
