@@ -16,6 +16,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import is_dataclass
 from enum import EnumType
 from io import BytesIO
@@ -233,15 +234,25 @@ def _equal(one: Any, other: Any) -> bool:
 def _each(state: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
     """`state` with function(name, leaf) in the place of all that is in its dicts, lists and tuples, which stay such."""
     if type(state) in (dict, OrderedDict, Counter):  # the dicts that are read back
-        return type(state)(
+        made = type(state)(
             {
                 _plain(name, key): _each(value, function, f"{name}.{key}" if name else str(key))
                 for key, value in state.items()
             }
         )
+        if hasattr(
+            state, "_metadata"
+        ):  # the versions of a module's parts, which would take it for an old one's without
+            vars(made)["_metadata"] = _each(vars(state)["_metadata"], function, f"{name}._metadata")
+        return made
     if type(state) in (list, tuple):
         return type(state)(_each(value, function, f"{name}.{i}") for i, value in enumerate(state))
     return function(name, state)
+
+
+def copied(state: Any) -> Any:
+    """A copy of a state, its tensors in the host's memory."""
+    return _each(state, _copied)
 
 
 def _leaves(state: Any) -> dict[str, Any]:
@@ -263,6 +274,10 @@ def _plain(_: str, leaf: Any) -> Any:
 
 def _shell(name: str, leaf: Any) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else _plain(name, leaf)
+
+
+def _copied(_: str, leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else deepcopy(leaf)
 
 
 def _filled(_: str, leaf: Any) -> Any:

@@ -55,12 +55,12 @@ class Tally:
         return {"sums": sums, "rows": dict(self.rows), "counts": counts}
 
     def figures(self, loader: Any) -> dict[str, Any]:
-        """The epoch's figures over all ranks. Raises ConfigError when there was no row."""
-        if not self.counts["rows"]:
-            raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
+        """The epoch's figures over all ranks. Raises ConfigError, on every rank, when none of them had a row."""
         ranks = gather({**self.state(), "traffic": _counted(loader)})
         total = added(ranks)
-        rows = int(total["counts"]["rows"])
+        rows = int(total["counts"].get("rows", 0))  # Where ranks joined and no batch was left, the first one has all.
+        if not rows:
+            raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
         mean = {name: total["counts"][name] / len(ranks) for name in AVERAGED if name in total["counts"]}
         if "skipped_steps" in mean:
             mean["skipped_steps"] = round(mean["skipped_steps"])

@@ -9,6 +9,8 @@ from collections import defaultdict
 from itertools import count
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
@@ -18,7 +20,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dataload import checkpoint
 from dataload.checkpoint import REST, Checkpoints, load
+from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
+from dataload.loader import make_loader
 from dataload.train import fit
 from dataload.world import World
 
@@ -149,6 +153,28 @@ def test_ranks_are_resumed_with_their_own_loaders(ranks, tmp_path):
     assert ranks(2, drawing_resumed, tmp_path) == [None, None]
     with pytest.raises(ConfigError, match=r"each of 2 ranks had a loader in a state of its own.* start 2 ranks, not 1"):
         train_drawing(tmp_path)
+
+
+def train_from_files(folder, crash_at=None):
+    model, batches = nn.Linear(1, 1), count()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    loader = make_loader(make_dataset(str(folder / "rows.parquet"), cache=None), 4, drop_last=True)
+
+    def loss(model, batch):
+        if next(batches) == crash_at:
+            raise CrashError
+        return model(batch["id"].float()[:, None]).square().mean()
+
+    options = {"epochs": 2, "precision": "fp32", "checkpoint_every": 5, "progress": False}
+    return [record["rows"] for record in fit(model, optimizer, loader, loss, checkpoint_dir=folder / "run", **options)]
+
+
+def test_more_ranks_go_on_where_less_than_a_batch_of_theirs_is_left(ranks, tmp_path):
+    """Of 24 rows: 20 were trained on by one rank, 4 are left, and two ranks take 8 at a time."""
+    pq.write_table(pa.table({"id": range(24)}), tmp_path / "rows.parquet")
+    with pytest.raises(CrashError):
+        train_from_files(tmp_path, crash_at=5)
+    assert ranks(2, train_from_files, tmp_path) == [[20, 24]] * 2
 
 
 def test_skipped_steps_are_those_of_all_ranks(tmp_path):
@@ -358,6 +384,28 @@ def test_states_come_back_as_they_were(tmp_path, number):
         assert rates[0] == rates[1]
     moment = second["optimizer"].state_dict()["state"][0]["exp_avg"]
     assert moment.is_contiguous(memory_format=torch.channels_last)
+
+
+class Upgraded(nn.Module):
+    """Before version 2 it kept the inverse of its scale."""
+
+    _version = 2
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        if metadata.get("version", 1) < self._version:
+            state[prefix + "scale"] = 1 / state[prefix + "scale"]
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+def test_modules_are_told_the_version_of_their_state(tmp_path):
+    Checkpoints(tmp_path, 1).save({"model": nn.Sequential(Upgraded(4.0)).state_dict()}, {})
+    again = nn.Sequential(Upgraded())
+    load(tmp_path / "checkpoint-000001", {"model": again})
+    assert again[0].scale == 4
 
 
 def test_the_scale_of_sixteen_bit_losses_is_resumed(tmp_path):
