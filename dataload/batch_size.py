@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dataload.batch import Flat, map_tensors
+from dataload.checkpoint import copied, generators, set_generators
 from dataload.distributed import device_of, gather, process_group
 from dataload.errors import ConfigError
 from dataload.feed import num_rows
@@ -36,17 +38,19 @@ def find_batch_size(
 
     batch: any batch of the loader; its rows are repeated. start, limit: the sizes to begin with and to end at.
     gain: what a doubling has to add to the rows per second, as a share, for the doubled size to be preferred.
-    The ranks try together and get the same answer. Model, optimizer and random generators are left as they were.
+    The ranks try together and get the same answer.
 
-    Raises ConfigError when not even `start` rows fit.
+    Whatever happens, these are as before afterwards: what is in the state_dict of model and optimizer; each module's
+    train or eval mode; the generators of torch (on the CPU and on `device`), numpy's global one and Python's. The model
+    stays on `device`, and gradients are gone.
+
+    Raises ConfigError when not even `start` rows fit, and whatever the steps raise but that memory is full.
     """
     world = World.detect()
     device = device_of(world, device)
-    saved = [map_tensors(part.state_dict(), _kept) for part in (model, optimizer)]
-    devices = [device] if device.type == "cuda" else []
     best, fastest, size = 0, 0.0, start
-    with process_group(world, device), torch.random.fork_rng(devices):
-        steps = Steps(model.to(device).train(), optimizer, loss_fn, device, precision)
+    with process_group(world, device), _restored(model.to(device), optimizer):
+        steps = Steps(model.train(), optimizer, loss_fn, device, precision)
         while size <= limit:
             seconds = gather(_seconds(steps, batch, size))
             if None in seconds:
@@ -55,12 +59,26 @@ def find_batch_size(
             if speed < fastest * (1 + gain):
                 break
             best, fastest, size = size, speed, size * 2
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    optimizer.zero_grad()
     if not best:
         raise ConfigError(f"a batch of {start} rows does not fit into the memory of {device}")
     return best
+
+
+@contextmanager
+def _restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Model, optimizer and generators are afterwards as they were; gradients are gone."""
+    states = [copied(part.state_dict()) for part in (model, optimizer)]
+    modes = [(module, module.training) for module in model.modules()]
+    drawn = generators()
+    try:
+        yield
+    finally:
+        optimizer.zero_grad()
+        model.load_state_dict(states[0])
+        optimizer.load_state_dict(states[1])
+        for module, training in modes:  # each its own: parts of a model in training may be in eval mode
+            module.training = training
+        set_generators(drawn)
 
 
 def _seconds(steps: Steps, batch: Any, rows: int) -> float | None:
@@ -83,11 +101,6 @@ def _seconds(steps: Steps, batch: Any, rows: int) -> float | None:
     if steps.device.type == "cuda":
         torch.cuda.empty_cache()
     return None
-
-
-def _kept(tensor: Tensor) -> Tensor:
-    """A copy that takes none of the device's memory."""
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _of_size(batch: Any, size: int, device: torch.device) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +12,8 @@ from dataload.batch import map_tensors
 from dataload.distributed import gather
 from dataload.errors import ConfigError
 
+RUN = 1 << 14  # values added up at a time; so many torch adds up in one thread, in one order
+
 MetricFn = Callable[[nn.Module, Any], Mapping[str, Tensor]]
 
 
@@ -22,7 +22,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     """Means over all rows that the ranks' loaders give, and "rows", how many these are; the same on every rank.
 
     metric_fn(model, batch): a value for each row of the batch, as name -> Tensor[B]. Booleans and integers are added up
-        as integers, so that their sum is that of one process, to the last bit; other numbers in float64.
+        as integers, so that their sum is that of one process, to the last bit; other numbers in float64, in an order
+        that is the same whatever the batches are. The values are not kept.
     Batches are on the device of the model's parameters. The last `loader.padding` rows, which repeat others, are left
     out. The model is in eval mode meanwhile. Loaders of unequal length are fine.
 
@@ -30,7 +31,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     """
     padding = getattr(loader, "padding", 0)  # asked before the loop, which moves the loader
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    values = defaultdict[str, list[Tensor]](list)
+    own: dict[str, _Sum] = {}
     training = model.training
     model.eval()
     try:
@@ -39,11 +40,10 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
             for name, value in metric_fn(model, here).items():
                 if value.ndim != 1:
                     raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
-                values[name].append(value)
+                own.setdefault(name, _Sum(padding)).add(value)
     finally:
         model.train(training)
-    own = {name: _sum(torch.cat(parts), padding) for name, parts in values.items()}
-    ranks = gather(own)
+    ranks = gather({name: one.total() for name, one in own.items()})
     names = {name: None for rank in ranks for name in rank}
     if not names:
         raise ConfigError("no rows to evaluate on")
@@ -51,15 +51,33 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     rows = {name: sum(count for _, count in parts) for name, parts in sums.items()}
     if len(set(rows.values())) > 1:
         raise ConfigError(f"metrics of unequal numbers of rows: {rows}")
-    means = {name: _total([total for total, _ in parts]) / rows[name] for name, parts in sums.items()}
+    means = {name: sum(total for total, _ in parts) / rows[name] for name, parts in sums.items()}
     return {**means, "rows": next(iter(rows.values()))}
 
 
-def _sum(values: Tensor, padding: int) -> tuple[float, int]:
-    """(sum, how many) without the last `padding` ones."""
-    kept = values[: len(values) - padding]
-    return kept.sum(dtype=torch.float64 if kept.is_floating_point() else torch.int64).item(), len(kept)
+class _Sum:
+    """Of all values but the last `padding`: in runs of RUN, wherever batches end, so that these change no last bit."""
 
+    def __init__(self, padding: int) -> None:
+        self._padding = padding
+        self._held: list[Tensor] = []  # one tensor, of what is in no run yet
+        self._total: float = 0
+        self._count = 0
 
-def _total(sums: list[float]) -> float:
-    return sum(sums) if all(isinstance(part, int) for part in sums) else math.fsum(sums)
+    def add(self, values: Tensor) -> None:
+        held = torch.cat([*self._held, values])
+        if whole := max(0, len(held) - self._padding) // RUN * RUN:
+            self._add_up(held[:whole])
+        self._held = [held[whole:]]
+
+    def total(self) -> tuple[float, int]:
+        """(sum, how many)."""
+        for held in self._held:
+            self._add_up(held[: len(held) - self._padding])
+        return self._total, self._count
+
+    def _add_up(self, values: Tensor) -> None:
+        dtype = torch.float64 if values.is_floating_point() else torch.int64
+        for run in torch.split(values, RUN):
+            self._total += run.sum(dtype=dtype).item()
+        self._count += len(values)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import random
+from contextlib import nullcontext
+from itertools import count, repeat
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,8 +16,9 @@ from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, parameters_of, squared_error
 from torch import nn
 
-from dataload import batch_size
+from dataload import batch_size, evaluate
 from dataload.batch import Flat
+from dataload.checkpoint import alike, copied, generators
 from dataload.dataset import make_dataset
 from dataload.distributed import process_group
 from dataload.errors import ConfigError
@@ -84,6 +90,43 @@ def test_ranks_may_have_more_or_nothing(ranks):
     assert ranks(2, unevenly, (3, 1)) == [{"x": 3.0, "rows": 16}] * 2
     assert ranks(2, unevenly, (0, 1)) == [{"x": 3.0, "rows": 4}] * 2
     assert all("no rows" in str(error) for error in ranks(2, unevenly, (0, 0)))
+
+
+class Batches(list):
+    """The last `padding` of their rows repeat others."""
+
+    padding = 0
+
+
+def mean_of(values, size, padding=0):
+    batches = Batches(torch.cat([values, values[:padding]]).split(size))
+    batches.padding = padding
+    return evaluate_over(nn.Identity(), batches, lambda model, batch: {"x": batch})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_no_last_bit_depends_on_where_batches_end(dtype):
+    draw = torch.Generator().manual_seed(0)
+    values = (1000 * torch.randn(5 * evaluate.RUN + 77, generator=draw, dtype=torch.float64)).to(dtype)
+    expected = mean_of(values, len(values))
+    assert expected == {"x": pytest.approx(values.double().mean().item(), rel=1e-10), "rows": len(values)}
+    for size, padding in ((1000, 0), (1001, 3), (3 * evaluate.RUN, 5000), (len(values), 1), (7, 100)):
+        assert mean_of(values, size, padding) == expected
+
+
+def test_values_are_not_kept():
+    """Many batches of the same rows: what is alive does not grow."""
+    alive = []
+
+    def metrics(model, batch):
+        if next(numbers) in (10, 40):
+            alive.append(sum(one.numel() for one in gc.get_objects() if type(one) is torch.Tensor))
+        return {"x": batch + 1, "odd": batch % 2 == 1}
+
+    numbers = count()
+    found = evaluate_over(nn.Identity(), repeat(torch.arange(10_000), 41), metrics)
+    assert found == {"x": 5000.5, "odd": 0.5, "rows": 410_000}
+    assert alive[1] - alive[0] < 4 * evaluate.RUN
 
 
 @pytest.mark.parametrize(
@@ -158,6 +201,51 @@ def steep(rows):
 
 def linear(rows):
     return rows / 100
+
+
+class Mixed(nn.Module):
+    """A layer in training, and running statistics that are not; what it has drawn, its results do not show."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(3).eval()
+        self.layer = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def forward(self, x):
+        torch.rand(()), random.random(), np.random.rand()  # noqa: NPY002
+        return self.layer(self.frozen(x.float()))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        assert metadata["version"] == self._version
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.parametrize("wrong", [None, torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("training", [True, False])
+def test_all_is_as_it_was_whatever_goes_wrong(wrong, training):
+    torch.manual_seed(0)
+    model = Mixed()
+    model.layer.train(training)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = copied({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": generators()})
+    modes = [module.training for module in model.modules()]
+    batches = count()
+
+    def loss(model, batch):
+        if next(batches) == 8 and wrong is not None:
+            raise wrong("as it happens")
+        return squared_error(model, batch)
+
+    batch = {"x": Rows(8).x, "y": Rows(8).y}
+    with nullcontext() if wrong is not RuntimeError else pytest.raises(RuntimeError, match="as it happens"):
+        find_batch_size(model, optimizer, batch, loss, start=4, limit=8, precision="fp32")
+    assert next(batches) == (10 if wrong is None else 9)
+    after = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": generators()}
+    assert alike([before, after])
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_it_stops_when_it_gets_no_faster():
