@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,9 +42,9 @@ class ClusterTier(LocalTier):
         return super().get_or_fill(key, partial(self._fill, key, fill), span)
 
     @contextmanager
-    def alone(self, key: BlobKey) -> Iterator[Any]:
+    def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
         """Gives, where another host is at it, what to call to wait for that one, holding nothing meanwhile."""
-        with super().alone(key), self.cluster.alone(key) as other:
+        with super().alone(key), self.cluster.alone(key) if elect else nullcontext() as other:
             yield other
 
     def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:

@@ -142,7 +142,7 @@ class LocalTier(ForkAware):
             return cut(draft.publish(), span)
 
     @contextmanager
-    def alone(self, key: BlobKey) -> Iterator[None]:
+    def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)
         with ExitStack() as stack:
             if not self.health.reads.tripped and self.health.writes.allows():
                 with self.trouble("locking a blob", self.health.writes):

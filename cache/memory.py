@@ -61,7 +61,7 @@ class MemoryTier(ForkAware):
             self._keep(key, blob)
             return cut(blob, span)
 
-    def alone(self, key: BlobKey) -> AbstractContextManager[Any]:
+    def alone(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:  # noqa: ARG002 (each is alone)
         return self._locks.hold(key.digest)
 
     def bring(self, keys: Iterable[BlobKey]) -> None:

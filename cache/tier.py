@@ -64,9 +64,10 @@ class Tier(Protocol):
     def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
         """As `get`; when the blob is not kept here, `fill` makes all of it first."""
 
-    def alone(self, key: BlobKey) -> AbstractContextManager[Any]:
+    def alone(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:
         """While it lasts, nobody else on this host is in it with the same key: to make several blobs at once.
 
+        elect: of hosts that share them one is to be at it, too; gives, where another is, what to call to wait for it.
         Notes: best effort. Whoever has waited too long, or cannot lock, goes on all the same: twice the work, never a
         deadlock.
         """

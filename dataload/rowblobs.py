@@ -171,14 +171,14 @@ class RowBlobs(ForkAware):
             if callable(other):
                 stack.close()
                 other()
-                self._enter(stack, number)
+                self._enter(stack, number, elect=False)  # Elected again, hosts would queue up for what is there.
             yield
 
-    def _enter(self, stack: ExitStack, number: int) -> Any:
+    def _enter(self, stack: ExitStack, number: int, *, elect: bool = True) -> Any:
         """What to call to wait for another host that is at it, once nothing is held; None where there is none."""
         stack.enter_context(self.fetched.hold(self._held(number)))  # A lock is not held while there is no room.
         with doing(ELSEWHERE):
-            return stack.enter_context(self._blocks.tier.alone(self._key(number, "row group")))
+            return stack.enter_context(self._blocks.tier.alone(self._key(number, "row group"), elect=elect))
 
     def has_room(self, number: int) -> bool:
         """Whether this process may hold another row group just now."""

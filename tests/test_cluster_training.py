@@ -243,6 +243,27 @@ def test_who_waits_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, c
         assert waits.result(PATIENCE)
 
 
+def test_who_has_waited_for_another_host_keeps_nobody_waiting(
+    bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = hosts(write(bucket, 1), cluster=cluster_server.url).rowstore.blobs
+    tier, lease, leased = blobs._blocks.tier, f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease", []
+    bring = tier.bring
+
+    def looks(keys: Any) -> Any:
+        leased.append(cluster_server.ask("EXISTS", lease))
+        return bring(keys)
+
+    monkeypatch.setattr(tier, "bring", looks)
+    cluster_server.ask("SET", lease, "another's")
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(blobs.make, 0)
+        until(lambda: tier.stats()["cluster"]["waits"])
+        cluster_server.ask("DEL", lease)
+        assert waits.result(PATIENCE)
+    assert leased == [1, 0], "another's, and then none of its own"
+
+
 def test_files_are_shared_too(bucket: Any, tmp_path: Path, cluster_server: Server) -> None:
     data = np.random.default_rng(0).bytes(9_500_000)
     bucket.put("x", data)
