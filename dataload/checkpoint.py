@@ -240,9 +240,7 @@ def _each(state: Any, function: Callable[[str, Any], Any], name: str = "") -> An
                 for key, value in state.items()
             }
         )
-        if hasattr(
-            state, "_metadata"
-        ):  # the versions of a module's parts, which would take it for an old one's without
+        if hasattr(state, "_metadata"):  # versions of a module's parts: without, they would take it for an old one's
             vars(made)["_metadata"] = _each(vars(state)["_metadata"], function, f"{name}._metadata")
         return made
     if type(state) in (list, tuple):
