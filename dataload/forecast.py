@@ -66,6 +66,8 @@ class Costs:
 class Reader:
     """Row groups as they are read through an empty cache of `limit` bytes that two windows pass through if need be.
 
+    Where small record batches of Arrow files were fetched to find out what is in them, less is fetched than that.
+
     Raises ConfigError when the cache is too small for what the order needs at a time.
     """
 

@@ -361,6 +361,11 @@ def test_what_says_how_to_get_in_is_not_repeated(case: Case, address: str, answe
     found = dict(examine(case, Store(url, open_source(url, {}, None))))
     assert found["credentials"].status == "problem"
     assert "s3cret" not in repr(found)
+    answers.refuses, answers.ranges, answers.etag = "", False, False
+    url = f"{address}/b/data/x?sig=s3cret"
+    found = dict(examine(case, Store(url, open_source(url, {}, None))))
+    assert (found["ranges"].status, found["ETag"].status) == ("problem", "warning")
+    assert "s3cret" not in repr(found)
 
 
 def test_no_credentials(address: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader, parquet, room, rowstore
 from dataload.benchmarks.origin import Origin
+from dataload.cache import stream
+from dataload.cache.blocks import Object
 from dataload.forecast import Costs, Fetched, Reader
 from dataload.plan import Plan
 from dataload.plan import plan as foretell
-from dataload.warm import order_of
+from dataload.warm import order_of, warm
 
 noise = np.random.default_rng(0)
 
@@ -145,3 +148,51 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, ali
     assert 0.3 < later.bytes / found.bytes < 0.8
     assert found.later_epoch_cost == pytest.approx(later.bytes / 1e9 * 0.09)
     assert any("later epochs fetch nothing" in line for line in found.advice)
+
+
+@pytest.mark.parametrize("room", [6000, 3000])
+def test_what_a_stream_asks_for(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of columns that are held whole, and of those that are too large for that."""
+    monkeypatch.setattr(stream, "SMALLEST_PIECE", 100)
+    monkeypatch.setattr(stream, "LARGEST_PIECE", 400)
+    asked = []
+
+    def fetch(start: int, stop: int) -> Future[memoryview]:
+        asked.append((start, stop))
+        found: Future[memoryview] = Future()
+        found.set_result(memoryview(bytes(stop - start)))
+        return found
+
+    ranges = [(0, 1000), (5000, 9100)]
+    with stream.RangeStream(fetch, Object("x", 10_000, "1"), ranges, room) as file:
+        for start, stop in ranges:
+            file.seek(start)
+            while file.tell() < stop:
+                file.read(min(50, stop - file.tell()))
+    assert sorted(asked) == stream.pieces(ranges, room)
+
+
+def test_columns_that_are_left_out_are_not_fetched(origin: Origin, tmp_path: Path) -> None:
+    found, dataset = planned(origin, "images", CacheConfig(str(tmp_path), "1GB"), columns=["label"])
+    whole, _ = planned(origin, "images", CacheConfig(str(tmp_path), "1GB"))
+    counted(origin)
+    warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
+    assert counted(origin) == found.first_epoch
+    assert found.first_epoch.bytes < 0.01 * whole.first_epoch.bytes
+
+
+def test_arrow_files_are_foretold_too(tmp_path: Path) -> None:
+    folder = tmp_path / "origin" / "bucket" / "arrow"
+    folder.mkdir(parents=True)
+    large = [images(120) for _ in range(3)]  # so large that their index is read without them
+    with pa.ipc.new_file(folder / "large.arrow", large[0].schema) as writer:
+        for part in large:
+            writer.write_table(part)
+    with Origin(tmp_path / "origin") as running:
+        url, options = "s3://bucket/arrow", running.storage_options
+        dataset = make_dataset(url, storage_options=options, cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+        blobs = dataset.rowstore.blobs
+        found = foretell(dataset.manifest, blobs, dataset.blocks, order_of(dataset.manifest), 8)
+        counted(running)
+        warm(blobs, range(3))
+        assert counted(running) == found.first_epoch
