@@ -17,6 +17,8 @@ from dataload.cache.proven import Proven
 from dataload.cache.scratch import DIGEST
 from dataload.errors import ConfigError, CorruptEntry
 
+EVICTED_AT_ONCE = 1 << 30  # bytes
+
 
 @dataclass
 class Report:
@@ -67,15 +69,28 @@ def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int
     return report
 
 
-def evict(folder: CacheFolder, *, path: str | None = None, keep_bytes: int = 0) -> int:
+def evict(
+    folder: CacheFolder,
+    *,
+    path: str | None = None,
+    keep_bytes: int = 0,
+    progress: Callable[[int], object] = lambda _: None,
+) -> int:
     """Remove blobs: those of one object or of all below a folder, or those used longest ago; how many bytes went.
 
     path: as the origin names it, such as "bucket/folder"; None: all.
     keep_bytes: of these, how many may stay; 0: none.
+    progress: called with the bytes that were looked at, or that went.
     """
-    before = folder.index.used_bytes()
+    before = used = folder.index.used_bytes()
     if path is None:
-        folder.evict(keep_bytes)
+        while used > keep_bytes:  # Some at a time, for others wait meanwhile.
+            folder.evict(max(keep_bytes, used - EVICTED_AT_ONCE))
+            left = folder.index.used_bytes()
+            if left >= used:  # The rest is being filled just now, or others fill as fast.
+                break
+            progress(used - left)
+            used = left
     else:
         below = (f"{path.rstrip('/')}/", f"{path}#")
         for row in folder.index.rows():
@@ -83,6 +98,7 @@ def evict(folder: CacheFolder, *, path: str | None = None, keep_bytes: int = 0) 
                 with folder.locks.hold(row.digest, timeout=0) as alone:
                     if alone:
                         folder.discard(row.digest)
+            progress(row.size)
     return before - folder.index.used_bytes()
 
 

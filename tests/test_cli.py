@@ -23,6 +23,7 @@ from rich.console import Console
 
 from dataload import CacheConfig, ConfigError, cli, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
+from dataload.cache import fsck
 from dataload.commands.bar import bar
 from dataload.commands.terminal import Lines, duration, table
 
@@ -292,6 +293,21 @@ def test_warm_what_comes_first(at_bucket: Run, dataset_of: Callable[..., str], b
     kept = [group for group in range(4) if dataset.rowstore.blobs.find(group) is not None]
     assert kept == sorted(needed[:2])
     assert json.loads(done.stdout)["rows"] == sum(dataset.row_groups[group].rows for group in kept)
+
+
+def test_what_is_evicted_goes_bit_by_bit(
+    at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can be said how far it is, and others need not wait long."""
+    assert at_bucket("warm", dataset_of([[300, 200], [100, 400]]), "--cache-dir", str(tmp_path / "c")).returncode == 0
+    folder = fsck.open_existing(tmp_path / "c")
+    held, gone = folder.index.used_bytes(), list[int]()
+    monkeypatch.setattr(fsck, "EVICTED_AT_ONCE", held // 20)
+    assert fsck.evict(folder, keep_bytes=held // 2, progress=gone.append) == sum(gone)
+    assert len(gone) >= 3
+    assert 0 < folder.index.used_bytes() <= held // 2
+    assert fsck.evict(folder) > 0
+    assert folder.index.used_bytes() == 0
 
 
 def test_a_plan_that_cannot_be(at_bucket: Run, dataset_of: Callable[..., str]) -> None:

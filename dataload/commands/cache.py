@@ -59,7 +59,9 @@ def evict(
         raise ConfigError("give a URL or --keep-bytes, not both")
     folder = existing(cache_dir)
     path = fsspec.core.strip_protocol(url) if url else None
-    freed = fsck.evict(folder, path=path, keep_bytes=parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0)
+    keep = parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0
+    with progress("evicting", max(0, folder.index.used_bytes() - keep), quiet=as_json) as advance:
+        freed = fsck.evict(folder, path=path, keep_bytes=keep, progress=advance)
     show({"bytes": freed}, f"{decimal(freed)} evicted", as_json=as_json)
     if url and not freed:
         raise DataloadError(f"nothing of {redacted(url)} is in the cache")
