@@ -103,15 +103,21 @@ def read_environment(environ: Mapping[str, str]) -> World:
 
 
 def doubts(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """What is doubtful in what launchers say, though a world can be read from it, and what to do; None: nothing."""
-    said = {launcher: [_integer(environ, name) for name in names[:2]] for launcher, *names in LAUNCHERS}
-    told = {launcher: world for launcher, world in said.items() if world[1] is not None}
-    for launcher, world in list(told.items())[1:]:
-        first = next(iter(told))
-        if world[1] == told[first][1] and None not in (world[0], told[first][0]) and world[0] != told[first][0]:
+    """What is doubtful in what launchers say, though a world can be read from it, and what to do; None: nothing.
+
+    Raises ConfigError as `read_environment` does.
+    """
+    told = []
+    for launcher, *names in LAUNCHERS:
+        rank, world_size = (_integer(environ, name) for name in names[:2])
+        if rank is not None and world_size is not None:
+            told.append((launcher, rank, world_size))
+    for launcher, rank, world_size in told[1:]:
+        believed, own, size = told[0]
+        if size == world_size and own != rank:
             return (
-                f"{first} says that this is rank {told[first][0]} of {world[1]}, {launcher} says rank {world[0]}",
-                f"start with one launcher, or unset the variables of {launcher}: {first} is believed",
+                f"{believed} says that this is rank {own} of {size}, {launcher} says rank {rank}",
+                f"start with one launcher, or unset the variables of {launcher}: {believed} is believed",
             )
     tasks = _integer(environ, "SLURM_NTASKS")
     if not told and tasks is not None and tasks > 1:

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import s3fs
 
 from dataload.cache.filesystem import open_source
 from dataload.doctor import cluster, folder, limits, processes, store
@@ -212,6 +213,7 @@ def test_workers_that_are_forked(case: Case) -> None:
         ("RANK=x WORLD_SIZE=4", "problem", "not a whole number"),
         ("RANK=1 WORLD_SIZE=4 SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4", "problem", "Slurm says rank 2"),
         ("SLURM_NTASKS=8 SLURM_PROCID=0", "problem", "start the program with srun"),
+        ("RANK=1 WORLD_SIZE=4 SLURM_PROCID=x", "problem", "SLURM_PROCID='x'"),
         ("RANK=1 WORLD_SIZE=4", "warning", "set LOCAL_WORLD_SIZE"),
         ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", "ok", "rank 1 of 4"),
     ],
@@ -334,6 +336,23 @@ def test_nobody_at_the_endpoint(case: Case) -> None:
     assert "cannot be reached" in said(found["endpoint"])
     assert "AWS_ENDPOINT_URL" in said(found["endpoint"])
     assert "clock" not in found, "nobody else is to be waited for"
+
+
+def test_nobody_at_the_proxy(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = closed_port()
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("no_proxy", "")
+    assert f"127.0.0.1:{port} cannot be reached" in said(store.endpoint(http(address)))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert store.endpoint(http(address)).status == "ok"
+
+
+def test_what_is_no_store(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    once = {"retries": {"max_attempts": 0}}
+    found = said(store.credentials(s3(address.replace("http:", "https:"), config_kwargs=once)))
+    assert "AWS_CA_BUNDLE" in found
+    assert "s3cret" not in found
 
 
 @pytest.mark.parametrize(("seconds", "status"), [(-3600, "problem"), (200, "warning"), (5, "ok")])

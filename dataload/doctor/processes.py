@@ -23,11 +23,11 @@ def fork(case: Case) -> Finding:
 
 def ranks(_: Case) -> Finding:
     try:
-        world = World.detect()
+        world, doubt = World.detect(), doubts(os.environ)
     except ConfigError as error:
         said, advice = str(error).partition(": ")[::2]
         return problem(said, advice or "start with torchrun, or pass world=World(rank, world_size)")
-    if (doubt := doubts(os.environ)) is not None:
+    if doubt is not None:
         return problem(*doubt)
     if world.num_nodes is None:
         return warning(

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, build_opener
+from urllib.request import Request, build_opener, getproxies, proxy_bypass
 
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.version import VERSION_FIELDS
@@ -72,6 +72,8 @@ def endpoint(store: Store) -> Finding:
     if store.endpoint is None:
         return ok(f"{store.origin.address} is not on the web")
     where = urlsplit(store.endpoint)
+    if (proxy := getproxies().get(where.scheme)) and not proxy_bypass(where.hostname or ""):
+        where = urlsplit(proxy)
     place = (where.hostname or "", where.port or PORTS.get(where.scheme, 443))
     try:
         socket.create_connection(place, SECONDS).close()
@@ -109,7 +111,9 @@ def credentials(store: Store) -> Finding:
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket "
                 "--storage-options '{\"anon\": true}'",
             )
-        return problem(said, "check key, secret and token, and that they may list and read this bucket")
+        if "denied access" in said:
+            return problem(said, "check key, secret and token, and that they may list and read this bucket")
+        return problem(said, "check AWS_ENDPOINT_URL or endpoint_url, and certificates (AWS_CA_BUNDLE)")
     return ok(f"{len(found):,} objects can be listed")
 
 
