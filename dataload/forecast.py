@@ -14,6 +14,7 @@ from dataload.cache.tier import Span
 from dataload.manifest import VERSION, Manifest
 from dataload.room import drawn_on_at_a_time, gathered_at_once, region_of
 from dataload.rowblobs import RowBlobs
+from dataload.samplers.lru import LRU
 from dataload.samplers.order import Order
 from dataload.samplers.share import RUN_ROWS
 
@@ -62,6 +63,9 @@ class Costs:
     def __getitem__(self, number: int) -> Cost:
         return self._groups[number]
 
+    def __len__(self) -> int:
+        return len(self._groups)
+
 
 class Reader:
     """Row groups as they are read through an empty cache of `limit` bytes that two windows pass through if need be.
@@ -75,6 +79,7 @@ class Reader:
         self._costs, self._order = costs, order
         self._cache = Cache(limit, region_of(order, costs.blobs, limit), costs.footer_bytes)
         self._fetched = Fetched()
+        self._needs: LRU[int, list[tuple[int, int]]] = LRU(2)  # by epoch: to find them takes a look at each row
 
     def first_and_later(self, batch_size: int) -> tuple[Fetched, Fetched]:
         """What the first epoch fetches, and a later one on average. batch_size: rows, of all ranks together."""
@@ -82,8 +87,14 @@ class Reader:
         total = sum(later, Fetched())
         return first, Fetched(total.bytes // len(later), round(total.requests / len(later)))
 
+    def all_rows(self) -> Fetched:
+        """What is fetched to have each row group once."""
+        for number in range(len(self._costs)):
+            self._read(number)
+        return self._fetched
+
     def first_rows(self, rows: int) -> Fetched:
-        """What is fetched before so many rows are there; the first ones of the first epoch, or all of them."""
+        """What is fetched before the first so many rows of the first epoch are there."""
         for _, group in takewhile(lambda need: need[0] < rows, self._order.needs_from(0)):
             self._read(group)
         return self._fetched
@@ -101,7 +112,7 @@ class Reader:
         opened: OrderedDict[int, None] = OrderedDict()  # row groups, as in `Shelf`
         asked: set[int] = set()  # that are not open yet
         waiting: deque[int] = deque()  # for batches, as in `Lookahead`
-        coming = (group for epoch in count() for _, group in self._order.needs_from(epoch))
+        coming = (group for epoch in count() for _, group in self._needs_of(epoch))
 
         def ask(groups: Iterable[int]) -> None:
             for group in groups:
@@ -112,21 +123,22 @@ class Reader:
         for epoch in count():
             before = self._fetched
             ask(waiting)  # once more: some were open when they were asked for, and are no more
-            for together in self._gathered(epoch, batch_size):
+            for gathered in self._gathered(epoch, batch_size):
+                together = set(gathered)
                 new = list(islice(coming, max(0, ahead + len(together) - len(waiting))))
                 waiting.extend(new)
                 ask(new)
                 for _ in together:
                     waiting.popleft()
                 room = max(room, len(together))
-                for group in sorted(together):
+                for group in sorted(together):  # as `RowStore.gather` puts them there
                     ask([group])
                     asked.discard(group)
                     if group not in opened:
                         while len(opened) >= room:
                             del opened[next(old for old in opened if old not in together)]
                         opened[group] = None
-            drawn_on = takewhile(lambda need: need[0] < beyond, self._order.needs_from(epoch + 1))
+            drawn_on = takewhile(lambda need: need[0] < beyond, self._needs_of(epoch + 1))
             new = list(islice(coming, sum(1 for _ in drawn_on)))
             waiting.extend(new)
             ask(new)
@@ -146,8 +158,11 @@ class Reader:
             more, within = divmod(batch + 1 - (1 << run), most)
             return run + more, within // at_once
 
-        for _, needs in groupby(self._order.needs_from(epoch), gather):
+        for _, needs in groupby(self._needs_of(epoch), gather):
             yield [group for _, group in needs]
+
+    def _needs_of(self, epoch: int) -> list[tuple[int, int]]:
+        return self._needs.get(epoch, lambda epoch: list(self._order.needs_from(epoch)))
 
     def _read(self, number: int) -> None:
         """A row group's records are made, unless they are kept; then they are, as far as they find room."""

@@ -81,13 +81,16 @@ def plan(
     limit = blocks.tier.limit if isinstance(blocks.tier, LocalTier) else 0
     costs = Costs(manifest, blobs, blocks)
     whole = Reader(costs, order, ENDLESS)
-    all_of_it = whole.first_rows(order.n)
+    all_of_it = whole.all_rows()
     needed = max(whole.kept_bytes, math.ceil(blobs.num_bytes / FITS))
     first: Fetched | None = None
     later: Fetched | None = None
     refusal = ""
     try:
-        first, later = Reader(costs, order, limit).first_and_later(batch_size)
+        if limit >= needed:
+            first, later = all_of_it, Fetched()
+        else:
+            first, later = Reader(costs, order, limit).first_and_later(batch_size)
     except ConfigError as error:
         refusal = str(error)
     first_batch = Reader(costs, order, ENDLESS).first_rows(batch_size)
@@ -122,10 +125,9 @@ def _advice(plan: Plan, sizes: list[int], default: int, all_of_it: Fetched) -> I
         )
     if plan.later_epoch and plan.later_epoch.bytes:
         yield f"with cache_bytes={decimal(plan.cache_bytes_needed)} or more, later epochs fetch nothing"
-    typical = sorted(sizes)[len(sizes) // 2]
-    if len(sizes) > 1 and typical < SHARED_BYTES:
+    if len(sizes) > 1 and (typical := sorted(sizes)[len(sizes) // 2]) < SHARED_BYTES:
         yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
-    if max(sizes) > LARGE_BYTES:
+    if max(sizes, default=0) > LARGE_BYTES:
         yield f"a row group of {decimal(max(sizes))} makes what needs it wait: write them of about 128 MB"
     if plan.trade.window != default:
         yield f"window={default} is the default, and costs least for what it buys"
