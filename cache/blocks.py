@@ -76,6 +76,11 @@ class Blocks(ForkAware):
     def key(self, obj: Object, what: str) -> BlobKey:
         return BlobKey(self.origin.identity, obj.path, obj.version, what)
 
+    @property
+    def stay(self) -> bool:
+        """Whether blocks are still there when their neighbours are needed: not where data passes through a cache."""
+        return not (isinstance(self.tier, LocalTier) and self.tier.region)
+
     def read(self, obj: Object, start: int, stop: int) -> memoryview:
         """The bytes [start, stop) of an object, cut to its size; without a copy where one block holds them."""
         start, stop = max(0, index(start)), min(index(stop), obj.size)  # of numpy, too

@@ -64,7 +64,8 @@ class Footer(Protocol):
     ) -> AbstractContextManager[RowGroupReader]:
         """Some columns of one row group of the file, which is `obj`.
 
-        Notes: row groups of less than `SHARED_BYTES` go through the cache, in blocks, which neighbours share.
+        Notes: row groups of less than `SHARED_BYTES` go through the cache, in blocks, which neighbours share; but not
+        where the cache is so small that these would be gone by then.
         Raises DataError when the data cannot be decoded, OriginError.
         """
 

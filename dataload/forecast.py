@@ -170,12 +170,12 @@ class Reader:
         if all((number, part) in cache for part in range(len(cost.sizes))):
             return
         file = cost.file
-        for start, stop in cost.blocks:
+        for start, stop in [] if cache.region else cost.blocks:
             for first, last in self._blocks_of(file, start, stop):
                 if (file.path, first) not in cache:
                     self._fetched += Fetched(last - first, 1)
                     cache.put((file.path, first), size_on_disk(last - first, f"{file.path}#{first}-{last}"))
-        for start, stop in cost.alone:
+        for start, stop in [*cost.blocks, *cost.alone] if cache.region else cost.alone:
             if not all((file.path, first) in cache for first, _ in self._blocks_of(file, start, stop)):
                 self._fetched += Fetched(stop - start, 1)
         for part, size in enumerate(cost.sizes):
@@ -202,7 +202,7 @@ class Cache:
     """A cache as its index accounts for it, under "pin"; see `Index.reserve`. Nothing in it is of an earlier job."""
 
     def __init__(self, limit: int, region: int, used: int) -> None:
-        self._limit, self._region, self.used = limit, region, used
+        self._limit, self.region, self.used = limit, region, used
         self._kept: set[tuple[object, int]] = set()
         self._passing: OrderedDict[tuple[object, int], int] = OrderedDict()
         self._passing_bytes = 0
@@ -211,7 +211,7 @@ class Cache:
         return blob in self._kept or blob in self._passing
 
     def put(self, blob: tuple[object, int], size: int) -> None:
-        stays = self.used - self._passing_bytes + size <= self._limit - self._region or not self._region
+        stays = self.used - self._passing_bytes + size <= self._limit - self.region or not self.region
         over = self.used + size - self._limit
         if over > self._passing_bytes:
             return

@@ -92,7 +92,7 @@ class ParquetFooter:
         """Of the columns, `HELD_BYTES` are fetched now, the others as they are read; see `Footer`."""
         chunks = self._chunks(number)
         ranges = _ranges(chunks, frozenset(columns))
-        fetch = _from_blocks if self.stored_bytes(number) < SHARED_BYTES else _from_origin
+        fetch = _from_blocks if blocks.stay and self.stored_bytes(number) < SHARED_BYTES else _from_origin
         stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, _room(columns))
         try:
             # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row. What is

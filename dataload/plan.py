@@ -113,16 +113,10 @@ def plan(
         trade=weigh_window(order.window, lengths, sizes, batch_size),
     )
     advice = [refusal] if refusal else []
-    return replace(found, advice=(*advice, *_advice(found, sizes, default_window(lengths, sizes), all_of_it)))
+    return replace(found, advice=(*advice, *_advice(found, sizes, default_window(lengths, sizes))))
 
 
-def _advice(plan: Plan, sizes: list[int], default: int, all_of_it: Fetched) -> Iterator[str]:
-    if plan.first_epoch and plan.first_epoch.bytes > TWICE * all_of_it.bytes:
-        times = plan.first_epoch.bytes / all_of_it.bytes
-        yield (
-            f"this cache is so small that blocks of row groups are fetched again and again, {times:.0f} times as many "
-            "bytes: raise cache_bytes, or write row groups of 1 MB or more"
-        )
+def _advice(plan: Plan, sizes: list[int], default: int) -> Iterator[str]:
     if plan.later_epoch and plan.later_epoch.bytes:
         yield f"with cache_bytes={decimal(plan.cache_bytes_needed)} or more, later epochs fetch nothing"
     if len(sizes) > 1 and (typical := sorted(sizes)[len(sizes) // 2]) < SHARED_BYTES:

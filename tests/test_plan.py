@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import CacheConfig, make_dataset, make_loader, parquet, room, rowstore
+from dataload import CacheConfig, make_dataset, make_loader, room, rowstore
 from dataload.benchmarks.origin import Origin
 from dataload.cache import stream
 from dataload.cache.blocks import Object
@@ -66,22 +66,6 @@ def origin(folder: Path) -> Iterator[Origin]:
         yield running
 
 
-@pytest.fixture
-def alike(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Small data in the circumstances of large data: a gather draws on few row groups, each fetched by itself.
-
-    And row groups find room in the order in which they are asked for, which they else do by and large.
-    """
-
-    def scale(name: str) -> None:
-        monkeypatch.setattr(room, "RUN_BYTES", 1)
-        monkeypatch.setattr(rowstore, "LOADERS", 1)
-        if name != "images":
-            monkeypatch.setattr(parquet, "SHARED_BYTES", 0)
-
-    return scale
-
-
 def planned(origin: Origin, name: str, cache: CacheConfig, columns: Any = None, **options: Any) -> tuple[Plan, Any]:
     """And the dataset that it is the plan of."""
     _, _, _, batch, window = DATASETS[name]
@@ -122,7 +106,7 @@ def decoded(dataset: Any) -> int:
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, alike: Callable[[str], None]) -> None:
+def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cache that all fits into, and in one that half of it does."""
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "all"), "1GB"))
     dataset.blocks.tier._limit = found.cache_bytes_needed
@@ -133,7 +117,8 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, ali
     assert used <= found.cache_bytes_needed <= 1.1 * used
     assert found.decoded_bytes == pytest.approx(decoded(dataset), rel=0.01)
 
-    alike(name)
+    monkeypatch.setattr(room, "RUN_BYTES", 1)  # a gather draws on few row groups, as it does of large data
+    monkeypatch.setattr(rowstore, "LOADERS", 1)  # row groups find room in their order, not just by and large
     limit = found.decoded_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "half"), limit), price=0.09)
     _, _, _, batch, window = DATASETS[name]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiers import key
 
-from dataload import CacheConfig, make_dataset, make_loader, parquet
+from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cache import blob
 from dataload.cache.local import LocalTier
 from dataload.cache.tier import Allocate
@@ -100,9 +100,8 @@ def test_the_region_travels_with_the_tier(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 0.75, 0.9])
 def test_an_epoch_fetches_what_the_cache_has_no_room_for(
-    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, share: float
 ) -> None:
-    monkeypatch.setattr(parquet, "SHARED_BYTES", 0)
     url = dataset_of([[1000] * 60])
     whole = make_dataset(url, storage_options=bucket.options, cache=CacheConfig(str(tmp_path / "x"), "1GB"))
     decoded = whole.rowstore.blobs.num_bytes
