@@ -14,7 +14,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 check: setup
 	$(BIN)/ruff check .

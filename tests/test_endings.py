@@ -16,6 +16,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from clusters import until
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
@@ -115,7 +116,7 @@ def test_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
     descriptors, threads, shared = open_things()
     assert descriptors <= before[0] + 10
     assert threads <= before[1] + 30  # those that are still ending
-    assert shared <= before[2]
+    until(lambda: not any(Path("/dev/shm", name).exists() for name in shared - before[2]))  # other tests may use it
     assert not list((tmp_path / "cache/tmp").glob("*/*"))
 
 
