@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable
 from itertools import islice
@@ -19,6 +20,7 @@ from dataload.cache.file import BlockFile
 from dataload.cache.origin import Origin, connect, introduce
 from dataload.cache.ranges import Range, outcomes, read_ranges
 from dataload.cache.redact import redacted
+from dataload.cache.tier import Allocate
 from dataload.cache.version import VERSION_FIELDS, version_of
 from dataload.errors import ConfigError, ObjectChanged
 
@@ -102,8 +104,26 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         path = self._path(path)
         known = None if refresh else self._known.get(path)
         if known is None:
-            known = self._known[path] = self.blocks.origin.info(path)
+            immutable = self.config.consistency == "immutable" and not refresh
+            known = self._known[path] = self._kept_info(path) if immutable else self.blocks.origin.info(path)
         return dict(known)
+
+    def _kept_info(self, path: str) -> dict[str, Any]:
+        """What the origin said of an object when it was first asked, kept in the cache."""
+        key = self.blocks.key(Object(path, 0, "immutable"), "info")
+        kept = self.blocks.tier.get(key)
+        if kept is not None:
+            return dict(json.loads(bytes(kept)))
+        info = self.blocks.origin.info(path)
+        if info["type"] == "file":
+            said = {name: value for name, value in info.items() if isinstance(value, (str, int, float))}
+            data = json.dumps({**said, "checksum": version_of(info)}).encode()
+
+            def fill(allocate: Allocate) -> None:
+                allocate(len(data))[:] = data
+
+            self.blocks.tier.get_or_fill(key, fill)
+        return info
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         with self.blocks.origin.naming(path):

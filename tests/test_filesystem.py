@@ -297,6 +297,24 @@ def test_many_blocks_need_few_descriptors(bucket: Any, tmp_path: Path) -> None:
     assert fs.stats()["errors"]["local"] == 0
 
 
+def test_what_is_immutable_is_asked_about_once(bucket: Any, tmp_path: Path) -> None:
+    """Also by those who come later; where there is no ETag, too."""
+    bucket.put("x.bin", DATA)
+    (tmp_path / "x.bin").write_bytes(DATA)
+    etag = bucket.client.head_object(Bucket=bucket.name, Key="x.bin")["ETag"]
+    path, elsewhere = f"{bucket.name}/x.bin", {"cache_dir": str(tmp_path / "other"), "skip_instance_cache": True}
+    for _ in range(2):
+        bucket.server.reset()
+        fs = open_fs(bucket, tmp_path, consistency="immutable")
+        assert (fs.cat_file(path), fs.size(path), fs.ukey(path)) == (DATA, len(DATA), etag)
+        local = TierCacheFileSystem("file", **elsewhere, consistency="immutable")
+        assert local.cat_file(str(tmp_path / "x.bin"), end=10) == DATA[:10]
+        assert local.isdir(str(tmp_path))
+    asked = bucket.server.stats()
+    assert (asked["head_requests"], asked["list_requests"], asked["get_requests"]) == (0, 0, 0)
+    assert local.stats()["requests_origin"] == 0
+
+
 def test_consistency_open_asks_at_every_open(bucket: Any, tmp_path: Path) -> None:
     bucket.put("x", b"old")
     settled, fresh = (open_fs(bucket, tmp_path, consistency=rule) for rule in ("generation", "open"))
