@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -118,6 +118,14 @@ class Message:
         return _table(self._root, 2)
 
 
+class Dictionary(NamedTuple):
+    """A message that is a dictionary. number: which one, as the schema has it."""
+
+    number: int
+    is_compressed: bool
+    message: Message
+
+
 def index_of_file(obj: Object, blocks: Blocks, last: Callable[[int], bytes]) -> bytes:
     """The metadata of an Arrow file's messages. last: has so many of its last bytes fetched."""
     size = int.from_bytes(last(TRAILER_BYTES)[:4], "little") + TRAILER_BYTES
@@ -164,12 +172,12 @@ class ArrowFooter:
         self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata)).remove_metadata()
         self._read_by = self._head.dictionaries_of_columns
         self._batches: list[Message] = []
-        self._dictionaries: list[tuple[Message, ...]] = []  # that each batch needs
-        needed: tuple[Message, ...] = ()
+        self._dictionaries: list[tuple[Dictionary, ...]] = []  # that each batch needs
+        needed: tuple[Dictionary, ...] = ()
         for message in messages:
             if message.kind == DICTIONARY:
-                kept = (one for one in needed if message.is_delta or one.dictionary != message.dictionary)
-                needed = (*kept, message)
+                new = Dictionary(message.dictionary, message.is_compressed_dictionary, message)
+                needed = (*(one for one in needed if message.is_delta or one.number != new.number), new)
             elif message.kind == RECORDS:
                 self._batches.append(message)
                 self._dictionaries.append(needed)
@@ -197,7 +205,9 @@ class ArrowFooter:
         return [ratio * sum(size for _, size in buffers[self._place(batch, name)]) for name in columns]
 
     def held_bytes(self, number: int) -> int:
-        return self.stored_bytes(number) + sum(one.stop - one.start for one in self._dictionaries[number])
+        return self.stored_bytes(number) + sum(
+            one.message.stop - one.message.start for one in self._dictionaries[number]
+        )
 
     def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
         *before, (_, spans) = self._needed(number, self._chosen(columns))
@@ -274,8 +284,8 @@ class ArrowFooter:
         read = {one for name in columns for one in self._read_by[name]}
         needed: list[tuple[Message, list[Span]]] = [(self._head, [])]
         for one in self._dictionaries[number]:  # Arrow wants all of them, but looks into the compressed ones only.
-            whole = one.dictionary in read or one.is_compressed_dictionary
-            needed.append((one, [(one.body, one.stop)] if whole else []))
+            whole = one.number in read or one.is_compressed
+            needed.append((one.message, [(one.message.body, one.message.stop)] if whole else []))
         return [*needed, (self._batches[number], self._spans(self._batches[number], columns))]
 
     def _place(self, batch: Message, column: str) -> slice:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from dataload.files import read_footer
 from dataload.manifest import list_objects
 
 BATCH, BATCHES = 8, 5
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 
 
 def rows(first: int, count: int) -> pa.RecordBatch:
@@ -256,7 +258,9 @@ def damaged(content: bytes, tmp_path: Path) -> None:
         dataset.__getitems__(range(len(dataset)))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=3000 if NIGHTLY else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 @pytest.mark.parametrize("form", ["file", "stream"])
 def test_damage_is_an_error_that_names_the_file(form: str, data: st.DataObject, tmp_path: Path) -> None:
