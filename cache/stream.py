@@ -12,7 +12,7 @@ from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.timeline import doing
 
-SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 16 << 20  # of a range, in one request
+SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 4 << 20  # of a range, in one request
 
 
 class RangeStream(io.RawIOBase):

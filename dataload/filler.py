@@ -12,12 +12,12 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, wait
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from time import monotonic, perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dataload.allowance import Allowance
 from dataload.cache.forks import ForkAware
@@ -31,7 +31,8 @@ FETCHED_BYTES = 160 << 20  # of row groups: sixteen requests' worth
 AT_ONCE = 24  # row groups; `RowBlobs` bounds their memory
 NICENESS = 19  # beside a step that keeps the interpreter busy it leaves it nine tenths of its speed
 IDLE_SECONDS = 60.0
-LOOK_SECONDS = 0.2  # how often either looks for what it may not hear of: a death, a hurry
+LOOK_SECONDS = 0.2  # how often it is looked for what nobody tells: room in a hurry, and the death of a parent
+SELDOM_SECONDS = 2.0  # that of a child; each look of each thread takes the interpreter from the training step
 ENDING_SECONDS = 0.5  # then it is killed, which leaves a little to be swept up
 MOST_FAILURES = 3
 LEFT_ALONE_SECONDS = 30.0
@@ -51,6 +52,41 @@ class _Done(NamedTuple):
     error: Exception | None
     making: Timeline
     counted: dict[str, float]
+
+
+class Haste:
+    """Whether somebody waits for row groups, so that none should be left to a process that yields to all others."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting = 0
+        self._begun: Future[None] = Future()
+
+    @property
+    def now(self) -> bool:
+        return self._waiting > 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Somebody waits meanwhile."""
+        with self._mutex:
+            self._waiting += 1
+            if self._waiting == 1:
+                self._begun.set_result(None)
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._begun = Future()
+
+    def wait(self, future: Future[Any]) -> None:
+        """Until it is done, or somebody begins to wait; or for a while, after which it is time to look again."""
+        if self.now:
+            wait([future], LOOK_SECONDS)
+        else:
+            wait([future, self._begun], SELDOM_SECONDS, return_when=FIRST_COMPLETED)
 
 
 class Filler(ForkAware):
@@ -79,18 +115,23 @@ class Filler(ForkAware):
         self._left_alone_until = 0.0
         self.spent = Counters()
 
-    def make(self, group: int, hurry: Callable[[], bool] = lambda: False) -> bool:
+    def make(self, group: int, haste: Haste | None = None) -> bool:
         """Have the blobs of a row group kept; whether that was done. Raises OriginError, DataError.
 
-        hurry: whether there is no time to leave it to somebody who yields to all others.
+        It is not, where somebody is in haste and the process that asks has room for it.
         """
         if _program_ends.is_set():
             raise CancelledError
+        haste = haste or Haste()
+
+        def hurry() -> bool:
+            return haste.now and self._blobs.has_room(group)
+
         process = None if hurry() or monotonic() < self._left_alone_until else self._running()
         if process is None or not process.ready.is_set():
             return False
         since = perf_counter()
-        done = process.make(group, hurry)
+        done = process.make(group, haste, hurry)
         if done is None:
             return False
         waited(since, done.making, instead=done.making.longest())
@@ -160,7 +201,7 @@ class _Process:
         self._listener.start()
         atexit.register(self._end_with_program)
 
-    def make(self, group: int, hurry: Callable[[], bool]) -> _Done | None:
+    def make(self, group: int, haste: Haste, hurry: Callable[[], bool]) -> _Done | None:
         """What became of it; None when the process has died, or is not soon enough.
 
         Raises CancelledError when it is ended.
@@ -172,7 +213,7 @@ class _Process:
                 with suppress(OSError):  # It is gone; then there is no answer.
                     self._connection.send(group)
         while not asked.done() and not hurry() and self._popen.poll() is None:
-            wait([asked], LOOK_SECONDS)
+            haste.wait(asked)
         return asked.result() if asked.done() else None
 
     def end(self) -> int:

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from dataload.cache.maps import max_maps
 from dataload.cache.threads import Threads
 from dataload.columns import Array
 from dataload.errors import ConfigError
-from dataload.filler import Filler
+from dataload.filler import Filler, Haste
 from dataload.layout import Layout
 from dataload.manifest import Manifest
 from dataload.metrics import Counters
@@ -72,7 +72,7 @@ class RowStore(ForkAware):
         self._mutex = threading.Lock()
         self._asked: OrderedDict[int, _Asked] = OrderedDict()  # and not on the shelf yet
         self._threads: Threads | None = None
-        self._waiting = 0  # of gathers; a rough count will do
+        self._haste = Haste()
         self._spent = Counters()  # seconds of loading, by cause
         self._filler: Filler | None = None
         self._looks_ahead = False
@@ -196,25 +196,18 @@ class RowStore(ForkAware):
             if contents is None:
                 since = perf_counter()
                 if self._filler is not None:
-                    self._filler.make(group, partial(self._hurries, group))
+                    self._filler.make(group, self._haste)
                 contents = self.blobs.load(group)
                 self._spent.add(**timeline.seconds(since, perf_counter()))
         return contents
-
-    def _hurries(self, group: int) -> bool:
-        """Whether a gather waits: then there is no step to be spared, and what there is room for is done here."""
-        return self._waiting > 0 and self.blobs.has_room(group)
 
     def _loaded(self, asked: _Asked, stop: Future[None] | None) -> list[memoryview] | None:
         """What was asked for; None when it was given up because another loop over the same rows has ended."""
         if not asked.contents.done():
             since = perf_counter()
             either: list[Future[Any]] = [asked.contents] if stop is None else [asked.contents, stop]
-            self._waiting += 1
-            try:
+            with self._haste.waiting():  # There is no step to be spared.
                 wait(either, return_when=FIRST_COMPLETED)
-            finally:
-                self._waiting -= 1
             waited(since, asked.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError

@@ -19,7 +19,8 @@ import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader, parquet, rowstore
 from dataload.errors import OriginNotFound
-from dataload.filler import Filler, _portable
+from dataload.filler import Filler, Haste, _portable
+from dataload.rowblobs import FETCHED_BYTES
 
 
 @pytest.fixture
@@ -86,14 +87,33 @@ def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(filler: Filler, d
     assert filler.make(2)
 
 
-def test_who_is_in_a_hurry_does_not_wait_for_it(filler: Filler, dataset: Any) -> None:
-    os.kill(filler._process._popen.pid, signal.SIGSTOP)
-    hurry = iter([False, False, False, True])
-    assert not filler.make(8, lambda: next(hurry))
+def test_who_is_in_a_hurry_does_not_wait_for_it(filler: Filler, dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataload.filler.SELDOM_SECONDS", 3600)  # Who waits is told that somebody else does, too.
+    process, haste = filler._process, Haste()
+    os.kill(process._popen.pid, signal.SIGSTOP)
+    answers: list[bool] = []
+    asking = threading.Thread(target=lambda: answers.append(filler.make(8, haste)))
+    asking.start()
+    while 8 not in process._asked:
+        threading.Event().wait(0.001)
+    assert not answers
+    with haste.waiting():
+        asking.join(60)
+        assert answers == [False]
+        assert not filler.make(9, haste)
+        assert 9 not in process._asked
     assert dataset.rowstore.gather(np.array([40])).rows["row_id"].tolist() == [40]
-    assert not filler.make(9, lambda: True)
-    os.kill(filler._process._popen.pid, signal.SIGCONT)
-    assert filler.make(8)
+    os.kill(process._popen.pid, signal.SIGCONT)
+    assert filler.make(8, haste)
+    assert filler.make(9, haste)
+
+
+def test_haste_without_room_is_none(filler: Filler, dataset: Any) -> None:
+    haste = Haste()
+    blobs = dataset.rowstore.blobs
+    with haste.waiting(), blobs.fetched.hold(FETCHED_BYTES):
+        assert filler._blobs is blobs
+        assert filler.make(10, haste)
 
 
 def test_stopped_it_is_not_waited_for_once_it_is_killed(filler: Filler) -> None:
