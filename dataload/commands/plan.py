@@ -96,4 +96,4 @@ def _fetched(fetched: Fetched | None, cost: float | None = None) -> str:
     if not fetched.bytes:
         return "fetch nothing"
     costs = "" if cost is None else f" for {cost:,.2f}" if cost >= 1 else f" for {cost:.2g}"
-    return f"{decimal(fetched.bytes)} in {fetched.requests:,} requests{costs}"
+    return f"{decimal(fetched.bytes)} in {fetched.requests:,} request{'s' * (fetched.requests != 1)}{costs}"

@@ -77,7 +77,7 @@ def processors(case: Case) -> Finding:
             f"{count} processors for {ranks} ranks of {case.num_workers} workers each: {wanted} processes",
             f"num_workers={max(0, count // ranks - 1)}, or give the job more (docker --cpus, Slurm --cpus-per-task)",
         )
-    return ok(f"{count} processors for {wanted} processes")
+    return ok(f"{count} processors for {wanted} process{'es' * (wanted != 1)}")
 
 
 def cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
