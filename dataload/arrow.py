@@ -15,13 +15,12 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 from flatbuffers import number_types
 from flatbuffers.table import Table
 
 from dataload.cache.blocks import Blocks, Object
-from dataload.cache.stream import LARGEST_PIECE
+from dataload.cache.stream import pieces
 from dataload.cache.tier import Span
 from dataload.errors import DataError, DataloadError
 from dataload.footer import SHARED_BYTES, Bounds, RowGroupReader, joined
@@ -214,7 +213,7 @@ class ArrowFooter:
         dictionaries = [span for _, needed in before for span in needed]
         if self.stored_bytes(number) < SHARED_BYTES:
             return [*dictionaries, *spans], []
-        return dictionaries, [piece for span in spans for piece in _pieces(*span)]
+        return dictionaries, pieces(spans, self.stored_bytes(number))
 
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:  # noqa: ARG002 (there are none)
         return Bounds(None, None, None)
@@ -260,7 +259,7 @@ class ArrowFooter:
                     continue
                 pending += [
                     blocks.submit(copy, blocks.fetch, first, last, at + first - message.start)
-                    for first, last in _pieces(start, stop)
+                    for first, last in pieces([(start, stop)], stop - start)
                 ]
         target[starts[-1] :] = END_OF_STREAM
         with doing("origin"):
@@ -284,7 +283,7 @@ class ArrowFooter:
         read = {one for name in columns for one in self._read_by[name]}
         needed: list[tuple[Message, list[Span]]] = [(self._head, [])]
         for one in self._dictionaries[number]:  # Arrow wants all of them, but looks into the compressed ones only.
-            whole = one.number in read or one.is_compressed
+            whole = (one.number in read or one.is_compressed) and one.message.body < one.message.stop
             needed.append((one.message, [(one.message.body, one.message.stop)] if whole else []))
         return [*needed, (self._batches[number], self._spans(self._batches[number], columns))]
 
@@ -309,11 +308,6 @@ class _Reader:
     def tables(self, rows: int) -> Iterator[pa.Table]:
         for first in range(0, max(1, self._table.num_rows), rows):
             yield self._table.slice(first, rows)
-
-
-def _pieces(start: int, stop: int) -> Iterator[Span]:
-    """What is fetched of a range in one request each."""
-    return pairwise(np.linspace(start, stop, 1 + -(-(stop - start) // LARGEST_PIECE)).astype(int).tolist())
 
 
 def _places(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:
