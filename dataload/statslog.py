@@ -38,14 +38,16 @@ class Samples:
         self._stats = stats
         self._count = count
         self._due = EVERY
-        self._written = 0  # batches, by the last line
+        self._written = 0.0  # seconds, by the last line
         self._ended = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._stats.batches > self._written:
+        # Who asks for one more after the last batch is done with it, too: only now its step is among the seconds. They
+        # stand still for who left: what it has done since its last batch is nothing that a loader would know.
+        if self._stats.seconds > self._written:
             self._append(ended=self._ended or kind is None)
 
     def take(self, *, last: bool) -> None:
@@ -68,7 +70,7 @@ class Samples:
         except OSError as error:
             log.warning("%s: no more statistics of this epoch: %s", self._path, error)
             self._path = None
-        self._written = self._stats.batches
+        self._written = self._stats.seconds
 
 
 @dataclass(frozen=True)

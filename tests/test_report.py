@@ -25,7 +25,7 @@ from dataload.statslog import FINENESS, Samples, read
 @pytest.fixture
 def loader_of(dataset_of, bucket, cache, tmp_path):
     dataset = make_dataset(dataset_of([[50, 50]]), storage_options=bucket.options, cache=cache)
-    return lambda **options: make_loader(dataset, 10, **options)
+    return lambda batch_size=10, **options: make_loader(dataset, batch_size, **options)
 
 
 @pytest.fixture
@@ -56,6 +56,28 @@ def test_a_sample_a_second_and_one_at_the_end(tmp_path):
     assert [line["ended"] for line in lines] == [False, False, True]
     assert all((line["rank"], line["epoch"]) == (5, 3) for line in lines)
     assert lines[-1]["waits"] == stats.waits
+
+
+def test_what_the_last_batch_was_used_for_is_time_of_the_epoch(loader_of, tmp_path):
+    loader = loader_of(stats_dir=tmp_path / "stats", batch_size=100)
+    list(loader)
+    [one] = read(tmp_path / "stats")
+    assert [sample.rows for sample in one.samples] == [100, 100]
+    assert one.stats.seconds == pytest.approx(loader.stats().seconds, abs=1e-8)
+    assert one.stats.wait_seconds == pytest.approx(loader.stats().wait_seconds, abs=1e-8)
+    assert one.ended
+
+
+def test_a_loop_that_is_left_adds_nothing_to_its_last_batch(loader_of, tmp_path):
+    loader = loader_of(stats_dir=tmp_path / "stats")
+    batches = iter(loader)
+    next(batches)
+    before = loader.stats().seconds
+    with pytest.raises(KeyError):
+        batches.throw(KeyError)
+    [one] = read(tmp_path / "stats")
+    assert one.stats.seconds == pytest.approx(before, abs=1e-8)
+    assert (one.ended, len(one.samples)) == (False, 1)
 
 
 def test_a_long_epoch_is_sampled_less_often(tmp_path):
