@@ -92,8 +92,8 @@ def throughput(passes: Sequence[Pass], points: int = 120) -> tuple[Floats, dict[
     rows: defaultdict[int, list[float]] = defaultdict(list)
     for one in passes:
         before = rows[one.rank][-1] if rows[one.rank] else 0
-        times[one.rank] += [one.began - first, *(one.began - first + stats.seconds for stats in one.samples)]
-        rows[one.rank] += [before, *(before + stats.rows for stats in one.samples)]
+        times[one.rank] += [one.began - first, *(one.began - first + sample.seconds for sample in one.samples)]
+        rows[one.rank] += [before, *(before + sample.rows for sample in one.samples)]
     edges = np.linspace(0, max(max(of_rank) for of_rank in times.values()), points + 1)
     width = max(edges[1], 1e-9)
     return edges, {rank: np.diff(np.interp(edges, times[rank], rows[rank])) / width for rank in sorted(times)}

@@ -47,7 +47,7 @@ class Run(Collector):
             epoch.add_metric([rank], latest.stats.epoch)
             rate.add_metric([rank], latest.stats.rows_per_second)
             stall.add_metric([rank], latest.stats.stall_fraction)
-            sampled.add_metric([rank], latest.began + latest.stats.seconds)
+            sampled.add_metric([rank], latest.until)
         yield from (rows, seconds, waits, read, requests, reads, epoch, rate, stall, sampled)
 
 

@@ -62,7 +62,7 @@ def html(passes: Sequence[Pass], title: str) -> str:
 
     found = epochs(passes)
     ranks = len({one.rank for one in passes})
-    seconds = max(one.began + one.stats.seconds for one in passes) - min(one.began for one in passes)
+    seconds = max(one.until for one in passes) - min(one.began for one in passes)
     figures = "".join(
         f'<figure><h2>{plot.title}</h2><img src="{svg(plot)}" alt="{plot.title}, as a plot"></figure>\n'
         for plot in plots(passes, found)
@@ -137,4 +137,4 @@ def _duration(seconds: float) -> str:
 
 
 def write(passes: Sequence[Pass], path: Path, title: str) -> None:
-    path.write_text(html(passes, title), encoding="utf-8")
+    path.write_text(html(passes, title), encoding="utf-8", errors="replace")  # a title may be a path

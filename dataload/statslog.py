@@ -6,11 +6,12 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from operator import index
 from pathlib import Path
 from time import time
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from dataload.errors import ConfigError
 from dataload.stats import LoaderStats
@@ -18,6 +19,7 @@ from dataload.timeline import CAUSES
 
 EVERY = 1.0  # seconds from sample to sample, and
 FINENESS = 1000  # parts of the epoch so far, whichever is longer: so a long epoch has thousands of lines, not millions
+MOST = 1e18  # of bytes, rows or seconds: a line that says more is damaged
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Samples:
 
     def __init__(self, folder: Path | None, rank: int, stats: LoaderStats, count: Callable[[], None]) -> None:
         self._path = None if folder is None else folder / f"rank-{rank}.jsonl"
-        self._origin = {"rank": rank, "host": socket.gethostname(), "began": round(time(), 3)}
+        self._origin = {"rank": rank, "host": socket.gethostname(), "began": time()}
         self._stats = stats
         self._count = count
         self._due = EVERY
@@ -73,53 +75,80 @@ class Samples:
         self._written = self._stats.seconds
 
 
+class Sample(NamedTuple):
+    """rows: of the pass, handed out in its first `seconds`."""
+
+    seconds: float
+    rows: int
+
+
 @dataclass(frozen=True)
 class Pass:
     """One rank's way through one epoch; a run that was resumed has several of an epoch.
 
-    rank, host: who; began: seconds since 1970; samples: the epoch so far, each time; ended: whether it came to its end.
+    rank, host: who; began: seconds since 1970; ended: whether it came to its end; stats: what it came to; samples: the
+    way there.
     """
 
     rank: int
     host: str
     began: float
-    samples: tuple[LoaderStats, ...]
     ended: bool
+    stats: LoaderStats
+    samples: list[Sample]
 
     @property
-    def stats(self) -> LoaderStats:
-        return self.samples[-1]
+    def until(self) -> float:
+        """The time of the last sample, in seconds since 1970."""
+        return self.began + self.stats.seconds
 
 
 def read(folder: Path) -> list[Pass]:
-    """The passes of all ranks that wrote into `folder`, oldest first. Lines that are torn or damaged are passed over.
+    """The passes of all ranks that wrote into `folder`, oldest first.
 
-    Raises ConfigError when there are none.
+    Lines that are torn or damaged are passed over; files that cannot be read, too, and that is logged. Raises
+    ConfigError when nothing is left.
     """
-    found: dict[tuple[int, float], list[tuple[dict[str, Any], LoaderStats]]] = {}
+    found: dict[tuple[int, int, float], Pass] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
-        for line, stats in _lines(path):
-            found.setdefault((line["rank"], line["began"]), []).append((line, stats))
+        try:
+            for one in _lines(path):
+                key = one.rank, one.stats.epoch, one.began
+                samples = found[key].samples if key in found else []
+                samples.append(Sample(one.stats.seconds, one.stats.rows))
+                found[key] = replace(one, samples=samples)
+        except OSError as error:
+            log.warning("%s cannot be read and is passed over: %s", path, error.strerror)
     if not found:
         raise ConfigError(
             f"{folder}: there are no statistics of a run: give make_loader a stats_dir, or fit a log_dir, and that here"
         )
-    passes = [
-        Pass(rank, str(lines[-1][0]["host"]), began, tuple(stats for _, stats in lines), bool(lines[-1][0]["ended"]))
-        for (rank, began), lines in found.items()
-    ]
-    return sorted(passes, key=lambda one: (one.began, one.rank))
+    return sorted(found.values(), key=lambda one: (one.began, one.rank))
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], LoaderStats]]:
+def _lines(path: Path) -> Iterator[Pass]:
+    """For each line, what the pass had come to by then."""
     with path.open("rb") as file:
         for text in file:
             try:
-                line = json.loads(text)
-                stats = LoaderStats(**{field.name: line[field.name] for field in fields(LoaderStats)})
-                numbers = [line["rank"], line["began"], line["ended"], *(stats.waits[cause] for cause in CAUSES)]
-                numbers += [getattr(stats, field.name) for field in fields(LoaderStats) if field.name != "waits"]
-            except (ValueError, KeyError, TypeError):
+                one = _pass(json.loads(text))
+            except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-            if isinstance(line.get("host"), str) and all(isinstance(number, (int, float)) for number in numbers):
-                yield line, stats
+            yield one
+
+
+def _pass(line: Any) -> Pass:
+    """Raises ValueError, KeyError or TypeError for what no rank writes."""
+    figures = {field.name: _number(line[field.name]) for field in fields(LoaderStats) if field.name != "waits"}
+    waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
+    host = str.encode(line["host"], errors="replace").decode()  # JSON can hold half a character, which no file can
+    rank, began, ended = _number(index(line["rank"])), _number(line["began"]), bool(line["ended"])
+    return Pass(rank, host, began, ended, LoaderStats(**figures, waits=waits), [])
+
+
+def _number(value: Any) -> Any:
+    """The number, to a billionth, for no clock is finer. Raises ValueError for what nothing here comes to, as NaN."""
+    number = round(value, 9)
+    if not 0 <= number < MOST:
+        raise ValueError(f"{number} is out of range")
+    return number

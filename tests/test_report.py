@@ -7,6 +7,7 @@ import logging
 import re
 import socket
 import sys
+import tracemalloc
 from html.parser import HTMLParser
 
 import numpy as np
@@ -17,9 +18,10 @@ from runs import BEGAN, SLOW_RANK, write_pass, write_run
 
 from dataload import ConfigError, cli, fit, make_dataset, make_loader, prometheus, statslog
 from dataload.epochs import epochs, throughput
-from dataload.report import html, summary
+from dataload.report import html, summary, write
 from dataload.stats import ADVICE, LoaderStats
 from dataload.statslog import FINENESS, Samples, read
+from dataload.timeline import CAUSES
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_what_a_kill_tore_off_takes_no_other_line_with_it(tmp_path):
     whole = path.read_bytes()
     for torn in range(2, 300, 7):
         path.write_bytes(whole[:-torn])
-        assert [stats.rows for stats in read(tmp_path)[0].samples] == [10, 20]
+        assert [sample.rows for sample in read(tmp_path)[0].samples] == [10, 20]
         write_pass(tmp_path, 0, 0, BEGAN + 60, [{"rows": 5}])
         assert [(one.stats.rows, one.ended) for one in read(tmp_path)] == [(20, False), (5, True)]
 
@@ -111,8 +113,16 @@ def test_what_a_kill_tore_off_takes_no_other_line_with_it(tmp_path):
         pytest.param({"rows": "many"}, id="text for a number"),
         pytest.param({"rank": None}, id="no rank"),
         pytest.param({"host": 7}, id="number for a host"),
+        pytest.param({"rank": 0.5}, id="half a rank"),
         pytest.param({"waits": {"origin": 1}}, id="causes missing"),
         pytest.param({"waits": None}, id="no waits"),
+        pytest.param({"seconds": float("nan")}, id="not a number"),
+        pytest.param({"began": float("inf")}, id="endless"),
+        pytest.param({"rows": 10**400}, id="more than a float holds"),
+        pytest.param({"bytes_local": 1e300}, id="more bytes than there are"),
+        pytest.param({"seconds": -1}, id="ended before it began"),
+        pytest.param({"waits": dict.fromkeys(CAUSES, -1e-3)}, id="negative waits"),
+        pytest.param("[" * 200_000, id="nested too deep"),
     ],
 )
 def test_damaged_lines_are_passed_over(tmp_path, line):
@@ -121,7 +131,69 @@ def test_damaged_lines_are_passed_over(tmp_path, line):
     damaged = line if isinstance(line, str) else json.dumps({**lines_of(path)[0], **line})
     path.write_bytes(path.read_bytes() + b"\n" + damaged.encode("latin-1"))
     [one] = read(tmp_path)
-    assert [stats.rows for stats in one.samples] == [10]
+    assert [sample.rows for sample in one.samples] == [10]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param({"waits": {**dict.fromkeys(CAUSES, 0.1), "moon": 9.0}}, id="an unknown cause"),
+        pytest.param({"host": "\ud800"}, id="half a character"),
+        pytest.param({"seconds": 1e-320}, id="no time at all"),
+        pytest.param(dict.fromkeys(["began", "seconds", "rows", "bytes_origin", "misses"], 9e17), id="a lot"),
+        pytest.param({"wait_seconds": 9e17, "waits": dict.fromkeys(CAUSES, 9e17)}, id="waited more than there was"),
+    ],
+)
+def test_a_strange_line_spoils_no_report(dataload, tmp_path, line):
+    for rank in range(2):
+        write_pass(tmp_path, rank, 0, BEGAN, [{"rows": 10, "origin": 0.2 + rank / 2}])
+        path = tmp_path / f"rank-{rank}.jsonl"
+        path.write_text(json.dumps({**lines_of(path)[0], **line}))
+    assert [one.rank for one in read(tmp_path)] == [0, 1]
+    for words in ([], ["--png", tmp_path / "run.png"], ["--metrics", tmp_path / "run.prom"], ["--json"]):
+        code, said, complaint = dataload("report", tmp_path, *words)
+        assert (code, complaint) == (0, "")
+        assert said.encode()
+
+
+def test_a_title_may_hold_what_no_page_can(tmp_path):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10}])
+    write(read(tmp_path), tmp_path / "page.html", "runs/\udcff")
+    assert "<h1>runs/?</h1>" in (tmp_path / "page.html").read_text()
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path, caplog):
+    write_pass(tmp_path, 1, 0, BEGAN, [{"rows": 10}])
+    (tmp_path / "rank-0.jsonl").mkdir()
+    (tmp_path / "rank-2.jsonl").symlink_to("rank-2.jsonl")
+    assert [one.rank for one in read(tmp_path)] == [1]
+    assert [name for name in ("rank-0.jsonl", "rank-1.jsonl", "rank-2.jsonl") if name in caplog.text] == [
+        "rank-0.jsonl",
+        "rank-2.jsonl",
+    ]
+    (tmp_path / "rank-1.jsonl").unlink()
+    with pytest.raises(ConfigError, match="stats_dir"):
+        read(tmp_path)
+
+
+def test_passes_that_begin_almost_at_once_are_two(tmp_path, monkeypatch):
+    for epoch, began in ((0, BEGAN), (1, BEGAN), (1, BEGAN + 1e-5)):
+        monkeypatch.setattr(statslog, "time", lambda began=began: began)
+        with Samples(tmp_path, 0, LoaderStats(epoch, batches=1, seconds=1e-6), lambda: None):
+            pass
+    assert [(one.stats.epoch, one.began) for one in read(tmp_path)] == [(0, BEGAN), (1, BEGAN), (1, BEGAN + 1e-5)]
+
+
+def test_of_a_long_run_little_is_kept(tmp_path):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10}] * 3000)
+    tracemalloc.start()
+    try:
+        [one] = read(tmp_path)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert one.samples[-1] == (3000, 30_000)
+    assert kept < 3000 * 300
 
 
 def test_the_loader_writes_its_epochs(loader_of, tmp_path):
