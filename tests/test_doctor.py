@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import platform
@@ -15,15 +16,19 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from time import time
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import s3fs
+import typer
 
+from dataload import manifest
 from dataload.cache.filesystem import open_source
-from dataload.doctor import cluster, folder, limits, processes, store
+from dataload.commands.doctor import doctor
+from dataload.doctor import checks, cluster, folder, limits, processes, store
 from dataload.doctor.checks import MACHINE, ORIGIN, examine
 from dataload.doctor.finding import Case, Finding
 from dataload.doctor.store import Store
@@ -62,6 +67,28 @@ def test_a_machine_in_order(case: Case) -> None:
     assert all(finding.startswith("ok: ") for finding in found.values()), found
 
 
+def test_a_check_that_fails_takes_no_other_with_it(case: Case, tmp_path: Path) -> None:
+    (tmp_path / "mounts").write_text("nonsense\n")
+    found = dict(examine(Case(case.folder, mounts=tmp_path / "mounts"), None))
+    assert "cannot be looked at: list index out of range (IndexError)" in said(found["cache filesystem"])
+    assert list(found) == list(MACHINE)
+
+
+def test_findings_are_said_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def examine(*_: Any) -> Iterator[tuple[str, Finding]]:
+        yield "first", Finding("ok", "it is in order")
+        assert capsys.readouterr().out == "ok       first: it is in order\n"
+        yield "second", Finding("problem", "it is not", "mend it")
+
+    monkeypatch.setattr(checks, "examine", examine)
+    with pytest.raises(typer.Exit) as ended:
+        doctor(cache_dir=tmp_path)
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().out == "problem  second: it is not\n         -> mend it\n"
+
+
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.s3fs"])
 def test_a_network_filesystem(case: Case, tmp_path: Path, kind: str) -> None:
     mounts = tmp_path / "mounts"
@@ -85,6 +112,25 @@ def test_a_folder_of_other_files(tmp_path: Path) -> None:
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     assert "may not write to /proc" in said(folder.ours(Case(Path("/proc/sys/cache"))))
+
+
+@pytest.fixture
+def closed(tmp_path: Path) -> Iterator[Path]:
+    """A folder that we may not look into."""
+    path, us = tmp_path / "closed", os.geteuid()
+    path.mkdir(mode=0)
+    if us == 0:
+        os.seteuid(65534)  # who is kept out by what stops no root
+    yield path
+    os.seteuid(us)
+
+
+def test_a_folder_in_one_that_may_not_be_looked_into(closed: Path) -> None:
+    case = Case(closed / "cache")
+    assert "Permission denied" in said(folder.ours(case))
+    assert "name a folder of your own" in said(folder.ours(case))
+    assert "nothing can be locked" in said(folder.locks(case))
+    assert folder.filesystem(case).status != "problem"
 
 
 def test_no_room(small_disk: Path) -> None:
@@ -250,6 +296,7 @@ class Answers:
     if_match: bool = True
     seconds_ahead: float = 0
     refuses: str = ""
+    refuses_objects: bool = False
     region: str = "us-east-1"
 
 
@@ -267,6 +314,8 @@ class Handler(BaseHTTPRequestHandler):
             status, self.body = 403, f"<Error><Code>{answers.refuses}</Code><Message>no</Message></Error>".encode()
         elif "list-type" in parse_qs(where.query):
             self.body = LISTED.format(etag=f"<ETag>{etag}</ETag>" if etag else "").encode()
+        elif where.path == "/b/data/x" and answers.refuses_objects:
+            status, self.body = 403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
         elif where.path == "/b/data/x":
             self.headers_ |= {"ETag": etag} if etag else {}
             if answers.if_match and self.headers.get("If-Match", etag) != etag:
@@ -336,6 +385,80 @@ def test_nobody_at_the_endpoint(case: Case) -> None:
     assert "cannot be reached" in said(found["endpoint"])
     assert "AWS_ENDPOINT_URL" in said(found["endpoint"])
     assert "clock" not in found, "nobody else is to be waited for"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("AWS_ENDPOINT_URL", "user:s3cret@foo"),
+        ("AWS_PROFILE", "nope"),
+        ("AWS_CONFIG_FILE", "broken"),
+        ("--storage-options", '{"nonsense": 1}'),
+        ("--storage-options", '{"client_kwargs": {"nonsense": 1}}'),
+    ],
+)
+def test_a_store_that_cannot_be_opened(
+    name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if value == "broken":
+        (tmp_path / "broken").write_text("[nonsense")
+        value = str(tmp_path / "broken")
+    options = value if name == "--storage-options" else None
+    if options is None:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(typer.Exit):
+        doctor("s3://b/data", cache_dir=tmp_path / "cache", storage_options=options, as_json=True)
+    told = capsys.readouterr().out
+    found = json.loads(told)["checks"]
+    assert list(found) == [*MACHINE, "endpoint"]
+    assert "s3://b/data cannot be opened: " in found["endpoint"]["what"]
+    assert name in found["endpoint"]["advice"] or "in ~/.aws" in found["endpoint"]["advice"]
+    assert "s3cret" not in told
+
+
+def test_rows_that_cannot_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pin(*_: Any) -> None:
+        raise RuntimeError("a filesystem that nobody knew")
+
+    (tmp_path / "x").write_bytes(BODY)
+    monkeypatch.setattr(manifest, "pin", pin)
+    doctor(str(tmp_path / "x"), cache_dir=tmp_path / "cache", cache_bytes="1MB", as_json=True)
+    assert list(json.loads(capsys.readouterr().out)["checks"]) == [*MACHINE, *ORIGIN]
+
+
+def test_what_may_be_listed_but_not_read(case: Case, address: str, answers: Answers) -> None:
+    answers.refuses_objects = True
+    for one in (s3(address), s3(address, anon=True)):
+        found = dict(examine(case, one))
+        assert list(found) == [*MACHINE, *ORIGIN]
+        for check in ("ranges", "ETag"):
+            assert found[check].status == "problem"
+            assert found[check].advice == "check that it may be read, not only listed"
+
+
+class Greeting(BaseRequestHandler):
+    """Says what it is before it is asked, and in no HTTP."""
+
+    def handle(self) -> None:
+        self.request.recv(1 << 16)
+        self.request.sendall(b"SSH-2.0-OpenSSH_9.9\r\n\r\n")
+
+
+def test_what_speaks_no_http(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    with ThreadingTCPServer(("127.0.0.1", 0), Greeting) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        found = dict(examine(case, s3(url, config_kwargs={"retries": {"max_attempts": 0}})))
+        server.shutdown()
+        thread.join()
+    assert said(found["clock"]) == "ok: the origin does not tell the time -> "
+    assert found["credentials"].status == "problem"
+    assert "check AWS_ENDPOINT_URL" in found["credentials"].advice
+    assert "ranges" not in found
 
 
 def test_nobody_at_the_proxy(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dataload.commands.options import CacheBytes, CacheDir, Cluster, Json, StorageOptions, config, mapping
-from dataload.commands.terminal import FOUND_A_PROBLEM, show, table
+from dataload.commands.terminal import FOUND_A_PROBLEM, table
 
 if TYPE_CHECKING:
+    from dataload.doctor.finding import Finding
     from dataload.doctor.store import Store
 
 
@@ -41,17 +43,23 @@ def doctor(
         row_bytes=_row_bytes(store) if store else None,
         cluster=cluster,
     )
-    findings = dict(examine(case, store))
-    lines = []
-    for check, found in findings.items():
-        lines.append((found.status, f"{check}: {found.what}"))
-        if found.advice:
-            lines.append(("", f"-> {found.advice}"))
-    problems = sum(found.status == PROBLEM for found in findings.values())
-    figures = {"problems": problems, "checks": {check: asdict(found) for check, found in findings.items()}}
-    show(figures, table(lines), as_json=as_json)
+    findings = {}
+    for check, found in examine(case, store):
+        findings[check] = asdict(found)
+        if not as_json:
+            typer.echo(_text(check, found))  # A store may let us wait.
+    problems = sum(found["status"] == PROBLEM for found in findings.values())
+    if as_json:
+        typer.echo(json.dumps({"problems": problems, "checks": findings}))
     if problems:
         raise typer.Exit(FOUND_A_PROBLEM)
+
+
+def _text(check: str, found: Finding) -> str:
+    lines = [(f"{found.status:7}", f"{check}: {found.what}")]
+    if found.advice:
+        lines.append(("", f"-> {found.advice}"))
+    return table(lines)
 
 
 def _store(url: str, storage_options: str | None) -> Store:
@@ -65,7 +73,6 @@ def _row_bytes(store: Store) -> int | None:
     """Bytes of a decoded row of the first file; None when it cannot be read, which the checks will tell of."""
     from dataload.doctor.finding import OK
     from dataload.doctor.store import endpoint
-    from dataload.errors import DataloadError
     from dataload.manifest import pin
     from dataload.rowblobs import RowBlobs
 
@@ -74,5 +81,5 @@ def _row_bytes(store: Store) -> int | None:
     try:
         manifest = pin(dict(islice(store.objects.items(), 1)), store.blocks)
         return RowBlobs(manifest, manifest.schema.names, store.blocks).num_bytes // max(1, manifest.num_rows)
-    except DataloadError:
+    except Exception:  # noqa: BLE001 (of whatever a store does)
         return None

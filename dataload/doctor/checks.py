@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from dataload.doctor import cluster, folder, limits, processes, store
-from dataload.doctor.finding import PROBLEM, Case, Finding
+from dataload.doctor.finding import PROBLEM, Case, Finding, problem, reason
 from dataload.doctor.store import Store
 
 MACHINE: dict[str, Callable[[Case], Finding]] = {
@@ -36,12 +37,21 @@ DECISIVE = frozenset({"endpoint", "credentials"})  # without these the others ca
 
 
 def examine(case: Case, store: Store | None) -> Iterator[tuple[str, Finding]]:
-    """(check, what it found), one after the other; those of the origin when there is a store."""
+    """(check, what it found), one after the other; those of the origin when there is a store. Raises nothing."""
     for name, check in MACHINE.items():
-        yield name, check(case)
+        yield name, _found(partial(check, case))
     for name, probe in ORIGIN.items() if store else ():
         assert store is not None
-        found = probe(store)
+        found = _found(partial(probe, store))
         yield name, found
         if found.status == PROBLEM and name in DECISIVE:
             return
+
+
+def _found(check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:  # noqa: BLE001 (one check that fails must not take with it what the others found)
+        return problem(
+            f"cannot be looked at: {reason(error)} ({type(error).__name__})", "see to what it says, then look again"
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dataload.cache.redact import redacted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
+_USERINFO = re.compile(r"[^\s/@]+:[^\s/@]*@")  # of an address without the // that `redacted` goes by
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Case:
 
     @property
     def existing(self) -> Path:
-        """The folder of the cache, or the one above it that is there."""
-        return next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        """The folder of the cache, or the one above it that is there, as far as we may look."""
+        return next(path for path in (self.folder, *self.folder.parents) if _is_there(path))
 
     @property
     def in_flight(self) -> int | None:
@@ -65,4 +67,11 @@ class Case:
 
 def reason(error: BaseException) -> str:
     """What an error says, or what it is."""
-    return str(error) or type(error).__name__
+    return _USERINFO.sub("", str(error)) or type(error).__name__
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except PermissionError:
+        return False

@@ -43,7 +43,7 @@ def ours(case: Case) -> Finding:
         return problem(what, advice)
     except OSError as error:
         return problem(reason(error), "name a folder of your own: --cache-dir")
-    if not os.access(case.existing, os.W_OK | os.X_OK):
+    if not os.access(case.existing, os.W_OK | os.X_OK, effective_ids=True):
         return problem(
             f"user {os.geteuid()} may not write to {case.existing}", "name a folder of your own: --cache-dir"
         )

@@ -6,6 +6,7 @@ import socket
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cached_property
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from dataload.partitions import Keys
 SECONDS = 5.0  # for an answer
 WRONG_SECONDS, REFUSED_SECONDS = 60, 900  # of the clock; Amazon refuses what is signed by one that is wrong by so much
 PORTS = {"http": 80, "https": 443}
+READABLE = "check that it may be read, not only listed"
 
 
 class Store:
@@ -69,12 +71,15 @@ class Store:
 
 
 def endpoint(store: Store) -> Finding:
-    if store.endpoint is None:
+    try:
+        place = _place(store.endpoint) if store.endpoint else None
+    except Exception as error:  # noqa: BLE001 (of what a client is made from, each part raises its own)
+        return problem(
+            f"{store.url} cannot be opened: {reason(error)}",
+            "check AWS_ENDPOINT_URL, AWS_PROFILE, what is in ~/.aws, and --storage-options",
+        )
+    if place is None:
         return ok(f"{store.origin.address} is not on the web")
-    where = urlsplit(store.endpoint)
-    if (proxy := getproxies().get(where.scheme)) and not proxy_bypass(where.hostname or ""):
-        where = urlsplit(proxy)
-    place = (where.hostname or "", where.port or PORTS.get(where.scheme, 443))
     try:
         socket.create_connection(place, SECONDS).close()
     except OSError as error:
@@ -141,14 +146,17 @@ def ranges(store: Store) -> Finding:
             served = _status(first.path, {"Range": "bytes=0-0"}) == 206
         else:
             served = len(store.filesystem.cat_file(first.path, start=0, end=1)) == 1
-    except OSError as error:
-        return problem(f"{first.path} cannot be read: {reason(error)}", "check that it may be read, not only listed")
+    except (OSError, HTTPException) as error:
+        return problem(f"{first.path} cannot be read: {reason(error)}", READABLE)
     return ok("it serves ranges") if served else problem(f"{first.path}: a range is answered with all of it", advice)
 
 
 def etag(store: Store) -> Finding:
     first = store.first
-    info = store.origin.info(first.path)
+    try:
+        info = store.origin.info(first.path)
+    except DataloadError as error:
+        return problem(reason(error), READABLE)
     named = next((name for name in VERSION_FIELDS if info.get(name)), None)
     if named is None:
         return warning(
@@ -176,6 +184,14 @@ def if_match(store: Store) -> Finding:
     )
 
 
+def _place(url: str) -> tuple[str, int]:
+    """Host and port that requests for a URL go to: the proxy's, where there is one. Raises ValueError."""
+    where = urlsplit(url)
+    if (proxy := getproxies().get(where.scheme)) and not proxy_bypass(where.hostname or ""):
+        where = urlsplit(proxy)
+    return where.hostname or "", where.port or PORTS.get(where.scheme, 443)
+
+
 def _date(url: str) -> datetime | None:
     """The time at a server, whatever else it answers."""
     try:
@@ -185,7 +201,7 @@ def _date(url: str) -> datetime | None:
     except HTTPError as error:
         headers = error.headers
         error.close()
-    except OSError:
+    except (OSError, HTTPException):
         return None
     try:
         return parsedate_to_datetime(headers.get("Date", ""))
