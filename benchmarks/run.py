@@ -48,14 +48,14 @@ def bench(
     except ImportError as error:
         raise ConfigError(f"bench needs more packages ({error.name}): pip install 'dataload[bench]'") from error
 
-    other = json.loads(compare.read_text()) if compare else None  # before `latest` is written anew
+    other = _read(compare) if compare else None  # before `latest` is written anew
     peers = peers_python.absolute() if peers_python.exists() else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that a measurement under way is ended, too
     suite = Suite(
         size="small" if quick else size,
         workloads=tuple(_parts(workloads or (QUICK_WORKLOADS if quick else ""))),
         entries=_entries(systems),
-        workers=(0,) if quick else tuple(int(count) for count in _parts(workers)),
+        workers=(0,) if quick else _counts(workers),
         rounds=1 if quick else rounds,
         limits=Limits(3, 0.5, 3) if quick else Limits(30, 1, 10),
         wire=wire,
@@ -94,6 +94,19 @@ def _name(found: dict[str, Any], *, restricted: bool, quick: bool) -> str:
 
 def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _counts(workers: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() for part in _parts(workers)):
+        raise ConfigError(f"--workers={workers}: must be counts, such as 0,2")
+    return tuple(int(count) for count in _parts(workers))
+
+
+def _read(results: Path) -> Any:
+    try:
+        return json.loads(results.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--compare={results}: cannot be read as the JSON of a run: {error}") from error
 
 
 def _entries(systems: str) -> tuple[Entry, ...]:

@@ -358,8 +358,10 @@ def _copy(file: BlockFile, into: Any, callback: Any) -> None:
 def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheConfig | None) -> Blocks:
     """The objects' blocks at the origin that `url` names, kept as `config` says; a tiercache:: URL says so itself.
 
-    Raises ConfigError for an unknown protocol or options that its filesystem does not take.
+    Raises ConfigError for no URL, an unknown protocol, or options that its filesystem does not take.
     """
+    if not url:
+        raise ConfigError("the URL is empty: name an object, a folder or a glob")
     introduce()
     try:
         filesystem, _ = fsspec.url_to_fs(url, **(storage_options or {}))

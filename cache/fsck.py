@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import lmdb
+from fsspec.utils import glob_translate
 
 from dataload.cache import blob
 from dataload.cache.folder import CacheFolder
@@ -31,12 +33,12 @@ class Report:
 
 def open_existing(path: Path) -> CacheFolder:
     """The cache at `path`. Raises ConfigError when there is none: looking at a cache must not make one."""
-    if not (path / "FORMAT").exists():
-        raise ConfigError(f"no cache at {path}: name its folder with cache_dir")
     try:
-        return open_folder(path)
+        if (path / "FORMAT").exists():
+            return open_folder(path)
     except (OSError, lmdb.Error) as error:
         raise ConfigError(f"the cache at {path} cannot be opened just now: {error}") from error
+    raise ConfigError(f"no cache at {path}: name its folder with cache_dir")
 
 
 def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int], object] = lambda _: None) -> Report:
@@ -78,7 +80,7 @@ def evict(
 ) -> int:
     """Remove blobs: those of one object or of all below a folder, or those used longest ago; how many bytes went.
 
-    path: as the origin names it, such as "bucket/folder"; None: all.
+    path: as the origin names it, such as "bucket/folder", or a glob of objects; None: all.
     keep_bytes: of these, how many may stay; 0: none.
     progress: called with the bytes that were looked at, or that went.
     """
@@ -92,9 +94,9 @@ def evict(
             progress(used - left)
             used = left
     else:
-        below = (f"{path.rstrip('/')}/", f"{path}#")
+        below, matches = (f"{path.rstrip('/')}/", f"{path}#"), re.compile(glob_translate(path)).match
         for row in folder.index.rows():
-            if row.name.startswith(below):
+            if row.name.startswith(below) or matches(row.name.rpartition("#")[0]):
                 with folder.locks.hold(row.digest, timeout=0) as alone:
                     if alone:
                         folder.discard(row.digest)

@@ -6,7 +6,7 @@ import logging
 import pickle
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -143,16 +143,18 @@ class Origin(ForkAware):
 
     def info(self, path: str) -> dict[str, Any]:
         """What the store says of one object or folder, asked anew."""
-        with self.naming(path):
-            self.filesystem.invalidate_cache(path)
-            return self._said(self.filesystem.info(path))
+        with self.asking(path) as filesystem:
+            filesystem.invalidate_cache(path)
+            return self._said(filesystem.info(path))
 
     def list(self, path: str) -> dict[str, dict[str, Any]]:
         """What the store says of the objects at `path`, an object, a folder or a glob, by their paths; asked anew."""
-        filesystem = self.filesystem
-        with self.naming(path):
+        with self.asking(path) as filesystem:
             filesystem.invalidate_cache(None if has_magic(path) else path)
             found = filesystem.glob(path, detail=True) if has_magic(path) else filesystem.find(path, detail=True)
+            if not found and not has_magic(path):
+                with suppress(OriginNotFound):
+                    self.info(path)  # HTTP finds nothing, too, where nobody answers; but then this says so.
             infos = [
                 self._said(info if info.get("size") is not None else filesystem.info(name))
                 for name, info in found.items()
@@ -195,25 +197,38 @@ class Origin(ForkAware):
             return found
 
     @contextmanager
+    def asking(self, path: str) -> Iterator[Any]:
+        """Gives the filesystem. Raises, beside what `naming` does, ConfigError where it was not told how to get in."""
+        with self.naming(path):
+            try:
+                yield self.filesystem
+            except (DataloadError, OSError):
+                raise
+            except (TypeError, ValueError) as error:  # s3fs tells botocore its options when it is first asked.
+                said = f"{redacted(path)} cannot be asked for with these options: {redacted(error)}"
+                raise ConfigError(said) from error
+
+    @contextmanager
     def naming(self, what: str) -> Iterator[None]:
         """What goes wrong inside is raised as an OriginError that names `what`."""
         try:
             yield
         except DataloadError:
             raise
-        except FileNotFoundError as error:
-            place = f"{redacted(what)} does not exist at {self.address}"
-            raise OriginNotFound(f"{place}: check its name and the endpoint") from error
-        except Exception as error:
+        except Exception as raised:
+            error = _meant(raised)
+            where, said = redacted(what), redacted(str(error).partition("\n")[0])  # obstore adds its source
+            if isinstance(error, FileNotFoundError):
+                place = f"{where} does not exist at {self.address}"
+                raise OriginNotFound(f"{place}: check its name and the endpoint") from raised
             if not _is_trouble(error):
                 raise
             self.counters.add(errors=1)
-            where, said = redacted(what), redacted(str(error).partition("\n")[0])  # obstore adds its source
             if _status(error) == 412:
-                raise ObjectChanged(f"{where} {CHANGED}") from error
+                raise ObjectChanged(f"{where} {CHANGED}") from raised
             if _denied(error):
-                raise OriginError(f"{where}: {self.address} denied access, check the credentials: {said}") from error
-            raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {said}") from error
+                raise OriginError(f"{where}: {self.address} denied access, check the credentials: {said}") from raised
+            raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {said}") from raised
 
 
 def introduce() -> None:
@@ -250,6 +265,13 @@ def _is_trouble(error: BaseException) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in TRANSPORTS
 
 
+def _meant(error: BaseException) -> BaseException:
+    """What went wrong: fsspec has HTTP say "not found" of whatever happens when it asks for an object's size."""
+    cause = error.__cause__
+    made_up = isinstance(error, FileNotFoundError) and cause is not None and _is_trouble(cause)
+    return cause if made_up and cause is not None and _status(cause) != 404 else error
+
+
 def _passing(error: BaseException) -> bool:
     """Whether trying again may help: not with what the store has decided."""
     if not _is_trouble(error) or isinstance(error, (FileNotFoundError, DataloadError)) or _denied(error):
@@ -259,7 +281,7 @@ def _passing(error: BaseException) -> bool:
 
 
 def _denied(error: BaseException) -> bool:
-    return isinstance(error, PermissionError) or type(error).__name__ in _DENIALS
+    return isinstance(error, PermissionError) or type(error).__name__ in _DENIALS or _status(error) in (401, 403)
 
 
 def _status(error: BaseException) -> int | None:

@@ -22,7 +22,7 @@ INTERRUPTED = 130
 
 app = typer.Typer(
     name="dataload",
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=True,
@@ -30,8 +30,13 @@ app = typer.Typer(
 
 
 @app.callback()
-def common(debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False) -> None:
+def common(
+    context: typer.Context, _debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
+) -> None:
     """Data loading for PyTorch from S3."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(WRONG_USE)
 
 
 for command in (plan, warm, stats, verify, evict, doctor, report, demo, bench):

@@ -76,7 +76,7 @@ class Manifest:
         for column in columns:
             if column not in self._chosen_by:
                 near = difflib.get_close_matches(column, self.schema.names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(self.schema.names)}"
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, self.schema.names))}"
                 raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:
@@ -188,8 +188,9 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     for path in source_paths(source):
         listed = _list(path, blocks)
         if not listed:
+            hint = "; a glob names objects, not folders: add /* for what is in them" if has_magic(path) else ""
             raise OriginNotFound(
-                f"no objects at {redacted(path)} ({blocks.origin.address}): check bucket, prefix and endpoint"
+                f"no objects at {redacted(path)} ({blocks.origin.address}): check bucket, prefix and endpoint{hint}"
             )
         for obj, keys in listed.items():
             # One object may be named by itself and by a folder above it, which knows more of its keys.

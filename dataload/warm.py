@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from itertools import takewhile
 
 import numpy as np
 
@@ -56,30 +57,38 @@ def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, nu
     return Order(lengths, seed=seed, window=window, num_streams=num_streams, dataset_key=key)
 
 
-def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> None:
-    """Have these row groups kept as records, those that are not yet.
+def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
+    """Have these row groups kept as records, those that are not yet; how many of them are there then.
+
+    It stops at the first that is not kept: what comes after it would be fetched in vain.
 
     progress: called with each row group that is there. Stopped half-way, the next call goes on where this one ended.
     Raises OriginError, DataError.
     """
-    pending: deque[tuple[int, Future[None]]] = deque()
+    pending: deque[tuple[int, Future[bool]]] = deque()
     stopped = threading.Event()
+    kept = 0
 
-    def make(group: int) -> None:
-        if not stopped.is_set():
-            blobs.make(group)
+    def make(group: int) -> bool:
+        is_kept = not stopped.is_set() and blobs.make(group)
+        if not is_kept:
+            stopped.set()
+        return is_kept
 
     def settle(at_most: int) -> None:
+        nonlocal kept
         while len(pending) > at_most:
-            group, done = pending.popleft()
-            done.result()
-            progress(group)
+            group, made = pending.popleft()
+            if made.result():
+                progress(group)
+                kept += 1
 
     threads = Threads(AT_ONCE, "dataload-warm")
     try:
-        for group in groups:
+        for group in takewhile(lambda _: not stopped.is_set(), groups):
             pending.append((group, threads.submit(make, group)))
             settle(AHEAD)
         settle(0)
     finally:
         stopped.set()
+    return kept

@@ -84,7 +84,7 @@ def test_warm_stats_verify_evict(at_bucket: Run, bucket: Any, dataset_of: Callab
     held = json.loads(at_bucket("stats", *cache, "--json").stdout)
     assert held["blobs"] == 8  # a block and a footer for each file, the records of each row group, and the manifest
     assert held["cache_dir"] == cache[1]
-    assert str(held["blobs"]) in at_bucket("stats", *cache).stdout
+    assert ": 8 blobs, " in at_bucket("stats", *cache).stdout
 
     assert at_bucket("verify", *cache).returncode == 0
     [blob] = [path for path in (tmp_path / "c" / "blobs").glob("*/*") if path.stat().st_size > 10_000][:1]
@@ -142,7 +142,7 @@ def test_storage_options(at_bucket: Run, bucket: Any, dataset_of: Callable[..., 
 def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     done = at_bucket("warm", dataset_of([[5000]]), "--cache-dir", str(tmp_path / "c"), "--cache-bytes", "20kB")
     assert done.returncode == 1
-    assert "did not fit" in done.stderr
+    assert "0 of 1 row groups are there, then it stopped: the cache is full" in done.stderr
     assert json.loads(at_bucket("stats", "--cache-dir", str(tmp_path / "c"), "--json").stdout)["bytes"] <= 20_000
 
 
@@ -164,6 +164,15 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["verify", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
         (["evict", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
         (["evict", "s3://x", "--keep-bytes", "1GB"], "not both"),
+        (["warm", ""], "URL is empty"),
+        (["plan", "s3://"], "Cannot traverse all of S3"),
+        (["plan", "{bucket}/diff*"], "a glob names objects, not folders"),
+        (["warm", "{bucket}/differ", "--storage-options", '{"foo": 1}'], "'foo'"),
+        (["warm", "{bucket}/differ", "--storage-options", '{"endpoint_url": "foo"}'], "Invalid endpoint: foo"),
+        (["warm", "{bucket}/differ/0.parquet", "--columns", '["a, b"]'], "column 'a, b' is not in the dataset"),
+        (["warm", "{bucket}/differ/0.parquet", "--columns", "[1]"], "--columns=[1]"),
+        (["bench", "--workers", "a"], "--workers=a"),
+        (["bench", "--compare", "/nowhere"], "--compare=/nowhere"),
         (["plan", "a", "--bandwidth", "fast"], "bandwidth='fast'"),
         (["warm", "a", "--shard", "first"], "--shard=first"),
     ],
@@ -182,6 +191,83 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
     assert not list((tmp_path / "home").glob("dataload/tmp/*")), "something was left half-written"
+
+
+@pytest.mark.parametrize("url", ["", "tiercache::", "warp://x"])
+def test_a_slip_evicts_nothing(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, url: str) -> None:
+    cache = ("--cache-dir", str(tmp_path / "c"))
+    at_bucket("warm", dataset_of([[100]]), *cache)
+    held = at_bucket("stats", *cache).stdout
+    assert at_bucket("evict", url, *cache).returncode == 2
+    assert at_bucket("stats", *cache).stdout == held
+
+
+def test_evict_by_glob_and_by_chained_url(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url, cache = dataset_of([[100], [100], [100]]), ("--cache-dir", str(tmp_path / "c"))
+    at_bucket("warm", url, *cache)
+
+    def held() -> int:
+        return int(json.loads(at_bucket("stats", *cache, "--json").stdout)["blobs"])
+
+    before = held()
+    assert at_bucket("evict", f"{url}/part-*1.parquet", *cache).returncode == 0
+    assert held() == before - 3, "its footer, its block and its records"
+    assert at_bucket("evict", f"tiercache::{url}/part-002.parquet", *cache).returncode == 0
+    assert held() == before - 6
+
+
+def test_a_server_that_is_gone_is_no_dataset_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    done = run("plan", "http://127.0.0.1:1/x.parquet", "--cache-dir", str(tmp_path / "c"))
+    assert done.returncode == 1
+    assert "Connect call failed" in done.stderr
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_warm_fetches_nothing_in_vain(
+    at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, there: bool
+) -> None:
+    url = dataset_of([[20_000]] * 60)
+    cache = ("--cache-dir", str(tmp_path / "c"), "--cache-bytes", "3MB")
+    if there:
+        at_bucket("warm", url, *cache)
+    before = bucket.server.stats()["get_bytes"]
+    done = at_bucket("warm", url, *cache, "--json")
+    figures = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert 0 < figures["row_groups_kept"] < 10
+    size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
+    assert bucket.server.stats()["get_bytes"] - before < size / 2, "all of it was fetched, though it cannot be kept"
+
+
+def test_warm_says_what_its_part_is(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url, cache = dataset_of([[100], [100], [100], [100]]), ("--cache-dir", str(tmp_path / "c"))
+    whole = json.loads(at_bucket("warm", url, *cache, "--json").stdout)
+    part = json.loads(at_bucket("warm", url, "--shard", "0/2", *cache, "--json").stdout)
+    assert (part["objects"], part["rows"], part["row_groups"], part["row_groups_kept"]) == (2, 200, 2, 2)
+    assert part["bytes"] < whole["bytes"]
+
+
+def test_a_column_whose_name_has_a_comma(at_bucket: Run, bucket: Any, tmp_path: Path) -> None:
+    bucket.put_table("odd/0.parquet", pa.table({"a, b": [1, 2], "c": [3, 4]}))
+    url, cache = f"s3://{bucket.name}/odd", ("--cache-dir", str(tmp_path / "c"))
+    assert at_bucket("warm", url, "--columns", '["a, b"]', *cache).returncode == 0
+
+
+def test_a_folder_of_somebody_else(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))  # root may look anywhere
+
+    monkeypatch.setattr(Path, "exists", denied)
+    done = run("stats", "--cache-dir", "/elsewhere/cache")
+    assert done.returncode == 2
+    assert "/elsewhere/cache cannot be opened" in done.stderr
+
+
+def test_without_a_command_the_help_is_shown(run: Run) -> None:
+    done = run()
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "Commands" in done.stdout
+    assert done.stdout.count("\n") > 10
 
 
 def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ def test_a_column_that_does_not_exist(bucket: Any, dataset_of: Callable[..., str
     url = dataset_of([[3]])
     options = {"storage_options": bucket.options, "cache": cache}
     refused(ConfigError, "'rowid'.*did you mean 'row_id'", url, columns=["rowid"], **options)
-    refused(ConfigError, "'zzz'.*row_id, half", url, columns=["zzz"], **options)
+    refused(ConfigError, "'zzz'.*'row_id', 'half'", url, columns=["zzz"], **options)
 
 
 def test_an_unwritable_cache(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:

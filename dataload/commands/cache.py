@@ -43,25 +43,36 @@ def verify(
 
 
 def evict(
-    url: Annotated[str | None, typer.Argument(help="An object or a folder; left out: everything.")] = None,
+    url: Annotated[str | None, typer.Argument(help="An object, a folder or a glob; left out: everything.")] = None,
     cache_dir: CacheDir = None,
     keep_bytes: Annotated[str | None, typer.Option(help="Keep so many bytes of what was used last.")] = None,
     as_json: Json = False,
 ) -> None:
     """Remove blobs from the cache."""
-    import fsspec
-
     from dataload.cache import fsck
     from dataload.cache.config import parse_bytes
     from dataload.cache.redact import redacted
 
-    if url and keep_bytes:
+    if url is not None and keep_bytes:
         raise ConfigError("give a URL or --keep-bytes, not both")
     folder = existing(cache_dir)
-    path = fsspec.core.strip_protocol(url) if url else None
+    path = None if url is None else _path(url)
     keep = parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0
     with progress("evicting", max(0, folder.index.used_bytes() - keep), quiet=as_json) as advance:
         freed = fsck.evict(folder, path=path, keep_bytes=keep, progress=advance)
     show({"bytes": freed}, f"{decimal(freed)} evicted", as_json=as_json)
-    if url and not freed:
+    if url is not None and not freed:
         raise DataloadError(f"nothing of {redacted(url)} is in the cache")
+
+
+def _path(url: str) -> str:
+    """What a URL names, as its origin does. Raises ConfigError for an unknown protocol, or an empty one."""
+    import fsspec
+
+    named = url.rpartition("::")[2]  # behind a tiercache::
+    if not named:
+        raise ConfigError("the URL is empty: name an object or a folder, or leave it out to evict everything")
+    try:
+        return str(fsspec.core.strip_protocol(named))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error)) from error

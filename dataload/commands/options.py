@@ -20,7 +20,7 @@ BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a batch, of all ran
 CacheBytes = Annotated[str | None, typer.Option(help='Most bytes the cache may hold, such as "500GB".')]
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the cache; default: the user's cache folder.")]
 Cluster = Annotated[str | None, typer.Option(help="Valkey or Redis that hosts share: valkey://host:port,host:port.")]
-Columns = Annotated[str | None, typer.Option(help="Names, comma-separated; default: all.")]
+Columns = Annotated[str | None, typer.Option(help="Names, comma-separated, or a JSON list; default: all.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 NumStreams = Annotated[int | None, typer.Option(min=1, help="As the loader's; default: the number of nodes.")]
 Seed = Annotated[int, typer.Option(help="Of the shuffle, as the loader's.")]
@@ -29,8 +29,18 @@ Window = Annotated[int | None, typer.Option(min=1, help="Row groups to shuffle t
 
 
 def names(text: str | None) -> list[str] | None:
-    """The columns of --columns."""
-    return [name.strip() for name in text.split(",")] if text else None
+    """The columns of --columns. Raises ConfigError."""
+    if not text:
+        return None
+    if not text.startswith("["):
+        return [name.strip() for name in text.split(",")]
+    try:
+        columns: list[str] = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--columns={text}: not a JSON list: {error}") from error
+    if not all(isinstance(column, str) for column in columns):
+        raise ConfigError(f"--columns={text}: all of them must be strings")
+    return columns
 
 
 def node_of(text: str | None) -> tuple[int, int]:

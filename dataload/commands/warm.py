@@ -60,38 +60,46 @@ def warm(
         manifest = pin(objects, blocks, lambda _: advance(1))
     blobs = RowBlobs(manifest, manifest.select(names(columns)), blocks)
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
-    _fetch(blobs, groups, quiet=as_json)
+    kept = _fetch(blobs, groups, quiet=as_json)
     blocks.settle()
-    stats, rows = blocks.stats(), sum(manifest.row_groups[group].rows for group in groups)
+    stats, part = blocks.stats(), [manifest.row_groups[group] for group in groups]
+    files = {group.file for group in part}
+    figures = {
+        "objects": len(files),
+        "bytes": sum(file.size for file in files),
+        "rows": sum(group.rows for group in part),
+        "row_groups": len(part),
+        "row_groups_kept": kept,
+    }
     show(
-        {"objects": len(objects), "rows": rows, "bytes": sum(obj.size for obj in objects), **stats},
-        f"{len(objects)} objects, {rows:,} rows; {decimal(int(stats['bytes_origin']))} fetched in "
-        f"{int(stats['requests_origin'])} requests, the rest was there",
+        {**figures, **stats},
+        f"{figures['objects']:,} objects, {figures['rows']:,} rows; {decimal(int(stats['bytes_origin']))} fetched in "
+        f"{int(stats['requests_origin']):,} requests{', the rest was there' if kept == len(groups) else ''}",
         as_json=as_json,
     )
-    _complain(stats, cluster)
+    if kept < len(groups):
+        raise DataloadError(f"{kept:,} of {len(groups):,} row groups are there, then it stopped: {_why(stats)}")
+    if cluster is not None and stats["cluster"]["unkept"]:
+        raise DataloadError(f"{stats['cluster']['unkept']} blobs did not reach the cluster: is it full, or gone?")
 
 
-def _fetch(blobs: RowBlobs, groups: list[int], *, quiet: bool) -> None:
+def _fetch(blobs: RowBlobs, groups: list[int], *, quiet: bool) -> int:
+    """How many of these row groups are in the cache then."""
     from dataload.warm import warm
 
     sizes = [blobs.bytes_of(group) for group in groups]
     with progress("warming", sum(sizes), quiet=quiet) as advance:
         left = iter(sizes)
         try:
-            warm(blobs, groups, lambda _: advance(next(left)))
+            return warm(blobs, groups, lambda _: advance(next(left)))
         except KeyboardInterrupt:
             raise typer.Abort("interrupted: what is there stays; the same command goes on from there") from None
 
 
-def _complain(stats: dict[str, Any], cluster: str | None) -> None:
-    """Raises DataloadError when something was fetched that could not be kept."""
+def _why(stats: dict[str, Any]) -> str:
     if stats["refused"]:
-        raise DataloadError(f"{int(stats['refused'])} blobs did not fit: raise --cache-bytes or evict")
-    if stats["errors"]["local"]:
-        raise DataloadError(f"{int(stats['errors']['local'])} blobs could not be kept: is the disk full?")
-    if cluster is not None and stats["cluster"]["unkept"]:
-        raise DataloadError(f"{stats['cluster']['unkept']} blobs did not reach the cluster: is it full, or gone?")
+        return "the cache is full: raise --cache-bytes or evict"
+    return "the cache cannot be written to, as was said above: mend that, or choose another --cache-dir"
 
 
 def _must_answer(cluster: str) -> None:
