@@ -55,6 +55,7 @@ class Costs:
         self.blobs = blobs
         self.block_bytes = blocks.block_bytes
         self.footer_bytes = _footer_bytes(manifest, blocks)
+        self.row_bytes = blobs.num_bytes // max(1, manifest.num_rows)
         self._groups = [
             Cost(group.file, *blobs.sources(number), blobs.sizes_on_disk(number))
             for number, group in enumerate(manifest.row_groups)
@@ -106,7 +107,8 @@ class Reader:
 
     def epochs(self, batch_size: int) -> Iterator[Fetched]:
         """What each epoch fetches, without end. What one fetches in advance for the next is its own."""
-        ahead = drawn_on_at_a_time(self._order, batch_size)
+        at_once = gathered_at_once(self._costs.row_bytes * batch_size)
+        ahead = drawn_on_at_a_time(self._order, at_once * batch_size)
         beyond = -self._order.n % batch_size  # positions of the next epoch, that the last batch counts as its own
         room = 2 * ahead
         opened: OrderedDict[int, None] = OrderedDict()  # row groups, as in `Shelf`
@@ -123,7 +125,7 @@ class Reader:
         for epoch in count():
             before = self._fetched
             ask(waiting)  # once more: some were open when they were asked for, and are no more
-            for gathered in self._gathered(epoch, batch_size):
+            for gathered in self._gathered(epoch, batch_size, at_once):
                 together = set(gathered)
                 new = list(islice(coming, max(0, ahead + len(together) - len(waiting))))
                 waiting.extend(new)
@@ -144,10 +146,8 @@ class Reader:
             ask(new)
             yield self._fetched - before
 
-    def _gathered(self, epoch: int, batch_size: int) -> Iterator[list[int]]:
+    def _gathered(self, epoch: int, batch_size: int, at_once: int) -> Iterator[list[int]]:
         """The row groups that each gather is the first to need. Gathers grow, as `Share.runs` does."""
-        row_bytes = self._costs.blobs.num_bytes // max(1, self._order.n)
-        at_once = gathered_at_once(row_bytes * batch_size)
         most = max(1, RUN_ROWS // batch_size)
 
         doublings = (most - 1).bit_length()

@@ -30,8 +30,9 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     Where not all fits into the cache, two windows pass through, and the rest of it stays there. Raises ConfigError when
     the cache is too small for what the order needs at a time.
     """
-    drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size)
     tier, blobs, groups = dataset.blocks.tier, dataset.rowstore.blobs, dataset.row_groups
+    at_once = gathered_at_once(dataset.rowstore.row_bytes * sampler.batch_size)
+    drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size * at_once)
     if isinstance(tier, LocalTier):
         region = region_of(sampler.order, blobs, tier.limit, sampler.node_share)
         if region:
@@ -76,10 +77,13 @@ def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S
         )
 
 
-def drawn_on_at_a_time(order: Order, global_batch_size: int) -> int:
-    """Row groups that batches draw on at a time: a window in every stream and what one batch spans, or all of them."""
+def drawn_on_at_a_time(order: Order, rows: int) -> int:
+    """Row groups that are drawn on at a time: a window in every stream and what so many rows span, or all of them.
+
+    rows: gathered at once, of all ranks together.
+    """
     every = len(order.block_lengths)
-    spanned = -(-global_batch_size * every // max(1, order.n))
+    spanned = -(-rows * every // max(1, order.n))
     return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams) + spanned)
 
 
