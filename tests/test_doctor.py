@@ -297,6 +297,7 @@ class Answers:
     seconds_ahead: float = 0
     refuses: str = ""
     refuses_objects: bool = False
+    token: str = ""
     region: str = "us-east-1"
 
 
@@ -310,12 +311,10 @@ class Handler(BaseHTTPRequestHandler):
         self.body, self.headers_ = b"", {"x-amz-bucket-region": answers.region}
         status = 200
         etag = '"one"' if answers.etag else ""
-        if answers.refuses and where.path != "/":
-            status, self.body = 403, f"<Error><Code>{answers.refuses}</Code><Message>no</Message></Error>".encode()
+        if (refused := self.refused(where.path)) is not None:
+            status, self.body = 403, f"<Error><Code>{refused}</Code><Message>no</Message></Error>".encode()
         elif "list-type" in parse_qs(where.query):
             self.body = LISTED.format(etag=f"<ETag>{etag}</ETag>" if etag else "").encode()
-        elif where.path == "/b/data/x" and answers.refuses_objects:
-            status, self.body = 403, b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
         elif where.path == "/b/data/x":
             self.headers_ |= {"ETag": etag} if etag else {}
             if answers.if_match and self.headers.get("If-Match", etag) != etag:
@@ -333,6 +332,15 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(self.body)
+
+    def refused(self, path: str) -> str | None:
+        """Why, if it is."""
+        answers = self.answers
+        if answers.token and self.headers.get("Authorization") != f"Bearer {answers.token}":
+            return "AccessDenied"
+        if path == "/b/data/x" and answers.refuses_objects:
+            return "AccessDenied"
+        return answers.refuses if answers.refuses and path != "/" else None
 
     do_HEAD = do_GET  # noqa: N815 (its name says what it answers)
 
@@ -364,9 +372,9 @@ def s3(address: str, **options: Any) -> Store:
     return Store("s3://b/data", open_source("s3://b/data", {"endpoint_url": address, **keys, **options}, None))
 
 
-def http(address: str) -> Store:
+def http(address: str, **options: Any) -> Store:
     url = f"{address}/b/data/x"
-    return Store(url, open_source(url, {}, None))
+    return Store(url, open_source(url, options, None))
 
 
 def test_a_store_in_order(case: Case, address: str, tmp_path: Path) -> None:
@@ -463,9 +471,10 @@ def test_what_speaks_no_http(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_nobody_at_the_proxy(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = closed_port()
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("no_proxy", "")
-    assert f"127.0.0.1:{port} cannot be reached" in said(store.endpoint(http(address)))
+    for proxy in (f"http://127.0.0.1:{port}", f"127.0.0.1:{port}", f"user:s3cret@127.0.0.1:{port}"):
+        monkeypatch.setenv("http_proxy", proxy)
+        assert f": 127.0.0.1:{port} cannot be reached" in said(store.endpoint(http(address)))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert store.endpoint(http(address)).status == "ok"
 
@@ -534,6 +543,20 @@ def test_no_ranges(address: str, answers: Answers, kind: Callable[[str], Store])
     found = said(store.ranges(kind(address)))
     assert "a range is answered with all of it" in found
     assert "a store that serves ranges" in found
+
+
+def test_a_token(case: Case, address: str, answers: Answers) -> None:
+    answers.token = "s3cret"
+    headers = {"Authorization": "Bearer s3cret"}
+    for options in ({"headers": headers}, {"client_kwargs": {"headers": headers}}):
+        assert store.ranges(http(address, **options)).status == "ok"
+    one = http(address, headers=headers)
+    assert one.objects
+    answers.token = "another"
+    found = said(store.ranges(one))
+    assert "403" in found
+    assert "may be read, not only listed" in found
+    assert "s3cret" not in found
 
 
 @pytest.mark.parametrize("kind", [s3, http])

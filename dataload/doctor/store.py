@@ -12,6 +12,8 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, build_opener, getproxies, proxy_bypass
 
+from fsspec.asyn import sync
+
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.version import VERSION_FIELDS
 from dataload.doctor.finding import Finding, ok, problem, reason, warning
@@ -140,14 +142,15 @@ def ranges(store: Store) -> Finding:
     first = store.first
     advice = "read through a store that serves ranges: each row group would be fetched with all of its file"
     try:
-        if store.is_s3:
-            served = store.get() == 206
-        elif store.endpoint:
-            served = _status(first.path, {"Range": "bytes=0-0"}) == 206
-        else:
-            served = len(store.filesystem.cat_file(first.path, start=0, end=1)) == 1
-    except (OSError, HTTPException) as error:
-        return problem(f"{first.path} cannot be read: {reason(error)}", READABLE)
+        with store.origin.naming(first.path):
+            if store.is_s3:
+                served = store.get() == 206
+            elif store.endpoint:
+                served = sync(store.filesystem.loop, _status, store.filesystem, first.path, timeout=SECONDS) == 206
+            else:
+                served = len(store.filesystem.cat_file(first.path, start=0, end=1)) == 1
+    except DataloadError as error:
+        return problem(reason(error), READABLE)
     return ok("it serves ranges") if served else problem(f"{first.path}: a range is answered with all of it", advice)
 
 
@@ -188,7 +191,7 @@ def _place(url: str) -> tuple[str, int]:
     """Host and port that requests for a URL go to: the proxy's, where there is one. Raises ValueError."""
     where = urlsplit(url)
     if (proxy := getproxies().get(where.scheme)) and not proxy_bypass(where.hostname or ""):
-        where = urlsplit(proxy)
+        where = urlsplit(proxy if "//" in proxy else f"http://{proxy}")  # as curl and urllib take it
     return where.hostname or "", where.port or PORTS.get(where.scheme, 443)
 
 
@@ -209,9 +212,16 @@ def _date(url: str) -> datetime | None:
         return None
 
 
-def _status(url: str, headers: dict[str, str]) -> int:
-    with build_opener().open(Request(url, headers=headers), timeout=SECONDS) as answer:  # noqa: S310
-        return int(answer.status)
+async def _status(filesystem: Any, url: str) -> int:
+    """The status of HTTP's answer to a request for the first byte, asked as the filesystem asks, with what lets it in.
+
+    Raises aiohttp.ClientError.
+    """
+    session, options = await filesystem.set_session(), filesystem.kwargs
+    headers = {**options.get("headers", {}), "Range": "bytes=0-0"}
+    async with session.get(filesystem.encode_url(url), **{**options, "headers": headers}) as answer:
+        answer.raise_for_status()
+        return int(answer.status)  # What may be all of the object is not read.
 
 
 def _headers(store: Store, bucket: str) -> dict[str, str]:
