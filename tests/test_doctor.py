@@ -21,6 +21,9 @@ from time import time
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import s3fs
 import typer
@@ -32,6 +35,7 @@ from dataload.doctor import checks, cluster, folder, limits, processes, store
 from dataload.doctor.checks import MACHINE, ORIGIN, examine
 from dataload.doctor.finding import Case, Finding
 from dataload.doctor.store import Store
+from dataload.errors import ConfigError
 
 BODY = b"0123456789"
 LISTED = """<?xml version="1.0"?><ListBucketResult><Name>b</Name><Prefix>data/</Prefix><KeyCount>1</KeyCount>
@@ -63,7 +67,6 @@ def case(tmp_path: Path) -> Case:
 def test_a_machine_in_order(case: Case) -> None:
     found = {name: said(finding) for name, finding in examine(case, None)}
     assert list(found) == list(MACHINE)
-    found.pop("locked memory")  # of which Linux gives little, unless told otherwise
     assert all(finding.startswith("ok: ") for finding in found.values()), found
 
 
@@ -177,11 +180,21 @@ def test_locks_that_keep_nobody_out(case: Case, monkeypatch: pytest.MonkeyPatch)
     assert "keep nobody out" in said(folder.locks(case))
 
 
-def test_little_shared_memory(case: Case, small_disk: Path) -> None:
+def set_ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """So many on this host, and no other."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": count}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_little_shared_memory(case: Case, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     little = Case(case.folder, num_workers=4, batch_size=100, row_bytes=10_000, shared_memory=small_disk)
     assert "4 workers hold 8.0 MB there" in said(limits.shared_memory(little))
     assert "--shm-size" in said(limits.shared_memory(little))
     assert limits.shared_memory(Case(case.folder, num_workers=4, shared_memory=small_disk)).status == "problem"
+    half = Case(case.folder, num_workers=1, batch_size=30, row_bytes=10_000, shared_memory=small_disk)
+    assert limits.shared_memory(half).status == "ok"
+    set_ranks(monkeypatch, 2)
+    assert "2 workers hold 1.2 MB there" in said(limits.shared_memory(half)), "they are of one host"
     assert limits.shared_memory(Case(case.folder, shared_memory=small_disk)).status == "ok"
     assert "there is no" in said(limits.shared_memory(Case(case.folder, shared_memory=small_disk / "none")))
 
@@ -203,16 +216,51 @@ def limit() -> Iterator[Callable[[int, int], None]]:
 def test_few_open_files(case: Case, limit: Callable[[int, int], None]) -> None:
     limit(resource.RLIMIT_NOFILE, 700)
     assert limits.descriptors(case).status == "ok"
-    found = said(limits.descriptors(Case(case.folder, num_workers=8)))
-    assert "a process may open 700 files" in found
-    assert "ulimit -n 65536" in found
+    assert "a process may open 700 files" in said(limits.descriptors(Case(case.folder, num_workers=8)))
 
 
-def test_little_locked_memory(case: Case, limit: Callable[[int, int], None]) -> None:
+@pytest.mark.parametrize(
+    ("hard", "num_workers", "advice"),
+    [
+        (resource.RLIM_INFINITY, 8, "ulimit -n 65536, "),
+        (10**6, 8, "ulimit -n 65536, "),
+        (2000, 8, "ulimit -n 2000, or LimitNOFILE=65536"),
+        (1000, 8, "have root raise the hard limit of 1,000: nofile 65536 in limits.conf"),
+        (10**6, 2000, "ulimit -n 128512, "),
+    ],
+)
+def test_how_many_files_may_be_opened_by_whom(
+    case: Case, monkeypatch: pytest.MonkeyPatch, hard: int, num_workers: int, advice: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (700, hard))
+    assert limits.descriptors(Case(case.folder, num_workers=num_workers)).advice.startswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("planned", "needed"),
+    [
+        ({}, "67.1 MB"),
+        ({"row_bytes": 10**6, "batch_size": 100, "prefetch": 2}, "200.0 MB"),
+    ],
+)
+def test_little_locked_memory(
+    case: Case, limit: Callable[[int, int], None], planned: dict[str, int], needed: str
+) -> None:
     limit(resource.RLIMIT_MEMLOCK, 64 << 10)
-    found = said(limits.locked_memory(case))
+    found = said(limits.locked_memory(Case(case.folder, pin_memory=True, **planned)))
     assert found.startswith("warning: a process may lock 65.5 kB")
+    assert f"take {needed}" in found
     assert "memlock=-1" in found
+    assert limits.locked_memory(Case(case.folder, **planned)).status == "ok", "nothing is pinned"
+
+
+@pytest.mark.parametrize(("batch_size", "prefetch", "status"), [(100, 1, "ok"), (50, 2, "ok"), (100, 2, "warning")])
+def test_batches_that_are_pinned(
+    case: Case, monkeypatch: pytest.MonkeyPatch, batch_size: int, prefetch: int, status: str
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10**8, resource.RLIM_INFINITY))
+    planned = Case(case.folder, batch_size=batch_size, prefetch=prefetch, row_bytes=10**6, pin_memory=True)
+    assert limits.locked_memory(planned).status == status
 
 
 def test_few_maps(case: Case, tmp_path: Path) -> None:
@@ -226,14 +274,13 @@ def test_few_processors(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         found = said(limits.processors(Case(case.folder, num_workers=3)))
+        set_ranks(monkeypatch, 2)
+        too_many = said(limits.processors(Case(case.folder)))
     finally:
         os.sched_setaffinity(0, before)
-    assert "1 processors for 2 ranks of 3 workers each: 8 processes" in found
-    assert "num_workers=0" in found
+    assert "1 processors for 1 ranks of 3 workers each: 4 processes -> num_workers=0, or" in found
+    assert "1 processors for 2 ranks of 0 workers each: 2 processes -> at most 1 rank on this host" in too_many
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert limits.cpus(tmp_path / "cpu.max") == 1
 
@@ -244,9 +291,10 @@ def test_workers_that_are_forked(case: Case) -> None:
         multiprocessing.set_start_method("fork", force=True)
         found = said(processes.fork(Case(case.folder, num_workers=1)))
         multiprocessing.set_start_method("forkserver", force=True)
-        assert processes.fork(Case(case.folder, num_workers=1)).status == "ok"
+        assert processes.fork(Case(case.folder, num_workers=1)).advice == ""
     finally:
         multiprocessing.set_start_method(before, force=True)
+    assert found.startswith("ok: unless the program says otherwise, workers are forked"), "it may well say so"
     assert "multiprocessing_context='forkserver'" in found
 
 
@@ -434,6 +482,27 @@ def test_rows_that_cannot_be_measured(
     monkeypatch.setattr(manifest, "pin", pin)
     doctor(str(tmp_path / "x"), cache_dir=tmp_path / "cache", cache_bytes="1MB", as_json=True)
     assert list(json.loads(capsys.readouterr().out)["checks"]) == [*MACHINE, *ORIGIN]
+
+
+def test_rows_of_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is held of a row is what is asked for."""
+    told: list[Case] = []
+
+    def examine(case: Case, _: Any) -> Iterator[tuple[str, Finding]]:
+        told.append(case)
+        return iter(())
+
+    monkeypatch.setattr(checks, "examine", examine)
+    pq.write_table(pa.table({"wide": [bytes(10**5)] * 8, "label": np.arange(8)}), tmp_path / "x.parquet")
+    for columns in (None, "label"):
+        doctor(str(tmp_path / "x.parquet"), columns=columns, pin_memory=True)
+    wide, narrow = told
+    assert wide.row_bytes is not None
+    assert wide.row_bytes > 1000
+    assert narrow.row_bytes == 8
+    assert narrow.pin_memory
+    with pytest.raises(ConfigError, match="did you mean 'label'"):
+        doctor(str(tmp_path / "x.parquet"), columns="labels")
 
 
 def test_what_may_be_listed_but_not_read(case: Case, address: str, answers: Answers) -> None:

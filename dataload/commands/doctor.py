@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dataload.commands.options import CacheBytes, CacheDir, Cluster, Json, StorageOptions, config, mapping
+from dataload.commands.options import (
+    CacheBytes,
+    CacheDir,
+    Cluster,
+    Columns,
+    Json,
+    StorageOptions,
+    config,
+    mapping,
+    names,
+)
 from dataload.commands.terminal import FOUND_A_PROBLEM, table
 
 if TYPE_CHECKING:
@@ -22,6 +32,8 @@ def doctor(
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, of one rank.")] = 256,
     num_workers: Annotated[int, typer.Option(min=0, help="Processes of each rank's loader.")] = 0,
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each of them makes ahead.")] = 2,
+    pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Batches are pinned, as for a GPU.")] = False,
+    columns: Columns = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
     cluster: Cluster = None,
@@ -40,7 +52,8 @@ def doctor(
         batch_size=batch_size,
         num_workers=num_workers,
         prefetch=prefetch,
-        row_bytes=_row_bytes(store) if store else None,
+        pin_memory=pin_memory,
+        row_bytes=_row_bytes(store, names(columns)) if store else None,
         cluster=cluster,
     )
     findings = {}
@@ -69,10 +82,14 @@ def _store(url: str, storage_options: str | None) -> Store:
     return Store(url, open_source(url, mapping(storage_options), None))
 
 
-def _row_bytes(store: Store) -> int | None:
-    """Bytes of a decoded row of the first file; None when it cannot be read, which the checks will tell of."""
+def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
+    """Bytes of a decoded row of the first file; None when it cannot be read, which the checks will tell of.
+
+    Raises ConfigError for a column that is not there.
+    """
     from dataload.doctor.finding import OK
     from dataload.doctor.store import endpoint
+    from dataload.errors import ConfigError
     from dataload.manifest import pin
     from dataload.rowblobs import RowBlobs
 
@@ -80,6 +97,9 @@ def _row_bytes(store: Store) -> int | None:
         return None
     try:
         manifest = pin(dict(islice(store.objects.items(), 1)), store.blocks)
-        return RowBlobs(manifest, manifest.schema.names, store.blocks).num_bytes // max(1, manifest.num_rows)
+        blobs = RowBlobs(manifest, manifest.select(columns), store.blocks)
+        return blobs.num_bytes // max(1, manifest.num_rows)
+    except ConfigError:
+        raise
     except Exception:  # noqa: BLE001 (of whatever a store does)
         return None

@@ -21,8 +21,8 @@ class Finding:
     advice: str = ""
 
 
-def ok(what: str) -> Finding:
-    return Finding(OK, redacted(what))
+def ok(what: str, advice: str = "") -> Finding:
+    return Finding(OK, redacted(what), advice)
 
 
 def warning(what: str, advice: str) -> Finding:
@@ -46,6 +46,7 @@ class Case:
     batch_size: int = 256
     num_workers: int = 0
     prefetch: int = 2
+    pin_memory: bool = False
     row_bytes: int | None = None
     cluster: str | None = field(default=None, repr=False)
     mounts: Path = Path("/proc/self/mountinfo")
@@ -59,7 +60,7 @@ class Case:
 
     @property
     def in_flight(self) -> int | None:
-        """Bytes of batches on their way from worker processes; None: not known."""
+        """Bytes of batches on their way from the worker processes of a rank; None: not known."""
         if self.row_bytes is None:
             return None
         return self.row_bytes * self.batch_size * self.num_workers * self.prefetch

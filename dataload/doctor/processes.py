@@ -11,14 +11,15 @@ from dataload.world import World, doubts
 
 
 def fork(case: Case) -> Finding:
+    """What the program that trains will do is not known here: it may choose another way."""
     method = multiprocessing.get_start_method()
     if method == "fork" and case.num_workers:
-        return warning(
-            "workers are forked from a process with threads: a lock that one of these holds just then stays locked; "
-            "and what they fetch comes more slowly",
+        return ok(
+            "unless the program says otherwise, workers are forked, from a process with threads: a lock that one of "
+            "these holds just then stays locked; and what they fetch comes more slowly",
             "make_loader(..., multiprocessing_context='forkserver')",
         )
-    return ok(f"processes start by {method}")
+    return ok(f"unless the program says otherwise, processes start by {method}")
 
 
 def ranks(_: Case) -> Finding:
