@@ -203,6 +203,9 @@ class ArrowFooter:
         buffers, ratio = batch.buffers, COMPRESSION_RATIO if batch.is_compressed else 1
         return [ratio * sum(size for _, size in buffers[self._place(batch, name)]) for name in columns]
 
+    def coded(self, number: int, columns: Collection[str]) -> list[str]:  # noqa: ARG002 (the schema says it of all)
+        return [name for name in columns if any(self._read_by[own] for own in self._chosen([name]))]
+
     def held_bytes(self, number: int) -> int:
         return self.stored_bytes(number) + sum(
             one.message.stop - one.message.start for one in self._dictionaries[number]

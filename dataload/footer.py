@@ -47,6 +47,9 @@ class Footer(Protocol):
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
         """About how many bytes these columns, dotted where they are members of structs, take once decompressed."""
 
+    def coded(self, number: int, columns: Collection[str]) -> list[str]:
+        """Those of these columns, of bytes or text, of which the file has codes: `decoded_bytes` may be far too few."""
+
     def held_bytes(self, number: int) -> int:
         """Bytes of a row group that are in memory at a time while it is decoded, as they are stored."""
 

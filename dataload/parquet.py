@@ -24,6 +24,9 @@ MAGIC = b"PAR1"
 HELD_BYTES = 40 << 20  # of a row group, as it is stored, that are fetched before they are decoded
 BUFFER_BYTES = 1 << 20  # of a column that is being decoded
 CHUNK_BYTES = 1 << 20  # of a column; where they are smaller on average, they are fetched together and held
+DICTIONARY_BYTES = 1 << 20  # of values, at which writers give up a chunk's dictionary: what follows is as it is
+CODE_BYTES = 4  # of the code of a value, at most
+UNLIKE_BYTES = 1 << 10  # of a value, from which on few are alike: a dictionary has them all
 TRAILER_BYTES = 8  # footer length (u32, little-endian), magic
 
 
@@ -63,6 +66,10 @@ class ParquetFooter:
         if dtype is not None:  # Encoded they may be small, but of numbers it is known how large they are.
             return int(dtype.itemsize * sum(chunk.num_values for chunk in chunks))
         return sum(chunk.total_uncompressed_size for chunk in chunks)
+
+    def coded(self, number: int, columns: Collection[str]) -> list[str]:
+        chunks = self._chunks(number)
+        return [name for name in columns if any(map(_is_coded, chunks[self._leaves[name]]))]
 
     def held_bytes(self, number: int) -> int:
         return min(self.stored_bytes(number), HELD_BYTES)
@@ -156,6 +163,16 @@ def _column_of(path: str, names: Collection[str]) -> str | None:
         if not dot:
             return None
     return path
+
+
+def _is_coded(chunk: pq.ColumnChunkMetaData) -> bool:
+    """Whether most of it may be codes of values in its dictionary, so that its bytes do not tell those of the values.
+
+    A footer does not tell how many pages have codes; so it is told by how many bytes there are for each value.
+    """
+    size, values = chunk.total_uncompressed_size, chunk.num_values
+    most = 2 * (DICTIONARY_BYTES + CODE_BYTES * values)
+    return bool(chunk.has_dictionary_page and size < min(most, UNLIKE_BYTES * values))
 
 
 def _leaf_count(kind: pa.DataType) -> int:

@@ -30,7 +30,8 @@ TWICE = 2.0  # what is said to be much
 @dataclass(frozen=True)
 class Plan:
     """bytes: of the objects; decoded_bytes: of their rows as records; cache_bytes_needed: with so many, epochs but the
-    first fetch nothing; cache_bytes: those it may have.
+    first fetch nothing; cache_bytes: those it may have. is_estimate: whether these are known of some row groups only,
+    because files have codes of values.
 
     first_epoch, later_epoch: what they fetch through a cache of `cache_bytes`, beside the footers; None where that is
     too small for the window. first_batch: what is fetched before it is there.
@@ -44,6 +45,7 @@ class Plan:
     rows: int
     row_groups: int
     decoded_bytes: int
+    is_estimate: bool
     cache_bytes_needed: int
     cache_bytes: int
     first_epoch: Fetched | None
@@ -79,6 +81,7 @@ def plan(
     sizes = [group.bytes for group in manifest.row_groups]
     files = {group.file for group in manifest.row_groups}
     limit = blocks.tier.limit if isinstance(blocks.tier, LocalTier) else 0
+    blobs.measure()
     costs = Costs(manifest, blobs, blocks)
     whole = Reader(costs, order, ENDLESS)
     all_of_it = whole.all_rows()
@@ -100,6 +103,7 @@ def plan(
         rows=manifest.num_rows,
         row_groups=len(lengths),
         decoded_bytes=blobs.num_bytes,
+        is_estimate=bool(blobs.samples.coded),
         cache_bytes_needed=needed,
         cache_bytes=limit,
         first_epoch=first,

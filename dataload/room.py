@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FITS = 0.95  # of a cache is rows; the rest is footers, and what fills a file's last page
 AHEAD_BYTES = 256 << 20  # of objects, loaded before they are needed: more than is on its way at a time
+CODES = 64  # times as large as their codes values may be, perhaps: where that matters, they are measured
 
 GATHERED, RUN_BYTES = 64, 2 << 20  # batches at once, at most; bytes of them, that stay in a cache on their way
 
@@ -31,6 +32,8 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     the cache is too small for what the order needs at a time.
     """
     tier, blobs, groups = dataset.blocks.tier, dataset.rowstore.blobs, dataset.row_groups
+    if isinstance(tier, LocalTier) and blobs.num_bytes * sampler.node_share * CODES > tier.limit * FITS:
+        blobs.measure()
     at_once = gathered_at_once(dataset.rowstore.row_bytes * sampler.batch_size)
     drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size * at_once)
     if isinstance(tier, LocalTier):

@@ -29,6 +29,7 @@ from dataload.files import read_footer
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
 from dataload.records import Blob
+from dataload.samples import Samples
 from dataload.stats import SHARES
 from dataload.timeline import ELSEWHERE, Timeline, doing, waited
 
@@ -57,6 +58,7 @@ class RowBlobs(ForkAware):
         self._fill_null = fill_null
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.layout = Layout(fields_of(schema))
+        self._measured: dict[str, float] = {}  # bytes of a value, by column
         self._rows = self._rows_of_a_blob()
         lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         counts = np.maximum(1, -(-lengths // self._rows))
@@ -107,8 +109,19 @@ class RowBlobs(ForkAware):
         """Have what is kept of all row groups stay, as long as this process runs."""
         self._blocks.tier.lease(key for number in range(len(self._rows)) for key in self._keys(number))
 
+    def measure(self) -> None:
+        """Have it known how large the values are of which the files have codes. Raises OriginError, DataError."""
+        if not self._measured:
+            self._measured = self.samples.value_bytes()
+            vars(self).pop("num_bytes", None)
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Row groups to measure values in."""
+        return Samples(self._manifest, self.layout, self._blocks, self._fill_null)
+
     def bytes_of(self, number: int) -> int:
-        """About how many bytes the blobs of a row group take; more where a dictionary made values small."""
+        """About how many bytes the blobs of a row group take; more, unless measured, where files have codes."""
         group = self._manifest.row_groups[number]
         return group.rows * self.layout.dtype.itemsize + self._heap_bytes(group)
 
@@ -137,10 +150,10 @@ class RowBlobs(ForkAware):
             sizes.append(size_on_disk(records.packed_bytes(rows, share, self.layout), key.name))
         return sizes
 
-    def sources(self, number: int) -> tuple[list[Span], list[Span]]:
-        """What of its file is fetched to make the blobs of a row group; see `Footer.fetched`."""
+    def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
+        """What of its file is fetched to make the blobs of a row group, or of these columns; see `Footer.fetched`."""
         group = self._manifest.row_groups[number]
-        stored = self._stored(group)
+        stored = self._stored(group) if columns is None else columns
         return self._footer(group.file).fetched(group.number, stored) if stored else ([], [])
 
     def _kept(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
@@ -272,7 +285,10 @@ class RowBlobs(ForkAware):
         return hashlib.blake2b(json.dumps(said).encode(), digest_size=8).hexdigest()
 
     def _rows_of_a_blob(self) -> Array:
-        """By row group: a power of two, so that blobs of fewer columns are made of whole ones of more."""
+        """By row group: a power of two, so that blobs of fewer columns are made of whole ones of more.
+
+        It names them: it follows from the footers, whatever has been measured.
+        """
         bounds = []
         for group in self._manifest.row_groups:
             row_bytes = self.layout.dtype.itemsize + self._heap_bytes(group) // max(1, group.rows)
@@ -289,7 +305,11 @@ class RowBlobs(ForkAware):
     def _heaps(self, group: RowGroup) -> list[tuple[str, int]]:
         """About how many bytes the values of each ragged column take."""
         sizes = zip(self._manifest.ragged, group.sizes, strict=False)
-        return [(name, size) for name, size in sizes if name in self._columns]
+        return [(name, self._heap(name, size, group.rows)) for name, size in sizes if name in self._columns]
+
+    def _heap(self, name: str, size: int, rows: int) -> int:
+        """What is measured of a column, or what its footer says."""
+        return round(self._measured[name] * rows) if name in self._measured else size
 
     def _first_rows(self, lengths: Array, counts: Array) -> Array:
         firsts = np.concatenate(([0], np.cumsum(lengths)))

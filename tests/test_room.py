@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from dataload import CacheConfig, make_dataset, make_loader
 from dataload.allowance import Allowance
 from dataload.room import check_shared_memory
+
+noise = np.random.default_rng(0)
 
 
 def test_batches_that_shared_memory_cannot_hold(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -40,3 +47,65 @@ def test_an_allowance_is_never_overdrawn() -> None:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert most[0] <= 10
+
+
+def texts(folder: Path, groups: int, **options: Any) -> tuple[str, int]:
+    """A file of captions of which a few are repeated, and how many bytes they have."""
+    values = [f"{'hello world ' * (number % 100)}{number % 100}" for number in range(groups * 1000)]
+    pq.write_table(pa.table({"text": values}), folder / "texts.parquet", row_group_size=1000, **options)
+    return str(folder / "texts.parquet"), sum(map(len, values))
+
+
+def test_the_room_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
+    url, size = texts(tmp_path, 40)
+    dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), size // 2))
+    assert dataset.rowstore.blobs.num_bytes < size / 4  # as the footers have it
+    loader = make_loader(dataset, 100, window=2)
+    assert dataset.rowstore.blobs.num_bytes == pytest.approx(size + 8 * 40_000, rel=0.01)
+    assert size / 10 <= dataset.blocks.tier.region <= size / 9
+    for _ in range(2):
+        assert sum(len(batch["text"]) for batch in loader) == 40_000
+    assert dataset.blocks.stats()["refused"] == 0
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "options", "requests"),
+    [("2MB", {}, 4), ("1GB", {}, 0), ("4MB", {"use_dictionary": False}, 0), ("2MB", {"compression": "none"}, 4)],
+)
+def test_values_are_measured_where_codes_leave_it_open_what_fits(
+    cache_bytes: str, options: dict[str, Any], requests: int, tmp_path: Path
+) -> None:
+    """Of four row groups, whatever else there is; and once a host."""
+    url, _ = texts(tmp_path, 6, **options)
+    for asked in (requests, 0):
+        dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), cache_bytes))
+        before = dataset.blocks.stats()["requests_origin"]
+        make_loader(dataset, 10, window=1)
+        assert dataset.blocks.stats()["requests_origin"] - before == asked
+
+
+def test_large_values_are_not_taken_for_codes(tmp_path: Path) -> None:
+    """Of each there is one: a dictionary that has all of them, or the first of them only."""
+    for rows, size in ((20, 5000), (2000, 5000), (40_000, 100)):
+        values = [noise.bytes(size) for _ in range(rows)]
+        pq.write_table(pa.table({"image": pa.array(values, pa.binary())}), tmp_path / "x.parquet")
+        dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache")))
+        assert dataset.rowstore.blobs.samples.coded == []
+        assert dataset.rowstore.blobs.num_bytes == pytest.approx(rows * (size + 8), rel=0.05)
+
+
+def test_values_of_dictionaries_in_arrow_files_are_measured_too(tmp_path: Path) -> None:
+    values = pa.array([f"{'hello world ' * (number % 100)}" for number in range(3000)]).dictionary_encode()
+    with pa.ipc.new_file(tmp_path / "x.arrow", pa.schema([("text", values.type)])) as writer:
+        writer.write_table(pa.table({"text": values}))
+    blobs = make_dataset(str(tmp_path / "x.arrow"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    assert blobs.samples.coded == ["text"]
+    blobs.measure()
+    assert blobs.num_bytes == pytest.approx(sum(len(value.as_py()) + 8 for value in values), rel=0.01)
+
+
+def test_a_dataset_without_row_groups_has_no_samples(tmp_path: Path) -> None:
+    pq.ParquetWriter(tmp_path / "x.parquet", pa.schema([("text", pa.string())])).close()
+    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    blobs.measure()
+    assert (blobs.samples.coded, blobs.num_bytes) == ([], 0)

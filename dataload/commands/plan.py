@@ -70,14 +70,15 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
             (plan.later_epoch, plan.later_epoch_cost),
         )
     )
+    about = "about " if plan.is_estimate else ""
     seconds = f"; {duration(plan.first_epoch_seconds)} at {rate}" if plan.first_epoch_seconds is not None else ""
     return [
         (
             "dataset",
             f"{plan.objects:,} objects, {decimal(plan.bytes)}; {plan.rows:,} rows in {plan.row_groups:,} row groups",
         ),
-        ("decoded", f"{decimal(plan.decoded_bytes)}, once the columns are rows"),
-        ("cache", f"{decimal(plan.cache_bytes_needed)} hold all of it; it may have {decimal(plan.cache_bytes)}"),
+        ("decoded", f"{about}{decimal(plan.decoded_bytes)}, once the columns are rows"),
+        ("cache", f"{about}{decimal(plan.cache_bytes_needed)} hold all of it; it may have {decimal(plan.cache_bytes)}"),
         ("first batch", f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} at {rate}"),
         ("first epoch", f"{first}{seconds}"),
         ("later epochs", later),

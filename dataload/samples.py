@@ -1,0 +1,84 @@
+"""How large values are of which files have codes: footers do not tell that, a look into a few row groups does."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+from dataload.cache.blocks import Blocks
+from dataload.cache.tier import Allocate
+from dataload.columns import Ragged, decode
+from dataload.files import read_footer
+from dataload.layout import Field, Layout
+from dataload.manifest import Manifest, RowGroup
+
+SAMPLES = 4  # row groups
+ROWS = 1 << 14  # decoded at a time
+
+
+class Samples:
+    """A few row groups that stand for the others, the same ones on every host; of the columns of `layout`.
+
+    Notes: of each, the columns that `coded` names are read, once a host, and what is found is kept like a footer.
+    """
+
+    def __init__(self, manifest: Manifest, layout: Layout, blocks: Blocks, fill_null: Any = None) -> None:
+        every, some = len(manifest.row_groups), min(SAMPLES, len(manifest.row_groups))
+        self.numbers = [(2 * sample + 1) * every // (2 * some) for sample in range(some)]
+        self._groups = [manifest.row_groups[number] for number in self.numbers]
+        self._layout = layout
+        self._blocks = blocks
+        self._fill_null = fill_null
+
+    @property
+    def coded(self) -> list[str]:
+        """The columns of which all of them have codes of values; see `Footer.coded`."""
+        return [field.name for field in self._coded]
+
+    def value_bytes(self) -> dict[str, float]:
+        """Bytes of a value of each of these columns, on average. Raises OriginError, DataError."""
+        found = sum(map(self._sizes, self._groups), Counter[str]()) if self._coded else Counter()
+        rows = sum(group.rows for group in self._groups)
+        return {name: found[name] / max(1, rows) for name in self.coded}
+
+    @cached_property
+    def _coded(self) -> list[Field]:
+        fields = [field for field in self._layout.ragged if field.kind != "list"] if self._groups else []
+        for group in self._groups:
+            stored = [field.name for field in fields if field.name not in dict(group.constants)]
+            coded = read_footer(group.file, self._blocks).coded(group.number, stored)
+            fields = [field for field in fields if field.name in coded]
+        return fields
+
+    def _sizes(self, group: RowGroup) -> Counter[str]:
+        """Bytes of the values in a row group, by column."""
+
+        def fill(allocate: Allocate) -> None:
+            found = json.dumps(sum(self._read(group), Counter[str]())).encode()
+            allocate(len(found))[:] = found
+
+        what = f"sizes {group.number} {self.coded} {self._fill_null!r}"
+        return Counter(json.loads(bytes(self._blocks.tier.get_or_fill(self._blocks.key(group.file, what), fill))))
+
+    def _read(self, group: RowGroup) -> Iterator[Counter[str]]:
+        aside = Aside(self._blocks.origin, self._blocks.tier, self._blocks.block_bytes)
+        footer, where = read_footer(group.file, self._blocks), f"{group.file.path} row group {group.number}"
+        with footer.open_row_group(group.file, group.number, self.coded, aside) as reader:
+            for table in reader.tables(ROWS):
+                columns = decode(table, self._coded, self._fill_null, where)
+                yield Counter({name: _bytes(column) for name, column in columns.items() if isinstance(column, Ragged)})
+
+
+class Aside(Blocks):
+    """For a look at what is not needed yet: blocks that are kept are read, others are not made to stay."""
+
+    @property
+    def stay(self) -> bool:
+        return False
+
+
+def _bytes(column: Ragged) -> int:
+    return int(column.offsets[-1] - column.offsets[0])
