@@ -59,6 +59,14 @@ class World:
             return None
         return self.world_size // self.local_world_size
 
+    @property
+    def host_by_host(self) -> bool:
+        """Whether ranks are numbered one host after the other; True where that cannot be told, as of unequal hosts."""
+        size = self.local_world_size
+        if size is None or self.local_rank is None or self.world_size % size:
+            return True
+        return self.rank % size == self.local_rank
+
     @classmethod
     def detect(cls, world: World | None = None) -> World:
         """The world in force: the argument, else an initialised torch.distributed, else the launcher's environment.

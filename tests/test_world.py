@@ -61,6 +61,24 @@ def test_nodes(world: World, nodes: int | None) -> None:
     assert world.num_nodes == nodes
 
 
+@pytest.mark.parametrize(
+    ("world", "host_by_host"),
+    [
+        (World(), True),
+        (World(5, 8), True),
+        (World(5, 8, 1), True),
+        (World(5, 8, None, 8), True),
+        (World(5, 8, 1, 4), True),
+        (World(5, 8, 5, 8), True),
+        (World(5, 8, 1, 8), False),
+        (World(5, 8, 2, 4), False),
+        (World(2, 8, 0, 3), True),  # of hosts of 2, 3 and 3 ranks
+    ],
+)
+def test_ranks_are_numbered_host_by_host(world: World, host_by_host: bool) -> None:
+    assert world.host_by_host == host_by_host
+
+
 def test_the_argument_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

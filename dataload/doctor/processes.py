@@ -35,4 +35,16 @@ def ranks(_: Case) -> Finding:
             f"rank {world.rank} of {world.world_size}, on how many hosts is not said: each will cache all that is read",
             "start with torchrun, or set LOCAL_WORLD_SIZE",
         )
+    if not world.host_by_host:
+        return _scattered(world)
     return ok(f"rank {world.rank} of {world.world_size}")
+
+
+def _scattered(world: World) -> Finding:
+    what = f"rank {world.rank} of {world.world_size} is local rank {world.local_rank} of {world.local_world_size}"
+    if world.num_nodes == 1:
+        return problem(f"{what}: on one host they are the same", "set LOCAL_RANK as RANK, or start with torchrun")
+    return warning(
+        f"{what}: ranks are not numbered host by host, as many on each; hosts will read what others have read",
+        "start with torchrun, as many ranks on each host, or map ranks to hosts in blocks (mpirun --map-by slot)",
+    )
