@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -27,9 +28,11 @@ import pyarrow.parquet as pq
 import pytest
 import s3fs
 import typer
+from rich.filesize import decimal
 
 from dataload import manifest
 from dataload.cache.filesystem import open_source
+from dataload.cache.index import Index, Row
 from dataload.commands.doctor import doctor
 from dataload.doctor import checks, cluster, folder, limits, processes, store
 from dataload.doctor.checks import MACHINE, ORIGIN, examine
@@ -140,6 +143,43 @@ def test_no_room(small_disk: Path) -> None:
     assert "lower cache_bytes" in said(folder.room(Case(small_disk, cache_bytes=10**7)))
     assert "on a larger disk" in said(folder.room(Case(small_disk / "cache")))
     assert folder.room(Case(small_disk, cache_bytes=10**5)).status == "ok"
+
+
+@pytest.fixture
+def used(case: Case) -> None:
+    """The index of a cache that holds a terabyte, as far as anybody is told."""
+    index = Index(case.folder / "index")
+    (case.folder / "index").mkdir(parents=True)
+    index.make()
+    index.enter([Row(bytes(16), "x", 10**12)])
+    index.close()
+
+
+@pytest.mark.usefixtures("used")
+def test_room_that_the_cache_has_taken(case: Case) -> None:
+    free = shutil.disk_usage(case.existing).free
+    assert folder.room(Case(case.folder, cache_bytes=free + 10**12 // 2)).status == "ok"
+    assert f"{decimal(2 * free)} more may be asked" in said(
+        folder.room(Case(case.folder, cache_bytes=2 * free + 10**12))
+    )
+
+
+@pytest.mark.usefixtures("used")
+def test_an_index_that_is_damaged(case: Case) -> None:
+    (case.folder / "index" / "data.mdb").write_bytes(b"?" * 100_000)
+    found = folder.room(case)
+    assert (found.status, found.advice) == ("problem", "dataload verify --repair")
+    assert f"the index of {case.folder} cannot be read" in found.what
+
+
+def test_a_url_of_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is looked at past that, which is not made either."""
+    pq.write_table(pa.table({"label": np.arange(8)}), tmp_path / "x.parquet")
+    options = json.dumps({"tiercache": {"cache_dir": str(tmp_path / "cache")}})
+    url = f"tiercache::file://{tmp_path}/x.parquet"
+    doctor(url, cache_dir=tmp_path / "cache", cache_bytes="1MB", storage_options=options)
+    assert not (tmp_path / "cache").exists()
+    assert "ok       credentials: 1 objects" in capsys.readouterr().out
 
 
 REFUSED = """
@@ -310,6 +350,8 @@ def test_workers_that_are_forked(case: Case) -> None:
         ("RANK=1 WORLD_SIZE=4 SLURM_PROCID=x", "problem", "SLURM_PROCID='x'"),
         ("RANK=1 WORLD_SIZE=4", "warning", "set LOCAL_WORLD_SIZE"),
         ("RANK=1 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", "ok", "rank 1 of 4"),
+        ("RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=8", "problem", "rank 5 of 8 is local rank 1 of 8"),
+        ("RANK=5 WORLD_SIZE=8 LOCAL_RANK=2 LOCAL_WORLD_SIZE=4", "warning", "not numbered host by host"),
     ],
 )
 def test_ranks(case: Case, monkeypatch: pytest.MonkeyPatch, environment: str, status: str, says: str) -> None:

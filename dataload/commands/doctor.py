@@ -76,10 +76,12 @@ def _text(check: str, found: Finding) -> str:
 
 
 def _store(url: str, storage_options: str | None) -> Store:
+    from dataload.cache.blocks import Blocks
     from dataload.cache.filesystem import open_source
     from dataload.doctor.store import Store
 
-    return Store(url, open_source(url, mapping(storage_options), None))
+    blocks = open_source(url, mapping(storage_options), None)
+    return Store(url, Blocks.open(blocks.origin, None))  # past the cache of a tiercache:: URL
 
 
 def _row_bytes(store: Store, columns: list[str] | None) -> int | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import closing, suppress
 from pathlib import Path
 
+import lmdb
 from rich.filesize import decimal
 
 from dataload.cache import place
+from dataload.cache.index import Index
 from dataload.cache.locks import KeyLocks
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError
@@ -51,7 +54,10 @@ def ours(case: Case) -> Finding:
 
 
 def room(case: Case) -> Finding:
-    free, used = shutil.disk_usage(case.existing).free, _used(case.folder)
+    try:
+        free, used = shutil.disk_usage(case.existing).free, _used(case.folder)
+    except lmdb.Error as error:
+        return problem(f"the index of {case.folder} cannot be read: {reason(error)}", "dataload verify --repair")
     said = f"{decimal(free)} are free on the disk of {case.folder}"
     if case.cache_bytes is not None and case.cache_bytes > free + used:
         return problem(
@@ -64,7 +70,10 @@ def room(case: Case) -> Finding:
 
 
 def _used(folder: Path) -> int:
-    return sum(file.stat().st_size for file in (folder / "blobs").glob("*/*"))
+    """Bytes that the cache there holds; 0 where there is none that we may look into. Raises lmdb.Error."""
+    with closing(Index(folder / "index")) as index, suppress(OSError):
+        return index.used_bytes()
+    return 0
 
 
 def locks(case: Case) -> Finding:
