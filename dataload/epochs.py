@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from operator import itemgetter
 from statistics import fmean, median_low
 
@@ -17,13 +17,14 @@ from dataload.timeline import CAUSES
 
 AVERAGED = ("seconds", "wait_seconds")
 LATE = 0.05  # of an epoch: who waited so much longer than the others held them up
+CLOCKS = 2.0  # seconds that hosts' clocks may be apart
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of all ranks. again: how often it had been begun before; ranks: their passes, by rank."""
+    """One epoch of all ranks. again: how often it had been begun before; ranks: their passes."""
 
     number: int
     again: int
@@ -32,6 +33,25 @@ class Epoch:
     @property
     def name(self) -> str:
         return f"{self.number}" + (f" (again, {self.again})" if self.again else "")
+
+    def has(self, one: Pass) -> bool:
+        """Whether a rank's pass that began no earlier than these is of this very epoch: they overlap in time.
+
+        Notes: a rank may begin late, or have been killed before it wrote; and clocks differ.
+        """
+        return one.rank not in self.ranks and any(
+            one.world_size == other.world_size and one.began <= other.until + CLOCKS for other in self.ranks.values()
+        )
+
+    @property
+    def began(self) -> float:
+        """The first rank, in seconds since 1970."""
+        return min(one.began for one in self.ranks.values())
+
+    @property
+    def until(self) -> float:
+        """The last sample of any rank, in seconds since 1970."""
+        return max(one.until for one in self.ranks.values())
 
     @property
     def ended(self) -> bool:
@@ -74,15 +94,18 @@ def added(stats: Sequence[LoaderStats]) -> LoaderStats:
     return total
 
 
-def epochs(passes: Iterable[Pass]) -> list[Epoch]:
-    """In the order in which they were begun; the n-th pass of an epoch is the same one on all ranks."""
-    seen: Counter[tuple[int, int]] = Counter()
-    found: dict[tuple[int, int], dict[int, Pass]] = {}
+def epochs(passes: Sequence[Pass]) -> list[Epoch]:
+    """In the order in which they were begun, as `passes` have to be."""
+    found: list[Epoch] = []
+    latest: dict[int, Epoch] = {}
     for one in passes:
-        again = seen[one.rank, one.stats.epoch]
-        seen[one.rank, one.stats.epoch] += 1
-        found.setdefault((one.stats.epoch, again), {})[one.rank] = one
-    return [Epoch(number, again, dict(sorted(ranks.items()))) for (number, again), ranks in found.items()]
+        number = one.stats.epoch
+        before = latest.get(number)
+        if before is None or not before.has(one):
+            latest[number] = Epoch(number, 0 if before is None else before.again + 1, {})
+            found.append(latest[number])
+        latest[number].ranks[one.rank] = one
+    return [replace(epoch, ranks=dict(sorted(epoch.ranks.items()))) for epoch in found]
 
 
 def throughput(passes: Sequence[Pass], points: int = 120) -> tuple[Floats, dict[int, Floats]]:

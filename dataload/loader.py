@@ -135,7 +135,8 @@ class Loader(Unwrapped, DataLoader[Any]):
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
         traffic = self._traffic = Traffic(self._totals())
-        samples = Samples(self.stats_dir, sampler.rank, stats, lambda: traffic.note(self._totals(), stats))
+        ranks = sampler.num_replicas
+        samples = Samples(self.stats_dir, sampler.rank, stats, lambda: traffic.note(self._totals(), stats), ranks)
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
         step = sampler.global_batch_size

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
+from itertools import islice, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,8 @@ from dataload.stats import TIERS
 from dataload.statslog import Pass
 from dataload.timeline import CAUSES
 
-MOST_LATE = 5  # stragglers told of; the table marks them all
+MOST_NAMED = 5  # stragglers, of which the table marks all, or ranks that are missing
+LONG = 3600.0  # seconds without an epoch, as a run hardly has them
 STYLE = """
 :root { color-scheme: light }
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1200px; margin: 0 auto;
@@ -39,9 +43,10 @@ small { color: #666 }
 """
 
 
-def summary(passes: Sequence[Pass]) -> list[dict[str, Any]]:
-    """For each epoch, JSON-able: what it came to over all ranks and on each, its stragglers and the advice."""
-    return [
+def summary(passes: Sequence[Pass]) -> dict[str, Any]:
+    """JSON-able: notes on the run; of each epoch what it came to, over all ranks and on each, stragglers and advice."""
+    found = epochs(passes)
+    of_epochs = [
         {
             "epoch": epoch.number,
             "again": epoch.again,
@@ -52,8 +57,32 @@ def summary(passes: Sequence[Pass]) -> list[dict[str, Any]]:
             "total": asdict(epoch.total),
             "ranks": {str(rank): asdict(one.stats) for rank, one in epoch.ranks.items()},
         }
-        for epoch in epochs(passes)
+        for epoch in found
     ]
+    return {"notes": notes(passes, found), "epochs": of_epochs}
+
+
+def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
+    """A line for each thing about the folder that is odd, and what to do about it."""
+    said = []
+    wrote, world_size = {one.rank for one in passes}, max(one.world_size for one in passes)
+    missing = world_size - sum(rank < world_size for rank in wrote)
+    if missing > 0:
+        named = [str(rank) for rank in islice((rank for rank in range(world_size) if rank not in wrote), MOST_NAMED)]
+        more = f" and {missing - len(named)} more" if missing > len(named) else ""
+        said.append(
+            f"{'rank' if missing == 1 else 'ranks'} {', '.join(named)}{more} wrote nothing: what they wrote may lie on "
+            "another host's disk, copy it into this folder, or give all hosts one that they share"
+        )
+    gaps = [(after.began - before.until, after) for before, after in pairwise(found)]
+    gap, after = max(gaps, key=itemgetter(0), default=(0, found[0]))
+    if gap > LONG:
+        again = " again" if after.again else ""
+        said.append(
+            f"nothing ran for {_duration(gap)} before epoch {after.number} was begun{again}: if these are two runs, "
+            "give each a folder of its own"
+        )
+    return said
 
 
 def html(passes: Sequence[Pass], title: str) -> str:
@@ -61,7 +90,9 @@ def html(passes: Sequence[Pass], title: str) -> str:
     from dataload.plots import plots, svg
 
     found = epochs(passes)
-    ranks = len({one.rank for one in passes})
+    ranks, numbers = len({one.rank for one in passes}), Counter(epoch.number for epoch in found)
+    again = sum(times > 1 for times in numbers.values())
+    said = _counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
     seconds = max(one.until for one in passes) - min(one.began for one in passes)
     figures = "".join(
         f'<figure><h2>{plot.title}</h2><img src="{svg(plot)}" alt="{plot.title}, as a plot"></figure>\n'
@@ -79,9 +110,10 @@ def html(passes: Sequence[Pass], title: str) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>{len(found)} epochs on {ranks} ranks in {_duration(seconds)}. The last one:</p>
+<p>{said} on {_counted(ranks, "rank")} in {_duration(seconds)}. The last one:</p>
 <p class="advice">{escape(str(found[-1].total))}</p>
 {_late(found[-1])}
+{"".join(f'<p class="advice">{escape(note)}</p>' for note in notes(passes, found))}
 <div class="plots">
 {figures}</div>
 {tables}
@@ -126,8 +158,12 @@ def _row(one: Pass, causes: Sequence[str], *, late: bool) -> str:
 
 def _late(epoch: Epoch) -> str:
     late = epoch.late()
-    more = f"<p>And {len(late) - MOST_LATE} stragglers more.</p>" if len(late) > MOST_LATE else ""
-    return "".join(f"<p>Straggler: {escape(line)}</p>\n" for line in late[:MOST_LATE]) + more
+    more = f"<p>And {_counted(len(late) - MOST_NAMED, 'more straggler')}.</p>" if len(late) > MOST_NAMED else ""
+    return "".join(f"<p>Straggler: {escape(line)}</p>\n" for line in late[:MOST_NAMED]) + more
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _duration(seconds: float) -> str:

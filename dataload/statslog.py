@@ -28,15 +28,17 @@ class Samples:
     """Writes what one rank's epoch has come to: once a second, and at its end. Use it with `with`.
 
     folder: it gets `rank-<rank>.jsonl`; None: nothing is written. stats: of the epoch, looked at when a sample is due;
-    count: called before that, to bring what the caches count up to date.
+    count: called before that, to bring what the caches count up to date; world_size: of all ranks; 0: not known.
 
     Notes: whoever takes batches writes, so there is no thread, and nothing is open between two samples. A file that
     cannot be written is logged, and the epoch goes on without.
     """
 
-    def __init__(self, folder: Path | None, rank: int, stats: LoaderStats, count: Callable[[], None]) -> None:
+    def __init__(
+        self, folder: Path | None, rank: int, stats: LoaderStats, count: Callable[[], None], world_size: int = 0
+    ) -> None:
         self._path = None if folder is None else folder / f"rank-{rank}.jsonl"
-        self._origin = {"rank": rank, "host": socket.gethostname(), "began": time()}
+        self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
         self._stats = stats
         self._count = count
         self._due = EVERY
@@ -86,11 +88,12 @@ class Sample(NamedTuple):
 class Pass:
     """One rank's way through one epoch; a run that was resumed has several of an epoch.
 
-    rank, host: who; began: seconds since 1970; ended: whether it came to its end; stats: what it came to; samples: the
-    way there.
+    rank, host: who; world_size: of how many ranks, 0: not known; began: seconds since 1970; ended: whether it came to
+    its end; stats: what it came to; samples: the way there.
     """
 
     rank: int
+    world_size: int
     host: str
     began: float
     ended: bool
@@ -138,12 +141,13 @@ def _lines(path: Path) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Raises ValueError, KeyError or TypeError for what no rank writes."""
+    """Raises ValueError, KeyError or TypeError for what no rank writes. Once none wrote its world_size."""
     figures = {field.name: _number(line[field.name]) for field in fields(LoaderStats) if field.name != "waits"}
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
     host = str.encode(line["host"], errors="replace").decode()  # JSON can hold half a character, which no file can
-    rank, began, ended = _number(index(line["rank"])), _number(line["began"]), bool(line["ended"])
-    return Pass(rank, host, began, ended, LoaderStats(**figures, waits=waits), [])
+    rank, world_size = (_number(index(ranks)) for ranks in (line["rank"], line.get("world_size", 0)))
+    began, ended = _number(line["began"]), bool(line["ended"])
+    return Pass(rank, world_size, host, began, ended, LoaderStats(**figures, waits=waits), [])
 
 
 def _number(value: Any) -> Any:

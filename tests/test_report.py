@@ -16,7 +16,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from runs import BEGAN, SLOW_RANK, write_pass, write_run
 
-from dataload import ConfigError, cli, fit, make_dataset, make_loader, prometheus, statslog
+from dataload import ConfigError, World, cli, fit, make_dataset, make_loader, prometheus, statslog
 from dataload.epochs import epochs, throughput
 from dataload.report import html, summary, write
 from dataload.stats import ADVICE, LoaderStats
@@ -210,6 +210,45 @@ def test_the_loader_writes_its_epochs(loader_of, tmp_path):
     assert whole.stats.seconds >= whole.stats.wait_seconds == pytest.approx(sum(whole.stats.waits.values()))
 
 
+def test_ranks_that_wrote_nothing_are_missed(loader_of, tmp_path):
+    list(loader_of(stats_dir=tmp_path, world=World(1, 3)))
+    [said] = summary(read(tmp_path))["notes"]
+    assert said.startswith("ranks 0, 2 wrote nothing: ")
+    assert "another host" in said
+    list(loader_of(stats_dir=tmp_path, world=World(2, 3)))
+    [said] = summary(read(tmp_path))["notes"]
+    assert said.startswith("rank 0 wrote nothing: ")
+    assert f'<p class="advice">{said}'.replace("'", "&#x27;") in html(read(tmp_path), "run")
+    list(loader_of(stats_dir=tmp_path, world=World(0, 3)))
+    assert summary(read(tmp_path))["notes"] == []
+
+
+def test_of_many_missing_ranks_some_are_named(tmp_path):
+    with Samples(tmp_path, 1, LoaderStats(seconds=1.0), lambda: None, world_size=10**17):
+        pass
+    [said] = summary(read(tmp_path))["notes"]
+    assert said.startswith(f"ranks 0, 2, 3, 4, 5 and {10**17 - 6} more wrote nothing: ")
+
+
+def test_lines_of_before_say_nothing_of_other_ranks(tmp_path):
+    write_pass(tmp_path, 1, 0, BEGAN, [{"rows": 10}])
+    path = tmp_path / "rank-1.jsonl"
+    path.write_text(json.dumps({name: said for name, said in lines_of(path)[0].items() if name != "world_size"}))
+    assert summary(read(tmp_path))["notes"] == []
+
+
+def test_a_long_time_between_two_runs_is_asked_about(dataload, tmp_path):
+    for began in (BEGAN, BEGAN + 3500):
+        write_pass(tmp_path, 0, 0, began, [{"rows": 10}] * 60)
+    assert summary(read(tmp_path))["notes"] == []
+    write_pass(tmp_path, 0, 0, BEGAN + 24 * 3600, [{"rows": 10}] * 60)
+    [note] = summary(read(tmp_path))["notes"]
+    assert note.startswith("nothing ran for 23.0 h before epoch 0 was begun again")
+    code, said, _ = dataload("report", tmp_path)
+    assert (code, said.splitlines()[1]) == (0, note)
+    assert note in (tmp_path / "report.html").read_text()
+
+
 def test_a_loop_that_does_not_ask_for_one_more_has_ended_the_epoch(loader_of, tmp_path):
     loader = loader_of(stats_dir=tmp_path / "stats")
     batches = iter(loader)
@@ -275,6 +314,55 @@ def test_a_resumed_epoch_is_told_apart(tmp_path):
     ]
 
 
+def begun(folder):
+    """Epochs as (number, how often it was begun before, ranks)."""
+    return [(epoch.number, epoch.again, list(epoch.ranks)) for epoch in epochs(read(folder))]
+
+
+def test_more_ranks_may_go_on_where_fewer_ended(tmp_path):
+    for rank in range(2):
+        write_pass(tmp_path, rank, 0, BEGAN, [{"rows": 10}] * 3, ended=False)
+    for rank in range(4):
+        write_pass(tmp_path, rank, 0, BEGAN + 60 - rank / 10, [{"rows": 10}])
+    assert begun(tmp_path) == [(0, 0, [0, 1]), (0, 1, [0, 1, 2, 3])]
+
+
+def test_more_ranks_may_go_on_at_once(tmp_path):
+    for began, ranks in ((BEGAN, 1), (BEGAN + 4, 2)):
+        for rank in reversed(range(ranks)):
+            with Samples(tmp_path, rank, LoaderStats(0, seconds=3.0), lambda: None, world_size=ranks) as samples:
+                samples._origin["began"] = began + (1 - rank) / 10
+    assert begun(tmp_path) == [(0, 0, [0]), (0, 1, [0, 1])]
+
+
+def test_a_rank_that_wrote_nothing_before_it_was_killed_begins_with_the_others(tmp_path):
+    write_pass(tmp_path, 1, 0, BEGAN, [{"rows": 10}] * 3, ended=False)
+    for rank in range(2):
+        write_pass(tmp_path, rank, 0, BEGAN + 60 + rank, [{"rows": 10}] * 3)
+    assert begun(tmp_path) == [(0, 0, [1]), (0, 1, [0, 1])]
+
+
+def test_a_rank_may_begin_again_at_once(tmp_path):
+    for began in (BEGAN, BEGAN + 2):
+        for rank in range(2):
+            write_pass(tmp_path, rank, 0, began, [{"rows": 10}] * 3, ended=False)
+    assert begun(tmp_path) == [(0, 0, [0, 1]), (0, 1, [0, 1])]
+
+
+def test_ranks_that_begin_late_are_of_the_same_epoch(tmp_path):
+    for rank in range(3):
+        write_pass(tmp_path, rank, 0, BEGAN + 20 * rank, [{"rows": 10}] * 60)
+    assert begun(tmp_path) == [(0, 0, [0, 1, 2])]
+
+
+def test_clocks_may_be_a_second_apart(tmp_path):
+    for epoch in range(4):
+        for rank in range(2):
+            with Samples(tmp_path, rank, LoaderStats(epoch, seconds=0.1), lambda: None) as samples:
+                samples._origin["began"] = BEGAN + epoch / 10 + rank
+    assert begun(tmp_path) == [(epoch, 0, [0, 1]) for epoch in range(4)]
+
+
 def test_stragglers_waited_for_data_while_the_others_waited_for_them(tmp_path):
     write_run(tmp_path)
     late = [list(epoch.stragglers()) for epoch in epochs(read(tmp_path))]
@@ -331,7 +419,7 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path):
     assert sum(tag == "details" for tag, _ in page.tags) == 6
     assert sum(tag == "tr" for tag, _ in page.tags) == 6 * (1 + 3)
     assert "<title>a &lt;run&gt;</title>" in text
-    for epoch in summary(read(tmp_path)):
+    for epoch in summary(read(tmp_path))["epochs"]:
         assert epoch["advice"].replace("'", "&#x27;") in text
 
 
@@ -428,8 +516,9 @@ def test_the_command_names_the_extra(dataload, tmp_path, monkeypatch, option, mo
     assert "pip install 'dataload[report]'" in said
 
 
-def test_the_command_names_what_cannot_be_written(dataload, tmp_path):
+@pytest.mark.parametrize("option", ["--html", "--png", "--metrics"])
+def test_the_command_names_what_cannot_be_written(dataload, tmp_path, option):
     write_run(tmp_path, ranks=1, epochs=1, seconds=1)
-    code, _, said = dataload("report", tmp_path, "--html", tmp_path / "missing" / "page.html")
+    code, _, said = dataload("report", tmp_path, option, tmp_path / "missing" / "out")
     assert code == 2
-    assert f"{tmp_path / 'missing' / 'page.html'} cannot be written" in said
+    assert f"{tmp_path / 'missing' / 'out'} cannot be written: No such file" in said

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -26,24 +28,34 @@ def report(
     passes = read(folder)
     if not (html or png or metrics or as_json):
         html = folder / "report.html"
-    try:
-        if html:
+    if html:
+        with _writing(html):
             write(passes, html, f"{folder.resolve().name}: where the time went")
-        if png:
+    if png:
+        with _writing(png):
             from dataload.epochs import epochs
             from dataload.plots import plots
             from dataload.plots import png as picture
 
             picture(plots(passes, epochs(passes)), png)
-        if metrics:
+    if metrics:
+        with _writing(metrics):
             from dataload.prometheus import write as expose
 
             expose(passes, metrics)
+    found = summary(passes)
+    latest = found["epochs"][-1]
+    written = [str(path) for path in (html, png, metrics) if path]
+    text = [latest["advice"], *latest["late"], *found["notes"], *written]
+    show({**found, "written": written}, "\n".join(text), as_json=as_json)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises ConfigError for what is not installed, and for a file that cannot be written."""
+    try:
+        yield
     except ImportError as error:
         raise ConfigError(f"report needs more packages ({error.name}): pip install 'dataload[report]'") from error
     except OSError as error:
-        raise ConfigError(f"{error.filename or folder} cannot be written: {error.strerror}") from error
-    found = summary(passes)
-    written = [str(path) for path in (html, png, metrics) if path]
-    text = [found[-1]["advice"], *found[-1]["late"], *written]
-    show({"epochs": found, "written": written}, "\n".join(text), as_json=as_json)
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
