@@ -181,8 +181,7 @@ class Blocks(ForkAware):
         start, stop = self._bounds(obj, number)
 
         def fetch(allocate: Allocate) -> None:
-            data = self.origin.read(obj.path, start, stop, obj.version)
-            allocate(len(data))[:] = data
+            self.origin.read_into([allocate(stop - start)], obj.path, start, obj.version)
 
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
 
@@ -214,14 +213,12 @@ class Blocks(ForkAware):
 
     def _fetch_into(self, obj: Object, rooms: list[tuple[int, memoryview]]) -> None:
         while rooms:
-            start, stop = rooms[0][0], rooms[0][0]
-            for first, room in rooms:
-                stop += len(room) if first == stop else 0
+            start, stop, together = rooms[0][0], rooms[0][0], []
+            while rooms and rooms[0][0] == stop:
+                together.append(rooms.pop(0)[1])
+                stop += len(together[-1])
             with self._ahead:
-                data = self.origin.read(obj.path, start, stop, obj.version)
-            while rooms and rooms[0][0] < stop:
-                first, room = rooms.pop(0)
-                room[:] = data[first - start : first - start + len(room)]
+                self.origin.read_into(together, obj.path, start, obj.version)
 
     def _pool(self, use: str) -> Threads:
         pool = self._pools.get(use)

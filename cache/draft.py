@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from dataload.cache import blob
 from dataload.cache.steps import step
-from dataload.cache.tier import BlobKey, Draft
+from dataload.cache.tier import BlobKey, Draft, Span
 from dataload.timeline import doing
 
 MAPPED_BYTES = 64 << 20  # From here on a blob is written through a map of its file, slower, but not held in memory.
@@ -42,8 +42,8 @@ class DiskDraft(Draft):
                 self._map = self._on_disk()
         return super().room(size) if self._map is None else memoryview(self._map)[:size]
 
-    def publish(self) -> memoryview:
-        in_memory = super().publish()
+    def publish(self, span: Span | None = None) -> memoryview:
+        in_memory = super().publish(span)
         if self._map is None or self._path is None:
             return in_memory
         tier, digest = self._tier, self.key.digest
@@ -58,7 +58,7 @@ class DiskDraft(Draft):
             tier.health.worked()
             # Mapped again: through the memory it was written to, whoever is given it could write on.
             with suppress(FileNotFoundError):  # Evicted by another before that: no trouble of the disk's.
-                found = blob.open_map(target, digest, tier.proven, just_sealed=True)
+                found = blob.open_map(target, digest, tier.proven, span, just_sealed=True)
                 self._recycle(in_memory)
                 return found
         return in_memory

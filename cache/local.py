@@ -25,7 +25,7 @@ from dataload.cache.index import DAMAGED, Row
 from dataload.cache.opened import open_folder
 from dataload.cache.proven import Proven
 from dataload.cache.steps import step
-from dataload.cache.tier import BlobKey, Fill, Span, cut
+from dataload.cache.tier import BlobKey, Fill, Span
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.metrics import Counters
 
@@ -139,7 +139,7 @@ class LocalTier(ForkAware):
             draft = stack.enter_context(DiskDraft(self, key, keep=alone))
             fill(draft.allocate)
             step("fill: filled")
-            return cut(draft.publish(), span)
+            return draft.publish(span)
 
     @contextmanager
     def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)

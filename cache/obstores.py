@@ -6,13 +6,17 @@ import ctypes
 import os
 import re
 import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import sync
 
 from dataload.cache.forks import ForkAware
+
+if TYPE_CHECKING:
+    from obstore import GetResult
 
 # What s3fs can be told that obstore is told too, or that has nothing to do with fetching ranges.
 TRANSLATED = frozenset({"anon", "client_kwargs", "endpoint_url", "key", "requester_pays", "secret", "token", "use_ssl"})
@@ -39,6 +43,7 @@ CLIENT_OPTIONS = frozenset({"endpoint_url", "region_name", "use_ssl"})
 CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_timeout", "retries"})
 CREDENTIALS_LAST = timedelta(minutes=5)  # then the session is asked again, which renews what is about to expire
 STALL_SECONDS = 20  # without a byte
+PART_BYTES = 512 << 10  # of an answer at least, in one call
 NOT_PARTIAL = "non-partial response"
 AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # and not one's own door to it
 
@@ -92,6 +97,12 @@ class Obstore(ForkAware):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
+        return self._answer(path, start, stop, version).bytes()
+
+    def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
+        return iter(self._answer(path, start, stop, version).stream(min_chunk_size=PART_BYTES))
+
+    def _answer(self, path: str, start: int, stop: int, version: str) -> GetResult:
         import obstore
 
         bucket, key, version_id = self._filesystem.split_path(path)
@@ -100,7 +111,7 @@ class Obstore(ForkAware):
         options: dict[str, Any] = {"version": version_id} if version_id else {"if_match": version}
         options["range"] = (start, stop)
         try:
-            return obstore.get(self._store(bucket), key, options=options).bytes()  # type: ignore[arg-type] # a TypedDict
+            return obstore.get(self._store(bucket), key, options=options)  # type: ignore[arg-type] # a TypedDict
         except obstore.exceptions.GenericError as error:
             if NOT_PARTIAL in str(error):
                 raise UnsuitableError(

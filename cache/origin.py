@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import logging
 import pickle
-import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.core import has_magic
-from fsspec.utils import tokenize
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_after_delay
 from tenacity import wait_random_exponential as full_jitter
 
 from dataload.cache.engine import Engine, Fsspec, WrongBodyError, engine_for
 from dataload.cache.forks import ForkAware
 from dataload.cache.hedge import Hedge
+from dataload.cache.identity import address_of, identity_of
 from dataload.cache.locks import Slots
 from dataload.cache.obstores import UnsuitableError
-from dataload.cache.redact import CREDENTIALS, redacted, unsigned
+from dataload.cache.redact import redacted
+from dataload.cache.trouble import denied, is_trouble, meant, passing, status
 from dataload.cache.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.metrics import Counters
@@ -31,39 +32,7 @@ ATTEMPTS = 6
 ATTEMPTS_SECONDS = 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 
-# Options that say which store an address is, as against how to get in. Credentials never become part of a key.
-ADDRESS_OPTIONS = ("endpoint_url", "base_url", "host", "port", "account_name", "namenode")
-# Where protocol, address and path together name an object in full. Elsewhere (an archive, a folder of another
-# filesystem) all that the filesystem was made with becomes part of the store's name, digested, but for credentials.
-PATH_IS_NAME = frozenset(
-    {
-        "abfs",
-        "abfss",
-        "adl",
-        "az",
-        "file",
-        "ftp",
-        "gcs",
-        "gs",
-        "hdfs",
-        "hf",
-        "http",
-        "https",
-        "local",
-        "memory",
-        "s3",
-        "s3a",
-        "sftp",
-        "smb",
-        "ssh",
-        "webhdfs",
-    }
-)
-# Packages whose errors are a request's, though they are no OSError: a body cut short is aiohttp's ClientPayloadError.
-TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore", "obstore"})
-
-_SAID_STATUS = re.compile(r"status code: (\d{3})")  # by obstore, in its words
-_DENIALS = ("PermissionDeniedError", "UnauthenticatedError")  # obstore's, which are no PermissionError
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -124,13 +93,13 @@ class Origin(ForkAware):
     @property
     def address(self) -> str:
         """The origin as messages name it: its protocol, and the address that it was given."""
-        return redacted("://".join(_address(self._filesystem)))
+        return redacted("://".join(address_of(self._filesystem)))
 
     @property
     def identity(self) -> str:
         """The store's name in cache keys."""
         if self._identity is None:
-            self._identity = _identity(self.filesystem)
+            self._identity = identity_of(self.filesystem)
         return self._identity
 
     def stats(self) -> dict[str, float]:
@@ -167,34 +136,52 @@ class Origin(ForkAware):
 
         Raises ObjectChanged when there is another version now (where the store can tell), OriginError after retries.
         """
+
+        def whole(engine: Engine) -> memoryview:
+            [found] = self._counted([engine.get(path, start, stop, version)])
+            _check(len(found), stop - start)
+            return found
+
+        once = partial(self._request, whole)
+        if self._hedge:
+            once = partial(self._hedge.first, stop - start, once)
         with self.naming(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
-            for attempt in _attempts():
-                with attempt:
-                    get = partial(self._get, path, start, stop, version)
-                    data = self._hedge.first(stop - start, get) if self._hedge else get()
-                    if len(data) != stop - start:
-                        raise WrongBodyError(f"{len(data)} bytes came instead of {stop - start}")
-        return data
+            return _attempts()(once)
+
+    def read_into(self, rooms: Sequence[memoryview], path: str, start: int, version: str) -> None:
+        """Fill `rooms`, one after the other, with the bytes from `start` on; raises what `read` does."""
+        stop = start + sum(map(len, rooms))
+        if self._hedge:  # Two answers may come at once.
+            _scatter([self.read(path, start, stop, version)], rooms)
+            return
+
+        def parts(engine: Engine) -> None:
+            _check(_scatter(self._counted(engine.parts(path, start, stop, version)), rooms), stop - start)
+
+        with self.naming(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
+            _attempts()(self._request, parts)
 
     def _said(self, info: dict[str, Any]) -> dict[str, Any]:
         """What the store says of an object, under the path that it is asked for by."""
         # Alluxio calls an object by its place in Alluxio, and is asked for it by that in the store below.
         return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
 
-    def _get(self, path: str, start: int, stop: int, version: str) -> memoryview:
-        """What comes of one request, as soon as there is a place for it."""
+    def _request(self, ask: Callable[[Engine], T]) -> T:
+        """What comes of one request, made as soon as there is a place for it."""
         with self.places.take() if self.places else nullcontext():
             self.counters.add(requests=1)
             try:
-                data = self.engine.get(path, start, stop, version)
+                return ask(self.engine)
             except UnsuitableError as error:
                 other = Fsspec(self.filesystem, str(error))
                 if error.whole_store:
                     self._engine = other
-                data = other.get(path, start, stop, version)
-            found = memoryview(data)
-            self.counters.add(bytes=len(found))
-            return found
+                return ask(other)
+
+    def _counted(self, parts: Iterable[Any]) -> Iterator[memoryview]:
+        for part in parts:
+            self.counters.add(bytes=len(part))
+            yield memoryview(part)
 
     @contextmanager
     def asking(self, path: str) -> Iterator[Any]:
@@ -216,17 +203,17 @@ class Origin(ForkAware):
         except DataloadError:
             raise
         except Exception as raised:
-            error = _meant(raised)
+            error = meant(raised)
             where, said = redacted(what), redacted(str(error).partition("\n")[0])  # obstore adds its source
             if isinstance(error, FileNotFoundError):
                 place = f"{where} does not exist at {self.address}"
                 raise OriginNotFound(f"{place}: check its name and the endpoint") from raised
-            if not _is_trouble(error):
+            if not is_trouble(error):
                 raise
             self.counters.add(errors=1)
-            if _status(error) == 412:
+            if status(error) == 412:
                 raise ObjectChanged(f"{where} {CHANGED}") from raised
-            if _denied(error):
+            if denied(error):
                 raise OriginError(f"{where}: {self.address} denied access, check the credentials: {said}") from raised
             raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {said}") from raised
 
@@ -247,7 +234,7 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
 
 def _attempts() -> Retrying:
     return Retrying(
-        retry=retry_if_exception(_passing),
+        retry=retry_if_exception(passing),
         stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_SECONDS),
         wait=full_jitter(FIRST_PAUSE, LONGEST_PAUSE),
         before_sleep=_log_failure,
@@ -260,78 +247,21 @@ def _log_failure(state: RetryCallState) -> None:
     log.debug("attempt %d failed, trying again: %s", state.attempt_number, redacted(error))
 
 
-def _is_trouble(error: BaseException) -> bool:
-    """Whether the store or the way to it failed, as against a mistake in the program."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in TRANSPORTS
+def _scatter(parts: Iterable[memoryview], rooms: Iterable[memoryview]) -> int:
+    """Write these bytes into `rooms`, one after the other, as far as they find room; how many there were."""
+    left, count = deque(room for room in rooms if len(room)), 0
+    for part in parts:
+        count += len(part)
+        while len(part) and left:
+            room = left.popleft()
+            size = min(len(part), len(room))
+            room[:size] = part[:size]
+            part = part[size:]  # noqa: PLW2901 (what is left of it)
+            if size < len(room):
+                left.appendleft(room[size:])
+    return count
 
 
-def _meant(error: BaseException) -> BaseException:
-    """What went wrong: fsspec has HTTP say "not found" of whatever happens when it asks for an object's size."""
-    cause = error.__cause__
-    made_up = isinstance(error, FileNotFoundError) and cause is not None and _is_trouble(cause)
-    return cause if made_up and cause is not None and _status(cause) != 404 else error
-
-
-def _passing(error: BaseException) -> bool:
-    """Whether trying again may help: not with what the store has decided."""
-    if not _is_trouble(error) or isinstance(error, (FileNotFoundError, DataloadError)) or _denied(error):
-        return False
-    status = _status(error)
-    return status is None or status in (408, 429) or status >= 500
-
-
-def _denied(error: BaseException) -> bool:
-    return isinstance(error, PermissionError) or type(error).__name__ in _DENIALS or _status(error) in (401, 403)
-
-
-def _status(error: BaseException) -> int | None:
-    """The HTTP status behind an error, where there is one."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(status := getattr(cause, "status", None), int):  # aiohttp
-            return status
-        response = getattr(cause, "response", None)
-        if type(cause).__module__.startswith("obstore"):
-            said = _SAID_STATUS.search(str(cause))
-            if said or type(cause).__name__ == "PreconditionError":
-                return int(said[1]) if said else 412
-        if isinstance(response, dict):  # botocore
-            return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
-        cause = cause.__cause__
-    return None
-
-
-def _address(filesystem: Any) -> tuple[str, str]:
-    protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
-    options = {**filesystem.storage_options, **(filesystem.storage_options.get("client_kwargs") or {})}
-    return protocol, ":".join(str(options[name]) for name in ADDRESS_OPTIONS if options.get(name))
-
-
-def _identity(filesystem: Any) -> str:
-    protocol, address = _address(filesystem)
-    if protocol not in PATH_IS_NAME:
-        address = tokenize(type(filesystem), _named(filesystem.storage_args), _public(filesystem.storage_options))
-    elif not address and hasattr(filesystem, "call_s3"):
-        address = filesystem.s3.meta.endpoint_url  # The environment or a profile may name another than AWS.
-    return redacted(f"{protocol}://{address}")
-
-
-def _public(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a filesystem was made with, without what says how to get in."""
-    found = {}
-    for name, value in options.items():
-        if not CREDENTIALS.search(name):
-            nested = isinstance(value, Mapping) and name.endswith(("options", "kwargs"))
-            found[name] = _public(value) if nested else _named(value)
-    return found
-
-
-def _named(said: Any) -> Any:
-    """What names a store, or is its content: all of it, but for credentials in URLs."""
-    if isinstance(said, Mapping):
-        return {name: _named(value) for name, value in said.items()}
-    if isinstance(said, (list, tuple)):
-        return [_named(value) for value in said]
-    if isinstance(said, fsspec.AbstractFileSystem):
-        return _identity(said)
-    return unsigned(said) if isinstance(said, str) else said
+def _check(came: int, asked: int) -> None:
+    if came != asked:
+        raise WrongBodyError(f"{came} bytes came instead of {asked}")

@@ -104,8 +104,8 @@ class Draft:
         """Writable memory of `size` bytes."""
         return memoryview(bytearray(size))
 
-    def publish(self) -> memoryview:
-        """The filled blob, read-only."""
+    def publish(self, span: Span | None = None) -> memoryview:
+        """The filled blob, or `span` of it, read-only."""
         if self.payload is None:
             raise RuntimeError(f"{self.key.name}: the fill allocated nothing")
-        return self.payload.toreadonly()
+        return cut(self.payload.toreadonly(), span)

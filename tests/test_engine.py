@@ -271,13 +271,13 @@ def test_an_object_that_is_gone_and_a_bucket_that_is_none(bucket: Any, tmp_path:
 def counted_reads(fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What is asked of the origin from now on: first byte, and the byte behind the last."""
     asked: list[tuple[int, int]] = []
-    read = fs.blocks.origin.read
+    read_into = fs.blocks.origin.read_into
 
-    def noting(path: str, start: int, stop: int, version: str) -> memoryview:
-        asked.append((start, stop))
-        return read(path, start, stop, version)
+    def noting(rooms: list[memoryview], path: str, start: int, version: str) -> None:
+        asked.append((start, start + sum(map(len, rooms))))
+        read_into(rooms, path, start, version)
 
-    monkeypatch.setattr(fs.blocks.origin, "read", noting)
+    monkeypatch.setattr(fs.blocks.origin, "read_into", noting)
     return asked
 
 
@@ -331,10 +331,10 @@ def test_a_run_that_fails_keeps_nothing_and_is_asked_for_again(
     fs = open_fs(tmp_path, bucket.options)
     with monkeypatch.context() as patch:
 
-        def fails(*_: Any) -> memoryview:
+        def fails(*_: Any) -> None:
             raise OriginError("down")
 
-        patch.setattr(fs.blocks.origin, "read", fails)
+        patch.setattr(fs.blocks.origin, "read_into", fails)
         with pytest.raises(OriginError, match="down"):
             fs.prefetch(bucket.url("x"), wait=True)
     assert list(tmp_path.glob("blobs/*/*")) == []

@@ -269,13 +269,13 @@ def test_trouble_is_not_absence(tmp_path: Path) -> None:
 def test_reads_do_not_wait_behind_a_prefetch(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
     release = threading.Event()
     engine = fs.blocks.origin.engine
-    get = engine.get
+    parts = engine.parts
 
-    def held(path: str, *rest: Any) -> bytes:
+    def held(path: str, *rest: Any) -> Any:
         assert "data.bin" in path or release.wait(60)
-        return get(path, *rest)
+        return parts(path, *rest)
 
-    monkeypatch.setattr(engine, "get", held)
+    monkeypatch.setattr(engine, "parts", held)
     for number in range(40):
         bucket.put(f"many/{number}", b"x")
     fs.prefetch(f"{bucket.name}/many")
@@ -371,10 +371,13 @@ def test_a_lasting_fault_is_raised_and_nothing_is_kept(
     assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
 
 
-def test_bytes_that_are_missing_are_noticed(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("came", [7, BLOCK - 1, BLOCK + 1, 3 * BLOCK])
+def test_other_bytes_than_asked_for_are_noticed(
+    fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any, came: int
+) -> None:
     monkeypatch.setattr("dataload.cache.origin.ATTEMPTS", 2)
-    monkeypatch.setattr(fs.blocks.origin.engine, "get", lambda *_: b"too few")
-    with pytest.raises(OriginError, match="7 bytes came instead of 100000"):
+    monkeypatch.setattr(fs.blocks.origin.engine, "parts", lambda *_: iter([b"x" * (came - 3), b"", b"xxx"]))
+    with pytest.raises(OriginError, match=f"{came} bytes came instead of {BLOCK}"):
         fs.cat_file(bucket.url("folder/data.bin"), end=1)
     assert fs.blocks.tier.stats()["misses"] == 1
     monkeypatch.undo()
@@ -385,7 +388,7 @@ def test_a_mistake_of_ours_is_not_the_origins(fs: TierCacheFileSystem, bucket: A
     def broken(*_: Any) -> bytes:
         raise TypeError("a bug")
 
-    monkeypatch.setattr(fs.blocks.origin.engine, "get", broken)
+    monkeypatch.setattr(fs.blocks.origin.engine, "parts", broken)
     with pytest.raises(TypeError, match="a bug"):
         fs.cat_file(bucket.url("folder/data.bin"))
 

@@ -73,6 +73,7 @@ def test_what_fits_is_fetched_once(origin: Any) -> None:
     blocks, obj = origin
     before = blocks.stats()["bytes_origin"]
     with opened(blocks, obj, [(100, 1100), (2000, 2100)], 2000) as file:
+        file.wait()
         for _ in range(2):
             file.seek(100)
             assert file.read(1000) == CONTENT[100:1100]
