@@ -102,8 +102,10 @@ def test_a_network_filesystem(case: Case, tmp_path: Path, kind: str) -> None:
     assert f"network filesystem ({kind})" in said(folder.filesystem(Case(case.folder, mounts=mounts)))
 
 
-def test_a_filesystem_in_memory(small_disk: Path) -> None:
-    found = said(folder.filesystem(Case(small_disk / "cache")))
+def test_a_filesystem_in_memory(case: Case, tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"22 21 0:40 / {tmp_path} rw - tmpfs tmpfs rw\n")
+    found = said(folder.filesystem(Case(case.folder, mounts=mounts)))
     assert found.startswith("warning")
     assert "in memory (tmpfs)" in found
     assert "--cache-dir /nvme/cache" in found
@@ -139,10 +141,14 @@ def test_a_folder_in_one_that_may_not_be_looked_into(closed: Path) -> None:
     assert folder.filesystem(case).status != "problem"
 
 
-def test_no_room(small_disk: Path) -> None:
-    assert "lower cache_bytes" in said(folder.room(Case(small_disk, cache_bytes=10**7)))
-    assert "on a larger disk" in said(folder.room(Case(small_disk / "cache")))
-    assert folder.room(Case(small_disk, cache_bytes=10**5)).status == "ok"
+def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    assert "lower cache_bytes" in said(folder.room(Case(tmp_path, cache_bytes=2 * free)))
+    assert folder.room(Case(tmp_path, cache_bytes=free // 2)).status == "ok"
+    monkeypatch.setattr(folder, "LITTLE_BYTES", free // 2)
+    assert folder.room(Case(tmp_path / "cache")).status == "ok"
+    monkeypatch.setattr(folder, "LITTLE_BYTES", 2 * free)
+    assert "on a larger disk" in said(folder.room(Case(tmp_path / "cache")))
 
 
 @pytest.fixture
@@ -226,17 +232,24 @@ def set_ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-def test_little_shared_memory(case: Case, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    little = Case(case.folder, num_workers=4, batch_size=100, row_bytes=10_000, shared_memory=small_disk)
-    assert "4 workers hold 8.0 MB there" in said(limits.shared_memory(little))
-    assert "--shm-size" in said(limits.shared_memory(little))
-    assert limits.shared_memory(Case(case.folder, num_workers=4, shared_memory=small_disk)).status == "problem"
-    half = Case(case.folder, num_workers=1, batch_size=30, row_bytes=10_000, shared_memory=small_disk)
-    assert limits.shared_memory(half).status == "ok"
+def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.statvfs(tmp_path)
+    free = status.f_bavail * status.f_frsize
+
+    def found(**planned: int) -> str:
+        return said(limits.shared_memory(Case(tmp_path, shared_memory=tmp_path, **planned)))
+
+    row = free // 1000
+    assert f"4 workers hold {decimal(4 * 200 * 2 * row)} there" in found(num_workers=4, batch_size=200, row_bytes=row)
+    assert "--shm-size" in found(num_workers=4, batch_size=200, row_bytes=row)
+    assert found(num_workers=1, batch_size=300, row_bytes=row).startswith("ok")
+    monkeypatch.setattr(limits, "SHARED_BYTES", 2 * free // 3)
+    assert found(num_workers=1).startswith("ok")
     set_ranks(monkeypatch, 2)
-    assert "2 workers hold 1.2 MB there" in said(limits.shared_memory(half)), "they are of one host"
-    assert limits.shared_memory(Case(case.folder, shared_memory=small_disk)).status == "ok"
-    assert "there is no" in said(limits.shared_memory(Case(case.folder, shared_memory=small_disk / "none")))
+    assert f"2 workers hold {decimal(2 * 300 * 2 * row)} there" in found(num_workers=1, batch_size=300, row_bytes=row)
+    assert found(num_workers=1).startswith("problem"), "all of them are of one host"
+    assert found().startswith("ok")
+    assert "there is no" in said(limits.shared_memory(Case(tmp_path, shared_memory=tmp_path / "none")))
 
 
 @pytest.fixture
