@@ -20,6 +20,8 @@ Shuffle = Literal["block", "full", False]
 
 SHUFFLES: Final[dict[object, Shuffle]] = {True: "block", "block": "block", "full": "full", False: False}
 
+MOST_STREAMS = 1 << 16  # each costs memory, whether it has rows or not; and 16 bits are sorted by radix
+
 
 class Order:
     """Which row of a dataset is at which position of which epoch.
@@ -70,6 +72,8 @@ class Order:
         for name, number in (("window", self.window), ("num_streams", self.num_streams)):
             if number < 1:
                 raise ConfigError(f"{name}={number}: must be at least 1")
+        if self.num_streams > MOST_STREAMS:
+            raise ConfigError(f"num_streams={self.num_streams}: must be at most {MOST_STREAMS}; one a node is enough")
         self._starts = np.zeros(len(lengths) + 1, np.int64)
         np.cumsum(lengths, out=self._starts[1:])
         self.n = int(self._starts[-1])

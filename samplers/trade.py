@@ -42,8 +42,9 @@ def weigh_window(
     """The trade of windows of m out of M row groups, block_lengths rows and block_bytes bytes each: int64 [M].
 
     An epoch's windows are of 1, 2, 4, … and then m row groups (`window_borders`). Of V windows each adds as much to the
-    variance ratio, 1 + (b - 1) (V - 1) / M; without the small ones V is M / m, as in `shuffle_quality`. The first batch
-    draws on windows until they have as many rows.
+    variance ratio, 1 + (b - 1) (V - 1) / M; without the small ones V is M / m, as in `shuffle_quality`. Of windows with
+    fewer rows than a batch it is these in the place of b, for a batch has all of them; and a batch of all rows is as
+    any order has it. The first batch draws on windows until they have as many rows.
     """
     lengths = np.sort(np.asarray(block_lengths, np.int64))
     sizes = np.zeros_like(lengths) if block_bytes is None else np.asarray(block_bytes, np.int64)
@@ -52,10 +53,12 @@ def weigh_window(
     window = max(1, min(window, count))
     ends = np.append(window_borders(count, window)[1:], count)  # of the windows, if the smallest row groups came first
     rows = np.concatenate(([0], np.cumsum(lengths)))
+    drawn_from = np.diff(ends, prepend=0) * (rows[-1] / max(1, count))  # rows of each window, on average
+    together = np.clip(drawn_from, 1, batch_size) - 1 if batch_size < rows[-1] else np.zeros(1)
     first = int(ends[np.searchsorted(rows[ends], min(batch_size, rows[-1]))])
     return WindowTrade(
         window=window,
-        variance_ratio=1 + (batch_size - 1) * max(0, len(ends) - 1) / max(1, count),
+        variance_ratio=1 + float(together.mean()) * (len(together) - 1) / max(1, count),
         first_row_groups=first,
         first_bytes=int(held[first]),
         bytes=int(held[min(2 * window, count)]),

@@ -268,7 +268,8 @@ def test_the_trade_can_be_printed():
     trade = weigh_window(8, [100] * 50, [1000] * 50, batch_size=150)
     assert json.loads(json.dumps(asdict(trade))) == {
         "window": 8,
-        "variance_ratio": pytest.approx(1 + 149 * (9 - 1) / 50),  # windows of 1, 2, 4, five of 8, and 3 are left
+        # Windows of 1, 2, 4, five of 8, and 3 are left: of 100 rows the first, the others of as many as a batch.
+        "variance_ratio": pytest.approx(1 + (99 + 8 * 149) / 9 * (9 - 1) / 50),
         "first_row_groups": 3,
         "first_bytes": 3000,
         "bytes": 16_000,
@@ -414,6 +415,25 @@ def test_quality_is_as_foretold_with_the_edges(count, length, window):
     quality = shuffle_quality(Order(lengths, window=window), lengths, 32)
     foretold = weigh_window(window, lengths, batch_size=32).variance_ratio
     assert quality.variance_ratio == pytest.approx(foretold, rel=0.05)
+
+
+@pytest.mark.parametrize(("count", "length", "window"), [(100, 50, 8), (1000, 20, 16), (40, 20, 3)])
+def test_quality_is_as_foretold_of_batches_larger_than_windows(count, length, window):
+    lengths = [length] * count
+    for batch_size in (2 * window * length, 5 * window * length):
+        qualities = [shuffle_quality(Order(lengths, window=window, seed=s), lengths, batch_size) for s in range(4)]
+        quality = np.mean([one.variance_ratio for one in qualities])
+        assert quality == pytest.approx(weigh_window(window, lengths, batch_size=batch_size).variance_ratio, rel=0.25)
+    for all_rows in (length * count, 10**6):
+        assert weigh_window(window, lengths, batch_size=all_rows).variance_ratio == 1
+        assert shuffle_quality(Order(lengths, window=window), lengths, all_rows).variance_ratio == 1
+
+
+def test_no_more_streams_than_can_be_held():
+    """More than there are rows is fine, as of a small dataset on many nodes."""
+    with pytest.raises(ConfigError, match="num_streams=65537: must be at most 65536"):
+        Order([1, 3], num_streams=65_537)
+    assert sorted(Order([1, 3], num_streams=65_536).rows(0, range(4)).tolist()) == [0, 1, 2, 3]
 
 
 def test_full_is_uniform_over_sorted_labels():
