@@ -54,7 +54,6 @@ browser: setup
 
 # The documentation, into build/site.
 docs: setup
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: setup
@@ -62,7 +61,7 @@ wheel: setup
 
 # The newest versions that pyproject.toml admits, exactly; torch stays at the pinned release.
 constraints: setup
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group docs --group browser
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group browser
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:

@@ -24,7 +24,8 @@ class CacheConfig:
     cache_dir: folder on a local disk, shared by all processes of the host; default: the user's cache folder.
     cache_bytes: most the cache may hold, in bytes or as text ("500GB"); default: 90 % of what its disk has free.
     block_bytes: unit in which objects are fetched and kept, in bytes or as text.
-    policy: "pin" keeps what running jobs use and stops admitting when full; "lru" drops what was used longest ago.
+    policy: "pin" keeps what running jobs use, drops the rest, oldest first, for room, and then admits nothing; "lru"
+        drops what was used longest ago.
     consistency: when an object's version is asked for: once per "generation" (listing), at every "open", or never
         again once known ("immutable").
     engine: who moves the bytes: "auto", "fsspec" or "obstore"; "auto" takes obstore for S3 where it can be told all

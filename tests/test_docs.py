@@ -180,7 +180,7 @@ def test_the_quick_start_is_a_whole_program(reader):
     size = len(dict(objects())["train/part-0.parquet"])
     assert size <= reader.stats()["get_bytes"] <= 1.1 * size
     assert Path("checkpoints").is_dir()
-    assert len(Path("stats/rank-0.jsonl").read_text().split()) > 10
+    assert len(Path("stats/rank-0.jsonl").read_text().split("\n")) > 10  # an empty line first, then one an epoch at least
 
 
 def test_every_block_that_is_not_run_says_why():
@@ -227,7 +227,7 @@ def check_command(words):
             parsed = get_args_parser().parse_args(words[1:])
             words = ["python", parsed.training_script, *parsed.training_script_args]
         assert words[0] == "python"
-        assert (ROOT / "examples" / words[1]).exists()
+        assert (ROOT / words[1]).exists()
         assert words[2:] == ["TRAIN", "HELD_OUT"]
 
 
@@ -251,8 +251,8 @@ def check_python(text):
         ("dataload wram s3://bucket/", "sh"),
         ("make teas", "sh"),
         ("pip install '.[demos]'", "sh"),
-        ("torchrun --nprocs-per-node 8 train_ddp.py TRAIN HELD_OUT", "sh"),
-        ("python train_dpp.py TRAIN HELD_OUT", "sh"),
+        ("torchrun --nprocs-per-node 8 examples/train_ddp.py TRAIN HELD_OUT", "sh"),
+        ("python train_ddp.py TRAIN HELD_OUT", "sh"),
         ("make_loader(..., clutser='valkey://host')", "python"),
         ("make_loader(", "python"),
     ],
@@ -298,7 +298,6 @@ def test_the_picture_of_the_order_is_of_this_order():
 
 
 def test_the_pages_build_and_fetch_nothing(tmp_path):
-    pytest.importorskip("mkdocs", reason="the documentation's tools are not installed: make docs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True)
     assert built.returncode == 0, built.stderr.decode()
