@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from operator import itemgetter
 from statistics import fmean, median_low
 
@@ -32,7 +33,8 @@ class Epoch:
 
     @property
     def name(self) -> str:
-        return f"{self.number}" + (f" (again, {self.again})" if self.again else "")
+        """As files are named that are there already: "3", "3 (1)", "3 (2)"."""
+        return f"{self.number}" + (f" ({self.again})" if self.again else "")
 
     def has(self, one: Pass) -> bool:
         """Whether a rank's pass that began no earlier than these is of this very epoch: they overlap in time.
@@ -108,8 +110,12 @@ def epochs(passes: Sequence[Pass]) -> list[Epoch]:
     return [replace(epoch, ranks=dict(sorted(epoch.ranks.items()))) for epoch in found]
 
 
-def throughput(passes: Sequence[Pass], points: int = 120) -> tuple[Floats, dict[int, Floats]]:
-    """Edges of `points` equal spans of the run, in seconds since it began, and the rows per second in each, by rank."""
+def throughput(passes: Sequence[Pass], points: int = 240) -> tuple[Floats, dict[int, Floats]]:
+    """Edges of spans of the run, in seconds since it began, and the rows per second in each, by rank.
+
+    Notes: each epoch is cut into spans of its own, `points` of them in all, or one each where there are more epochs:
+    the ends of epochs, where nothing comes, would else show as a pattern.
+    """
     first = min(one.began for one in passes)
     times: defaultdict[int, list[float]] = defaultdict(list)
     rows: defaultdict[int, list[float]] = defaultdict(list)
@@ -117,6 +123,8 @@ def throughput(passes: Sequence[Pass], points: int = 120) -> tuple[Floats, dict[
         before = rows[one.rank][-1] if rows[one.rank] else 0
         times[one.rank] += [one.began - first, *(one.began - first + sample.seconds for sample in one.samples)]
         rows[one.rank] += [before, *(before + sample.rows for sample in one.samples)]
-    edges = np.linspace(0, max(max(of_rank) for of_rank in times.values()), points + 1)
-    width = max(edges[1], 1e-9)
-    return edges, {rank: np.diff(np.interp(edges, times[rank], rows[rank])) / width for rank in sorted(times)}
+    end = max(max(of_rank) for of_rank in times.values())
+    turns = [*(epoch.began - first for epoch in epochs(passes)), end]
+    spans = [(start, stop, max(1, round(points * (stop - start) / (end or 1)))) for start, stop in pairwise(turns)]
+    edges = np.unique(np.concatenate([np.linspace(start, stop, parts + 1) for start, stop, parts in spans]))
+    return edges, {rank: np.diff(np.interp(edges, times[rank], rows[rank])) / np.diff(edges) for rank in sorted(times)}

@@ -32,6 +32,8 @@ COLOURS = {
 TIER_COLOURS = {"local": "#009e73", "cluster": "#cc79a7", "origin": "#d55e00"}
 SIZE = (4.4, 2.9)  # inches; a phone shows them as large, so letters of 9 points can be read
 FEW = 8  # ranks that a plot can tell apart
+MANY = 40  # epochs whose bars would be thinner than the gaps between them can be seen
+LETTERS = 36  # of the names below a plot, in all
 SPANS = ((2 * 86_400, "days", 86_400), (2 * 3_600, "hours", 3_600), (240, "minutes", 60), (0, "seconds", 1))
 
 
@@ -64,13 +66,18 @@ def svg(plot: Plot) -> str:
 
 
 def png(some: Sequence[Plot], path: Path) -> None:
-    """All plots as one picture, two in a row."""
+    """All plots as one picture."""
+    picture(some).savefig(path, dpi=110, format="png")
+
+
+def picture(some: Sequence[Plot]) -> Figure:
+    """All plots, two in a row."""
     rows = -(-len(some) // 2)
     figure = Figure(figsize=(2 * SIZE[0], rows * SIZE[1]), layout="constrained")
-    for plot, axes in zip(some, figure.subplots(rows, 2, squeeze=False).flat, strict=True):
-        _drawn(plot, axes)
-        axes.set_title(plot.title, fontsize=11, loc="left")
-    figure.savefig(path, dpi=110, format="png")
+    for plot, part in zip(some, figure.subfigures(rows, 2, squeeze=False).flat, strict=False):
+        part.suptitle(plot.title, fontsize=11, x=0.02, ha="left")  # not of the axes: these have the legend above them
+        _drawn(plot, part.subplots())
+    return figure
 
 
 def _drawn(plot: Plot, axes: Any) -> None:
@@ -104,13 +111,16 @@ def _throughput(axes: Any, passes: Sequence[Pass]) -> None:
 def _bytes(axes: Any, epochs: Sequence[Epoch]) -> None:
     totals = [epoch.total for epoch in epochs]
     _stacked(axes, {tier: [getattr(total, f"bytes_{tier}") for total in totals] for tier in TIERS}, TIER_COLOURS)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: decimal(int(size))))
     axes.set_ylabel("served by")
     _over_epochs(axes, epochs)
 
 
 def _hits(axes: Any, epochs: Sequence[Epoch]) -> None:
-    axes.plot([100 * epoch.total.hit_rate for epoch in epochs], "o-", color=TIER_COLOURS["local"], markersize=4)
+    totals = [epoch.total for epoch in epochs]
+    shares = [100 * total.hit_rate if total.hits + total.misses else float("nan") for total in totals]
+    axes.plot(shares, "o-", color=TIER_COLOURS["local"], markersize=4)
     axes.set(ylim=(-4, 104), ylabel="of the reads")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0f} %"))
     _over_epochs(axes, epochs)
@@ -123,7 +133,7 @@ def _ranks(axes: Any, epochs: Sequence[Epoch]) -> None:
         for rank in ranks
     ]
     highest = max(5.0, np.nanmax(shares))  # what is not worth saying stays pale
-    image = axes.imshow(shares, aspect="auto", cmap="OrRd", vmin=0, vmax=highest, interpolation="nearest")
+    image = axes.imshow(shares, aspect="auto", cmap="OrRd", vmin=0, vmax=highest)
     axes.figure.colorbar(image, ax=axes, format=FuncFormatter(lambda share, _: f"{share:.3g} %")).outline.set_visible(
         False
     )
@@ -151,25 +161,36 @@ def _all_ranks(epochs: Sequence[Epoch]) -> list[int]:
 
 def _stacked(axes: Any, parts: dict[str, list[float]], colours: dict[str, str]) -> None:
     """One bar for each epoch; of what there is nothing of, nothing is said."""
-    bottom = [0.0] * len(next(iter(parts.values())))
+    number = len(next(iter(parts.values())))
+    bottom = np.zeros(number)
     for name, heights in parts.items():
-        if any(heights):
-            axes.bar(range(len(heights)), heights, bottom=bottom, color=colours[name], label=name, width=0.7)
-            bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    axes.set_ylim(0, max(*bottom, 0) * 1.05 or 1)
+        if not any(heights):
+            continue
+        top = bottom + heights
+        if number < MANY:
+            axes.bar(range(number), heights, bottom=bottom, color=colours[name], label=name, width=0.7)
+        else:
+            # The line around it keeps an epoch in sight that is thinner than a pixel: the first, cold one matters most.
+            shown, edges, colour = np.where(top > bottom, top, np.nan), np.arange(number + 1) - 0.5, colours[name]
+            line = {"edgecolor": colour, "linewidth": 0.8}
+            axes.stairs(shown, edges, baseline=bottom, fill=True, facecolor=colour, label=name, **line)
+        bottom = top
+    axes.set_ylim(0, bottom.max() * 1.05 or 1)
     _legend(axes)
 
 
 def _over_epochs(axes: Any, epochs: Sequence[Epoch]) -> None:
-    axes.set(xlabel="epoch", xlim=(-0.6, max(len(epochs), 3) - 0.4))
-    _named(axes.xaxis, [f"{epoch.number}" + "'" * epoch.again for epoch in epochs])
+    number = max(len(epochs), 3)
+    margin = 0.5 + max(0.1, number / 50)
+    axes.set(xlabel="epoch", xlim=(-margin, number - 1 + margin))
+    _named(axes.xaxis, [epoch.name for epoch in epochs])
 
 
 def _named(axis: Any, names: Sequence[str]) -> None:
-    axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
-    axis.set_major_formatter(
-        FuncFormatter(lambda at, _: names[int(at)] if at == int(at) and 0 <= at < len(names) else "")
-    )
+    fit = max(1, min(10, LETTERS // max(map(len, names))))
+    round_ones = MaxNLocator(nbins=fit, integer=True, min_n_ticks=1).tick_values(0, max(1, len(names) - 1))
+    ticks = [int(at) for at in round_ones if 0 <= at < len(names)]
+    axis.set_ticks(ticks, [names[at] for at in ticks])
 
 
 def _legend(axes: Any) -> None:

@@ -149,7 +149,7 @@ def _row(one: Pass, causes: Sequence[str], *, late: bool) -> str:
         *(f"{one.rank}", one.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
         f"{stats.stall_fraction:.1%}",
         *(f"{stats.waits[cause]:,.1f}" for cause in causes),
-        f"{stats.hit_rate:.1%}",
+        f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "\N{EN DASH}",
         *(decimal(int(getattr(stats, f"bytes_{tier}"))) for tier in TIERS),
     ]
     marked = ' class="late"' if late else ""

@@ -5,19 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import re
+import resource
 import socket
 import sys
 import tracemalloc
+from base64 import b64decode
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from prometheus_client.parser import text_string_to_metric_families
 from runs import BEGAN, SLOW_RANK, write_pass, write_run
 
 from dataload import ConfigError, World, cli, fit, make_dataset, make_loader, prometheus, statslog
 from dataload.epochs import epochs, throughput
+from dataload.plots import picture, plots
 from dataload.report import html, summary, write
 from dataload.stats import ADVICE, LoaderStats
 from dataload.statslog import FINENESS, Samples, read
@@ -382,19 +387,133 @@ def test_throughput_adds_up_to_the_rows(tmp_path):
     edges, of_ranks = throughput(passes)
     assert edges[-1] == pytest.approx(5 * 34 + 30)
     for rank, rates in of_ranks.items():
-        assert len(rates) == 120
+        assert len(rates) == pytest.approx(240, abs=3)
         assert (rates * np.diff(edges)).sum() == pytest.approx(
             sum(one.stats.rows for one in passes if one.rank == rank)
         )
-    assert of_ranks[0][int(32 / edges[1])] < 500 < of_ranks[0][int(15 / edges[1])]  # between epochs, and in one
+        assert rates[np.searchsorted(edges, 32)] == 0  # between epochs
+        assert rates[np.searchsorted(edges, 15)] > 500
+
+
+@pytest.mark.parametrize("number", [50, 100, 200, 300])
+def test_throughput_of_many_epochs_shows_no_pattern_that_is_not_there(tmp_path, number):
+    write_short_epochs(tmp_path, number)
+    edges, of_ranks = throughput(read(tmp_path))
+    of_epochs = np.searchsorted(edges, 10.0 * np.arange(number) - 1e-6)
+    rates = np.split(of_ranks[0], of_epochs[1:])[:-1]
+    assert {tuple(np.round(one, 3)) for one in rates} == {tuple(np.round(rates[0], 3))}
+
+
+def write_short_epochs(folder, number):
+    """The first one from the origin. Each takes 7 s, and the next one begins 3 s later."""
+    for epoch in range(number):
+        cold = {"origin": 0.5, "bytes_origin": 40_000_000} if epoch == 0 else {}
+        write_pass(folder, 0, epoch, BEGAN + 10 * epoch, [{"rows": 100, "bytes_local": 1_000_000, **cold}] * 7)
+
+
+def write_two(folder):
+    """Two ranks, two epochs of 4 s."""
+    at_first = {"rows": 1000, "origin": 0.5, "hits": 3, "misses": 1, "requests_origin": 2}
+    at_first |= {"bytes_local": 30_000_000, "bytes_origin": 25_000_000}
+    write_pass(folder, 0, 0, BEGAN, [at_first] * 4)
+    write_pass(folder, 1, 0, BEGAN, [{"rows": 500, "decode": 0.25, "bytes_cluster": 10_000_000}] * 4)
+    write_pass(folder, 0, 1, BEGAN + 4, [{"rows": 2000}] * 4)
+    write_pass(folder, 1, 1, BEGAN + 4, [{"rows": 1000, "disk": 0.5}] * 4)
+
+
+def axes_of(folder, title):
+    """The plot of that title, drawn."""
+    passes = read(folder)
+    [plot] = [plot for plot in plots(passes, epochs(passes)) if plot.title == title]
+    axes = Figure().subplots()
+    plot.draw(axes)
+    return axes
+
+
+def bars(axes, length):
+    """By label; length: of a bar, "height" or "width"."""
+    return {of.get_label(): [round(getattr(bar, f"get_{length}")(), 6) for bar in of] for of in axes.containers}
+
+
+def named(axis):
+    return [label.get_text() for label in axis.get_ticklabels()]
+
+
+def test_the_plots_show_what_the_passes_say(tmp_path):
+    write_two(tmp_path)
+    waiting, tiers = axes_of(tmp_path, "Waiting, by cause"), axes_of(tmp_path, "Bytes, by tier")
+    assert bars(waiting, "height") == {"origin": [25, 0], "disk": [0, 25], "decode": [12.5, 0]}
+    assert named(waiting.xaxis) == ["0", "1"]
+    assert bars(tiers, "height") == {"local": [120e6, 0], "cluster": [40e6, 0], "origin": [100e6, 0]}
+    for axes in (waiting, tiers):  # one upon the other
+        tops = [bar.get_y() + bar.get_height() for of in axes.containers for bar in of]
+        assert max(tops) == pytest.approx(sum(of[0].get_height() for of in axes.containers))
+    [hits] = axes_of(tmp_path, "Cache hits").lines
+    assert hits.get_ydata() == pytest.approx([75, np.nan], nan_ok=True)
+    [image] = axes_of(tmp_path, "Waiting, by rank").images
+    assert image.get_array().tolist() == [[50, 0], [25, 50]]
+    causes = axes_of(tmp_path, "Waiting of each rank, by cause")
+    assert bars(causes, "width") == {"origin": [2, 0], "disk": [0, 2], "decode": [0, 1]}
+    assert [bar.get_x() for of in causes.containers for bar in of] == [0, 0, 2, 0, 2, 2]
+    assert named(causes.yaxis) == ["0", "1"]
+    rates = {stairs.get_label(): stairs.get_data().values for stairs in axes_of(tmp_path, "Throughput").patches}
+    for name, slow, fast in (("all", 1500, 3000), ("rank 0", 1000, 2000), ("rank 1", 500, 1000)):
+        assert rates[name] == pytest.approx(np.repeat([slow, fast], 120)), name
+
+
+def test_a_plot_of_no_bytes_says_so_once(tmp_path):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 1}])
+    assert named(axes_of(tmp_path, "Bytes, by tier").yaxis) == ["0 bytes", "1 byte"]
+
+
+def test_names_of_epochs_that_were_begun_often_stay_short(tmp_path):
+    for again in range(30):
+        write_pass(tmp_path, 0, 7, BEGAN + 60 * again, [{"rows": 1}], ended=False)
+    assert named(axes_of(tmp_path, "Cache hits").xaxis) == ["7", "7 (5)", "7 (10)", "7 (15)", "7 (20)", "7 (25)"]
+
+
+@pytest.mark.parametrize("title", ["Waiting, by cause", "Bytes, by tier"])
+def test_the_first_of_many_epochs_can_be_seen(tmp_path, title):
+    write_short_epochs(tmp_path, 600)
+    axes = axes_of(tmp_path, title)
+    canvas = FigureCanvasAgg(axes.figure)
+    canvas.draw()
+    picture = np.asarray(canvas.buffer_rgba())[::-1, :, :3].astype(int)
+    left, bottom, right, top = axes.bbox.extents.astype(int)
+    assert axes.transData.transform((-0.5, 0))[0] > left + 3  # where the axis is not drawn over it
+    inside = picture[bottom : top + 1, left : right + 1]
+    near = np.abs(inside - [0xD5, 0x5E, 0]).max(axis=2) < 80
+    assert near.any(axis=1).sum() > 0.7 * len(inside)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_titles_and_legends_of_the_picture_stand_apart(tmp_path, ranks):
+    write_run(tmp_path, ranks=ranks, seconds=3)
+    passes = read(tmp_path)
+    shown = plots(passes, epochs(passes))
+    figure = picture(shown)
+    figure.draw_without_rendering()
+    legends = 0
+    for plot, part in zip(shown, figure.subfigs, strict=True):
+        [title], axes = part.texts, part.axes[0]
+        assert title.get_text() == plot.title
+        assert axes.has_data()
+        above = title.get_window_extent()
+        assert not above.overlaps(axes.get_window_extent())
+        if legend := axes.get_legend():
+            legends += 1
+            beside = legend.get_window_extent()
+            assert not above.overlaps(beside)
+            assert part.bbox.x0 <= beside.x0 < beside.x1 <= part.bbox.x1
+    assert legends == (3 if ranks == 1 else 4)
 
 
 class Page(HTMLParser):
-    """Its tags with their attributes; it must be nested properly."""
+    """Its tags with their attributes, its tables' rows as (class, cells), and the texts; it must be nested properly."""
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.open = [], []
+        self.tags, self.open, self.rows, self.texts = [], [], [], []
         self.feed(text)
         assert not self.open
 
@@ -402,9 +521,76 @@ class Page(HTMLParser):
         self.tags.append((tag, dict(attrs)))
         if tag not in ("meta", "link", "img"):
             self.open.append(tag)
+        if tag == "tr":
+            self.rows.append((dict(attrs).get("class"), []))
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append((self.open[-1], data))
+        if self.open and self.open[-1] in ("th", "td"):
+            self.rows[-1][1].append(data)
+
+    def text_of(self, tag):
+        return [text for of, text in self.texts if of == tag]
+
+
+def test_the_table_says_what_the_passes_say(tmp_path):
+    write_two(tmp_path)
+    page, host = Page(html(read(tmp_path), "run")), socket.gethostname()
+    before, none = ["rank", "host", "rows", "rows/s", "seconds", "waiting"], ["0 bytes"] * 3
+    after = ["hits", "from local", "from cluster", "from origin"]
+    assert page.rows == [
+        (None, [*before, "on disk, s", *after]),
+        (None, ["0", host, "8,000", "2,000", "4.0", "0.0%", "0.0", "\N{EN DASH}", *none]),
+        ("late", ["1", host, "4,000", "1,000", "4.0", "50.0%", "2.0", "\N{EN DASH}", *none]),
+        (None, [*before, "on origin, s", "on decode, s", *after]),
+        (
+            "late",
+            ["0", host, "4,000", "1,000", "4.0", "50.0%", "2.0", "0.0", "75.0%", "120.0 MB", "0 bytes", "100.0 MB"],
+        ),
+        (
+            None,
+            ["1", host, "2,000", "500", "4.0", "25.0%", "0.0", "1.0", "\N{EN DASH}", "0 bytes", "40.0 MB", "0 bytes"],
+        ),
+    ]
+
+
+def test_the_page_says_what_was_begun_again_and_what_has_not_ended(tmp_path):
+    write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10}] * 3, ended=False)
+    page = Page(html(read(tmp_path), "run"))
+    assert page.text_of("p")[0] == "1 epoch on 1 rank in 3.0 s. The last one:"
+    for rank in range(2):
+        write_pass(tmp_path, rank, 0, BEGAN + 60, [{"rows": 10}] * 3)
+        write_pass(tmp_path, rank, 1, BEGAN + 63, [{"rows": 10}] * 3, ended=rank == 0)
+    found, page = epochs(read(tmp_path)), Page(html(read(tmp_path), "run"))
+    assert page.text_of("p")[0] == "2 epochs (1 begun again) on 2 ranks in 66.0 s. The last one:"
+    assert page.text_of("summary") == [
+        f"{found[2].total}, not ended",
+        f"{found[1].total}, begun again (1)",
+        f"{found[0].total}, not ended",
+    ]
+
+
+@pytest.mark.parametrize(("late", "last"), [(5, None), (6, "And 1 more straggler."), (7, "And 2 more stragglers.")])
+def test_of_many_stragglers_the_latest_are_named(tmp_path, late, last):
+    for rank in range(16):
+        write_pass(tmp_path, rank, 0, BEGAN, [{"rows": 10, "disk": max(0, rank - 15 + late) / 10}] * 4)
+    page = Page(html(read(tmp_path), "run"))
+    said = [text for text in page.text_of("p") if "traggler" in text]
+    assert [text.split(" (")[0] for text in said] == 2 * [
+        *(f"Straggler: rank {rank}" for rank in range(15, 10, -1)),
+        *([last] if last else []),
+    ]
+    assert [row[1][0] for row in page.rows if row[0]] == [str(rank) for rank in range(16 - late, 16)]
+
+
+def test_a_twentieth_of_the_epoch_makes_a_straggler(tmp_path):
+    for rank, wait in enumerate((0.0, 0.04, 0.0, 0.06, 0.0)):
+        write_pass(tmp_path, rank, 0, BEGAN, [{"rows": 10, "disk": wait}] * 4)
+    assert epochs(read(tmp_path))[0].stragglers() == {3: pytest.approx(0.24)}
 
 
 def test_the_page_needs_nothing_from_elsewhere(tmp_path):
@@ -415,7 +601,19 @@ def test_the_page_needs_nothing_from_elsewhere(tmp_path):
     assert "script" not in {tag for tag, _ in page.tags}
     images = [attributes for tag, attributes in page.tags if tag == "img"]
     assert len(images) == 6
-    assert all(image["src"].startswith("data:image/svg+xml;base64,") and image["alt"] for image in images)
+    for image in images:
+        kind, _, data = image["src"].partition(",")
+        drawn = b64decode(data).decode()
+        assert kind == "data:image/svg+xml;base64"
+        assert image["alt"]
+        assert re.search(
+            r"<!-- (epoch|seconds, all epochs|seconds) -->", drawn
+        )  # the axis, as matplotlib notes letters
+        assert set(re.findall(r"""(?:href\s*=\s*["']|src\s*=\s*["']|url\(["']?)(#|data:|.{9})""", drawn)) <= {
+            "#",
+            "data:",
+        }
+        assert not re.search(r"<script|<!ENTITY|<\?xml-stylesheet|@import|\son\w+\s*=", drawn)
     assert sum(tag == "details" for tag, _ in page.tags) == 6
     assert sum(tag == "tr" for tag, _ in page.tags) == 6 * (1 + 3)
     assert "<title>a &lt;run&gt;</title>" in text
@@ -434,33 +632,52 @@ def test_what_a_file_says_is_no_markup(tmp_path):
 
 
 def test_metrics(tmp_path):
-    write_run(tmp_path, ranks=2, seconds=5)
+    write_two(tmp_path)
     prometheus.write(read(tmp_path), tmp_path / "run.prom")
     families = text_string_to_metric_families((tmp_path / "run.prom").read_text())
-    values = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
-    passes = [one.stats for one in read(tmp_path) if one.rank == 1]
-    assert values["dataload_rows_total", "1"] == sum(stats.rows for stats in passes)
-    assert values["dataload_seconds_total", "1"] == 6 * 5
-    assert values["dataload_wait_seconds_total", "origin", "1"] == pytest.approx(passes[0].waits["origin"])
-    assert values["dataload_bytes_total", "1", "cluster"] == 5 * 5_000_000
-    assert values["dataload_cache_reads_total", "1", "miss"] == 5 * 44
-    assert values["dataload_epoch", "1"] == 5
-    assert values["dataload_sampled_timestamp_seconds", "1"] == BEGAN + 5 * 9 + 5
+    values = {
+        (sample.name.removeprefix("dataload_"), *(label for name, label in sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    expected = {
+        "rows_total": (12_000, 6_000),
+        "seconds_total": (8, 8),
+        "origin_requests_total": (8, 0),
+        "epoch": (1, 1),
+        "rows_per_second": (2000, 1000),
+        "stall_ratio": (0, 0.5),
+        "sampled_timestamp_seconds": (BEGAN + 8, BEGAN + 8),
+    }
+    waits = {"origin": (2, 0), "disk": (0, 2), "decode": (0, 1)}
+    tiers = {"local": (120e6, 0), "cluster": (0, 40e6), "origin": (100e6, 0)}
+    assert values == {
+        **{(name, str(rank)): value for name, of_ranks in expected.items() for rank, value in enumerate(of_ranks)},
+        **{
+            ("wait_seconds_total", cause, str(rank)): waits.get(cause, (0, 0))[rank]
+            for cause in CAUSES
+            for rank in (0, 1)
+        },
+        **{("bytes_total", str(rank), tier): of_ranks[rank] for tier, of_ranks in tiers.items() for rank in (0, 1)},
+        ("cache_reads_total", "0", "hit"): 12,
+        ("cache_reads_total", "0", "miss"): 4,
+        ("cache_reads_total", "1", "hit"): 0,
+        ("cache_reads_total", "1", "miss"): 0,
+    }
 
 
-def test_metrics_are_never_half_there(tmp_path, monkeypatch):
+def test_metrics_are_never_half_there(tmp_path):
     write_run(tmp_path, ranks=1, epochs=1, seconds=2)
+    passes, (limit, most) = read(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     (tmp_path / "run.prom").write_text("before")
-
-    def half(self):
-        yield from list(whole(self))[:3]
-        raise OSError("the disk is full")
-
-    whole = prometheus.Run.collect
-    monkeypatch.setattr(prometheus.Run, "collect", half)
-    with pytest.raises(OSError, match="full"):
-        prometheus.write(read(tmp_path), tmp_path / "run.prom")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))  # as on a disk that is full in the middle of the file
+    try:
+        with pytest.raises(OSError, match="large"):
+            prometheus.write(passes, tmp_path / "run.prom")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
     assert (tmp_path / "run.prom").read_text() == "before"
+    assert [path.name for path in tmp_path.glob("run*")] == ["run.prom"]
 
 
 def test_the_command(dataload, tmp_path):
