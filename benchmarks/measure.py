@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import Any
 
 import psutil
@@ -55,18 +55,23 @@ class Task:
     cache_dir: str
     num_workers: int
     seed: int
+    step_seconds: float
     truth: dict[str, int]
     limits: dict[str, float]
 
 
 @dataclass
 class Phase:
-    """What one phase took. The origin counts requests and bytes; cpu_seconds are of all processes together."""
+    """What one phase took. The origin counts requests and bytes; cpu_seconds are of all processes together.
+
+    step_seconds: of `seconds`, in which an accelerator, emulated by a sleep, was busy.
+    """
 
     epochs: int = 0
     rows: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+    step_seconds: float = 0.0
     first_batch_seconds: float = 0.0
     cpu_seconds: float = 0.0
     origin_bytes: int = 0
@@ -133,6 +138,8 @@ class Measurement:
                 consumer.rows += batch
             else:
                 consumer.take(batch)
+                sleep(self._setting.step_seconds)
+                phase.step_seconds += self._setting.step_seconds
             if now - started > at_most:
                 phase.cut = True
                 break
@@ -186,6 +193,7 @@ def _measured(task: Task) -> dict[str, Any]:
         cache_dir=Path(task.cache_dir),
         num_workers=task.num_workers,
         seed=task.seed,
+        step_seconds=task.step_seconds,
     )
     run = Measurement(named(task.system), setting, Truth(**task.truth), Limits(**task.limits))
     try:

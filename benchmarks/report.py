@@ -22,18 +22,20 @@ def markdown(results: Result) -> str:
     machine, versions = results["machine"], results["versions"]
     where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory']} of memory, {machine['system']}"
     origin = "as slow as a network" if results["wire"] else "as fast as this machine"
+    step = f", {1e3 * results['step_seconds']:g} ms of an accelerator a batch" if results["step_seconds"] else ""
+    summary = summarise(results)
+    figures = [figure for figure in FIGURES if any(figure.name in entry["figures"] for entry in summary)]
     lines = [
         "# Benchmarks",
         "",
         f"{results['date']}, commit {results['commit']}, on {where}.",
-        f"Size {results['size']}, {results['rounds']} rounds, an origin {origin}.",
+        f"Size {results['size']}, {results['rounds']} rounds, an origin {origin}{step}.",
         "",
         "Each cell: the median of the rounds (lowest–highest) · its ratio to the best peer with as many workers · its",
-        "ratio to the floor, medians of the ratios within each round. More is better for rows/s, less for all else.",
+        "ratio to the floor, medians of the ratios within each round. More is better for rows/s and %, less elsewhere.",
         "Origin, loader and training step share the cores. Memory is anonymous and shared, without the page cache.",
         "The rows of every whole epoch were checked.",
     ]
-    summary = summarise(results)
     for workload, workers in dict.fromkeys((entry["workload"], entry["workers"]) for entry in summary):
         truth = results["workloads"][workload]
         parquet, decoded = decimal(truth["parquet_bytes"]), decimal(truth["decoded_bytes"])
@@ -43,11 +45,11 @@ def markdown(results: Result) -> str:
             "",
             f"{truth['rows']:,} rows, {parquet} as Parquet, {decoded} decoded.",
             "",
-            _row(["system", "shuffled", *(f"{figure.title} ({figure.unit})" for figure in FIGURES)]),
-            _row(["---"] * (2 + len(FIGURES))),
+            _row(["system", "shuffled", *(f"{figure.title} ({figure.unit})" for figure in figures)]),
+            _row(["---"] * (2 + len(figures))),
         ]
         lines += [
-            _row([entry["system"], named(entry["system"]).shuffle, *_cells(entry)])
+            _row([entry["system"], named(entry["system"]).shuffle, *_cells(entry, figures)])
             for entry in summary
             if (entry["workload"], entry["workers"]) == (workload, workers)
         ]
@@ -132,10 +134,10 @@ def into_readme(readme: Path, text: str) -> None:
     readme.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
-def _cells(entry: Result) -> list[str]:
+def _cells(entry: Result, figures: list[Figure]) -> list[str]:
     if not entry["figures"]:
-        return ["; ".join(entry["errors"]), *[""] * (len(FIGURES) - 1)]
-    cells = [_cell(entry["figures"].get(figure.name), figure) for figure in FIGURES]
+        return ["; ".join(entry["errors"]), *[""] * (len(figures) - 1)]
+    cells = [_cell(entry["figures"].get(figure.name), figure) for figure in figures]
     notes = [*entry["problems"], *entry["errors"], *(f"{phase} epoch cut short" for phase in entry["cut"])]
     cells[0] += f" ({'; '.join(notes)})" if notes else ""
     return cells

@@ -27,6 +27,7 @@ def bench(
     workers: Annotated[str, typer.Option(help="Worker counts, comma-separated.")] = "0,2",
     rounds: Annotated[int, typer.Option(min=1, help="How often each system runs, in turns.")] = 3,
     wire: Annotated[bool, typer.Option(help="An origin with a network's latency and rates.")] = False,
+    step: Annotated[float, typer.Option(min=0, help="Milliseconds of an emulated accelerator for each batch.")] = 0.0,
     folder: Annotated[Path, typer.Option(help="For the data: made once, kept for the next time.")] = Path(".bench"),
     peers_python: Annotated[Path, typer.Option(help="Of the peers' environment.")] = Path(".venv-peers/bin/python"),
     results: Annotated[Path, typer.Option(help="Folder for JSON, table and plot.")] = Path("benchmarks/results"),
@@ -61,6 +62,7 @@ def bench(
         wire=wire,
         folder=folder.absolute(),
         peers_python=peers,
+        step_seconds=step / 1e3,
         seconds=QUICK_SECONDS if quick else math.inf,
     )
     found = circumstances(peers) | suite.run(lambda line: typer.echo(line, err=True))
@@ -88,7 +90,7 @@ def _name(found: dict[str, Any], *, restricted: bool, quick: bool) -> str:
     """Of the files: what is published is only replaced by a whole run."""
     if quick:
         return "quick"
-    whole = not restricted and found["size"] == "full"
+    whole = not restricted and found["size"] == "full" and not found["step_seconds"]
     return ("wire" if found["wire"] else "latest") if whole else "partial"
 
 

@@ -42,6 +42,7 @@ class Suite:
         for each connection; otherwise as fast as it can.
     folder: for the data, which is kept, and for scratch; absolute.
     peers_python: the interpreter of the peers' environment; None when there is none.
+    step_seconds: that an emulated accelerator takes for each batch.
     seconds: for everything; what has not begun by then is not run, and says so.
     """
 
@@ -54,6 +55,7 @@ class Suite:
     wire: bool
     folder: Path
     peers_python: Path | None
+    step_seconds: float = 0.0
     seconds: float = math.inf
 
     def run(self, say: Callable[[str], object]) -> Result:
@@ -67,6 +69,7 @@ class Suite:
             "size": self.size,
             "rounds": self.rounds,
             "wire": self.wire,
+            "step_seconds": self.step_seconds,
             "limits": asdict(self.limits),
             "workloads": described,
             "runs": runs,
@@ -154,6 +157,7 @@ class Suite:
             cache_dir="",
             num_workers=workers,
             seed=0,
+            step_seconds=self.step_seconds,
             truth=asdict(truth),
             limits=asdict(self.limits),
         )

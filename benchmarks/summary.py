@@ -13,7 +13,7 @@ from dataload.errors import ConfigError
 
 FIRST, GETS, DECODE, GATHER = "floor: first GET", "floor: ranged GETs", "floor: decode", "floor: gather"
 # What two runs must have in common to be compared.
-CIRCUMSTANCES = ("size", "wire", "limits", "machine", "versions")
+CIRCUMSTANCES = ("size", "wire", "step_seconds", "limits", "machine", "versions")
 
 Result = dict[str, Any]
 Place = tuple[str, int, str]  # workload, workers, system
@@ -62,6 +62,11 @@ def _cpu(phase: Result, truth: Result) -> float | None:
     )
 
 
+def _busy(phase: Result, _: Result) -> float | None:
+    """Of an accelerator, as DLIO and MLPerf Storage have it: the share of the time in which it had something to do."""
+    return 100 * phase["step_seconds"] / phase["seconds"] if phase.get("step_seconds") else None
+
+
 def _least(*names: str) -> Callable[[dict[str, float], Result], float | None]:
     return lambda floors, _: min((floors[name] for name in names if name in floors), default=None)
 
@@ -86,6 +91,8 @@ FIGURES = (
     ),
     Figure("cold_rate", "cold epoch", "rows/s", True, "cold", _rate, _least(GETS, DECODE)),
     Figure("warm_rate", "warm epochs", "rows/s", True, "warm", _rate, _least(GATHER)),
+    Figure("cold_busy", "accelerator busy, cold epoch", "%", True, "cold", _busy, _least()),
+    Figure("warm_busy", "accelerator busy, warm epochs", "%", True, "warm", _busy, _least()),
     Figure("cold_bytes", "from S3, cold epoch", "B", False, "cold", _epoch_bytes, _dataset),
     Figure("warm_bytes", "from S3, warm epoch", "B", False, "warm", _epoch_bytes, _dataset),
     Figure("peak_memory", "peak memory", "B", False, "", lambda run, _: run["peak_memory_bytes"], _least()),
@@ -148,7 +155,7 @@ def compare(one: Result, other: Result) -> Comparison:
 
     Raises ConfigError when they were not run alike.
     """
-    if different := [name for name in CIRCUMSTANCES if one.get(name) != other.get(name)]:
+    if different := [name for name in CIRCUMSTANCES if one.get(name, 0.0) != other.get(name, 0.0)]:
         raise ConfigError(f"the two runs differ in {', '.join(different)}: they cannot be compared")
     ours, theirs = ({_place(entry): entry["figures"] for entry in summarise(run)} for run in (one, other))
     apart, shared = [], 0

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -241,6 +242,26 @@ def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
     assert "| images | warm epochs |" in report.headline(results)
     report.plot(results, data / "plot.png")
     assert (data / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_accelerator_is_busy_as_long_as_it_does_not_wait(data: Path, tmp_path: Path) -> None:
+    class Waiting(_Fake):
+        def epoch(self, number: int) -> Iterator[Any]:
+            for batch in super().epoch(number):
+                sleep(3 * 0.02)
+                yield batch
+
+    workload = WORKLOADS["table"]
+    truth = write(workload, data / BUCKET / "tiny/table/parquet")
+    with Origin(data) as origin, pytest.MonkeyPatch.context() as patch:
+        setting = replace(setting_of(data, origin, "table", tmp_path), step_seconds=0.02)
+        patch.setattr(Entry, "load", lambda _: lambda setting: Waiting(setting, slice(None), shuffled=True))
+        cold = measure(named("DataLoader over rows"), setting, truth).phases["cold"]
+    assert cold.step_seconds == pytest.approx(-(-truth.rows // workload.batch_size) * 0.02)
+    run = {"workload": "table", "system": "DataLoader over rows", "workers": 0, "round": 0}
+    phases = {"cold": asdict(cold)}
+    [entry] = summarise({"runs": [run | {"phases": phases}], "workloads": {"table": asdict(truth)}})
+    assert 0 < entry["figures"]["cold_busy"]["median"] < 25
 
 
 @pytest.mark.parametrize(

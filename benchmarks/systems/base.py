@@ -22,6 +22,7 @@ class Setting:
     converted: the folder in BUCKET of the same rows in the system's own format, where `convert` made one.
     files: the folder of the Parquet files on this machine's disk: for floors and conversions alone.
     cache_dir: an empty folder on disk that the system may fill as it likes, and keeps from epoch to epoch.
+    step_seconds: that an accelerator takes for a batch, during which the processors are free; 0: there is none.
     in_flight: requests that a client may have under way at once.
     """
 
@@ -33,6 +34,7 @@ class Setting:
     cache_dir: Path
     num_workers: int
     seed: int = 0
+    step_seconds: float = 0.0
     in_flight: int = 16
 
     @property
