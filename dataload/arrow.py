@@ -342,6 +342,11 @@ def _places(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:
     return places
 
 
+def message_bytes(data: memoryview) -> list[int]:
+    """Bytes of the metadata of each message of a file, from what is kept of them."""
+    return [len(message.metadata) for message in _from_bytes(data)]
+
+
 def _to_bytes(messages: Sequence[Message]) -> bytes:
     """Their number; where each starts and how long its metadata is; the metadata of all; the magic."""
     index = struct.pack("<q", len(messages))

@@ -6,7 +6,7 @@ from dataload import arrow, parquet
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.tier import Allocate
 from dataload.errors import DataError
-from dataload.footer import Footer
+from dataload.footer import SHARED_BYTES, Footer
 
 # What is fetched of a file's end, where its footer is: a 64th of it, so that small files are not fetched for it.
 LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
@@ -25,9 +25,26 @@ def read_footer(obj: Object, blocks: Blocks) -> Footer:
     return arrow.ArrowFooter.from_bytes(footer, obj)
 
 
+def tail_bytes(obj: Object) -> int:
+    """How much of a file's end is fetched in one request, in the hope that its footer is there."""
+    return min(obj.size, MOST_TAIL_BYTES, max(LEAST_TAIL_BYTES, obj.size // TAIL_SHARE))
+
+
+def fetched_beside_tail(obj: Object, footer: memoryview) -> list[int]:
+    """Bytes of each further request that the footer of a file took, which is known by now.
+
+    Arrow's, but for what was read through blocks, which hold rows, too.
+    """
+    if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
+        beyond = len(footer) - tail_bytes(obj)
+        return [beyond] if beyond > 0 else []
+    messages = arrow.message_bytes(footer)
+    return [] if obj.size < SHARED_BYTES * len(messages) else messages
+
+
 def _fetch(obj: Object, blocks: Blocks) -> bytes:
     """What is kept of a file to know its row groups by."""
-    start = max(0, obj.size - min(MOST_TAIL_BYTES, max(LEAST_TAIL_BYTES, obj.size // TAIL_SHARE)))
+    start = max(0, obj.size - tail_bytes(obj))
     tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
 
     def last(size: int) -> bytes:

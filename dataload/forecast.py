@@ -11,14 +11,13 @@ from dataload.cache.blob import size_on_disk
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.local import LocalTier
 from dataload.cache.tier import Span
+from dataload.files import fetched_beside_tail, tail_bytes
 from dataload.manifest import VERSION, Manifest
 from dataload.room import drawn_on_at_a_time, gathered_at_once, region_of
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.lru import LRU
 from dataload.samplers.order import Order
 from dataload.samplers.share import RUN_ROWS
-
-EPOCHS_ALIKE = 3  # after the first, of which the mean is what a later one takes
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,6 @@ class Reader:
         self._fetched = Fetched()
         self._needs: LRU[int, list[tuple[int, int]]] = LRU(2)  # by epoch: to find them takes a look at each row
 
-    def first_and_later(self, batch_size: int) -> tuple[Fetched, Fetched]:
-        """What the first epoch fetches, and a later one on average. batch_size: rows, of all ranks together."""
-        first, *later = islice(self.epochs(batch_size), 1 + EPOCHS_ALIKE)
-        total = sum(later, Fetched())
-        return first, Fetched(total.bytes // len(later), round(total.requests / len(later)))
-
     def all_rows(self) -> Fetched:
         """What is fetched to have each row group once."""
         for number in range(len(self._costs)):
@@ -149,7 +142,6 @@ class Reader:
     def _gathered(self, epoch: int, batch_size: int, at_once: int) -> Iterator[list[int]]:
         """The row groups that each gather is the first to need. Gathers grow, as `Share.runs` does."""
         most = max(1, RUN_ROWS // batch_size)
-
         doublings = (most - 1).bit_length()
 
         def gather(need: tuple[int, int]) -> tuple[int, int]:
@@ -185,6 +177,21 @@ class Reader:
         """The blocks that hold some of [start, stop)."""
         size = self._costs.block_bytes
         return ((first, min(first + size, file.size)) for first in range(start // size * size, stop, size))
+
+
+def footers(manifest: Manifest, blobs: RowBlobs, blocks: Blocks) -> Fetched:
+    """What is fetched to know what is there: of each file, and where files have codes of values, of some row groups.
+
+    The files are listed before, which is not counted: S3 names 1,000 in a request.
+    """
+    sizes = []
+    for file in {group.file for group in manifest.row_groups}:
+        footer = blocks.tier.get(blocks.key(file, "footer"))
+        sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
+    if coded := blobs.samples.coded:
+        for number in blobs.samples.numbers:
+            sizes += [stop - start for spans in blobs.sources(number, coded) for start, stop in spans]
+    return Fetched(sum(sizes), len(sizes))
 
 
 def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import Any
 
 from rich.filesize import decimal
 
-from dataload.cache.blocks import Blocks
+from dataload.cache.blocks import IN_FLIGHT, Blocks
+from dataload.cache.config import CacheConfig
 from dataload.cache.local import LocalTier
 from dataload.errors import ConfigError
 from dataload.footer import SHARED_BYTES
-from dataload.forecast import Costs, Fetched, Reader
-from dataload.manifest import Manifest
-from dataload.room import FITS
+from dataload.forecast import Costs, Fetched, Reader, footers
+from dataload.manifest import FOOTERS_IN_FLIGHT, Manifest
+from dataload.room import FITS, needed
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.order import Order
 from dataload.samplers.trade import GOAL, WindowTrade, default_window, weigh_window
 
 BANDWIDTH = 10**9  # bytes a second
+# Seconds to the first byte. "Roughly 100-200 milliseconds" for small objects, says Amazon:
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
+LATENCY = 0.1
+FOOTERS_AT_ONCE = min(FOOTERS_IN_FLIGHT, CacheConfig().in_flight)
+EPOCHS = 3  # after the first, of which the mean is what a later one takes
 LONG_SECONDS = 600.0  # of fetching, while GPUs wait
 LARGE_BYTES = 1 << 30  # of a row group
 ENDLESS = 1 << 62  # bytes of a cache
@@ -33,11 +40,14 @@ class Plan:
     first fetch nothing; cache_bytes: those it may have. is_estimate: whether these are known of some row groups only,
     because files have codes of values.
 
-    first_epoch, later_epoch: what they fetch through a cache of `cache_bytes`, beside the footers; None where that is
-    too small for the window. first_batch: what is fetched before it is there.
-    Seconds are those on the way at `bandwidth` bytes a second; costs are in the currency of the price of 10**9 bytes,
-    None where there is none.
-    trade: what the window of a "block" shuffle buys and costs. advice: what to do, a line each.
+    footers: what is fetched to know all this, and once a host; first_batch: beside that, before it is there.
+    first_epoch, later_epoch: what they fetch through a cache of `cache_bytes`, beside the footers, the later ones on
+    average; later_epochs: some of those, one by one. None where the cache is too small for the window.
+    Seconds are those on the way, footers included: as many requests wait `latency` seconds at a time as are under way,
+    and all bytes share `bandwidth`, in bytes a second. Costs, of the first epoch with the footers, are in the currency
+    of the price of 10**9 bytes; None where there is none.
+    trade: what the window of a "block" shuffle buys and costs, in bytes as they are stored; held_bytes: decoded, of the
+    two windows that are held at a time. advice: what to do, a line each.
     """
 
     objects: int
@@ -48,15 +58,19 @@ class Plan:
     is_estimate: bool
     cache_bytes_needed: int
     cache_bytes: int
+    footers: Fetched
     first_epoch: Fetched | None
     later_epoch: Fetched | None
+    later_epochs: tuple[Fetched, ...]
     first_batch: Fetched
     bandwidth: int
+    latency: float
     first_batch_seconds: float
     first_epoch_seconds: float | None
     first_epoch_cost: float | None
     later_epoch_cost: float | None
     trade: WindowTrade
+    held_bytes: int
     advice: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -71,11 +85,12 @@ def plan(
     batch_size: int,
     *,
     bandwidth: int = BANDWIDTH,
+    latency: float = LATENCY,
     price: float | None = None,
 ) -> Plan:
     """The plan for epochs of this order in batches of `batch_size` rows, of all ranks together.
 
-    bandwidth: bytes a second from the origin; price: of 10**9 bytes.
+    bandwidth: bytes a second from the origin; latency: seconds that a request waits; price: of 10**9 bytes.
     """
     lengths = [group.rows for group in manifest.row_groups]
     sizes = [group.bytes for group in manifest.row_groups]
@@ -85,18 +100,20 @@ def plan(
     costs = Costs(manifest, blobs, blocks)
     whole = Reader(costs, order, ENDLESS)
     all_of_it = whole.all_rows()
-    needed = max(whole.kept_bytes, math.ceil(blobs.num_bytes / FITS))
-    first: Fetched | None = None
-    later: Fetched | None = None
-    refusal = ""
-    try:
-        if limit >= needed:
-            first, later = all_of_it, Fetched()
-        else:
-            first, later = Reader(costs, order, limit).first_and_later(batch_size)
-    except ConfigError as error:
-        refusal = str(error)
-    first_batch = Reader(costs, order, ENDLESS).first_rows(batch_size)
+    needed_bytes = max(whole.kept_bytes, math.ceil(blobs.num_bytes / FITS))
+    first, later, refusal = all_of_it, [Fetched()], ""
+    if limit < needed_bytes:
+        try:
+            first, *later = islice(Reader(costs, order, limit).epochs(batch_size), 1 + EPOCHS)
+        except ConfigError as error:
+            refusal = str(error)
+    before, first_batch = footers(manifest, blobs, blocks), Reader(costs, order, ENDLESS).first_rows(batch_size)
+
+    def seconds(fetched: Fetched) -> float:
+        waits = math.ceil(before.requests / FOOTERS_AT_ONCE) + math.ceil(fetched.requests / IN_FLIGHT)
+        return (before + fetched).bytes / bandwidth + waits * latency
+
+    fits = not refusal
     found = Plan(
         objects=len(files),
         bytes=sum(file.size for file in files),
@@ -104,36 +121,46 @@ def plan(
         row_groups=len(lengths),
         decoded_bytes=blobs.num_bytes,
         is_estimate=bool(blobs.samples.coded),
-        cache_bytes_needed=needed,
+        cache_bytes_needed=needed_bytes,
         cache_bytes=limit,
-        first_epoch=first,
-        later_epoch=later,
+        footers=before,
+        first_epoch=first if fits else None,
+        later_epoch=_mean(later) if fits else None,
+        later_epochs=tuple(later) if fits else (),
         first_batch=first_batch,
         bandwidth=bandwidth,
-        first_batch_seconds=first_batch.bytes / bandwidth,
-        first_epoch_seconds=None if first is None else first.bytes / bandwidth,
-        first_epoch_cost=_cost(first, price),
-        later_epoch_cost=_cost(later, price),
+        latency=latency,
+        first_batch_seconds=seconds(first_batch),
+        first_epoch_seconds=seconds(first) if fits else None,
+        first_epoch_cost=_cost(before + first, price) if fits else None,
+        later_epoch_cost=_cost(_mean(later), price) if fits else None,
         trade=weigh_window(order.window, lengths, sizes, batch_size),
+        held_bytes=needed(order, blobs)[1],
     )
-    advice = [refusal] if refusal else []
-    return replace(found, advice=(*advice, *_advice(found, sizes, default_window(lengths, sizes))))
+    usual = weigh_window(default_window(lengths, sizes), lengths, sizes, batch_size)
+    return replace(found, advice=(*([refusal] if refusal else []), *advice(found, sizes, usual)))
 
 
-def _advice(plan: Plan, sizes: list[int], default: int) -> Iterator[str]:
+def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
+    """What to do, a line each. sizes: bytes of the row groups; usual: what the default window buys and costs."""
     if plan.later_epoch and plan.later_epoch.bytes:
         yield f"with cache_bytes={decimal(plan.cache_bytes_needed)} or more, later epochs fetch nothing"
     if len(sizes) > 1 and (typical := sorted(sizes)[len(sizes) // 2]) < SHARED_BYTES:
         yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
     if max(sizes, default=0) > LARGE_BYTES:
         yield f"a row group of {decimal(max(sizes))} makes what needs it wait: write them of about 128 MB"
-    if plan.trade.window != default:
-        yield f"window={default} is the default, and costs least for what it buys"
+    if plan.trade != replace(usual, window=plan.trade.window):
+        yield f"window={usual.window} is the default, and costs least for what it buys"
     elif plan.trade.variance_ratio > TWICE * GOAL:
         yield "are the rows sorted by label? Then shuffle them once when they are written: no window mixes these well"
     if plan.first_epoch_seconds and plan.first_epoch_seconds > LONG_SECONDS:
         yield "fetch it before the GPUs are there: dataload warm"
 
 
-def _cost(fetched: Fetched | None, price: float | None) -> float | None:
-    return None if fetched is None or price is None else fetched.bytes / 10**9 * price
+def _mean(epochs: Sequence[Fetched]) -> Fetched:
+    total = sum(epochs, Fetched())
+    return Fetched(round(total.bytes / len(epochs)), round(total.requests / len(epochs)))
+
+
+def _cost(fetched: Fetched, price: float | None) -> float | None:
+    return None if price is None else fetched.bytes / 10**9 * price

@@ -51,7 +51,8 @@ def region_of(order: Order, blobs: RowBlobs, limit: int, node_share: float = 1.0
 
     Raises ConfigError when the cache is too small for what the order needs at a time.
     """
-    need = _needed(order, blobs, limit, node_share)
+    groups, need = needed(order, blobs, node_share)
+    _check_room(order, limit, groups, need)
     return need if blobs.num_bytes * node_share > limit * FITS else 0
 
 
@@ -90,14 +91,18 @@ def drawn_on_at_a_time(order: Order, rows: int) -> int:
     return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams) + spanned)
 
 
-def _needed(order: Order, blobs: RowBlobs, limit: int, node_share: float) -> int:
-    """Bytes of rows that the order needs at a time. Raises ConfigError when `limit` is less."""
+def needed(order: Order, blobs: RowBlobs, node_share: float = 1.0) -> tuple[int, int]:
+    """Row groups that the order needs at a time, and about how many bytes of rows they are: two windows, or all."""
     every = len(order.block_lengths)
     groups = every if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
     groups = math.ceil(groups * node_share)
-    need = sum(sorted(map(blobs.bytes_of, range(every)), reverse=True)[:groups])
+    return groups, sum(sorted(map(blobs.bytes_of, range(every)), reverse=True)[:groups])
+
+
+def _check_room(order: Order, limit: int, groups: int, need: int) -> None:
+    """Raises ConfigError when a cache of `limit` bytes has no room for `need` bytes, of so many row groups."""
     if limit >= need:
-        return need
+        return
     if order.shuffle == "full":
         raise ConfigError(
             f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset decoded, {need} bytes; "

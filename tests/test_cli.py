@@ -105,7 +105,6 @@ def test_warm_stats_verify_evict(at_bucket: Run, bucket: Any, dataset_of: Callab
 
 
 def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str]) -> None:
-    """No byte of the data is read for it."""
     url = dataset_of([[300, 200], [100, 400]])
     size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
     said = at_bucket("plan", url)
@@ -115,9 +114,12 @@ def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, datas
     for what in ("variance ratio", "first batch   waits for", "later epochs  fetch nothing", "window        of "):
         assert what in said.stdout
     assert max(map(len, said.stdout.splitlines())) <= 80
-    costly = json.loads(at_bucket("plan", url, "--bandwidth", "1kB", "--price", "0.5", "--json").stdout)
-    assert costly["first_epoch_seconds"] == costly["first_epoch"]["bytes"] / 1000
-    assert costly["first_epoch_cost"] == costly["first_epoch"]["bytes"] / 1e9 * 0.5
+    costly = json.loads(
+        at_bucket("plan", url, "--bandwidth", "1kB", "--latency", "0", "--price", "0.5", "--json").stdout
+    )
+    fetched = costly["footers"]["bytes"] + costly["first_epoch"]["bytes"]
+    assert costly["first_epoch_seconds"] == fetched / 1000
+    assert costly["first_epoch_cost"] == fetched / 1e9 * 0.5
     found = json.loads(at_bucket("plan", url, "--window", "2", "--batch-size", "350", "--json").stdout)
     assert (found["objects"], found["bytes"], found["rows"], found["row_groups"]) == (2, size, 1000, 4)
     assert (found["trade"]["window"], found["trade"]["first_row_groups"]) == (2, 3)

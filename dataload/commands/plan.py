@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,6 @@ from dataload.commands.options import (
     CacheDir,
     Columns,
     Json,
-    NumStreams,
     Seed,
     StorageOptions,
     Window,
@@ -27,16 +27,28 @@ if TYPE_CHECKING:
     from dataload.forecast import Fetched
     from dataload.plan import Plan
 
+TOO_SMALL = "none: this cache is too small"
+
+
+def _number(value: float | None) -> float | None:
+    """Raises BadParameter for what is no number to reckon with."""
+    if value is not None and not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{value} must be a number, zero or more")
+    return value
+
 
 def plan(
     url: str,
     window: Window = None,
     batch_size: BatchSize = 256,
     seed: Seed = 0,
-    num_streams: NumStreams = None,
+    num_streams: Annotated[int, typer.Option(min=1, help="As the loader's: one for each node.")] = 1,
     columns: Columns = None,
     bandwidth: Annotated[str, typer.Option(help="Bytes a second from the origin.")] = "1GB",
-    price: Annotated[float | None, typer.Option(min=0, help="Of 1 GB from the origin, such as 0.09.")] = None,
+    latency: Annotated[float, typer.Option(callback=_number, help="Seconds that a request waits; S3's: 0.1.")] = 0.1,
+    price: Annotated[
+        float | None, typer.Option(callback=_number, help="Of 1 GB from the origin, such as 0.09.")
+    ] = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
     storage_options: StorageOptions = None,
@@ -54,24 +66,19 @@ def plan(
     with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:
         manifest = pin(objects, blocks, lambda _: advance(1))
     blobs = RowBlobs(manifest, manifest.select(names(columns)), blocks)
-    order = order_of(manifest, seed=seed, window=window, num_streams=num_streams or 1)
-    found = foretell(manifest, blobs, blocks, order, batch_size, bandwidth=rate, price=price)
-    show(found.to_json(), table(_lines(found)), as_json=as_json)
+    order = order_of(manifest, seed=seed, window=window, num_streams=num_streams)
+    found = foretell(manifest, blobs, blocks, order, batch_size, bandwidth=rate, latency=latency, price=price)
+    show(found.to_json(), table(lines(found)), as_json=as_json)
     if found.first_epoch is None:
         raise typer.Exit(FOUND_A_PROBLEM)
 
 
-def _lines(plan: Plan) -> list[tuple[str, str]]:
-    trade, rate = plan.trade, f"{decimal(plan.bandwidth)}/s"
-    first, later = (
-        _fetched(fetched, cost)
-        for fetched, cost in (
-            (plan.first_epoch, plan.first_epoch_cost),
-            (plan.later_epoch, plan.later_epoch_cost),
-        )
-    )
+def lines(plan: Plan) -> list[tuple[str, str]]:
+    """What is printed, line by line, with what each is about before it."""
+    trade, rate = plan.trade, f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
     about = "about " if plan.is_estimate else ""
-    seconds = f"; {duration(plan.first_epoch_seconds)} at {rate}" if plan.first_epoch_seconds is not None else ""
+    held = f"{decimal(trade.bytes)} as stored and {about}{decimal(plan.held_bytes)} decoded"
+    first = f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} with the footers"
     return [
         (
             "dataset",
@@ -79,22 +86,44 @@ def _lines(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("decoded", f"{about}{decimal(plan.decoded_bytes)}, once the columns are rows"),
         ("cache", f"{about}{decimal(plan.cache_bytes_needed)} hold all of it; it may have {decimal(plan.cache_bytes)}"),
-        ("first batch", f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} at {rate}"),
-        ("first epoch", f"{first}{seconds}"),
-        ("later epochs", later),
-        (
-            "window",
-            f"of {trade.window:,} row groups; two of them, {decimal(trade.bytes)} as stored, are there at a time",
-        ),
+        ("footers", _fetched(plan.footers)),
+        ("first batch", first if plan.rows else "none: there are no rows"),
+        ("first epoch", _first_epoch(plan, rate)),
+        ("later epochs", _later_epochs(plan)),
+        ("window", f"of {trade.window:,} row groups; two of them, {held}, are there at a time"),
         ("shuffle", f"variance ratio {trade.variance_ratio:.2f} if rows are sorted by label (1 is uniform)"),
         *(("advice" if not number else "", line) for number, line in enumerate(plan.advice)),
     ]
 
 
-def _fetched(fetched: Fetched | None, cost: float | None = None) -> str:
-    if fetched is None:
-        return "none: this cache is too small"
-    if not fetched.bytes:
+def _first_epoch(plan: Plan, rate: str) -> str:
+    if plan.first_epoch is None or plan.first_epoch_seconds is None:
+        return TOO_SMALL
+    costs = _costs(plan.first_epoch_cost)
+    with_footers = f"with the footers {duration(plan.first_epoch_seconds)} at {rate}{costs}"
+    return f"{_about(plan)}{_fetched(plan.first_epoch)}; {with_footers}"
+
+
+def _later_epochs(plan: Plan) -> str:
+    if plan.later_epoch is None:
+        return TOO_SMALL
+    bounds = ""
+    if len(plan.later_epochs) > 1:
+        sizes = [epoch.bytes for epoch in plan.later_epochs]
+        bounds = f"; one takes {decimal(min(sizes))}, another {decimal(max(sizes))}"
+    return f"{_about(plan)}{_fetched(plan.later_epoch)}{_costs(plan.later_epoch_cost)}{bounds}"
+
+
+def _about(plan: Plan) -> str:
+    """Which row groups a cache that is too small for all of them keeps is a matter of which come first."""
+    return "about " if len(plan.later_epochs) > 1 else ""
+
+
+def _costs(cost: float | None) -> str:
+    return "" if not cost else f", for {cost:,.2f}" if cost >= 1 else f", for {cost:.2g}"
+
+
+def _fetched(fetched: Fetched) -> str:
+    if not fetched.requests:
         return "fetch nothing"
-    costs = "" if cost is None else f" for {cost:,.2f}" if cost >= 1 else f" for {cost:.2g}"
-    return f"{decimal(fetched.bytes)} in {fetched.requests:,} request{'s' * (fetched.requests != 1)}{costs}"
+    return f"{decimal(fetched.bytes)} in {fetched.requests:,} request{'s' * (fetched.requests != 1)}"

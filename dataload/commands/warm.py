@@ -87,6 +87,7 @@ def _fetch(blobs: RowBlobs, groups: list[int], *, quiet: bool) -> int:
     """How many of these row groups are in the cache then."""
     from dataload.warm import warm
 
+    blobs.measure()
     sizes = [blobs.bytes_of(group) for group in groups]
     with progress("warming", sum(sizes), quiet=quiet) as advance:
         left = iter(sizes)
