@@ -71,8 +71,9 @@ class Epoch:
         waiting in the step, which their own loaders do not see.
         """
         usual = median_low(one.stats.wait_seconds for one in self.ranks.values())
+        least = LATE * self.total.seconds
         late = {rank: one.stats.wait_seconds - usual for rank, one in self.ranks.items()}
-        return {rank: more for rank, more in late.items() if more > LATE * self.total.seconds}
+        return {rank: more for rank, more in late.items() if more > least}
 
     def late(self) -> list[str]:
         """A line for each straggler, the latest first: who, by how much, and what to change there."""

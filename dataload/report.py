@@ -71,8 +71,8 @@ def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
         named = [str(rank) for rank in islice((rank for rank in range(world_size) if rank not in wrote), MOST_NAMED)]
         more = f" and {missing - len(named)} more" if missing > len(named) else ""
         said.append(
-            f"{'rank' if missing == 1 else 'ranks'} {', '.join(named)}{more} wrote nothing: what they wrote may lie on "
-            "another host's disk, copy it into this folder, or give all hosts one that they share"
+            f"{'rank' if missing == 1 else 'ranks'} {', '.join(named)}{more} wrote nothing here: copy in what lies on "
+            "the disks of other hosts, or give all hosts one folder that they share"
         )
     gaps = [(after.began - before.until, after) for before, after in pairwise(found)]
     gap, after = max(gaps, key=itemgetter(0), default=(0, found[0]))
