@@ -29,9 +29,9 @@ from dataload.files import read_footer
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
 from dataload.records import Blob
-from dataload.samples import Samples
 from dataload.stats import SHARES
 from dataload.timeline import ELSEWHERE, Timeline, doing, waited
+from dataload.value_sizes import ValueSizes
 
 FOOTERS_KEPT = 64
 # Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
@@ -112,13 +112,13 @@ class RowBlobs(ForkAware):
     def measure(self) -> None:
         """Have it known how large the values are of which the files have codes. Raises OriginError, DataError."""
         if not self._measured:
-            self._measured = self.samples.value_bytes()
+            self._measured = self.value_sizes.means()
             vars(self).pop("num_bytes", None)
 
     @cached_property
-    def samples(self) -> Samples:
-        """Row groups to measure values in."""
-        return Samples(self._manifest, self.layout, self._blocks, self._fill_null)
+    def value_sizes(self) -> ValueSizes:
+        """What `measure` asks."""
+        return ValueSizes(self._manifest, self.layout, self._blocks, self._fill_null)
 
     def bytes_of(self, number: int) -> int:
         """About how many bytes the blobs of a row group take; more, unless measured, where files have codes."""

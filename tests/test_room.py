@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.allowance import Allowance
+from dataload.commands.doctor import _row_bytes, _store
 from dataload.room import check_shared_memory
 
 noise = np.random.default_rng(0)
@@ -90,7 +92,7 @@ def test_large_values_are_not_taken_for_codes(tmp_path: Path) -> None:
         values = [noise.bytes(size) for _ in range(rows)]
         pq.write_table(pa.table({"image": pa.array(values, pa.binary())}), tmp_path / "x.parquet")
         dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache")))
-        assert dataset.rowstore.blobs.samples.coded == []
+        assert dataset.rowstore.blobs.value_sizes.coded == []
         assert dataset.rowstore.blobs.num_bytes == pytest.approx(rows * (size + 8), rel=0.05)
 
 
@@ -99,13 +101,21 @@ def test_values_of_dictionaries_in_arrow_files_are_measured_too(tmp_path: Path) 
     with pa.ipc.new_file(tmp_path / "x.arrow", pa.schema([("text", values.type)])) as writer:
         writer.write_table(pa.table({"text": values}))
     blobs = make_dataset(str(tmp_path / "x.arrow"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
-    assert blobs.samples.coded == ["text"]
+    assert blobs.value_sizes.coded == ["text"]
     blobs.measure()
     assert blobs.num_bytes == pytest.approx(sum(len(value.as_py()) + 8 for value in values), rel=0.01)
+
+
+def test_the_doctor_reckons_with_values_too(bucket: Any) -> None:
+    """In memory that processes share, batches have no codes."""
+    values = [f"{'hello world ' * (number % 100)}" for number in range(3000)]
+    bucket.put_table("texts/0.parquet", pa.table({"text": values}))
+    store = _store(f"s3://{bucket.name}/texts", json.dumps(bucket.options))
+    assert _row_bytes(store, None) == pytest.approx(np.mean([len(value) + 8 for value in values]), rel=0.01)
 
 
 def test_a_dataset_without_row_groups_has_no_samples(tmp_path: Path) -> None:
     pq.ParquetWriter(tmp_path / "x.parquet", pa.schema([("text", pa.string())])).close()
     blobs = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
     blobs.measure()
-    assert (blobs.samples.coded, blobs.num_bytes) == ([], 0)
+    assert (blobs.value_sizes.coded, blobs.num_bytes) == ([], 0)

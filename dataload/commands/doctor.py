@@ -100,6 +100,7 @@ def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
     try:
         manifest = pin(dict(islice(store.objects.items(), 1)), store.blocks)
         blobs = RowBlobs(manifest, manifest.select(columns), store.blocks)
+        blobs.measure()
         return blobs.num_bytes // max(1, manifest.num_rows)
     except ConfigError:
         raise

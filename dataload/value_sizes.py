@@ -19,26 +19,28 @@ SAMPLES = 4  # row groups
 ROWS = 1 << 14  # decoded at a time
 
 
-class Samples:
-    """A few row groups that stand for the others, the same ones on every host; of the columns of `layout`.
+class ValueSizes:
+    """Of the columns of `layout` that files have codes of.
 
-    Notes: of each, the columns that `coded` names are read, once a host, and what is found is kept like a footer.
+    samples: row groups that stand for the others, the same ones on every host.
+
+    Notes: of these, the columns that `coded` names are read, once a host, and what is found is kept like a footer.
     """
 
     def __init__(self, manifest: Manifest, layout: Layout, blocks: Blocks, fill_null: Any = None) -> None:
         every, some = len(manifest.row_groups), min(SAMPLES, len(manifest.row_groups))
-        self.numbers = [(2 * sample + 1) * every // (2 * some) for sample in range(some)]
-        self._groups = [manifest.row_groups[number] for number in self.numbers]
+        self.samples = [(2 * sample + 1) * every // (2 * some) for sample in range(some)]
+        self._groups = [manifest.row_groups[number] for number in self.samples]
         self._layout = layout
         self._blocks = blocks
         self._fill_null = fill_null
 
     @property
     def coded(self) -> list[str]:
-        """The columns of which all of them have codes of values; see `Footer.coded`."""
+        """The columns of which all samples have codes; see `Footer.coded`."""
         return [field.name for field in self._coded]
 
-    def value_bytes(self) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """Bytes of a value of each of these columns, on average. Raises OriginError, DataError."""
         found = sum(map(self._sizes, self._groups), Counter[str]()) if self._coded else Counter()
         rows = sum(group.rows for group in self._groups)
