@@ -1,7 +1,7 @@
 """What prefetching is for: `python -m dataload.benchmarks.prefetch [--part NAME]`, against an S3 as late as a network.
 
 Each part prints a table: the first epoch beside a training step, a step that burns the interpreter beside a filler, a
-cache smaller than the data, ranks of one host that share the work, the first batch.
+cache smaller than the data, ranks of one host that share the work, the first batch, the footers of many files.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,13 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Annotated, Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
 from rich.console import Console
 from rich.table import Table
+from s3fs import S3FileSystem
 
 from dataload.benchmarks.behaviour import Behaviour
 from dataload.benchmarks.origin import Origin
@@ -34,9 +39,11 @@ from dataload.cache.local import LocalTier
 from dataload.dataset import Dataset, make_dataset
 from dataload.filler import Filler
 from dataload.loader import Loader, make_loader
+from dataload.manifest import FOOTERS_IN_FLIGHT
 from dataload.world import World
 
 IN_FLIGHT = 16
+MANY = 10_000  # files
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,6 @@ class Place:
 
     def wire_seconds(self) -> float:
         """What ranged GETs of everything take, when nobody looks at the bytes."""
-        from concurrent.futures import ThreadPoolExecutor
-
         wire = Wire(self.origin.endpoint_url, f"{BUCKET}/{self.size}/{self.workload.name}/parquet", RANGE_BYTES)
         ranges = [
             (path.name, start, min(start + RANGE_BYTES, path.stat().st_size))
@@ -228,7 +233,36 @@ def first(place: Place) -> Table:
     return table
 
 
-PARTS = {"step": step, "burn": burn, "smaller": smaller, "ranks": ranks, "first": first}
+def footers(place: Place) -> Table:
+    """Ten thousand files that nobody has read yet: listed and pinned, beside bare requests, 128 in flight."""
+    table = Table("listing, s", "GETs of footers, s", "both x 1.3, s", "the dataset, s")
+    data = place.files.parents[3]
+    folder = data / BUCKET / "footers"
+    names = [f"{number:05d}.parquet" for number in range(MANY)]
+    content = pa.BufferOutputStream()
+    pq.write_table(pa.table({"a": np.arange(100), "b": np.arange(100.0)}), content)
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(content.getvalue())
+    size, url = content.getvalue().size, f"s3://{BUCKET}/footers"
+    for _ in range(3):
+        bare, started = S3FileSystem(**place.origin.storage_options, skip_instance_cache=True), time.perf_counter()
+        assert len(bare.find(url)) == MANY
+        listing = time.perf_counter() - started
+        wire, started = Wire(place.origin.endpoint_url, f"{BUCKET}/footers", size), time.perf_counter()
+        with ThreadPoolExecutor(FOOTERS_IN_FLIGHT) as pool:
+            list(pool.map(wire.get, [(name, 0, size) for name in names]))
+        gets = time.perf_counter() - started
+        wire.close()
+        with TemporaryDirectory(dir=place.caches, ignore_cleanup_errors=True) as cache:
+            started = time.perf_counter()
+            make_dataset(url, storage_options=place.origin.storage_options, cache=CacheConfig(cache))
+            taken = time.perf_counter() - started
+        table.add_row(f"{listing:.2f}", f"{gets:.2f}", f"{1.3 * (listing + gets):.2f}", f"{taken:.2f}")
+    return table
+
+
+PARTS = {"step": step, "burn": burn, "smaller": smaller, "ranks": ranks, "first": first, "footers": footers}
 
 
 def main(
