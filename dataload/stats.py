@@ -68,11 +68,12 @@ class LoaderStats:
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
 
     def __str__(self) -> str:
+        read = f"cache hits {self.hit_rate:.1%}, " if self.hits + self.misses else ""
         shared = f"{decimal(int(self.bytes_cluster))} from the cluster, " if self.bytes_cluster else ""
         return (
             f"epoch {self.epoch}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
-            f"{self.stall_fraction:.0%} of it waiting{self._why()}; cache hits {self.hit_rate:.1%}, "
-            f"{shared}{decimal(int(self.bytes_origin))} from the origin"
+            f"{self.stall_fraction:.0%} of it waiting{self._why()}; "
+            f"{read}{shared}{decimal(int(self.bytes_origin))} from the origin"
         )
 
     def _why(self) -> str:

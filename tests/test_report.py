@@ -52,6 +52,11 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
+def test_where_nothing_was_read_nothing_is_said_of_hits():
+    assert "hits" not in str(LoaderStats(1, rows=5, seconds=1.0))
+    assert "cache hits 75.0%, 0 bytes from the origin" in str(LoaderStats(1, hits=3, misses=1))
+
+
 def test_a_sample_a_second_and_one_at_the_end(tmp_path):
     stats = LoaderStats(3)
     with Samples(tmp_path, 5, stats, lambda: None) as samples:
