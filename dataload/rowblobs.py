@@ -118,7 +118,7 @@ class RowBlobs(ForkAware):
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """What `measure` asks."""
-        return ValueSizes(self._manifest, self.layout, self._blocks, self._fill_null)
+        return ValueSizes(self._manifest, self.layout, self._blocks)
 
     def bytes_of(self, number: int) -> int:
         """About how many bytes the blobs of a row group take; more, unless measured, where files have codes."""

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 from dataload.cache.blocks import Blocks
 from dataload.cache.tier import Allocate
@@ -16,6 +15,7 @@ from dataload.layout import Field, Layout
 from dataload.manifest import Manifest, RowGroup
 
 SAMPLES = 4  # row groups
+NULL = ""  # takes no bytes: what stands for it, those say who want the rows
 ROWS = 1 << 14  # decoded at a time
 
 
@@ -27,13 +27,12 @@ class ValueSizes:
     Notes: of these, the columns that `coded` names are read, once a host, and what is found is kept like a footer.
     """
 
-    def __init__(self, manifest: Manifest, layout: Layout, blocks: Blocks, fill_null: Any = None) -> None:
+    def __init__(self, manifest: Manifest, layout: Layout, blocks: Blocks) -> None:
         every, some = len(manifest.row_groups), min(SAMPLES, len(manifest.row_groups))
         self.samples = [(2 * sample + 1) * every // (2 * some) for sample in range(some)]
         self._groups = [manifest.row_groups[number] for number in self.samples]
         self._layout = layout
         self._blocks = blocks
-        self._fill_null = fill_null
 
     @property
     def coded(self) -> list[str]:
@@ -62,7 +61,7 @@ class ValueSizes:
             found = json.dumps(sum(self._read(group), Counter[str]())).encode()
             allocate(len(found))[:] = found
 
-        what = f"sizes {group.number} {self.coded} {self._fill_null!r}"
+        what = f"sizes {group.number} {self.coded}"
         return Counter(json.loads(bytes(self._blocks.tier.get_or_fill(self._blocks.key(group.file, what), fill))))
 
     def _read(self, group: RowGroup) -> Iterator[Counter[str]]:
@@ -70,7 +69,7 @@ class ValueSizes:
         footer, where = read_footer(group.file, self._blocks), f"{group.file.path} row group {group.number}"
         with footer.open_row_group(group.file, group.number, self.coded, aside) as reader:
             for table in reader.tables(ROWS):
-                columns = decode(table, self._coded, self._fill_null, where)
+                columns = decode(table, self._coded, NULL, where)
                 yield Counter({name: _bytes(column) for name, column in columns.items() if isinstance(column, Ragged)})
 
 

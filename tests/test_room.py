@@ -106,6 +106,18 @@ def test_values_of_dictionaries_in_arrow_files_are_measured_too(tmp_path: Path) 
     assert blobs.num_bytes == pytest.approx(sum(len(value.as_py()) + 8 for value in values), rel=0.01)
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.dictionary(pa.int8(), pa.string()), pa.binary(1100)])
+def test_nulls_are_in_nobodys_way_who_measures_values(kind: pa.DataType, tmp_path: Path) -> None:
+    """What stands for them is said by who reads them, and a plan does not."""
+    values = pa.array([None if number % 2 else b"x" * 1100 for number in range(3000)])
+    texts = values.cast(pa.string()).dictionary_encode() if pa.types.is_dictionary(kind) else values
+    pq.write_table(pa.table({"text": texts.cast(kind)}), tmp_path / "x.parquet")
+    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    blobs.measure()
+    assert blobs.value_sizes.coded == ["text"]
+    assert blobs.num_bytes == pytest.approx(3000 * (550 + 8), rel=0.01)
+
+
 def test_the_doctor_reckons_with_values_too(bucket: Any) -> None:
     """In memory that processes share, batches have no codes."""
     values = [f"{'hello world ' * (number % 100)}" for number in range(3000)]
