@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache import obstores
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.errors import ConfigError, ObjectChanged, OriginError
+from dataload.cache.origin import Origin
+from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
 
 ENGINES = ("obstore", "fsspec")
 BLOCK = 64 << 10
@@ -469,33 +471,65 @@ class _Refusing(_Whole):
         self.end_headers()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_what_a_store_has_decided_is_not_asked_for_again(tmp_path: Path, engine: str) -> None:
-    _Refusing.asked = 0
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Refusing) as server:
+class _Denying(_Whole):
+    """Lets nobody in."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+
+
+@contextmanager
+def serving(kind: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
-            fs = open_fs(tmp_path, s3.storage_options(f"http://127.0.0.1:{server.server_port}"), engine=engine)
-            with pytest.raises(OriginError, match=r"bucket/x bytes 0-65535: .*Bad Request"):
-                fs.cat_file("bucket/x")
+            yield f"http://127.0.0.1:{server.server_port}"
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_store_has_decided_is_not_asked_for_again(tmp_path: Path, engine: str) -> None:
+    _Refusing.asked = 0
+    with serving(_Refusing) as url:
+        fs = open_fs(tmp_path, s3.storage_options(url), engine=engine)
+        with pytest.raises(OriginError, match=r"bucket/x bytes 0-65535: .*Bad Request"):
+            fs.cat_file("bucket/x")
     assert _Refusing.asked == 4  # once for each block
 
 
+def test_who_is_not_let_in_is_told_so_and_not_that_nothing_is_there() -> None:
+    with serving(_Denying) as url, pytest.raises(OriginError, match="denied access, check the credentials") as raised:
+        Origin(fsspec.filesystem("http", skip_instance_cache=True)).info(f"{url}/x")
+    assert not isinstance(raised.value, OriginNotFound)
+
+
+@pytest.mark.parametrize("came", [9, 11])
+def test_a_range_that_is_read_alone_is_as_long_as_asked_for(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, came: int
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.ATTEMPTS", 1)
+    bucket.put("x", DATA)
+    origin = open_fs(tmp_path, bucket.options).blocks.origin
+    monkeypatch.setattr(origin.engine, "get", lambda *_: b"x" * came)
+    with pytest.raises(OriginError, match=f"{came} bytes came instead of 10"):
+        origin.read(bucket.url("x"), 0, 10, "any")
+
+
 def test_a_store_without_ranges_is_read_by_s3fs(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Whole) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(_Whole) as url:
+        fs = open_fs(tmp_path, s3.storage_options(url))
         try:
-            fs = open_fs(tmp_path, s3.storage_options(f"http://127.0.0.1:{server.server_port}"))
             assert fs.cat_file("bucket/x") == DATA
             assert (
                 fs.stats()["engine_reason"] == "the store answers a range with the whole object, which obstore refuses"
             )
         finally:
             fs.fs.close_session(fs.fs.loop, fs.fs.s3)
-            server.shutdown()
-            thread.join()
