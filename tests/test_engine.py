@@ -511,6 +511,21 @@ def test_who_is_not_let_in_is_told_so_and_not_that_nothing_is_there() -> None:
     assert not isinstance(raised.value, OriginNotFound)
 
 
+@pytest.mark.parametrize("size", [777, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_parts_of_any_size_come_to_lie_where_they_belong(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+
+    def parts(path: str, start: int, stop: int, version: str) -> Iterator[bytes]:
+        return (DATA[at : min(at + size, stop)] for at in range(start, stop, size))
+
+    monkeypatch.setattr(fs.blocks.origin.engine, "parts", parts)
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
 @pytest.mark.parametrize("came", [9, 11])
 def test_a_range_that_is_read_alone_is_as_long_as_asked_for(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, came: int
