@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import lmdb
+from fsspec.core import has_magic
 from fsspec.utils import glob_translate
 
 from dataload.cache import blob
@@ -94,14 +95,29 @@ def evict(
             progress(used - left)
             used = left
     else:
-        below, matches = (f"{path.rstrip('/')}/", f"{path}#"), re.compile(glob_translate(path)).match
+        chosen = _named(path, folder)
         for row in folder.index.rows():
-            if row.name.startswith(below) or matches(row.name.rpartition("#")[0]):
+            if chosen(row.name):
                 with folder.locks.hold(row.digest, timeout=0) as alone:
                     if alone:
                         folder.discard(row.digest)
             progress(row.size)
     return before - folder.index.used_bytes()
+
+
+def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:
+    """Whether a blob is of what `path` names: an object or what is below a folder, or, where there is none, a glob.
+
+    Raises ConfigError.
+    """
+    below = (f"{path.rstrip('/')}/", f"{path}#")
+    if not has_magic(path) or any(row.name.startswith(below) for row in folder.index.rows()):
+        return lambda name: name.startswith(below)
+    try:
+        matches = re.compile(glob_translate(path)).match
+    except ValueError as error:
+        raise ConfigError(f"{path} is no glob: {error}") from error
+    return lambda name: matches(name.rpartition("#")[0])
 
 
 def _problem(folder: CacheFolder, row: Row) -> str | None:

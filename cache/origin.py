@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from json import JSONDecodeError
 from typing import Any, TypeVar
 
 import fsspec
@@ -189,7 +190,7 @@ class Origin(ForkAware):
         with self.naming(path):
             try:
                 yield self.filesystem
-            except (DataloadError, OSError):
+            except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two of what a store answers
                 raise
             except (TypeError, ValueError) as error:  # s3fs tells botocore its options when it is first asked.
                 said = f"{redacted(path)} cannot be asked for with these options: {redacted(error)}"

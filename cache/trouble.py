@@ -15,14 +15,15 @@ _DENIALS = ("PermissionDeniedError", "UnauthenticatedError")  # obstore's, which
 
 def is_trouble(error: BaseException) -> bool:
     """Whether the store or the way to it failed, as against a mistake in the program."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in TRANSPORTS
+    return isinstance(error, OSError) or _client(error) in TRANSPORTS
 
 
 def meant(error: BaseException) -> BaseException:
     """What went wrong: fsspec has HTTP say "not found" of whatever happens when it asks for an object's size."""
     cause = error.__cause__
-    made_up = isinstance(error, FileNotFoundError) and cause is not None and is_trouble(cause)
-    return cause if made_up and cause is not None and status(cause) != 404 else error
+    if cause is None or not isinstance(error, FileNotFoundError) or _client(cause) != "aiohttp" or status(cause) == 404:
+        return error
+    return cause
 
 
 def passing(error: BaseException) -> bool:
@@ -53,3 +54,8 @@ def status(error: BaseException) -> int | None:
             return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)) or None
         cause = cause.__cause__
     return None
+
+
+def _client(error: BaseException) -> str:
+    """The package that an error is of."""
+    return type(error).__module__.partition(".")[0]

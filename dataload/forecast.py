@@ -188,9 +188,9 @@ def footers(manifest: Manifest, blobs: RowBlobs, blocks: Blocks) -> Fetched:
     for file in {group.file for group in manifest.row_groups}:
         footer = blocks.tier.get(blocks.key(file, "footer"))
         sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
-    if coded := blobs.value_sizes.coded:
+    for column in blobs.value_sizes.coded:
         for number in blobs.value_sizes.samples:
-            sizes += [stop - start for spans in blobs.sources(number, coded) for start, stop in spans]
+            sizes += [stop - start for spans in blobs.sources(number, [column]) for start, stop in spans]
     return Fetched(sum(sizes), len(sizes))
 
 

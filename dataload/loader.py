@@ -82,6 +82,7 @@ class Loader(Unwrapped, DataLoader[Any]):
         self._traffic: Traffic | None = None  # of the running epoch
         self._worked: Counter[str] = Counter()  # what the workers' caches counted
         self._workers: DataLoader[Answer] | None = None
+        provide(dataset, self.sampler)
         if self.num_workers and not maker.only_gathers:
             in_flight = self.num_workers * (self.prefetch_factor or 1) * self.sampler.batch_size
             check_shared_memory(dataset.rowstore.row_bytes * in_flight)
@@ -89,7 +90,6 @@ class Loader(Unwrapped, DataLoader[Any]):
             # What they send is packed: it is pinned when it is unpacked.
             own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is, "pin_memory": False}
             self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
-        provide(dataset, self.sampler)
 
     @property
     def padding(self) -> int:

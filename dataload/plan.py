@@ -1,4 +1,4 @@
-"""What reading a dataset will take, from its footers alone."""
+"""What reading a dataset will take, from its footers, and a look at text that files have codes of."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from dataload.cache.local import LocalTier
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataError, OriginError
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.order import Order
 
@@ -33,7 +33,7 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     """
     tier, blobs, groups = dataset.blocks.tier, dataset.rowstore.blobs, dataset.row_groups
     if isinstance(tier, LocalTier) and blobs.num_bytes * sampler.node_share * CODES > tier.limit * FITS:
-        blobs.measure()
+        _measure(blobs)
     at_once = gathered_at_once(dataset.rowstore.row_bytes * sampler.batch_size)
     drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size * at_once)
     if isinstance(tier, LocalTier):
@@ -44,6 +44,13 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
             mean = sum(group.bytes for group in groups) // len(groups)
             ahead = min(len(groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
     dataset.rowstore.serve(drawn_on, ahead)
+
+
+def _measure(blobs: RowBlobs) -> None:
+    try:
+        blobs.measure()
+    except (OriginError, DataError) as error:  # All rows may be there, and this only makes a guess better.
+        log.warning("how large decoded rows are was not found out, going by the footers: %s", error)
 
 
 def region_of(order: Order, blobs: RowBlobs, limit: int, node_share: float = 1.0) -> int:

@@ -58,7 +58,7 @@ class RowBlobs(ForkAware):
         self._fill_null = fill_null
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.layout = Layout(fields_of(schema))
-        self._measured: dict[str, float] = {}  # bytes of a value, by column
+        self._measured: dict[str, float] | None = None  # bytes of a value, by column, once it is known
         self._rows = self._rows_of_a_blob()
         lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         counts = np.maximum(1, -(-lengths // self._rows))
@@ -111,7 +111,7 @@ class RowBlobs(ForkAware):
 
     def measure(self) -> None:
         """Have it known how large the values are of which the files have codes. Raises OriginError, DataError."""
-        if not self._measured:
+        if self._measured is None:
             self._measured = self.value_sizes.means()
             vars(self).pop("num_bytes", None)
 
@@ -134,6 +134,12 @@ class RowBlobs(ForkAware):
     def num_bytes(self) -> int:
         """About how many bytes all of them take."""
         return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the cache has kept all that it was to keep so far: is neither full nor failing."""
+        stats = self._blocks.stats()
+        return not stats["refused"] and (stats["health"] or {}).get("state", "normal") == "normal"
 
     def counts(self) -> dict[str, float]:
         """What this process's caches have counted; see `LoaderStats`."""
@@ -309,7 +315,8 @@ class RowBlobs(ForkAware):
 
     def _heap(self, name: str, size: int, rows: int) -> int:
         """What is measured of a column, or what its footer says."""
-        return round(self._measured[name] * rows) if name in self._measured else size
+        mean = (self._measured or {}).get(name)
+        return size if mean is None else round(mean * rows)
 
     def _first_rows(self, lengths: Array, counts: Array) -> Array:
         firsts = np.concatenate(([0], np.cumsum(lengths)))

@@ -7,7 +7,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass
-from functools import cached_property
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -94,7 +93,7 @@ class RowStore(ForkAware):
     def layout(self) -> Layout:
         return self.blobs.layout
 
-    @cached_property
+    @property
     def row_bytes(self) -> int:
         """About how many bytes a row takes, on average."""
         return max(1, self.blobs.num_bytes // max(1, int(self.blobs.row_starts[-1])))

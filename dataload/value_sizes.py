@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 from dataload.cache.blocks import Blocks
@@ -15,6 +15,8 @@ from dataload.layout import Field, Layout
 from dataload.manifest import Manifest, RowGroup
 
 SAMPLES = 4  # row groups
+AT_ONCE = 16  # looks
+VERSION = 1  # of what is kept
 NULL = ""  # takes no bytes: what stands for it, those say who want the rows
 ROWS = 1 << 14  # decoded at a time
 
@@ -24,7 +26,8 @@ class ValueSizes:
 
     samples: row groups that stand for the others, the same ones on every host.
 
-    Notes: of these, the columns that `coded` names are read, once a host, and what is found is kept like a footer.
+    Notes: of these, the columns that `coded` names are read, each by itself, once a host; what is found is kept like a
+    footer.
     """
 
     def __init__(self, manifest: Manifest, layout: Layout, blocks: Blocks) -> None:
@@ -41,7 +44,12 @@ class ValueSizes:
 
     def means(self) -> dict[str, float]:
         """Bytes of a value of each of these columns, on average. Raises OriginError, DataError."""
-        found = sum(map(self._sizes, self._groups), Counter[str]()) if self._coded else Counter()
+        looks = [(group, field) for field in self._coded for group in self._groups]
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="dataload-sizes") as pool:
+            sizes = list(pool.map(self._size, looks))
+        found: Counter[str] = Counter()
+        for (_, field), size in zip(looks, sizes, strict=True):
+            found[field.name] += size
         rows = sum(group.rows for group in self._groups)
         return {name: found[name] / max(1, rows) for name in self.coded}
 
@@ -54,23 +62,25 @@ class ValueSizes:
             fields = [field for field in fields if field.name in coded]
         return fields
 
-    def _sizes(self, group: RowGroup) -> Counter[str]:
-        """Bytes of the values in a row group, by column."""
+    def _size(self, look: tuple[RowGroup, Field]) -> int:
+        """Bytes of a column's values in a row group."""
+        group, field = look
 
         def fill(allocate: Allocate) -> None:
-            found = json.dumps(sum(self._read(group), Counter[str]())).encode()
+            found = str(sum(self._read(group, field))).encode()
             allocate(len(found))[:] = found
 
-        what = f"sizes {group.number} {self.coded}"
-        return Counter(json.loads(bytes(self._blocks.tier.get_or_fill(self._blocks.key(group.file, what), fill))))
+        key = self._blocks.key(group.file, f"size {VERSION} {group.number} {field.name}")
+        return int(bytes(self._blocks.tier.get_or_fill(key, fill)))
 
-    def _read(self, group: RowGroup) -> Iterator[Counter[str]]:
+    def _read(self, group: RowGroup, field: Field) -> Iterator[int]:
         aside = Aside(self._blocks.origin, self._blocks.tier, self._blocks.block_bytes)
         footer, where = read_footer(group.file, self._blocks), f"{group.file.path} row group {group.number}"
-        with footer.open_row_group(group.file, group.number, self.coded, aside) as reader:
+        with footer.open_row_group(group.file, group.number, [field.name], aside) as reader:
             for table in reader.tables(ROWS):
-                columns = decode(table, self._coded, NULL, where)
-                yield Counter({name: _bytes(column) for name, column in columns.items() if isinstance(column, Ragged)})
+                column = decode(table, [field], NULL, where)[field.name]
+                assert isinstance(column, Ragged)
+                yield int(column.offsets[-1] - column.offsets[0])
 
 
 class Aside(Blocks):
@@ -79,7 +89,3 @@ class Aside(Blocks):
     @property
     def stay(self) -> bool:
         return False
-
-
-def _bytes(column: Ragged) -> int:
-    return int(column.offsets[-1] - column.offsets[0])

@@ -60,7 +60,7 @@ def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, nu
 def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
     """Have these row groups kept as records, those that are not yet; how many of them are there then.
 
-    It stops at the first that is not kept: what comes after it would be fetched in vain.
+    It stops when the cache is full or failing: what comes after that would be fetched in vain.
 
     progress: called with each row group that is there. Stopped half-way, the next call goes on where this one ended.
     Raises OriginError, DataError.
@@ -71,7 +71,7 @@ def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], objec
 
     def make(group: int) -> bool:
         is_kept = not stopped.is_set() and blobs.make(group)
-        if not is_kept:
+        if not is_kept and not blobs.keeps:
             stopped.set()
         return is_kept
 

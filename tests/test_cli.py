@@ -26,6 +26,7 @@ from dataload.benchmarks.origin import Origin
 from dataload.cache import fsck
 from dataload.commands.bar import bar
 from dataload.commands.terminal import Lines, duration, table
+from dataload.rowblobs import RowBlobs
 
 Run = Callable[..., CompletedProcess[str]]
 
@@ -144,7 +145,7 @@ def test_storage_options(at_bucket: Run, bucket: Any, dataset_of: Callable[..., 
 def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     done = at_bucket("warm", dataset_of([[5000]]), "--cache-dir", str(tmp_path / "c"), "--cache-bytes", "20kB")
     assert done.returncode == 1
-    assert "0 of 1 row groups are there, then it stopped: the cache is full" in done.stderr
+    assert "0 of 1 row groups are there: the cache is full" in done.stderr
     assert json.loads(at_bucket("stats", "--cache-dir", str(tmp_path / "c"), "--json").stdout)["bytes"] <= 20_000
 
 
@@ -216,6 +217,35 @@ def test_evict_by_glob_and_by_chained_url(at_bucket: Run, dataset_of: Callable[.
     assert held() == before - 3, "its footer, its block and its records"
     assert at_bucket("evict", f"tiercache::{url}/part-002.parquet", *cache).returncode == 0
     assert held() == before - 6
+
+
+def test_a_name_is_a_name_though_it_looks_like_a_glob(at_bucket: Run, bucket: Any, tmp_path: Path) -> None:
+    for name in ("a*b", "aab", "x**y"):
+        bucket.put_table(f"odd/{name}.parquet", pa.table({"a": [1, 2]}))
+    url, cache = f"s3://{bucket.name}/odd", ("--cache-dir", str(tmp_path / "c"))
+    at_bucket("warm", url, *cache)
+
+    def held() -> int:
+        return int(json.loads(at_bucket("stats", *cache, "--json").stdout)["blobs"])
+
+    before = held()
+    for count, name in enumerate(("a*b", "x**y"), 1):
+        assert at_bucket("evict", f"{url}/{name}.parquet", *cache).returncode == 0
+        assert held() == before - 3 * count - (name == "a*b" or count > 1), "its own, and the manifest that it names"
+    done = at_bucket("evict", f"{url}/z**y", *cache)
+    assert (done.returncode, "is no glob" in done.stderr) == (2, True)
+
+
+def test_warm_goes_on_beside_one_who_is_slow(
+    at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits too long for another keeps nothing of that one row group; the cache is as good as before."""
+    make = RowBlobs.make
+    monkeypatch.setattr(RowBlobs, "make", lambda self, number: make(self, number) and number != 1)
+    done = at_bucket("warm", dataset_of([[100]] * 4), "--cache-dir", str(tmp_path / "c"), "--json")
+    assert json.loads(done.stdout)["row_groups_kept"] == 3
+    assert done.returncode == 1
+    assert "3 of 4 row groups are there: others were at the rest" in done.stderr
 
 
 def test_a_server_that_is_gone_is_no_dataset_that_is_not_there(run: Run, tmp_path: Path) -> None:

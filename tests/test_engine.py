@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.server
+import json
 import os
 import signal
 import sys
@@ -509,6 +510,23 @@ def test_who_is_not_let_in_is_told_so_and_not_that_nothing_is_there() -> None:
     with serving(_Denying) as url, pytest.raises(OriginError, match="denied access, check the credentials") as raised:
         Origin(fsspec.filesystem("http", skip_instance_cache=True)).info(f"{url}/x")
     assert not isinstance(raised.value, OriginNotFound)
+
+
+@pytest.mark.parametrize("cause", [OSError("it does not exist"), None])
+def test_what_other_clients_do_not_find_is_not_there(cause: OSError | None) -> None:
+    """That of HTTP says it of all trouble; others' have a cause, too, and mean it."""
+    error = FileNotFoundError("bucket/x")
+    error.__cause__ = cause
+    with pytest.raises(OriginNotFound), Origin(fsspec.filesystem("memory")).naming("bucket/x"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error", [UnicodeDecodeError("utf-8", b"", 0, 1, "no text"), json.JSONDecodeError("no", "", 0)]
+)
+def test_a_strange_answer_is_no_wrong_option(error: ValueError) -> None:
+    with pytest.raises(type(error)), Origin(fsspec.filesystem("memory")).asking("bucket/x"):
+        raise error
 
 
 @pytest.mark.parametrize("size", [777, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])

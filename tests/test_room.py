@@ -16,7 +16,9 @@ import pytest
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.allowance import Allowance
 from dataload.commands.doctor import _row_bytes, _store
+from dataload.errors import OriginError
 from dataload.room import check_shared_memory
+from dataload.value_sizes import ValueSizes
 
 noise = np.random.default_rng(0)
 
@@ -84,6 +86,44 @@ def test_values_are_measured_where_codes_leave_it_open_what_fits(
         before = dataset.blocks.stats()["requests_origin"]
         make_loader(dataset, 10, window=1)
         assert dataset.blocks.stats()["requests_origin"] - before == asked
+
+
+def test_what_is_measured_is_known_to_every_choice_of_columns(tmp_path: Path) -> None:
+    url, _ = texts(tmp_path, 6)
+    cache = CacheConfig(str(tmp_path / "cache"))
+    make_dataset(url, cache=cache).rowstore.blobs.measure()
+    dataset = make_dataset(url, columns=["text"], cache=cache)
+    before = dataset.blocks.stats()["requests_origin"]
+    dataset.rowstore.blobs.measure()
+    assert dataset.blocks.stats()["requests_origin"] == before
+
+
+def test_rows_that_are_there_need_no_origin_to_measure_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, size = texts(tmp_path, 6)
+    dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), 2 * size))
+    for group in range(len(dataset.row_groups)):
+        dataset.rowstore.blobs.make(group)
+
+    def down(*_: Any) -> None:
+        raise OriginError("nobody answers")
+
+    monkeypatch.setattr(ValueSizes, "means", down)
+    assert sum(len(batch["text"]) for batch in make_loader(dataset, 100, window=1)) == 6000
+    assert "going by the footers: nobody answers" in caplog.text
+
+
+def test_memory_that_workers_share_is_reckoned_with_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("dataload.loader.check_shared_memory", asked.append)
+    url, size = texts(tmp_path, 6)
+    dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), 2 * size))
+    assert dataset.rowstore.row_bytes < size / 6000 / 4
+    make_loader(dataset, 10, window=1, num_workers=1, prefetch_factor=2, transform=dict)
+    assert asked == [pytest.approx(20 * (size / 6000 + 8), rel=0.05)]
 
 
 def test_large_values_are_not_taken_for_codes(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def plan(
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """What reading a dataset will take, from its footers alone."""
+    """What reading a dataset will take, before it is read."""
     from dataload.cache.config import parse_bytes
     from dataload.manifest import pin
     from dataload.plan import plan as foretell

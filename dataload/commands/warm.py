@@ -78,7 +78,7 @@ def warm(
         as_json=as_json,
     )
     if kept < len(groups):
-        raise DataloadError(f"{kept:,} of {len(groups):,} row groups are there, then it stopped: {_why(stats)}")
+        raise DataloadError(f"{kept:,} of {len(groups):,} row groups are there: {_why(stats)}")
     if cluster is not None and stats["cluster"]["unkept"]:
         raise DataloadError(f"{stats['cluster']['unkept']} blobs did not reach the cluster: is it full, or gone?")
 
@@ -100,7 +100,9 @@ def _fetch(blobs: RowBlobs, groups: list[int], *, quiet: bool) -> int:
 def _why(stats: dict[str, Any]) -> str:
     if stats["refused"]:
         return "the cache is full: raise --cache-bytes or evict"
-    return "the cache cannot be written to, as was said above: mend that, or choose another --cache-dir"
+    if stats["health"]["state"] != "normal":
+        return "the cache cannot be written to, as was said above: mend that, or choose another --cache-dir"
+    return "others were at the rest for too long: do it again"
 
 
 def _must_answer(cluster: str) -> None:
