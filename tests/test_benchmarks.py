@@ -248,16 +248,16 @@ def test_an_accelerator_is_busy_as_long_as_it_does_not_wait(data: Path, tmp_path
     class Waiting(_Fake):
         def epoch(self, number: int) -> Iterator[Any]:
             for batch in super().epoch(number):
-                sleep(3 * 0.02)
+                sleep(3 * 0.001)
                 yield batch
 
     workload = WORKLOADS["table"]
     truth = write(workload, data / BUCKET / "tiny/table/parquet")
     with Origin(data) as origin, pytest.MonkeyPatch.context() as patch:
-        setting = replace(setting_of(data, origin, "table", tmp_path), step_seconds=0.02)
+        setting = replace(setting_of(data, origin, "table", tmp_path), step_seconds=0.001)
         patch.setattr(Entry, "load", lambda _: lambda setting: Waiting(setting, slice(None), shuffled=True))
         cold = measure(named("DataLoader over rows"), setting, truth).phases["cold"]
-    assert cold.step_seconds == pytest.approx(-(-truth.rows // workload.batch_size) * 0.02)
+    assert cold.step_seconds == pytest.approx(-(-truth.rows // workload.batch_size) * 0.001)
     run = {"workload": "table", "system": "DataLoader over rows", "workers": 0, "round": 0}
     phases = {"cold": asdict(cold)}
     [entry] = summarise({"runs": [run | {"phases": phases}], "workloads": {"table": asdict(truth)}})
