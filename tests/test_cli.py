@@ -168,6 +168,7 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["evict", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
         (["evict", "s3://x", "--keep-bytes", "1GB"], "not both"),
         (["warm", ""], "URL is empty"),
+        (["doctor", ""], "URL is empty"),
         (["plan", "s3://"], "Cannot traverse all of S3"),
         (["plan", "{bucket}/diff*"], "a glob names objects, not folders"),
         (["warm", "{bucket}/differ", "--storage-options", '{"foo": 1}'], "'foo'"),

@@ -45,7 +45,7 @@ def doctor(
     from dataload.doctor.finding import PROBLEM, Case
 
     told = config(cache_dir, cache_bytes)
-    store = _store(url, storage_options) if url else None
+    store = None if url is None else _store(url, storage_options)
     case = Case(
         told.folder,
         told.limit,
