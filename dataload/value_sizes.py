@@ -36,6 +36,7 @@ class ValueSizes:
         self._groups = [manifest.row_groups[number] for number in self.samples]
         self._layout = layout
         self._blocks = blocks
+        self._aside = Aside(blocks.origin, blocks.tier, blocks.block_bytes)
 
     @property
     def coded(self) -> list[str]:
@@ -74,9 +75,8 @@ class ValueSizes:
         return int(bytes(self._blocks.tier.get_or_fill(key, fill)))
 
     def _read(self, group: RowGroup, field: Field) -> Iterator[int]:
-        aside = Aside(self._blocks.origin, self._blocks.tier, self._blocks.block_bytes)
         footer, where = read_footer(group.file, self._blocks), f"{group.file.path} row group {group.number}"
-        with footer.open_row_group(group.file, group.number, [field.name], aside) as reader:
+        with footer.open_row_group(group.file, group.number, [field.name], self._aside) as reader:
             for table in reader.tables(ROWS):
                 column = decode(table, [field], NULL, where)[field.name]
                 assert isinstance(column, Ragged)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +19,7 @@ from dataload.commands.options import (
     mapping,
     names,
 )
-from dataload.commands.terminal import FOUND_A_PROBLEM, table
+from dataload.commands.terminal import FOUND_A_PROBLEM, show, table
 
 if TYPE_CHECKING:
     from dataload.doctor.finding import Finding
@@ -63,7 +62,7 @@ def doctor(
             typer.echo(_text(check, found))  # A store may let us wait.
     problems = sum(found["status"] == PROBLEM for found in findings.values())
     if as_json:
-        typer.echo(json.dumps({"problems": problems, "checks": findings}))
+        show({"problems": problems, "checks": findings}, "", as_json=True)
     if problems:
         raise typer.Exit(FOUND_A_PROBLEM)
 
