@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any
@@ -49,7 +50,8 @@ def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
         top = 2 ** (kind.bit_width - signed)
         return st.integers(-top if signed else 0, top - 1)
     if types.is_floating(kind):
-        return st.floats(width=kind.bit_width, allow_nan=False)
+        top = float(np.finfo(kind.to_pandas_dtype()).max)  # without bounds most halves drawn overflow and are redrawn
+        return st.floats(-top, top, width=kind.bit_width) | st.sampled_from([-math.inf, math.inf])
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
     if types.is_fixed_size_binary(kind):
