@@ -24,7 +24,7 @@ check: setup
 
 # A thousand kills of the tier and 200 of training, ten thousand steps of fuzzing, columns of more than 2 GiB: some minutes.
 chaos: setup
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/test_local_tier_kills.py tests/test_local_tier_fuzz.py tests/test_train_kills.py tests/test_many_processes.py tests/test_arrow.py tests/big_rows.py tests/many_endings.py tests/cluster_chaos.py
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $$(grep -lE "nightly|hypothesis" tests/test_*.py) tests/big_rows.py tests/many_endings.py tests/cluster_chaos.py
 
 format: setup
 	$(BIN)/ruff check --fix .

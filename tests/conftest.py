@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import nightly  # noqa: F401 (sets what hypothesis does)
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq

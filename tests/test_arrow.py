@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pytest
 import tqdm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 from dataload import CacheConfig, arrow, make_dataset, make_loader
 from dataload.cache.filesystem import open_source
@@ -25,7 +25,6 @@ from dataload.files import read_footer
 from dataload.manifest import list_objects
 
 BATCH, BATCHES = 8, 5
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 
 
 def rows(first: int, count: int) -> pa.RecordBatch:
@@ -259,7 +258,8 @@ def damaged(content: bytes, tmp_path: Path) -> None:
 
 
 @settings(
-    max_examples=3000 if NIGHTLY else 60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=3000 if NIGHTLY else 60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 @pytest.mark.parametrize("form", ["file", "stream"])

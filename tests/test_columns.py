@@ -124,7 +124,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_batch_holds_what_take_gives(kind: pa.DataType, data: st.DataObject) -> None:
     parts = data.draw(st.lists(st.lists(values_of(kind), min_size=1, max_size=6), min_size=1, max_size=3))

@@ -41,7 +41,7 @@ def opened(path: str, block: int) -> BlockFile:
     return BlockFile(Blocks(origin, MemoryTier(1 << 30), block), Object.of(origin.info(path)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1 << 30), block=st.sampled_from([1000, 65_536, BLOCK, 1 << 22]))
 def test_any_sequence_of_calls_is_as_on_a_plain_file(seed: int, block: int) -> None:
     fsspec.filesystem("memory").pipe_file("/file/any.txt", LINES)

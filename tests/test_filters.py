@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataload import make_dataset
@@ -154,7 +154,6 @@ def predicate_of(draw: Any, table: pa.Table) -> tuple[str, str, Any]:
 COMPARABLE = [kind for kind in VALUES if kind != pa.float16()]
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_what_is_left_is_what_pyarrow_leaves(data: st.DataObject, narrowed: Callable[..., Manifest]) -> None:
     groups = kinds_and_groups(data.draw, COMPARABLE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import random
 import signal
 from collections.abc import Callable
@@ -17,19 +16,16 @@ import tiers
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from nightly import NIGHTLY
 from tiers import FORKSERVER, LIMIT, data_of, key, look, put
 
 from dataload.cache import fsck
 from dataload.cache.local import LocalTier
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 SETTINGS = settings(
     max_examples=200 if NIGHTLY else 12,
     stateful_step_count=50 if NIGHTLY else 30,
-    derandomize=not NIGHTLY,
     phases=[Phase.generate, Phase.shrink] if NIGHTLY else [Phase.generate],
-    database=None,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 SPANS = "span" in inspect.signature(LocalTier.get).parameters

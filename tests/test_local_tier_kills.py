@@ -22,13 +22,13 @@ from typing import Any
 import lmdb
 import pytest
 import tiers
+from nightly import NIGHTLY
 from tiers import FORKSERVER, LIMIT, PATIENCE, assert_sound, data_of, key, look, put
 
 from dataload.cache import fsck, steps
 from dataload.cache.local import LocalTier
 from dataload.cache.tier import Allocate
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 KILLS = 1000 if NIGHTLY else 200
 KILLS_A_ROUND = 20
 SAMPLES = 5000 if NIGHTLY else 400

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nightly import NIGHTLY
 
 from dataload.benchmarks import s3
 from dataload.benchmarks.origin import Origin
@@ -26,7 +27,6 @@ from dataload.errors import ObjectChanged
 BLOCK = 64 << 10
 OBJECTS = [np.random.default_rng(number).bytes((3 + number % 4) * BLOCK + number) for number in range(24)]
 BYTES = sum(map(len, OBJECTS))
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 TRIALS = 100 if NIGHTLY else 12
 
 READ = f"""

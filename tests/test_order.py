@@ -89,7 +89,7 @@ ORDERS = st.fixed_dictionaries(
         "dataset_key": st.binary(max_size=3),
     }
 )
-CASES = settings(max_examples=250, deadline=None, derandomize=True, database=None)
+CASES = settings(max_examples=250)
 
 
 @CASES

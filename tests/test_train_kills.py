@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from nightly import NIGHTLY
 from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from torch import nn
 
@@ -27,7 +28,7 @@ from dataload.train import fit
 from dataload.world import World
 
 N, BATCH, EPOCHS, EVERY = 301, 16, 2, 4  # rows; of a rank's batch; epochs; steps between checkpoints
-TRIALS = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 2  # of killing, times ten
+TRIALS = 20 if NIGHTLY else 2  # of killing, times ten
 
 
 @pytest.fixture(scope="module")
