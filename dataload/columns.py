@@ -86,7 +86,7 @@ class _Decoder:
             return _bytes(column)
         values = _plain_column(column.flatten())
         self._refuse_nulls(values.null_count)
-        lengths = pc.list_value_length(column).to_numpy()
+        lengths = _stored(pc.list_value_length(column))
         return Ragged(_numbers(values), np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
 
     def _dense(self, column: pa.Array) -> Array:
@@ -157,20 +157,28 @@ def _whole(chunks: pa.ChunkedArray) -> pa.Array:
 
 
 def _valid(column: pa.Array) -> Array:
-    return np.asarray(column.is_valid().to_numpy(zero_copy_only=False))
+    return _stored(column.is_valid())
 
 
 def _numbers(column: pa.Array) -> Array:
-    """Numbers as numpy has them, nulls as zeros."""
+    """Numbers as numpy has them; of nulls, anything."""
     kind = column.type
     if pa.types.is_decimal(kind):
         column = column.cast(pa.float64())
     elif pa.types.is_temporal(kind):
         column = column.view(pa.int32() if kind.bit_width == 32 else pa.int64())
-    if column.null_count:
-        column = pc.fill_null(column, pa.scalar(0).cast(column.type))
-    values: Array = column.to_numpy(zero_copy_only=False).astype(number(kind), copy=False)
-    return values
+    return _stored(column).astype(number(kind), copy=False)
+
+
+def _stored(column: pa.Array) -> Array:
+    """What lies in the memory of a column of numbers; `to_numpy` would import pandas first, which takes long."""
+    dtype, rows = np.dtype(column.type.to_pandas_dtype()), slice(column.offset, column.offset + len(column))
+    data = column.buffers()[1] if len(column) else b""
+    if dtype == np.bool_:
+        bits = np.frombuffer(data, np.uint8)
+        return np.unpackbits(bits, count=rows.stop, bitorder="little")[rows].view(np.bool_)
+    values: Array = np.frombuffer(data, dtype)
+    return values[rows]
 
 
 def _bytes(column: pa.Array) -> Ragged:

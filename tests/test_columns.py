@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import math
+import subprocess
+import sys
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -347,3 +350,28 @@ def test_map_tensors_reaches_everything() -> None:
     assert doubled["c"][0].tolist() == [2]
     assert isinstance(doubled["d"], Flat)
     assert doubled["d"].values.tolist() == [2]
+
+
+def test_decoding_does_without_pandas(tmp_path: Path) -> None:
+    """`to_numpy` imports it: most of a second in the way of the first batch, and in each process that decodes."""
+    columns = {str(kind): pa.array([True, None]).cast(pa.int8()).cast(kind) for kind in NUMBERS}
+    columns |= {"text": pa.array(["a", "b"]), "codes": pa.array(["a", "a"]).dictionary_encode()}
+    columns |= {"lists": pa.array([[1], []]), "pairs": pa.array([[1, 2]] * 2, pa.list_(pa.int8(), 2))}
+    table = pa.table(columns)
+    with pa.ipc.new_file(tmp_path / "rows.arrow", table.schema) as file:
+        for _ in range(2):
+            file.write(table.slice(0, 1))
+    program = f"""
+import sys
+import pyarrow as pa
+from dataload.columns import decode
+from dataload.layout import fields_of
+
+table = pa.ipc.open_file({str(tmp_path / "rows.arrow")!r}).read_all()
+fields = fields_of(table.schema)
+for rows in table, table.slice(0, 1):
+    print(len(decode(rows, fields, None, "here")))
+print("pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["16", "16", "False"], done.stderr
