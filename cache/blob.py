@@ -25,6 +25,9 @@ from dataload.errors import CorruptEntry
 MAGIC = b"dataload"
 VERSION = 1
 PIECE_BYTES = 64 << 10
+# In one call. A kernel that keeps files in large folios makes one of what comes at once, of memory that nobody had
+# for long; small ones are of memory that was in use a moment ago.
+WRITTEN_BYTES = 32 << 10
 _SUM_BYTES = 8
 _FIELDS = struct.Struct("<8sIIQ32s8s")
 FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
@@ -75,8 +78,8 @@ def write(path: Path, sealed: mmap.mmap, size: int) -> None:
         done = 0
         with memoryview(sealed) as whole:
             while done < size:
-                with whole[done:size] as rest:
-                    done += os.pwrite(descriptor, rest, done)
+                with whole[done : min(size, done + WRITTEN_BYTES)] as some:
+                    done += os.pwrite(descriptor, some, done)
     finally:
         os.close(descriptor)
 
