@@ -18,7 +18,7 @@ import pyarrow as pa
 from dataload import records
 from dataload.allowance import Allowance
 from dataload.cache.blob import size_on_disk
-from dataload.cache.blocks import Blocks
+from dataload.cache.blocks import IN_FLIGHT, Blocks
 from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
 from dataload.cache.threads import Threads
@@ -37,6 +37,7 @@ FOOTERS_KEPT = 64
 # Of a blob, by what the footers say. More where a dictionary made many values small, so rows have a bound of their own.
 BLOB_BYTES, BLOB_ROWS = 32 << 20, 1 << 16
 FETCHED_BYTES = 64 << 20  # of row groups on their way, in a process that has other things to do
+LEAST_HELD = FETCHED_BYTES // IN_FLIGHT  # by one row group, however small: there are only so many requests
 DECODED_BYTES = 64 << 20  # of blobs that are being decoded and packed, twice each
 
 
@@ -205,7 +206,7 @@ class RowBlobs(ForkAware):
 
     def _held(self, number: int) -> int:
         group = self._manifest.row_groups[number]
-        return self._footer(group.file).held_bytes(group.number)
+        return max(LEAST_HELD, self._footer(group.file).held_bytes(group.number))
 
     def _release(self) -> None:
         """Give back what Arrow keeps of the memory it decoded in: not each time, for fresh memory is slow."""

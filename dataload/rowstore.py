@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dataload.cache.blocks import Blocks
+from dataload.cache.blocks import IN_FLIGHT, Blocks
 from dataload.cache.forks import ForkAware
 from dataload.cache.maps import max_maps
 from dataload.cache.threads import Threads
 from dataload.columns import Array
 from dataload.errors import ConfigError
-from dataload.filler import Filler, Haste
+from dataload.filler import AT_ONCE, Filler, Haste
 from dataload.layout import Layout
 from dataload.manifest import Manifest
 from dataload.metrics import Counters
@@ -28,7 +28,7 @@ from dataload.samplers.lookup import Lookup
 from dataload.shelf import Shelf
 from dataload.timeline import CAUSES, Timeline, waited
 
-LOADERS = 24  # some have theirs decoded while the origin sends to others
+LOADERS = IN_FLIGHT + AT_ONCE  # as many row groups as this process, and the one that fills, are at together
 FILLED_BYTES = 128 << 20  # of rows: to start a process takes as long as to decode some of them
 MAPS_OF_A_BLOB = 4  # its slot, what is empty behind that, its heap; and some for others
 
