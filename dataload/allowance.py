@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+class UnwantedError(Exception):
+    """Nobody needs any more what waited for room."""
 
 
 class Allowance:
@@ -24,10 +28,13 @@ class Allowance:
         return self._free >= min(units, self._total)
 
     @contextmanager
-    def hold(self, units: int) -> Iterator[None]:
+    def hold(self, units: int, unwanted: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Hold so many meanwhile. Raises UnwantedError where it is `unwanted` by the time that there is room."""
         units = min(units, self._total)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= units)
+            self._changed.wait_for(lambda: self._free >= units or unwanted())
+            if unwanted():
+                raise UnwantedError
             self._free -= units
         try:
             yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, lru_cache, partial
@@ -80,13 +80,16 @@ class RowBlobs(ForkAware):
     def __reduce__(self) -> tuple[Any, ...]:
         return RowBlobs, (self._manifest, self._columns, self._blocks, self._fill_null)
 
-    def load(self, number: int) -> list[memoryview]:
-        """The blobs of a row group, made if they are not kept. Raises OriginError, DataError."""
+    def load(self, number: int, unwanted: Callable[[], bool] = lambda: False) -> list[memoryview]:
+        """The blobs of a row group, made if they are not kept. Raises OriginError, DataError.
+
+        And UnwantedError, where it is `unwanted` by the time that there is room for it.
+        """
         found, keys = self.find(number), self._keys(number)
         if found is None:
             found = self._blocks.tier.bring(keys)  # Who only brings it keeps nobody else from it.
         if found is None:
-            with self._alone(number):
+            with self._alone(number, unwanted):
                 found = self._kept(keys) or self._blocks.tier.bring(keys) or self._make(number, keys)
             self._release()
         return found
@@ -185,18 +188,20 @@ class RowBlobs(ForkAware):
             return self._packed(number, keys, self._columns_of(reader.tables(int(self._rows[number])), number))
 
     @contextmanager
-    def _alone(self, number: int) -> Iterator[None]:
+    def _alone(self, number: int, unwanted: Callable[[], bool] = lambda: False) -> Iterator[None]:
         with ExitStack() as stack:
-            other = self._enter(stack, number)
+            other = self._enter(stack, number, unwanted)
             if callable(other):
                 stack.close()
                 other()
-                self._enter(stack, number, elect=False)  # Elected again, hosts would queue up for what is there.
+                # Elected again, hosts would queue up for what is there.
+                self._enter(stack, number, unwanted, elect=False)
             yield
 
-    def _enter(self, stack: ExitStack, number: int, *, elect: bool = True) -> Any:
+    def _enter(self, stack: ExitStack, number: int, unwanted: Callable[[], bool], *, elect: bool = True) -> Any:
         """What to call to wait for another host that is at it, once nothing is held; None where there is none."""
-        stack.enter_context(self.fetched.hold(self._held(number)))  # A lock is not held while there is no room.
+        # A lock is not held while there is no room.
+        stack.enter_context(self.fetched.hold(self._held(number), unwanted))
         with doing(ELSEWHERE):
             return stack.enter_context(self._blocks.tier.alone(self._key(number, "row group"), elect=elect))
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from dataload.allowance import UnwantedError
 from dataload.cache.blocks import IN_FLIGHT, Blocks
 from dataload.cache.forks import ForkAware
 from dataload.cache.maps import max_maps
@@ -37,10 +38,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Asked:
-    """A row group that is being loaded. timeline: of the thread that does."""
+    """A row group that is being loaded. timeline: of the thread that does; unwanted: set when nobody needs it now."""
 
     contents: Future[list[memoryview]]
     timeline: Timeline
+    unwanted: threading.Event
+
+    @property
+    def given_up(self) -> bool:
+        """Whether that is how it ended, once it has."""
+        return self.contents.cancelled() or isinstance(self.contents.exception(), UnwantedError)
 
 
 class RowStore(ForkAware):
@@ -131,6 +138,7 @@ class RowStore(ForkAware):
         if self._mutex.acquire(blocking=False):
             try:
                 for group, asked in list(self._asked.items()):
+                    asked.unwanted.set()
                     if asked.contents.cancel():
                         del self._asked[group]
             finally:
@@ -178,8 +186,10 @@ class RowStore(ForkAware):
     def _ask_for(self, group: int) -> _Asked:
         asked = self._asked.get(group)
         if asked is None or asked.contents.cancelled() or _failed(asked.contents):
-            timeline = Timeline()
-            asked = self._asked[group] = _Asked(self._run(self._load, group, timeline), timeline)
+            timeline, unwanted = Timeline(), threading.Event()
+            loading = self._run(self._load, group, timeline, unwanted.is_set)
+            asked = self._asked[group] = _Asked(loading, timeline, unwanted)
+        asked.unwanted.clear()
         while len(self._asked) > self.capacity:
             self._asked.popitem(last=False)
         return asked
@@ -189,14 +199,14 @@ class RowStore(ForkAware):
             self._threads = Threads(LOADERS, "dataload-load")
         return self._threads.submit(call, *args)
 
-    def _load(self, group: int, timeline: Timeline) -> list[memoryview]:
+    def _load(self, group: int, timeline: Timeline, unwanted: Callable[[], bool]) -> list[memoryview]:
         with timeline.here():
             contents = self.blobs.find(group)
             if contents is None:
                 since = perf_counter()
                 if self._filler is not None:
                     self._filler.make(group, self._haste)
-                contents = self.blobs.load(group)
+                contents = self.blobs.load(group, unwanted)
                 self._spent.add(**timeline.seconds(since, perf_counter()))
         return contents
 
@@ -210,7 +220,7 @@ class RowStore(ForkAware):
             waited(since, asked.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
-        return None if asked.contents.cancelled() else asked.contents.result()
+        return None if asked.given_up else asked.contents.result()
 
     def usual_cause(self) -> str:
         """What loading takes most of its time for."""

@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_what_was_only_prefetched_is_not_begun_when_it_is_not_wanted(
 ) -> None:
     store, go = dataset.rowstore, threading.Event()
     load = store.blobs.load
-    monkeypatch.setattr(store.blobs, "load", lambda group: go.wait(60) and load(group))
+    monkeypatch.setattr(store.blobs, "load", lambda *asked: go.wait(60) and load(*asked))
     store.capacity = 200
     store.prefetch(range(200))
     store.forget()
@@ -165,12 +166,29 @@ def test_what_was_only_prefetched_is_not_begun_when_it_is_not_wanted(
     assert len(decoded) <= rowstore.LOADERS + 1
 
 
+def test_what_waits_for_room_is_given_up_when_it_is_not_wanted_and_had_when_it_is_again(
+    dataset: Any, decoded: Counter[int]
+) -> None:
+    store = dataset.rowstore
+    store.capacity = 200
+    with store.blobs.fetched.hold(rowblobs.FETCHED_BYTES):
+        store.prefetch(range(20))
+        asked = [one for group, one in store._asked.items() if group != 7]
+        store.forget()
+        store.prefetch([7])
+    assert len(store._asked[7].contents.result(60)) == 1
+    wait([one.contents for one in asked], 60)
+    assert all(one.given_up for one in asked)
+    assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
+    assert decoded == Counter([3, 7])
+
+
 def test_what_another_loop_gives_up_is_still_had_by_who_waits_for_it(
     dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go = dataset.rowstore, threading.Event()
     load = store.blobs.load
-    monkeypatch.setattr(store.blobs, "load", lambda group: go.wait(60) and load(group))
+    monkeypatch.setattr(store.blobs, "load", lambda *asked: go.wait(60) and load(*asked))
     store.prefetch(range(rowstore.LOADERS))  # Every thread is busy: the next row group has to wait.
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.extend(store.gather(np.array([999])).rows["row_id"]))
