@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class UnwantedError(Exception):
-    """Nobody needs any more what waited for room."""
+    """Who asked for what waits for room has ended."""
 
 
 class Allowance:
@@ -29,11 +29,14 @@ class Allowance:
 
     @contextmanager
     def hold(self, units: int, unwanted: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Hold so many meanwhile. Raises UnwantedError where it is `unwanted` by the time that there is room."""
+        """Hold so many meanwhile. Raises UnwantedError where it is `unwanted`, at once or when others give back."""
         units = min(units, self._total)
         with self._changed:
-            self._changed.wait_for(lambda: self._free >= units or unwanted())
-            if unwanted():
+            while not unwanted():
+                if self._free >= units:
+                    break
+                self._changed.wait()
+            else:
                 raise UnwantedError
             self._free -= units
         try:

@@ -172,18 +172,20 @@ def _numbers(column: pa.Array) -> Array:
 
 def _stored(column: pa.Array) -> Array:
     """What lies in the memory of a column of numbers; `to_numpy` would import pandas first, which takes long."""
-    dtype, rows = np.dtype(column.type.to_pandas_dtype()), slice(column.offset, column.offset + len(column))
-    data = column.buffers()[1] if len(column) else b""
+    dtype, first, count = np.dtype(column.type.to_pandas_dtype()), column.offset, len(column)
+    if not count:
+        return np.empty(0, dtype)
+    data = column.buffers()[1]
     if dtype == np.bool_:
-        bits = np.frombuffer(data, np.uint8)
-        return np.unpackbits(bits, count=rows.stop, bitorder="little")[rows].view(np.bool_)
-    values: Array = np.frombuffer(data, dtype)
-    return values[rows]
+        bits = np.frombuffer(data, np.uint8)[first // 8 : -(-(first + count) // 8)]
+        return np.unpackbits(bits, count=first % 8 + count, bitorder="little")[first % 8 :].view(np.bool_)
+    values: Array = np.frombuffer(data, dtype, first + count)
+    return values[first:]
 
 
 def _bytes(column: pa.Array) -> Ragged:
     _, offsets, data = column.buffers()
     bounds = np.zeros(1, np.int64)
     if len(column):
-        bounds = np.frombuffer(offsets, np.int64)[column.offset : column.offset + len(column) + 1]
+        bounds = np.frombuffer(offsets, np.int64, column.offset + len(column) + 1)[column.offset :]
     return Ragged(np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), bounds)

@@ -83,7 +83,7 @@ class RowBlobs(ForkAware):
     def load(self, number: int, unwanted: Callable[[], bool] = lambda: False) -> list[memoryview]:
         """The blobs of a row group, made if they are not kept. Raises OriginError, DataError.
 
-        And UnwantedError, where it is `unwanted` by the time that there is room for it.
+        And UnwantedError where it is `unwanted` before there is room for it.
         """
         found, keys = self.find(number), self._keys(number)
         if found is None:

@@ -38,16 +38,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Asked:
-    """A row group that is being loaded. timeline: of the thread that does; unwanted: set when nobody needs it now."""
+    """A row group that is being loaded. contents: None where that was given up; timeline: of the thread that does.
 
-    contents: Future[list[memoryview]]
+    unwanted: set when a loop has ended, and no other has asked for it since.
+    """
+
+    contents: Future[list[memoryview] | None]
     timeline: Timeline
     unwanted: threading.Event
 
     @property
-    def given_up(self) -> bool:
-        """Whether that is how it ended, once it has."""
-        return self.contents.cancelled() or isinstance(self.contents.exception(), UnwantedError)
+    def gone(self) -> bool:
+        """Whether it has to be asked for anew."""
+        ended = self.contents
+        return ended.cancelled() or (ended.done() and (ended.exception() is not None or ended.result() is None))
 
 
 class RowStore(ForkAware):
@@ -131,9 +135,10 @@ class RowStore(ForkAware):
         return Counter(self.blobs.counts()) + (Counter() if self._filler is None else self._filler.counts())
 
     def forget(self) -> None:
-        """Do not start to load what was only asked for in advance, unless somebody is busy here just now.
+        """Do not begin to load what was asked for and has no room yet, unless somebody is busy here just now.
 
-        Notes: it never waits. The garbage collector may come here, in a thread that is.
+        Notes: another loop that waits for it asks anew. This never waits. The garbage collector may come here, in a
+        thread that is.
         """
         if self._mutex.acquire(blocking=False):
             try:
@@ -185,7 +190,8 @@ class RowStore(ForkAware):
 
     def _ask_for(self, group: int) -> _Asked:
         asked = self._asked.get(group)
-        if asked is None or asked.contents.cancelled() or _failed(asked.contents):
+        if asked is None or asked.gone:
+            self._asked.pop(group, None)  # Its place is that of when it is asked for.
             timeline, unwanted = Timeline(), threading.Event()
             loading = self._run(self._load, group, timeline, unwanted.is_set)
             asked = self._asked[group] = _Asked(loading, timeline, unwanted)
@@ -199,14 +205,17 @@ class RowStore(ForkAware):
             self._threads = Threads(LOADERS, "dataload-load")
         return self._threads.submit(call, *args)
 
-    def _load(self, group: int, timeline: Timeline, unwanted: Callable[[], bool]) -> list[memoryview]:
+    def _load(self, group: int, timeline: Timeline, unwanted: Callable[[], bool]) -> list[memoryview] | None:
         with timeline.here():
             contents = self.blobs.find(group)
             if contents is None:
                 since = perf_counter()
                 if self._filler is not None:
                     self._filler.make(group, self._haste)
-                contents = self.blobs.load(group, unwanted)
+                try:
+                    contents = self.blobs.load(group, unwanted)
+                except UnwantedError:
+                    return None
                 self._spent.add(**timeline.seconds(since, perf_counter()))
         return contents
 
@@ -220,7 +229,7 @@ class RowStore(ForkAware):
             waited(since, asked.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
-        return None if asked.given_up else asked.contents.result()
+        return None if asked.contents.cancelled() else asked.contents.result()
 
     def usual_cause(self) -> str:
         """What loading takes most of its time for."""
@@ -229,7 +238,3 @@ class RowStore(ForkAware):
             spent += Counter(self._filler.spent.snapshot())
         known = {cause: seconds for cause, seconds in spent.items() if cause in CAUSES}
         return max(known, key=known.__getitem__, default="origin")
-
-
-def _failed(future: Future[Any]) -> bool:
-    return future.done() and future.exception() is not None

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataload.batch import Batch, Flat, cut, map_tensors, to_batch
-from dataload.columns import decode
+from dataload.columns import Dense, decode
 from dataload.errors import ConfigError, DataError
 from dataload.layout import Layout, fields_of, flatten
 from dataload.records import Records, pack
@@ -350,6 +350,24 @@ def test_map_tensors_reaches_everything() -> None:
     assert doubled["c"][0].tolist() == [2]
     assert isinstance(doubled["d"], Flat)
     assert doubled["d"].values.tolist() == [2]
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.bool_(), pa.large_string()], ids=str)
+def test_memory_that_is_longer_than_its_values(kind: pa.DataType) -> None:
+    """By a byte, as a file may say that it is."""
+    column = pa.array(["0", "1", "0"]).cast(pa.int8()).cast(kind)
+    longer = [buffer and pa.py_buffer(buffer.to_pybytes() + b"x") for buffer in column.buffers()]
+    found = whole(pa.table({"c": pa.Array.from_buffers(kind, 3, longer).slice(1)}))["c"]
+    assert [str(int(value)) for value in found] == ["1", "0"]
+
+
+def test_flags_are_unpacked_from_where_they_begin() -> None:
+    table = pa.table({"flag": pa.array(np.arange(100_000) % 7 == 0)})
+    [column] = decode(table.slice(99_993, 5), fields_of(table.schema), None, "here").values()
+    assert isinstance(column, Dense)
+    assert column.values.tolist() == [number % 7 == 0 for number in range(99_993, 99_998)]
+    assert column.values.base is not None
+    assert column.values.base.nbytes < 100
 
 
 def test_decoding_does_without_pandas(tmp_path: Path) -> None:

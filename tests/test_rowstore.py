@@ -177,8 +177,8 @@ def test_what_waits_for_room_is_given_up_when_it_is_not_wanted_and_had_when_it_i
         store.forget()
         store.prefetch([7])
     assert len(store._asked[7].contents.result(60)) == 1
-    wait([one.contents for one in asked], 60)
-    assert all(one.given_up for one in asked)
+    assert not wait([one.contents for one in asked], 60).not_done
+    assert all(one.gone for one in asked)
     assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
     assert decoded == Counter([3, 7])
 
