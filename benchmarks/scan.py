@@ -6,8 +6,10 @@ Beside a bare saturator and other readers of the same objects, which take turns,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -32,6 +34,7 @@ RANGE_BYTES = 8 << 20
 IN_FLIGHT = 16
 WIRE_RATE = 20e6
 FLOOR = "floor: ranged GETs"
+STORED = "the same, into plain files"
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,18 @@ class Scan:
         return f"{BUCKET}/scan-{self.objects}-of-{self.object_bytes}"
 
     @property
+    def names(self) -> list[str]:
+        return [f"{number:02d}.bin" for number in range(self.objects)]
+
+    @property
     def paths(self) -> list[str]:
-        return [f"{self.folder}/{number:02d}.bin" for number in range(self.objects)]
+        return [f"{self.folder}/{name}" for name in self.names]
 
     @property
     def ranges(self) -> list[tuple[str, int, int]]:
-        """(path, start, stop) of all there is."""
+        """(name, start, stop) of all there is."""
         starts = range(0, self.object_bytes, RANGE_BYTES)
-        return [(path, start, min(start + RANGE_BYTES, self.object_bytes)) for path in self.paths for start in starts]
+        return [(name, start, min(start + RANGE_BYTES, self.object_bytes)) for name in self.names for start in starts]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -66,7 +73,23 @@ class Scan:
 def saturator(scan: Scan) -> int:
     wire = Wire(scan.endpoint_url, scan.folder, RANGE_BYTES)
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        got = sum(pool.map(wire.get, [(path.rpartition("/")[2], start, stop) for path, start, stop in scan.ranges]))
+        got = sum(pool.map(wire.get, scan.ranges))
+    wire.close()
+    return got
+
+
+def stored(scan: Scan) -> int:
+    """The least that a cache has to do: what comes is written down, unproven and not to be found again."""
+    wire = Wire(scan.endpoint_url, scan.folder, RANGE_BYTES)
+
+    def store(wanted: tuple[str, int, int]) -> int:
+        name, start, _stop = wanted
+        return os.pwrite(files[name].fileno(), wire.read(wanted), start)
+
+    with ExitStack() as opened:
+        files = {name: opened.enter_context((Path(scan.cache_dir) / name).open("wb")) for name in scan.names}
+        with ThreadPoolExecutor(IN_FLIGHT) as pool:
+            got = sum(pool.map(store, scan.ranges))
     wire.close()
     return got
 
@@ -88,7 +111,8 @@ def tiercache(scan: Scan) -> int:
 def cat_ranges(scan: Scan) -> int:
     import s3fs
 
-    paths, starts, stops = map(list, zip(*scan.ranges, strict=True))
+    names, starts, stops = map(list, zip(*scan.ranges, strict=True))
+    paths = [f"{scan.folder}/{name}" for name in names]
     filesystem = s3fs.S3FileSystem(**scan.options)
     return sum(map(len, filesystem.cat_ranges(paths, starts, stops, batch_size=IN_FLIGHT)))
 
@@ -136,6 +160,7 @@ SCANNERS: dict[str, Callable[[Scan], int]] = {
     "pyarrow over s3fs": arrow_over_s3fs,
     "blockcache": blockcache,
     "s3fs, sequential open": sequential,
+    STORED: stored,
     FLOOR: saturator,
 }
 
