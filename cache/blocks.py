@@ -46,6 +46,10 @@ class Object:
         return cls(info["name"], int(info["size"]), version_of(info))
 
 
+class _FullError(Exception):
+    """What would be fetched would not be kept."""
+
+
 class Blocks(ForkAware):
     """Reads objects through a tier in blocks of `block_bytes`, many at a time."""
 
@@ -130,7 +134,8 @@ class Blocks(ForkAware):
     def fill(self, obj: Object) -> list[Future[int]]:
         """Start fetching the blocks of an object that are not kept yet; the bytes of each run, when it is there.
 
-        Reads do not wait behind it, nor does the end of the program.
+        What the tier has no room for is not fetched: 0 bytes. Reads do not wait behind it, nor does the end of the
+        program.
         """
         numbers, together = self._numbers(0, obj.size), max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes))
         runs = [numbers[first : first + together] for first in range(0, len(numbers), together)]
@@ -186,7 +191,10 @@ class Blocks(ForkAware):
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
 
     def _fill(self, obj: Object, numbers: range) -> int:
-        self._fill_together(obj, numbers, [])
+        try:
+            self._fill_together(obj, numbers, [])
+        except _FullError:
+            return 0
         return self._bounds(obj, numbers[-1])[1] - self._bounds(obj, numbers[0])[0]
 
     def _fill_together(self, obj: Object, numbers: range, rooms: list[tuple[int, memoryview]]) -> None:
@@ -203,13 +211,18 @@ class Blocks(ForkAware):
 
         def fill(allocate: Allocate) -> None:
             nonlocal kept
-            kept = False
+            kept, refused = False, self._refused()
             rooms.append((start, allocate(stop - start)))
+            if self._refused() > refused:
+                raise _FullError
             self._fill_together(obj, numbers[1:], rooms)
 
         self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0))
         if kept:
             self._fill_together(obj, numbers[1:], rooms)
+
+    def _refused(self) -> int:
+        return int(self.tier.stats().get("refused", 0))
 
     def _fetch_into(self, obj: Object, rooms: list[tuple[int, memoryview]]) -> None:
         while rooms:

@@ -124,6 +124,15 @@ def test_prefetch(fs: TierCacheFileSystem, bucket: Any) -> None:
     assert bucket.server.stats()["get_bytes"] == sent
 
 
+def test_a_prefetch_fetches_only_what_there_is_room_for(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(bucket, tmp_path, cache_bytes=len(DATA) // 2, block_bytes=1000)
+    sent = bucket.server.stats()["get_bytes"]
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert 0 < bucket.server.stats()["get_bytes"] - sent < len(DATA) // 2
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
 def test_pandas_reads_a_chained_url(bucket: Any, tmp_path: Path) -> None:
     frame = pd.DataFrame({"a": range(1000), "b": [str(i) for i in range(1000)]})
     frame.to_parquet(tmp_path / "x.parquet")
