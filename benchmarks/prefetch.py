@@ -38,8 +38,8 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.local import LocalTier
 from dataload.dataset import Dataset, make_dataset
 from dataload.filler import Filler
+from dataload.footers import FOOTERS_IN_FLIGHT
 from dataload.loader import Loader, make_loader
-from dataload.manifest import FOOTERS_IN_FLIGHT
 from dataload.world import World
 
 IN_FLIGHT = 16
@@ -268,7 +268,7 @@ PARTS = {"step": step, "burn": burn, "smaller": smaller, "ranks": ranks, "first"
 def main(
     part: Annotated[list[str] | None, typer.Option(help="Which parts; all, unless told.")] = None,
     workload: Annotated[str, typer.Option(help="Whose data.")] = "images",
-    size: Annotated[str, typer.Option(help="tiny, small, full or large.")] = "full",
+    size: Annotated[str, typer.Option(help="tiny, small, full, large or huge.")] = "full",
     wire: Annotated[bool, typer.Option(help="An origin with a network's latency and rates.")] = True,
     folder: Annotated[Path, typer.Option(help="For the data: made once, kept for the next time.")] = Path(".bench"),
 ) -> None:

@@ -21,7 +21,7 @@ from dataload.errors import ConfigError
 
 SEED = 20_26
 VERSION = 2  # of what the functions here make: folders made by another are made anew
-SIZES = {"tiny": 0.1, "small": 1, "full": 4, "large": 20}
+SIZES = {"tiny": 0.1, "small": 1, "full": 4, "large": 20, "huge": 80}
 TOKENS, VOCABULARY = 1024, 50_257
 FEATURES = tuple(f"f{number:02d}" for number in range(16))
 PIXELS, CROP = 256, 224
@@ -122,7 +122,7 @@ def decode_and_crop(row: Row) -> Row:
 
 
 def workloads(size: str) -> dict[str, Workload]:
-    """The workloads by name; size: of `SIZES`: "full" for figures, "large" for long epochs. Raises ConfigError."""
+    """The workloads by name; size: of `SIZES`: "full" for figures, "large" and "huge" for long epochs. Raises ConfigError."""
     if size not in SIZES:
         raise ConfigError(f"size must be one of {', '.join(SIZES)}, not {size!r}")
     factor = SIZES[size]

@@ -51,6 +51,7 @@ class Slots(ForkAware):
 
     A byte of the file is a place, locked as `KeyLocks` does it. They keep order and no more: who is given none in
     `PATIENCE` seconds, for those who have them are stopped, or cannot be told where there is one, goes on without.
+    Threads of one process wait for each other in memory: only for other processes is the file asked again and again.
     """
 
     def __init__(self, path: str, count: int) -> None:
@@ -61,6 +62,9 @@ class Slots(ForkAware):
 
     def _begin(self) -> None:
         self._next = threading.Lock()  # One thread asks for all of its process, which so come in turn.
+        self._turns = threading.Semaphore(self._count)
+        # Places that no thread of this process has; each process tries them in an order of its own.
+        self._idle = random.sample(range(self._count), self._count)
         self._hopeless_until = 0.0
 
     def after_fork_in_child(self) -> None:
@@ -73,33 +77,42 @@ class Slots(ForkAware):
     @contextmanager
     def take(self) -> Iterator[None]:
         """Have a place, as soon as there is one."""
-        owner, descriptor = os.getpid(), None
-        with suppress(OSError):
-            descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        owner, turns, idle = os.getpid(), self._turns, self._idle
+        turn, descriptor, place = False, None, None
         try:
-            if descriptor is not None:
-                with suppress(OSError), self._next:
-                    self._wait(descriptor)
+            turn = turns.acquire(timeout=PATIENCE)
+            with suppress(OSError):
+                descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                with self._next:
+                    place = self._wait(descriptor)
             yield
         finally:
             if descriptor is not None and os.getpid() == owner:
                 with suppress(OSError):  # as of a key
                     _set_lock(descriptor, SLOTS_FROM, fcntl.F_UNLCK, self._count)
                 os.close(descriptor)
+            if place is not None:
+                idle.append(place)
+            if turn:
+                turns.release()
 
-    def _wait(self, descriptor: int) -> None:
+    def _wait(self, descriptor: int) -> int | None:
+        """A place for this process alone; None when there was none in all that time."""
         wait, deadline = FIRST_WAIT, time.monotonic() + PATIENCE
-        while not self._lock_one(descriptor) and (now := time.monotonic()) >= self._hopeless_until:
+        while (place := self._lock_one(descriptor)) is None and (now := time.monotonic()) >= self._hopeless_until:
             if now > deadline:
                 self._hopeless_until = now + HOPELESS
-                return
+                break
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
+        return place
 
-    def _lock_one(self, descriptor: int) -> bool:
-        first = random.randrange(self._count)  # noqa: S311 (so that not all try for the same one)
-        places = (SLOTS_FROM + (first + number) % self._count for number in range(self._count))
-        return any(_set_lock(descriptor, byte, fcntl.F_WRLCK) for byte in places)
+    def _lock_one(self, descriptor: int) -> int | None:
+        for place in reversed(self._idle):
+            if _set_lock(descriptor, SLOTS_FROM + place, fcntl.F_WRLCK):
+                self._idle.remove(place)
+                return place
+        return None
 
 
 class KeyLocks(ForkAware):

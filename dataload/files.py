@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataload import arrow, parquet
 from dataload.cache.blocks import Blocks, Object
-from dataload.cache.tier import Allocate
 from dataload.errors import DataError
 from dataload.footer import SHARED_BYTES, Footer
 
@@ -12,14 +11,8 @@ from dataload.footer import SHARED_BYTES, Footer
 LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
 
 
-def read_footer(obj: Object, blocks: Blocks) -> Footer:
-    """The footer of a file, fetched once a host. Raises DataError when it is neither Parquet nor Arrow IPC."""
-
-    def fill(allocate: Allocate) -> None:
-        footer = _fetch(obj, blocks)
-        allocate(len(footer))[:] = footer
-
-    footer = blocks.tier.get_or_fill(blocks.key(obj, "footer"), fill)
+def parse_footer(footer: memoryview, obj: Object) -> Footer:
+    """What `fetch_footer` has fetched, understood. Raises DataError when it cannot be."""
     if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
         return parquet.ParquetFooter.from_bytes(footer, obj)
     return arrow.ArrowFooter.from_bytes(footer, obj)
@@ -42,8 +35,8 @@ def fetched_beside_tail(obj: Object, footer: memoryview) -> list[int]:
     return [] if obj.size < SHARED_BYTES * len(messages) else messages
 
 
-def _fetch(obj: Object, blocks: Blocks) -> bytes:
-    """What is kept of a file to know its row groups by."""
+def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
+    """What is kept of a file to know its row groups by. Raises DataError when it is neither Parquet nor Arrow IPC."""
     start = max(0, obj.size - tail_bytes(obj))
     tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
 

@@ -18,10 +18,10 @@ import pyarrow as pa
 
 from dataload.cache.blocks import Blocks
 from dataload.errors import ConfigError
-from dataload.files import read_footer
 from dataload.footer import Bounds, Footer
+from dataload.footers import FOOTERS_IN_FLIGHT, read_footer
 from dataload.layout import is_bytes, number, storage
-from dataload.manifest import FOOTERS_IN_FLIGHT, Manifest, RowGroup
+from dataload.manifest import Manifest, RowGroup
 
 OPERATORS = ("=", "==", "!=", "<", ">", "<=", ">=", "in", "not in")
 
@@ -54,7 +54,8 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
 
     def keep(file: Iterable[tuple[int, RowGroup]]) -> list[int]:
         groups = list(file)
-        footer = cache(lambda: read_footer(groups[0][1].file, blocks))
+        first = groups[0][1]
+        footer = cache(lambda: read_footer(first.file, first.kept, blocks))
         return [at for at, group in groups if group.rows and _matches(choices, group, footer)]
 
     files = [list(file) for _, file in groupby(enumerate(manifest.row_groups), lambda one: one[1].file)]

@@ -12,6 +12,7 @@ from dataload.cache.blocks import Blocks, Object
 from dataload.cache.local import LocalTier
 from dataload.cache.tier import Span
 from dataload.files import fetched_beside_tail, tail_bytes
+from dataload.footers import run_digest, stored_footer
 from dataload.manifest import VERSION, Manifest
 from dataload.room import drawn_on_at_a_time, gathered_at_once, region_of
 from dataload.rowblobs import RowBlobs
@@ -185,8 +186,8 @@ def footers(manifest: Manifest, blobs: RowBlobs, blocks: Blocks) -> Fetched:
     The files are listed before, which is not counted: S3 names 1,000 in a request.
     """
     sizes = []
-    for file in {group.file for group in manifest.row_groups}:
-        footer = blocks.tier.get(blocks.key(file, "footer"))
+    for file, kept in {group.file: group.kept for group in manifest.row_groups}.items():
+        footer = stored_footer(kept, blocks)
         sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
     for column in blobs.value_sizes.coded:
         for number in blobs.value_sizes.samples:
@@ -199,9 +200,9 @@ def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
     tier = blocks.tier
     if not isinstance(tier, LocalTier):
         return 0
-    files = {group.file for group in manifest.row_groups}
-    footers = (tier.folder.index.size_of(blocks.key(file, "footer").digest) or 0 for file in files)
-    name = f"{manifest.row_groups[0].file.path}#manifest {VERSION}" if files else ""
+    runs = {group.kept.run for group in manifest.row_groups}
+    footers = (tier.folder.index.size_of(run_digest(run, blocks)) or 0 for run in runs)
+    name = f"{manifest.row_groups[0].file.path}#manifest {VERSION}" if runs else ""
     return sum(footers) + size_on_disk(len(manifest.to_bytes()), name)
 
 

@@ -10,7 +10,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,13 +21,11 @@ from dataload.cache.blocks import Blocks, Object
 from dataload.cache.redact import redacted
 from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, DataError, OriginNotFound
-from dataload.files import read_footer
-from dataload.footer import Footer
+from dataload.footers import Kept, read_footers
 from dataload.layout import fields_of, flatten
 from dataload.partitions import Constants, Keys, keys_of, partition_columns
 
-VERSION = 2
-FOOTERS_IN_FLIGHT = 128
+VERSION = 3
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -39,9 +36,11 @@ class RowGroup:
 
     sizes: bytes, uncompressed but encoded as the file has them, of each of the manifest's `ragged` columns.
     constants: names and values of the columns that its file does not hold, for the folders' names say them.
+    kept: where the footer of its file is.
     """
 
     file: Object
+    kept: Kept
     number: int
     rows: int
     bytes: int
@@ -110,15 +109,18 @@ class Manifest:
         return Manifest(self.schema, tuple(self.row_groups[number] for number in chosen), digest.hexdigest())
 
     def to_bytes(self) -> bytes:
-        files: dict[Object, tuple[Constants, list[Any]]] = {}
+        files: dict[Object, tuple[int, int, Constants, list[Any]]] = {}
+        runs: dict[Object, int] = {}
         for group in self.row_groups:
-            _, groups = files.setdefault(group.file, (group.constants, []))
+            run = runs.setdefault(group.kept.run, len(runs))
+            *_, groups = files.setdefault(group.file, (run, group.kept.number, group.constants, []))
             groups.append((group.number, group.rows, group.bytes, group.sizes))
         return json.dumps(
             {
                 "version": VERSION,
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
+                "runs": [[run.path, run.version] for run in runs],
                 "files": [[file.path, file.size, file.version, *of] for file, of in files.items()],
             },
             separators=(",", ":"),
@@ -128,10 +130,12 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Manifest:
         known = json.loads(data)
         groups = []
-        for path, size, version, constants, row_groups in known["files"]:
+        runs = [Object(path, 0, version) for path, version in known["runs"]]
+        for path, size, version, run, place, constants, row_groups in known["files"]:
             file, shared = Object(path, size, version), tuple((name, value) for name, value in constants)
+            kept = Kept(runs[run], place)
             groups += [
-                RowGroup(file, number, rows, size_bytes, tuple(sizes), shared)
+                RowGroup(file, kept, number, rows, size_bytes, tuple(sizes), shared)
                 for number, rows, size_bytes, sizes in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(known["schema"])))
@@ -214,25 +218,20 @@ def _hidden(relative: str) -> bool:
 def _read_footers(
     objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
 ) -> Manifest:
-    def read(obj: Object) -> Footer:
-        footer = read_footer(obj, blocks)
-        progress(obj)
-        return footer
-
-    with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
-        footers = list(pool.map(read, objects))
-    first, schema = next(iter(objects)), flatten(footers[0].schema)
+    footers = read_footers(objects, blocks, progress)
+    first, (sample, _) = next(iter(objects)), footers[0]
+    schema = flatten(sample.schema)
     ragged = [field.name for field in schema if _is_ragged(field)]
-    partitions, constants = partition_columns(objects, {*footers[0].schema.names, *schema.names})
+    partitions, constants = partition_columns(objects, {*sample.schema.names, *schema.names})
     groups = []
-    for obj, footer, values in zip(objects, footers, constants, strict=True):
+    for obj, (footer, kept), values in zip(objects, footers, constants, strict=True):
         _check_schema(first, schema, obj, flatten(footer.schema))
         for number, rows in enumerate(footer.lengths):
             sizes = footer.decoded_bytes(number, ragged)
             for field, (_, value) in zip(partitions, values, strict=True):
                 if _is_ragged(field):
                     sizes.append(rows * len(str(value or "").encode()))
-            groups.append(RowGroup(obj, number, rows, footer.stored_bytes(number), tuple(sizes), values))
+            groups.append(RowGroup(obj, kept, number, rows, footer.stored_bytes(number), tuple(sizes), values))
     return Manifest(pa.schema([*schema, *partitions]), tuple(groups), fingerprint)
 
 

@@ -15,8 +15,9 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.local import LocalTier
 from dataload.errors import ConfigError
 from dataload.footer import SHARED_BYTES
+from dataload.footers import FOOTERS_IN_FLIGHT
 from dataload.forecast import Costs, Fetched, Reader, footers
-from dataload.manifest import FOOTERS_IN_FLIGHT, Manifest
+from dataload.manifest import Manifest
 from dataload.room import FITS, needed
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.order import Order

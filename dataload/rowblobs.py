@@ -25,7 +25,7 @@ from dataload.cache.threads import Threads
 from dataload.cache.tier import BlobKey, Span
 from dataload.columns import Array, Column, concatenate, decode
 from dataload.errors import DataError
-from dataload.files import read_footer
+from dataload.footers import read_footer
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
 from dataload.records import Blob
@@ -164,7 +164,7 @@ class RowBlobs(ForkAware):
         """What of its file is fetched to make the blobs of a row group, or of these columns; see `Footer.fetched`."""
         group = self._manifest.row_groups[number]
         stored = self._stored(group) if columns is None else columns
-        return self._footer(group.file).fetched(group.number, stored) if stored else ([], [])
+        return self._footer(group.file, group.kept).fetched(group.number, stored) if stored else ([], [])
 
     def _kept(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         found = []
@@ -183,7 +183,7 @@ class RowBlobs(ForkAware):
         if not stored:
             return self._packed(number, keys, self._columns_of([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
-            footer = self._footer(group.file)
+            footer = self._footer(group.file, group.kept)
             reader = stack.enter_context(footer.open_row_group(group.file, group.number, stored, self._blocks))
             return self._packed(number, keys, self._columns_of(reader.tables(int(self._rows[number])), number))
 
@@ -211,7 +211,7 @@ class RowBlobs(ForkAware):
 
     def _held(self, number: int) -> int:
         group = self._manifest.row_groups[number]
-        return max(LEAST_HELD, self._footer(group.file).held_bytes(group.number))
+        return max(LEAST_HELD, self._footer(group.file, group.kept).held_bytes(group.number))
 
     def _release(self) -> None:
         """Give back what Arrow keeps of the memory it decoded in: not each time, for fresh memory is slow."""

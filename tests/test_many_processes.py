@@ -171,6 +171,22 @@ def test_places_are_given_back_by_the_dead(locks: str) -> None:
     assert entered.is_set()
 
 
+def test_threads_of_a_process_wait_without_asking_the_file(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, asked, entered = Slots(locks, 1), threading.Event(), threading.Event()
+
+    def enter() -> None:
+        with slots.take():
+            entered.set()
+
+    other = threading.Thread(target=enter)
+    with slots.take(), monkeypatch.context() as patch:
+        patch.setattr("dataload.cache.locks._set_lock", lambda *_: asked.set())
+        other.start()
+        assert not asked.wait(0.1)
+    other.join(20)
+    assert entered.is_set()
+
+
 def test_who_has_all_places_and_stands_still_stops_nobody(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dataload.cache.locks.PATIENCE", 0.05)
     mine, theirs = Slots(locks, 1), Slots(locks, 1)

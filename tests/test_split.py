@@ -17,13 +17,16 @@ from dataload import make_dataset
 from dataload.cache.blocks import Object
 from dataload.cache.config import CacheConfig
 from dataload.errors import ConfigError
+from dataload.footers import Kept
 from dataload.manifest import Manifest, RowGroup
 from dataload.parts import split
+
+KEPT = Kept(Object("bucket", 0, "run"), 0)
 
 
 def manifest_of(files: Sequence[Sequence[int]]) -> Manifest:
     groups = [
-        RowGroup(Object(f"bucket/{name}.parquet", 1, "v"), number, rows, 10 * rows)
+        RowGroup(Object(f"bucket/{name}.parquet", 1, "v"), KEPT, number, rows, 10 * rows)
         for name, counts in enumerate(files)
         for number, rows in enumerate(counts)
     ]

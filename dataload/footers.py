@@ -1,0 +1,124 @@
+"""The footers of a dataset's files, kept many together: to keep each by itself takes longer than to fetch it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataload.cache.blocks import Blocks, Object
+from dataload.cache.tier import Allocate, BlobKey
+from dataload.files import fetch_footer, parse_footer
+from dataload.footer import Footer
+
+FOOTERS_IN_FLIGHT = 128
+RUN = 64  # files, on average
+RUNS_AT_ONCE = 8
+
+_BOUND = np.dtype("<i8")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where a file's footer is kept: as one of a run's, which `run` names. That object has no bytes."""
+
+    run: Object
+    number: int
+
+
+def read_footers(
+    objects: Iterable[Object], blocks: Blocks, progress: Callable[[Object], object] = lambda _: None
+) -> list[tuple[Footer, Kept]]:
+    """The footers of these objects, given in order of path, and where they are kept; fetched once a host.
+
+    progress: called with each object whose footer is there, from any thread. Raises as `read_footer` does.
+    """
+
+    def fetch(obj: Object) -> bytes:
+        return fetch_footer(obj, blocks)
+
+    def read(run: list[Object]) -> list[tuple[Footer, Kept]]:
+        name = _name(run)
+        whole = blocks.tier.get_or_fill(
+            _key(name, blocks), lambda allocate: _join(list(pool.map(fetch, run)), allocate)
+        )
+        found = []
+        for number, obj in enumerate(run):
+            start, stop = np.frombuffer(whole, _BOUND, 2, number * _BOUND.itemsize).tolist()
+            found.append((parse_footer(whole[start:stop], obj), Kept(name, number)))
+            progress(obj)
+        return found
+
+    with (
+        ThreadPoolExecutor(FOOTERS_IN_FLIGHT, "dataload-footers") as pool,
+        ThreadPoolExecutor(RUNS_AT_ONCE, "dataload-runs") as runs,
+    ):
+        return [one for found in runs.map(read, _runs(objects)) for one in found]
+
+
+def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
+    """The footer of one file; fetched anew, and kept by itself, where its run is gone.
+
+    Raises DataError when the file is neither Parquet nor Arrow IPC, OriginError.
+    """
+
+    def fill(allocate: Allocate) -> None:
+        footer = fetch_footer(obj, blocks)
+        allocate(len(footer))[:] = footer
+
+    found = stored_footer(kept, blocks)
+    if found is None and blocks.tier.bring([_key(kept.run, blocks)]):
+        found = stored_footer(kept, blocks)
+    return parse_footer(blocks.tier.get_or_fill(blocks.key(obj, "footer"), fill) if found is None else found, obj)
+
+
+def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
+    """The bytes of a footer, if its run is kept."""
+    key, at = _key(kept.run, blocks), kept.number * _BOUND.itemsize
+    bounds = blocks.tier.get(key, (at, at + 2 * _BOUND.itemsize))
+    if bounds is None:
+        return None
+    start, stop = np.frombuffer(bounds, _BOUND).tolist()
+    return blocks.tier.get(key, (start, stop))
+
+
+def run_digest(run: Object, blocks: Blocks) -> bytes:
+    """What the cache knows a run's blob by."""
+    return _key(run, blocks).digest
+
+
+def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
+    """Neighbours. A name alone says whether a run begins with it, so that a file more, or less, changes one run.
+
+    As files are cut by their content in LBFS (Muthitacharoen, Chen, Mazières, SOSP 2001).
+    """
+    run: list[Object] = []
+    for obj in objects:
+        digest = hashlib.blake2b(obj.path.encode(errors="surrogateescape"), digest_size=8).digest()
+        if run and int.from_bytes(digest, "little") % RUN == 0:
+            yield run
+            run = []
+        run.append(obj)
+    if run:
+        yield run
+
+
+def _name(run: list[Object]) -> Object:
+    made_of = json.dumps([[obj.path, obj.size, obj.version] for obj in run]).encode()
+    return Object(run[0].path, 0, hashlib.blake2b(made_of, digest_size=16, person=b"footers").hexdigest())
+
+
+def _key(run: Object, blocks: Blocks) -> BlobKey:
+    return blocks.key(run, "footers")
+
+
+def _join(footers: list[bytes], allocate: Allocate) -> None:
+    """First where each footer begins, and where the last ends; then the footers."""
+    bounds = np.cumsum([_BOUND.itemsize * (len(footers) + 1), *map(len, footers)], dtype=_BOUND)
+    room = allocate(int(bounds[-1]))
+    room[: bounds[0]] = bounds.tobytes()
+    room[bounds[0] :] = b"".join(footers)
