@@ -1,7 +1,7 @@
 """What prefetching is for: `python -m dataload.benchmarks.prefetch [--part NAME]`, against an S3 as late as a network.
 
-Each part prints a table: the first epoch beside a training step, a step that burns the interpreter beside a filler, a
-cache smaller than the data, ranks of one host that share the work, the first batch, the footers of many files.
+Each part prints a table: the first epoch, alone and beside a training step, a step that burns the interpreter beside a
+filler, a cache smaller than the data, ranks of one host that share the work, the first batch, the footers of many files.
 """
 
 from __future__ import annotations
@@ -93,6 +93,18 @@ def timed(loader: Loader, step: Callable[[], object] = lambda: None) -> float:
     for _ in loader:
         step()
     return time.perf_counter() - started
+
+
+def cold(place: Place) -> Table:
+    """The first epoch from an empty cache, listing and footers included, whose batches nobody looks at."""
+    table = Table("wire, s", "first epoch, s", "of the wire's speed")
+    for _ in range(3):
+        wire, started = place.wire_seconds(), time.perf_counter()
+        with place.dataset() as dataset:
+            timed(loader_of(dataset, place.workload))
+            taken = time.perf_counter() - started
+        table.add_row(f"{wire:.2f}", f"{taken:.2f}", f"{wire / taken:.2f}")
+    return table
 
 
 def step(place: Place) -> Table:
@@ -262,7 +274,15 @@ def footers(place: Place) -> Table:
     return table
 
 
-PARTS = {"step": step, "burn": burn, "smaller": smaller, "ranks": ranks, "first": first, "footers": footers}
+PARTS = {
+    "cold": cold,
+    "step": step,
+    "burn": burn,
+    "smaller": smaller,
+    "ranks": ranks,
+    "first": first,
+    "footers": footers,
+}
 
 
 def main(

@@ -122,7 +122,7 @@ def decode_and_crop(row: Row) -> Row:
 
 
 def workloads(size: str) -> dict[str, Workload]:
-    """The workloads by name; size: of `SIZES`: "full" for figures, "large" and "huge" for long epochs. Raises ConfigError."""
+    """The workloads by name; size: of `SIZES`: "full" for figures, larger ones for long epochs. Raises ConfigError."""
     if size not in SIZES:
         raise ConfigError(f"size must be one of {', '.join(SIZES)}, not {size!r}")
     factor = SIZES[size]
