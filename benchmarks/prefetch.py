@@ -1,7 +1,7 @@
 """What prefetching is for: `python -m dataload.benchmarks.prefetch [--part NAME]`, against an S3 as late as a network.
 
 Each part prints a table: the first epoch, alone and beside a training step, a step that burns the interpreter beside a
-filler, a cache smaller than the data, ranks of one host that share the work, the first batch, the footers of many files.
+filler, a cache smaller than the data, ranks of one host that share the work, the first batch, many files' footers.
 """
 
 from __future__ import annotations
