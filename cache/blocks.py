@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeVar
@@ -131,11 +132,10 @@ class Blocks(ForkAware):
         """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""
         return self._pool("read").submit(call, *args)
 
-    def fill(self, obj: Object) -> list[Future[int]]:
-        """Start fetching the blocks of an object that are not kept yet; the bytes of each run, when it is there.
+    def fill(self, obj: Object) -> list[Future[None]]:
+        """Start fetching the blocks of an object that are not kept yet; what the tier has no room for is not fetched.
 
-        What the tier has no room for is not fetched: 0 bytes. Reads do not wait behind it, nor does the end of the
-        program.
+        Reads do not wait behind it, nor does the end of the program.
         """
         numbers, together = self._numbers(0, obj.size), max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes))
         runs = [numbers[first : first + together] for first in range(0, len(numbers), together)]
@@ -190,12 +190,9 @@ class Blocks(ForkAware):
 
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
 
-    def _fill(self, obj: Object, numbers: range) -> int:
-        try:
+    def _fill(self, obj: Object, numbers: range) -> None:
+        with suppress(_FullError):
             self._fill_together(obj, numbers, [])
-        except _FullError:
-            return 0
-        return self._bounds(obj, numbers[-1])[1] - self._bounds(obj, numbers[0])[0]
 
     def _fill_together(self, obj: Object, numbers: range, rooms: list[tuple[int, memoryview]]) -> None:
         """Fetch those of these blocks that are not kept, in one request where they are neighbours.
@@ -214,8 +211,12 @@ class Blocks(ForkAware):
             kept, refused = False, self._refused()
             rooms.append((start, allocate(stop - start)))
             if self._refused() > refused:
+                rooms.pop()
                 raise _FullError
-            self._fill_together(obj, numbers[1:], rooms)
+            try:
+                self._fill_together(obj, numbers[1:], rooms)
+            except _FullError:
+                self._fetch_into(obj, rooms)
 
         self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0))
         if kept:

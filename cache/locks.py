@@ -63,7 +63,7 @@ class Slots(ForkAware):
     def _begin(self) -> None:
         self._next = threading.Lock()  # One thread asks for all of its process, which so come in turn.
         self._turns = threading.Semaphore(self._count)
-        # Places that no thread of this process has; each process tries them in an order of its own.
+        # Places that no thread has through this object; each process tries them in an order of its own.
         self._idle = random.sample(range(self._count), self._count)
         self._hopeless_until = 0.0
 
@@ -80,11 +80,14 @@ class Slots(ForkAware):
         owner, turns, idle = os.getpid(), self._turns, self._idle
         turn, descriptor, place = False, None, None
         try:
-            turn = turns.acquire(timeout=PATIENCE)
-            with suppress(OSError):
-                descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-                with self._next:
+            with suppress(OSError), self._next:
+                hopeless = time.monotonic() < self._hopeless_until
+                turn = turns.acquire(timeout=0 if hopeless else PATIENCE)
+                if turn:
+                    descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
                     place = self._wait(descriptor)
+                elif not hopeless:
+                    self._hopeless_until = time.monotonic() + HOPELESS
             yield
         finally:
             if descriptor is not None and os.getpid() == owner:

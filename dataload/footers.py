@@ -39,25 +39,33 @@ def read_footers(
     """
 
     def fetch(obj: Object) -> bytes:
-        return fetch_footer(obj, blocks)
+        footer = fetch_footer(obj, blocks)
+        progress(obj)
+        return footer
 
     def read(run: list[Object]) -> list[tuple[Footer, Kept]]:
         name = _name(run)
-        whole = blocks.tier.get_or_fill(
-            _key(name, blocks), lambda allocate: _join(list(pool.map(fetch, run)), allocate)
-        )
-        found = []
-        for number, obj in enumerate(run):
-            start, stop = np.frombuffer(whole, _BOUND, 2, number * _BOUND.itemsize).tolist()
-            found.append((parse_footer(whole[start:stop], obj), Kept(name, number)))
-            progress(obj)
-        return found
+        fetched: list[bytes] = []
+
+        def fill(allocate: Allocate) -> None:
+            fetched.extend(pool.map(fetch, run))
+            _join(fetched, allocate)
+
+        whole = blocks.tier.get_or_fill(_key(name, blocks), fill)
+        if not fetched:
+            for obj in run:
+                progress(obj)
+        return [(parse_footer(_cut(whole, number), obj), Kept(name, number)) for number, obj in enumerate(run)]
 
     with (
         ThreadPoolExecutor(FOOTERS_IN_FLIGHT, "dataload-footers") as pool,
         ThreadPoolExecutor(RUNS_AT_ONCE, "dataload-runs") as runs,
     ):
-        return [one for found in runs.map(read, _runs(objects)) for one in found]
+        try:
+            return [one for found in runs.map(read, _runs(objects)) for one in found]
+        except BaseException:  # What has not begun is not to be waited for.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
@@ -70,10 +78,9 @@ def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
         footer = fetch_footer(obj, blocks)
         allocate(len(footer))[:] = footer
 
-    found = stored_footer(kept, blocks)
-    if found is None and blocks.tier.bring([_key(kept.run, blocks)]):
-        found = stored_footer(kept, blocks)
-    return parse_footer(blocks.tier.get_or_fill(blocks.key(obj, "footer"), fill) if found is None else found, obj)
+    alone = blocks.key(obj, "footer")
+    found = blocks.tier.get(alone) or stored_footer(kept, blocks) or _brought_footer(kept, blocks)
+    return parse_footer(found or blocks.tier.get_or_fill(alone, fill), obj)
 
 
 def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
@@ -84,6 +91,16 @@ def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
         return None
     start, stop = np.frombuffer(bounds, _BOUND).tolist()
     return blocks.tier.get(key, (start, stop))
+
+
+def _brought_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
+    """The bytes of a footer, if another host has its run."""
+    key = _key(kept.run, blocks)
+    with blocks.tier.alone(key, elect=False):
+        found = stored_footer(kept, blocks)
+        if found is None and (brought := blocks.tier.bring([key])):
+            found = _cut(brought[0], kept.number)
+    return found
 
 
 def run_digest(run: Object, blocks: Blocks) -> bytes:
@@ -121,4 +138,11 @@ def _join(footers: list[bytes], allocate: Allocate) -> None:
     bounds = np.cumsum([_BOUND.itemsize * (len(footers) + 1), *map(len, footers)], dtype=_BOUND)
     room = allocate(int(bounds[-1]))
     room[: bounds[0]] = bounds.tobytes()
-    room[bounds[0] :] = b"".join(footers)
+    for footer, start, stop in zip(footers, bounds, bounds[1:], strict=False):
+        room[start:stop] = footer
+
+
+def _cut(whole: memoryview, number: int) -> memoryview:
+    """One footer of a run's."""
+    start, stop = np.frombuffer(whole, _BOUND, 2, number * _BOUND.itemsize).tolist()
+    return whole[start:stop]

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dataload import make_dataset
-from dataload.cache.blocks import Object
+from dataload.cache.blocks import Blocks, Object
 from dataload.cache.config import CacheConfig
+from dataload.cache.filesystem import open_source
 from dataload.cache.local import LocalTier
 from dataload.dataset import Dataset
-from dataload.footers import RUN, Kept, _runs, read_footer, read_footers, run_digest, stored_footer
+from dataload.errors import DataError
+from dataload.footers import RUN, _runs, read_footer, read_footers, run_digest, stored_footer
+from dataload.manifest import Manifest
 
 FILES = 24
 
@@ -79,24 +84,71 @@ def test_footers_are_told_apart(opened: Callable[[str], Dataset], dataset_of: Ca
         assert read_footer(group.file, group.kept, dataset.blocks).lengths[group.number] == group.rows
 
 
-def test_where_a_run_is_gone_its_footers_are_fetched_one_by_one(
-    opened: Callable[[str], Dataset], bucket: Any, dataset_of: Callable[..., str]
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 2000)])
+def test_a_run_that_is_gone_or_damaged_is_done_without(
+    opened: Callable[[str], Dataset], bucket: Any, dataset_of: Callable[..., str], damage: Callable[[Path], Any]
 ) -> None:
     dataset = opened(dataset_of([[3], [4], [5]]))
     tier, group = dataset.blocks.tier, dataset.row_groups[1]
     assert isinstance(tier, LocalTier)
-    for run in runs_of(dataset):
-        tier.folder.path_of(run_digest(run, dataset.blocks)).unlink()
+    damage(tier.folder.path_of(run_digest(group.kept.run, dataset.blocks)))
     before = fetched(bucket)
     for _ in range(2):
         assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
     assert fetched(bucket) - before == 1
+    errors = dataset.blocks.stats()["errors"]["local"]
+    read_footer(group.file, group.kept, dataset.blocks)
+    assert dataset.blocks.stats()["errors"]["local"] == errors
 
 
-def test_a_manifest_says_where_footers_are(opened: Callable[[str], Dataset], dataset_of: Callable[..., str]) -> None:
-    url = dataset_of([[3], [0], [5]] * 5)
-    first, again = opened(url), opened(url)
-    assert [group.kept for group in again.row_groups] == [group.kept for group in first.row_groups]
-    assert all(isinstance(group.kept, Kept) for group in again.row_groups)
-    part = first.manifest.only([len(first.row_groups) - 1])
-    assert part.row_groups[0].kept == first.row_groups[-1].kept
+def test_of_a_run_that_another_host_has_nothing_is_fetched(
+    opened: Callable[[str], Dataset], bucket: Any, dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = opened(dataset_of([[3], [4], [5]]))
+    tier, group = dataset.blocks.tier, dataset.row_groups[1]
+    assert isinstance(tier, LocalTier)
+    path = tier.folder.path_of(run_digest(group.kept.run, dataset.blocks))
+    whole = tier.get(dataset.blocks.key(group.kept.run, "footers"))
+    path.unlink()
+    monkeypatch.setattr(tier, "bring", lambda _: [whole])  # and there is no room for it here
+    before = fetched(bucket)
+    assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
+    assert fetched(bucket) == before
+
+
+def test_where_one_cannot_be_read_the_others_are_not_waited_for(
+    bucket: Any, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, (first, *others) = open_source(bucket.url(), bucket.options, cache), objects(1000)
+    failed, asked = threading.Event(), []
+
+    def runs(_: list[Object]) -> Iterator[list[Object]]:
+        yield [first]
+        assert failed.wait(60)
+        yield others
+
+    def fetch(obj: Object, _: Blocks) -> bytes:
+        asked.append(obj)
+        failed.set()
+        if obj == first:
+            raise DataError(obj.path)
+        threading.Event().wait(0.01)
+        return b""
+
+    monkeypatch.setattr("dataload.footers._runs", runs)
+    monkeypatch.setattr("dataload.footers.FOOTERS_IN_FLIGHT", 1)
+    monkeypatch.setattr("dataload.footers.fetch_footer", fetch)
+    with pytest.raises(DataError, match="part-00000"):
+        read_footers([first, *others], blocks)
+    assert len(asked) < 500
+
+
+def test_a_part_of_a_manifest_still_says_where_footers_are(
+    opened: Callable[[str], Dataset], dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.footers.RUN", 1)
+    dataset = opened(dataset_of([[number] for number in range(1, 8)]))
+    part = Manifest.from_bytes(dataset.manifest.only([1, 4, 6]).to_bytes())
+    for group in part.row_groups:
+        assert stored_footer(group.kept, dataset.blocks) is not None
+        assert read_footer(group.file, group.kept, dataset.blocks).lengths == [group.rows]

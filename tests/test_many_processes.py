@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,9 +174,10 @@ def test_places_are_given_back_by_the_dead(locks: str) -> None:
 
 
 def test_threads_of_a_process_wait_without_asking_the_file(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, asked, entered = Slots(locks, 1), threading.Event(), threading.Event()
+    slots, asked, begun, entered = Slots(locks, 1), threading.Event(), threading.Event(), threading.Event()
 
     def enter() -> None:
+        begun.set()
         with slots.take():
             entered.set()
 
@@ -182,9 +185,39 @@ def test_threads_of_a_process_wait_without_asking_the_file(locks: str, monkeypat
     with slots.take(), monkeypatch.context() as patch:
         patch.setattr("dataload.cache.locks._set_lock", lambda *_: asked.set())
         other.start()
+        assert begun.wait(20)
         assert not asked.wait(0.1)
     other.join(20)
     assert entered.is_set()
+
+
+def test_threads_of_a_process_come_in_turn(locks: str) -> None:
+    """Who gives a place back and asks again comes after those who wait."""
+    slots, taken, enough = Slots(locks, 2), Counter[int](), threading.Event()
+
+    def work(number: int) -> None:
+        while not enough.is_set():
+            with slots.take():
+                taken[number] += 1
+                time.sleep(0.001)
+            if taken[number] == 100:
+                enough.set()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert min(taken.values()) > 20
+
+
+def test_a_process_whose_own_requests_stand_still_goes_on(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataload.cache.locks.PATIENCE", 0.05)
+    slots = Slots(locks, 1)
+    with slots.take():
+        for _ in range(3):
+            with slots.take():
+                monkeypatch.setattr("dataload.cache.locks.PATIENCE", 3600)
 
 
 def test_who_has_all_places_and_stands_still_stops_nobody(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
