@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from dataload.cache.filesystem import open_source
 from dataload.cache.local import LocalTier
 from dataload.dataset import Dataset
 from dataload.errors import DataError
-from dataload.footers import RUN, _runs, read_footer, read_footers, run_digest, stored_footer
+from dataload.footers import RUN, _name, _runs, read_footer, read_footers, run_digest, stored_footer
 from dataload.manifest import Manifest
 
 FILES = 24
@@ -120,22 +120,23 @@ def test_where_one_cannot_be_read_the_others_are_not_waited_for(
     bucket: Any, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks, (first, *others) = open_source(bucket.url(), bucket.options, cache), objects(1000)
-    failed, asked = threading.Event(), []
+    begun, asked = threading.Event(), []
 
-    def runs(_: list[Object]) -> Iterator[list[Object]]:
-        yield [first]
-        assert failed.wait(60)
-        yield others
+    def name(run: list[Object]) -> Object:
+        if run == others:
+            begun.set()
+        return _name(run)
 
     def fetch(obj: Object, _: Blocks) -> bytes:
         asked.append(obj)
-        failed.set()
         if obj == first:
+            assert begun.wait(60)
             raise DataError(obj.path)
         threading.Event().wait(0.01)
         return b""
 
-    monkeypatch.setattr("dataload.footers._runs", runs)
+    monkeypatch.setattr("dataload.footers._runs", lambda _: [[first], others])
+    monkeypatch.setattr("dataload.footers._name", name)
     monkeypatch.setattr("dataload.footers.FOOTERS_IN_FLIGHT", 1)
     monkeypatch.setattr("dataload.footers.fetch_footer", fetch)
     with pytest.raises(DataError, match="part-00000"):
