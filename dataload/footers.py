@@ -95,10 +95,9 @@ def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
 
 def _brought_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
     """The bytes of a footer, if another host has its run."""
-    key = _key(kept.run, blocks)
-    with blocks.tier.alone(key, elect=False):
+    with blocks.tier.alone(blocks.key(kept.run, "bring footers"), elect=False):  # `bring` locks what it keeps
         found = stored_footer(kept, blocks)
-        if found is None and (brought := blocks.tier.bring([key])):
+        if found is None and (brought := blocks.tier.bring([_key(kept.run, blocks)])):
             found = _cut(brought[0], kept.number)
     return found
 
