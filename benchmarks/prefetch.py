@@ -162,8 +162,12 @@ def burn(place: Place) -> Table:
 
 
 def smaller(place: Place) -> Table:
-    """Caches of a part of the decoded data: what is fetched in later epochs, beside what stays."""
-    table = Table("cache", "of which stays", "fetched an epoch", "of what does not stay", "refused")
+    """Caches of a part of the decoded data: what is fetched in later epochs, beside what stays.
+
+    And how long these wait beside a step to which the wire could give 1.2 times what it asks.
+    """
+    table = Table("cache", "of which stays", "fetched an epoch", "of what does not stay", "refused", "stall")
+    wire = place.wire_seconds()
     with place.dataset() as dataset:
         decoded = dataset.rowstore.blobs.num_bytes
     for share in (0.25, 0.5, 0.75, 0.9):
@@ -177,9 +181,15 @@ def smaller(place: Place) -> Table:
             assert isinstance(dataset.blocks.tier, LocalTier)
             stays = share - dataset.blocks.tier.region / decoded
             refused = dataset.blocks.stats()["refused"]
+            timed(loader, pause := partial(time.sleep, 1.2 * fetched * wire / len(loader)))
+            stalls = []
+            for _ in range(3):
+                timed(loader, pause)
+                stalls.append(loader.stats().stall_fraction)
             table.add_row(
-                f"{share:.0%}", f"{stays:.1%}", f"{fetched:.1%}", f"{fetched / (1 - stays):.3f}", str(refused)
-            )
+                f"{share:.0%}", f"{stays:.1%}", f"{fetched:.1%}", f"{fetched / (1 - stays):.3f}", str(refused),
+                f"{sum(stalls) / 3:.1%}",
+            )  # fmt: skip
     return table
 
 

@@ -142,6 +142,11 @@ class Index(ForkAware):
         except struct.error as error:
             raise _damage(error) from error
 
+    def stay(self, digests: Iterable[bytes]) -> bool:
+        """Whether all of these have a row, and stay."""
+        with self._transaction() as txn:
+            return all((row := self._row(txn, digest)) is not None and row.kept for digest in digests)
+
     def rows(self) -> list[Row]:
         """All rows, those used longest ago first; a snapshot."""
         with self._transaction() as txn:

@@ -162,6 +162,11 @@ class LocalTier(ForkAware):
             while some := list(itertools.islice(digests, LEASED_AT_ONCE)):
                 self.folder.index.touch(some)
 
+    def stays(self, keys: Iterable[BlobKey]) -> bool:
+        with self.trouble("looking up a blob", self.health.reads):
+            return self.folder.index.stay(key.digest for key in keys)
+        return False
+
     def flush(self) -> None:
         """Write down which blobs were used since the last time."""
         touched, self._touched = self._touched, set()

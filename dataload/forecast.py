@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, groupby, islice, takewhile
+from itertools import count, groupby, takewhile
 
 from dataload.cache.blob import size_on_disk
 from dataload.cache.blocks import Blocks, Object
@@ -14,6 +14,7 @@ from dataload.cache.tier import Span
 from dataload.files import fetched_beside_tail, tail_bytes
 from dataload.footers import run_digest, stored_footer
 from dataload.manifest import VERSION, Manifest
+from dataload.prefetch import Lookahead
 from dataload.room import drawn_on_at_a_time, gathered_at_once, region_of
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.lru import LRU
@@ -69,7 +70,7 @@ class Costs:
 
 
 class Reader:
-    """Row groups as they are read through an empty cache of `limit` bytes that two windows pass through if need be.
+    """Row groups as they are read through an empty cache of `limit` bytes that some pass through if need be.
 
     Where small record batches of Arrow files were fetched to find out what is in them, less is fetched than that.
 
@@ -78,7 +79,8 @@ class Reader:
 
     def __init__(self, costs: Costs, order: Order, limit: int) -> None:
         self._costs, self._order = costs, order
-        self._cache = Cache(limit, region_of(order, costs.blobs, limit), costs.footer_bytes)
+        region, self._further = region_of(order, costs.blobs, limit)
+        self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
         self._needs: LRU[int, list[tuple[int, int]]] = LRU(2)  # by epoch: to find them takes a look at each row
 
@@ -107,8 +109,6 @@ class Reader:
         room = 2 * ahead
         opened: OrderedDict[int, None] = OrderedDict()  # row groups, as in `Shelf`
         asked: set[int] = set()  # that are not open yet
-        waiting: deque[int] = deque()  # for batches, as in `Lookahead`
-        coming = (group for epoch in count() for _, group in self._needs_of(epoch))
 
         def ask(groups: Iterable[int]) -> None:
             for group in groups:
@@ -118,14 +118,10 @@ class Reader:
 
         for epoch in count():
             before = self._fetched
-            ask(waiting)  # once more: some were open when they were asked for, and are no more
+            lookahead = Lookahead(self._needs_from(epoch), ask, ahead, self._further, self._stays)
             for gathered in self._gathered(epoch, batch_size, at_once):
-                together = set(gathered)
-                new = list(islice(coming, max(0, ahead + len(together) - len(waiting))))
-                waiting.extend(new)
-                ask(new)
-                for _ in together:
-                    waiting.popleft()
+                together = {group for _, group in gathered}
+                lookahead.reach(gathered[-1][0] + 1)
                 room = max(room, len(together))
                 for group in sorted(together):  # as `RowStore.gather` puts them there
                     ask([group])
@@ -134,14 +130,11 @@ class Reader:
                         while len(opened) >= room:
                             del opened[next(old for old in opened if old not in together)]
                         opened[group] = None
-            drawn_on = takewhile(lambda need: need[0] < beyond, self._needs_of(epoch + 1))
-            new = list(islice(coming, sum(1 for _ in drawn_on)))
-            waiting.extend(new)
-            ask(new)
+            lookahead.reach(self._order.n + beyond)
             yield self._fetched - before
 
-    def _gathered(self, epoch: int, batch_size: int, at_once: int) -> Iterator[list[int]]:
-        """The row groups that each gather is the first to need. Gathers grow, as `Share.runs` does."""
+    def _gathered(self, epoch: int, batch_size: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
+        """(position, row group), those that each gather is the first to need. Gathers grow, as `Share.runs` does."""
         most = max(1, RUN_ROWS // batch_size)
         doublings = (most - 1).bit_length()
 
@@ -152,7 +145,16 @@ class Reader:
             return run + more, within // at_once
 
         for _, needs in groupby(self._needs_of(epoch), gather):
-            yield [group for _, group in needs]
+            yield list(needs)
+
+    def _needs_from(self, epoch: int) -> Iterator[tuple[int, int]]:
+        """As a loader has them."""
+        yield from self._needs_of(epoch)
+        for position, group in self._needs_of(epoch + 1):
+            yield self._order.n + position, group
+
+    def _stays(self, number: int) -> bool:
+        return all(self._cache.stays((number, part)) for part in range(len(self._costs[number].sizes)))
 
     def _needs_of(self, epoch: int) -> list[tuple[int, int]]:
         return self._needs.get(epoch, lambda epoch: list(self._order.needs_from(epoch)))
@@ -217,6 +219,9 @@ class Cache:
 
     def __contains__(self, blob: tuple[object, int]) -> bool:
         return blob in self._kept or blob in self._passing
+
+    def stays(self, blob: tuple[object, int]) -> bool:
+        return blob in self._kept
 
     def put(self, blob: tuple[object, int], size: int) -> None:
         stays = self.used - self._passing_bytes + size <= self._limit - self.region or not self.region

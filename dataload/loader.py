@@ -173,7 +173,7 @@ class Loader(Unwrapped, DataLoader[Any]):
     def _answers(self, epoch: int, cursor: int, waiting: Timeline) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         needs = self._needs(epoch, cursor)
-        lookahead = Lookahead(needs, rowstore.prefetch, rowstore.ahead)
+        lookahead = Lookahead(needs, rowstore.prefetch, rowstore.ahead, rowstore.further, rowstore.blobs.stays)
         if self._workers is None:
             made = self._on_a_thread(epoch, cursor, lookahead, waiting)
         else:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import tee
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -81,21 +82,41 @@ class Lookahead:
 
     needs: (position in the epoch, row group), in the order of their first need; ask: starts the loading of some;
     ahead: how many are asked for that no batch has needed yet.
+    further: of those that do not stay in the cache, how many are, wherever they lie: they come in clumps.
     """
 
-    def __init__(self, needs: Iterator[tuple[int, int]], ask: Callable[[list[int]], Any], ahead: int) -> None:
-        self._needs = needs
+    def __init__(
+        self,
+        needs: Iterator[tuple[int, int]],
+        ask: Callable[[list[int]], Any],
+        ahead: int,
+        further: int = 0,
+        stays: Callable[[int], bool] = lambda _: False,
+    ) -> None:
         self._ask = ask
-        self._ahead = ahead
-        self._waiting: deque[int] = deque()  # positions that need what was asked for
+        every, passing = tee(needs)
+        self._horizons = _Horizon(every, ahead), _Horizon((need for need in passing if not stays(need[1])), further)
 
     def reach(self, position: int) -> None:
         """Batches are made of all positions before this one."""
-        while self._waiting and self._waiting[0] < position:
-            self._waiting.popleft()
+        self._ask([group for horizon in self._horizons for group in horizon.reach(position)])
+
+
+class _Horizon:
+    """How far ahead needs are seen: until so many of them lie ahead."""
+
+    def __init__(self, needs: Iterator[tuple[int, int]], ahead: int) -> None:
+        self._needs = needs
+        self._ahead = ahead
+        self._lying_ahead: deque[int] = deque()  # positions
+
+    def reach(self, position: int) -> list[int]:
+        """The row groups that come into sight."""
+        while self._lying_ahead and self._lying_ahead[0] < position:
+            self._lying_ahead.popleft()
         coming = []
-        while len(self._waiting) < self._ahead and (need := next(self._needs, None)) is not None:
+        while len(self._lying_ahead) < self._ahead and (need := next(self._needs, None)) is not None:
             coming.append(need[1])
             if need[0] >= position:
-                self._waiting.append(need[0])
-        self._ask(coming)
+                self._lying_ahead.append(need[0])
+        return coming

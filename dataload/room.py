@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 FITS = 0.95  # of a cache is rows; the rest is footers, and what fills a file's last page
 AHEAD_BYTES = 256 << 20  # of objects, loaded before they are needed: more than is on its way at a time
+PASSING = 16  # row groups: clumps of as many that have to be fetched are seldom
+NEXT_TO_NOTHING = 0.01  # of what has to be fetched each epoch
 CODES = 64  # times as large as their codes values may be, perhaps: where that matters, they are measured
 
 GATHERED, RUN_BYTES = 64, 2 << 20  # batches at once, at most; bytes of them, that stay in a cache on their way
@@ -28,22 +30,23 @@ log = logging.getLogger(__name__)
 def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     """Room for what the order needs at a time, and what is to be there before it is needed.
 
-    Where not all fits into the cache, two windows pass through, and the rest of it stays there. Raises ConfigError when
-    the cache is too small for what the order needs at a time.
+    Where not all fits into the cache, some of it passes through, and the rest stays there. Raises ConfigError when the
+    cache is too small for what the order needs at a time.
     """
     tier, blobs, groups = dataset.blocks.tier, dataset.rowstore.blobs, dataset.row_groups
     if isinstance(tier, LocalTier) and blobs.num_bytes * sampler.node_share * CODES > tier.limit * FITS:
         _measure(blobs)
     at_once = gathered_at_once(dataset.rowstore.row_bytes * sampler.batch_size)
     drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size * at_once)
+    further = 0
     if isinstance(tier, LocalTier):
-        region = region_of(sampler.order, blobs, tier.limit, sampler.node_share)
+        region, further = region_of(sampler.order, blobs, tier.limit, sampler.node_share)
         if region:
             tier.region = max(tier.region, region)
         elif groups:
             mean = sum(group.bytes for group in groups) // len(groups)
             ahead = min(len(groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
-    dataset.rowstore.serve(drawn_on, ahead)
+    dataset.rowstore.serve(drawn_on, ahead, further)
 
 
 def _measure(blobs: RowBlobs) -> None:
@@ -53,14 +56,20 @@ def _measure(blobs: RowBlobs) -> None:
         log.warning("how large decoded rows are was not found out, going by the footers: %s", error)
 
 
-def region_of(order: Order, blobs: RowBlobs, limit: int, node_share: float = 1.0) -> int:
-    """Bytes of a cache of `limit` bytes that two windows pass through; 0 where all of them stay.
+def region_of(order: Order, blobs: RowBlobs, limit: int, node_share: float = 1.0) -> tuple[int, int]:
+    """Bytes of a cache of `limit` bytes that row groups pass through, and how many find room there; 0 where all stay.
 
-    Raises ConfigError when the cache is too small for what the order needs at a time.
+    Two windows; or more row groups than that, where it makes next to no difference to what stays. Raises ConfigError
+    when the cache is too small for what the order needs at a time.
     """
     groups, need = needed(order, blobs, node_share)
     _check_room(order, limit, groups, need)
-    return need if blobs.num_bytes * node_share > limit * FITS else 0
+    total = blobs.num_bytes * node_share
+    if total <= limit * FITS:
+        return 0, 0
+    mean = blobs.num_bytes / len(order.block_lengths)
+    more = max(0, min(PASSING - groups, int((total - limit) * NEXT_TO_NOTHING / mean)))
+    return min(limit, need + math.ceil(more * mean)), groups + more
 
 
 def gathered_at_once(batch_bytes: int) -> int:

@@ -113,6 +113,10 @@ class RowBlobs(ForkAware):
         """Have what is kept of all row groups stay, as long as this process runs."""
         self._blocks.tier.lease(key for number in range(len(self._rows)) for key in self._keys(number))
 
+    def stays(self, number: int) -> bool:
+        """Whether all of a row group is kept, and not only while it passes through."""
+        return self._blocks.tier.stays(self._keys(number))
+
     def measure(self) -> None:
         """Have it known how large the values are of which the files have codes. Raises OriginError, DataError."""
         if self._measured is None:

@@ -59,6 +59,7 @@ class RowStore(ForkAware):
 
     capacity: how many row groups this process has open, those last asked for: they are asked for in the order in which
     they are needed, and done with in that order. ahead: how many of them are for what no batch has drawn on yet.
+    further: how many may be loaded beside them, of those that do not stay in the cache.
 
     Notes: may be read from any thread; a row group is asked for once however many want it at a time. A forked child
     starts with nothing open, and so does a pickled copy.
@@ -69,6 +70,7 @@ class RowStore(ForkAware):
     ) -> None:
         self.capacity = capacity
         self.ahead = capacity // 2
+        self.further = 0
         self._serves = False
         self.blobs = RowBlobs(manifest, columns, blocks, fill_null)
         self._settings = manifest, columns, blocks
@@ -91,13 +93,14 @@ class RowStore(ForkAware):
     def __reduce__(self) -> tuple[Any, ...]:
         return RowStore, (*self._settings, self.capacity, self._fill_null)
 
-    def serve(self, drawn_on: int, ahead: int) -> None:
+    def serve(self, drawn_on: int, ahead: int, further: int = 0) -> None:
         """Have room for the row groups that are drawn on at a time, and for those that are loaded ahead of that.
 
         As many as the largest of its loaders wants, once there is one.
         """
         self.capacity = max(drawn_on + ahead, self.capacity if self._serves else 0)
         self.ahead = max(ahead, self.ahead if self._serves else 0)
+        self.further = max(further, self.further)
         self._serves = True
 
     @property
@@ -196,7 +199,7 @@ class RowStore(ForkAware):
             loading = self._run(self._load, group, timeline, unwanted.is_set)
             asked = self._asked[group] = _Asked(loading, timeline, unwanted)
         asked.unwanted.clear()
-        while len(self._asked) > self.capacity:
+        while len(self._asked) > self.capacity + self.further:
             self._asked.popitem(last=False)
         return asked
 

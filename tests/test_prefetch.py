@@ -93,3 +93,34 @@ def test_lookahead_that_starts_behind_asks_for_all_that_is_needed_now() -> None:
     asked: list[int] = []
     Lookahead(iter([(0, 5), (0, 3), (10, 8), (30, 1)]), asked.extend, ahead=1).reach(20)
     assert asked == [5, 3, 8, 1]
+
+
+def test_lookahead_asks_further_for_what_does_not_stay() -> None:
+    """In the order of need, wherever it lies; what stays is asked for when its turn comes."""
+    asked: list[list[int]] = []
+    needs = [(position, position + 50) for position in range(10)]
+    lookahead = Lookahead(
+        iter(needs), asked.append, ahead=2, further=3, stays=lambda group: group not in (50, 54, 57, 59)
+    )
+    lookahead.reach(0)
+    assert asked.pop() == [50, 51, 50, 54, 57]
+    lookahead.reach(1)
+    assert asked.pop() == [52, 59]
+    lookahead.reach(4)
+    assert asked.pop() == [53, 54, 55]
+    lookahead.reach(10)
+    assert asked.pop() == [56, 57, 58, 59]
+
+
+def test_lookahead_finds_out_what_stays_no_sooner_than_it_must() -> None:
+    looked: list[int] = []
+
+    def stays(group: int) -> bool:
+        looked.append(group)
+        return False
+
+    lookahead = Lookahead(iter([(position, position) for position in range(10)]), lambda _: None, 1, 2, stays)
+    lookahead.reach(0)
+    assert looked == [0, 1]
+    lookahead.reach(1)
+    assert looked == [0, 1, 2]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiers import key
 
-from dataload import CacheConfig, make_dataset, make_loader
+from dataload import CacheConfig, make_dataset, make_loader, room
 from dataload.cache import blob
 from dataload.cache.local import LocalTier
 from dataload.cache.tier import Allocate
@@ -49,6 +49,16 @@ def test_what_does_not_fit_passes_through_in_the_order_in_which_it_came(tmp_path
     assert tier.folder.index.used_bytes() <= tier.limit
     assert tier.folder.index.owed_bytes() == 0
     assert tier.stats().get("refused", 0) == 0
+
+
+def test_what_stays_is_told_from_what_passes_through(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path, 5, region=2)
+    put(tier, *range(5))
+    keys = [key(f"x/{name}") for name in range(6)]
+    assert [tier.stays([one]) for one in keys] == [True, True, True, False, False, False]
+    assert tier.stays(keys[:3])
+    assert not tier.stays(keys[1:4])
+    assert not tier_of(tmp_path / "other", 5, region=2).stays(keys[:1])
 
 
 def test_without_a_region_what_does_not_fit_is_not_kept(tmp_path: Path) -> None:
@@ -118,6 +128,31 @@ def test_an_epoch_fetches_what_the_cache_has_no_room_for(
     # Of later epochs, whose first window is fetched at the end of the one before: all but what stays.
     assert 1 - share - 0.05 <= np.mean(fetched[1:]) <= 1.02 * (1 - (share - region)) + 1 / 60
     assert dataset.blocks.stats()["refused"] == 0
+
+
+def test_what_passes_through_is_asked_for_before_what_stays(
+    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many row groups as find room there, when the first batch of an epoch is made."""
+    monkeypatch.setattr(room, "RUN_BYTES", 1)
+    url = dataset_of([[1000] * 60])
+    decoded = make_dataset(url, storage_options=bucket.options, cache=None).rowstore.blobs.num_bytes
+    cache = CacheConfig(str(tmp_path / "cache"), decoded * 3 // 4)
+    dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
+    loader = make_loader(dataset, 100, window=2)
+    for _ in loader:
+        pass
+    asked: list[int] = []
+    monkeypatch.setattr(dataset.rowstore, "prefetch", asked.extend)
+    needs = [group for _, group in loader.sampler.needs_from(1, 0)]
+    passing = [group for group in needs if not dataset.rowstore.blobs.stays(group)]
+    assert 10 < len(passing) < 30
+    batches = iter(loader)
+    next(batches)
+    batches.close()
+    assert dataset.rowstore.further == 4
+    assert set(passing[:4]) <= set(asked)
+    assert needs.index(passing[3]) > 8
 
 
 def dataset_bytes(dataset: Any) -> int:

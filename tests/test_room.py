@@ -17,7 +17,8 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.allowance import Allowance
 from dataload.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
-from dataload.room import check_shared_memory
+from dataload.room import check_shared_memory, region_of
+from dataload.samplers.order import Order
 from dataload.value_sizes import ValueSizes
 
 noise = np.random.default_rng(0)
@@ -70,6 +71,19 @@ def test_the_room_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
     for _ in range(2):
         assert sum(len(batch["text"]) for batch in loader) == 40_000
     assert dataset.blocks.stats()["refused"] == 0
+
+
+@pytest.mark.parametrize(("groups", "further"), [(40, 4), (1000, 9), (4000, 16)])
+def test_more_than_two_windows_pass_through_where_it_makes_next_to_no_difference(
+    groups: int, further: int, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"x": np.arange(groups * 10)}), tmp_path / "x.parquet", row_group_size=10)
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=None)
+    blobs, sizes = dataset.rowstore.blobs, [group.rows for group in dataset.row_groups]
+    order = Order(sizes, shuffle="block", seed=0, window=2, num_streams=1)
+    group_bytes = blobs.num_bytes // groups
+    assert region_of(order, blobs, blobs.num_bytes // 2) == (further * group_bytes, further)
+    assert region_of(order, blobs, blobs.num_bytes * 2) == (0, 0)
 
 
 @pytest.mark.parametrize(
