@@ -7,17 +7,20 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from dataload.cache.blocks import Blocks, Object
-from dataload.cache.tier import Allocate, BlobKey
+from dataload.cache.tier import Allocate, BlobKey, Span
 from dataload.files import fetch_footer, parse_footer
 from dataload.footer import Footer
 
 FOOTERS_IN_FLIGHT = 128
 RUN = 64  # files, on average
-RUNS_AT_ONCE = 8
+RUNS_AT_ONCE = 4
+
+T = TypeVar("T")
 
 _BOUND = np.dtype("<i8")
 
@@ -31,11 +34,17 @@ class Kept:
 
 
 def read_footers(
-    objects: Iterable[Object], blocks: Blocks, progress: Callable[[Object], object] = lambda _: None
-) -> list[tuple[Footer, Kept]]:
-    """The footers of these objects, given in order of path, and where they are kept; fetched once a host.
+    objects: Iterable[Object],
+    blocks: Blocks,
+    look: Callable[[Footer], T],
+    progress: Callable[[Object], object] = lambda _: None,
+) -> list[tuple[T, Kept]]:
+    """What is found in the footers of these objects, given in order of path, and where they are kept.
 
-    progress: called with each object whose footer is there, from any thread. Raises as `read_footer` does.
+    look: called with each footer, from any thread; not all are in memory at a time. progress: called with each object
+    whose footer is there, from any thread. Raises as `read_footer` does, and what `look` raises.
+
+    Notes: they are fetched once a host.
     """
 
     def fetch(obj: Object) -> bytes:
@@ -43,19 +52,18 @@ def read_footers(
         progress(obj)
         return footer
 
-    def read(run: list[Object]) -> list[tuple[Footer, Kept]]:
-        name = _name(run)
-        fetched: list[bytes] = []
+    def read(run: list[Object]) -> list[tuple[T, Kept]]:
+        name, kept = _name(run), run
 
         def fill(allocate: Allocate) -> None:
-            fetched.extend(pool.map(fetch, run))
-            _join(fetched, allocate)
+            nonlocal kept
+            kept = []
+            _join(list(pool.map(fetch, run)), allocate)
 
         whole = blocks.tier.get_or_fill(_key(name, blocks), fill)
-        if not fetched:
-            for obj in run:
-                progress(obj)
-        return [(parse_footer(_cut(whole, number), obj), Kept(name, number)) for number, obj in enumerate(run)]
+        for obj in kept:
+            progress(obj)
+        return [(look(parse_footer(_cut(whole, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
 
     with (
         ThreadPoolExecutor(FOOTERS_IN_FLIGHT, "dataload-footers") as pool,
@@ -87,10 +95,7 @@ def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
     """The bytes of a footer, if its run is kept."""
     key, at = _key(kept.run, blocks), kept.number * _BOUND.itemsize
     bounds = blocks.tier.get(key, (at, at + 2 * _BOUND.itemsize))
-    if bounds is None:
-        return None
-    start, stop = np.frombuffer(bounds, _BOUND).tolist()
-    return blocks.tier.get(key, (start, stop))
+    return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
 
 
 def _brought_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
@@ -143,5 +148,10 @@ def _join(footers: list[bytes], allocate: Allocate) -> None:
 
 def _cut(whole: memoryview, number: int) -> memoryview:
     """One footer of a run's."""
-    start, stop = np.frombuffer(whole, _BOUND, 2, number * _BOUND.itemsize).tolist()
+    start, stop = _bounds(whole, number)
     return whole[start:stop]
+
+
+def _bounds(table: memoryview, number: int) -> Span:
+    start, stop = np.frombuffer(table, _BOUND, 2, number * _BOUND.itemsize).tolist()
+    return start, stop

@@ -21,6 +21,7 @@ from dataload.cache.blocks import Blocks, Object
 from dataload.cache.redact import redacted
 from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, DataError, OriginNotFound
+from dataload.footer import Footer
 from dataload.footers import Kept, read_footers
 from dataload.layout import fields_of, flatten
 from dataload.partitions import Constants, Keys, keys_of, partition_columns
@@ -218,21 +219,49 @@ def _hidden(relative: str) -> bool:
 def _read_footers(
     objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
 ) -> Manifest:
-    footers = read_footers(objects, blocks, progress)
-    first, (sample, _) = next(iter(objects)), footers[0]
-    schema = flatten(sample.schema)
-    ragged = [field.name for field in schema if _is_ragged(field)]
-    partitions, constants = partition_columns(objects, {*sample.schema.names, *schema.names})
+    found = read_footers(objects, blocks, _Look(), progress)
+    first, ((schema, _), _) = next(iter(objects)), found[0]
+    partitions, constants = partition_columns(objects, {*schema.own.names, *schema.flat.names})
     groups = []
-    for obj, (footer, kept), values in zip(objects, footers, constants, strict=True):
-        _check_schema(first, schema, obj, flatten(footer.schema))
-        for number, rows in enumerate(footer.lengths):
-            sizes = footer.decoded_bytes(number, ragged)
-            for field, (_, value) in zip(partitions, values, strict=True):
-                if _is_ragged(field):
-                    sizes.append(rows * len(str(value or "").encode()))
-            groups.append(RowGroup(obj, kept, number, rows, footer.stored_bytes(number), tuple(sizes), values))
-    return Manifest(pa.schema([*schema, *partitions]), tuple(groups), fingerprint)
+    for obj, ((other, row_groups), kept), values in zip(objects, found, constants, strict=True):
+        if other is not schema:
+            _check_schema(first, schema.flat, obj, other.flat)
+        for number, (rows, stored_bytes, sizes) in enumerate(row_groups):
+            named = [
+                str(value or "") for field, (_, value) in zip(partitions, values, strict=True) if _is_ragged(field)
+            ]
+            sizes += [rows * len(value.encode()) for value in named]
+            groups.append(RowGroup(obj, kept, number, rows, stored_bytes, tuple(sizes), values))
+    return Manifest(pa.schema([*schema.flat, *partitions]), tuple(groups), fingerprint)
+
+
+@dataclass(frozen=True)
+class _Schema:
+    """A file's own, and flat; and which columns of that are ragged."""
+
+    own: pa.Schema
+    flat: pa.Schema
+    ragged: list[str]
+
+
+class _Look:
+    """What a manifest has of footers: the schema, and each row group's rows, stored bytes, and bytes by ragged column.
+
+    Notes: may be called from any thread. Files of one schema, one after the other, share what is made of it.
+    """
+
+    _latest: _Schema | None = None
+
+    def __call__(self, footer: Footer) -> tuple[_Schema, list[tuple[int, int, list[int]]]]:
+        schema = self._latest
+        if schema is None or not footer.schema.equals(schema.own):
+            flat = flatten(footer.schema)
+            schema = _Schema(footer.schema, flat, [field.name for field in flat if _is_ragged(field)])
+            self._latest = schema
+        return schema, [
+            (rows, footer.stored_bytes(number), footer.decoded_bytes(number, schema.ragged))
+            for number, rows in enumerate(footer.lengths)
+        ]
 
 
 def _is_ragged(field: pa.Field) -> bool:

@@ -58,8 +58,9 @@ class ParquetFooter:
         return sum(chunk.total_compressed_size for chunk in self._chunks(number))
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
-        chunks = self._chunks(number)
-        return [self._decoded(name, chunks[self._leaves[name]]) for name in columns]
+        group = self._metadata.row_group(number)
+        leaves = ((name, range(group.num_columns)[self._leaves[name]]) for name in columns)
+        return [self._decoded(name, [group.column(leaf) for leaf in own]) for name, own in leaves]
 
     def _decoded(self, column: str, chunks: Sequence[pq.ColumnChunkMetaData]) -> int:
         dtype = self._numbers.get(column)

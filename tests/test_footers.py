@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from dataload.cache.filesystem import open_source
 from dataload.cache.local import LocalTier
 from dataload.dataset import Dataset
 from dataload.errors import DataError
-from dataload.footers import RUN, _name, _runs, read_footer, read_footers, run_digest, stored_footer
+from dataload.files import parse_footer
+from dataload.footer import Footer
+from dataload.footers import RUN, RUNS_AT_ONCE, _name, _runs, read_footer, read_footers, run_digest, stored_footer
 from dataload.manifest import Manifest
 
 FILES = 24
@@ -66,13 +69,33 @@ def test_one_file_more_fetches_the_footers_of_its_run(
     assert second.num_rows == first.num_rows + 5
 
 
+def test_no_more_footers_are_in_memory_than_are_looked_at(
+    opened: Callable[[str], Dataset], dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tables with thousands of columns each is some megabytes, and ten times as much once it is understood."""
+    parsed: list[weakref.ref[Any]] = []
+    most = 0
+
+    def parse(footer: memoryview, obj: Object) -> Footer:
+        nonlocal most
+        found = parse_footer(footer, obj)
+        parsed.append(weakref.ref(found))
+        most = max(most, sum(one() is not None for one in parsed))
+        return found
+
+    monkeypatch.setattr("dataload.footers.parse_footer", parse)
+    opened(dataset_of([[3, 1]] * FILES))
+    assert len(parsed) == FILES
+    assert most <= 2 * RUNS_AT_ONCE
+
+
 def test_progress_has_each_file_fetched_or_kept(
     opened: Callable[[str], Dataset], bucket: Any, dataset_of: Callable[..., str]
 ) -> None:
     dataset = opened(dataset_of([[3]] * FILES))
     files = [group.file for group in dataset.row_groups]
     seen: list[Object] = []
-    read_footers(files, dataset.blocks, seen.append)
+    read_footers(files, dataset.blocks, lambda _: None, seen.append)
     assert sorted(seen, key=lambda file: file.path) == files
     assert fetched(bucket) == FILES
 
@@ -140,7 +163,7 @@ def test_where_one_cannot_be_read_the_others_are_not_waited_for(
     monkeypatch.setattr("dataload.footers.FOOTERS_IN_FLIGHT", 1)
     monkeypatch.setattr("dataload.footers.fetch_footer", fetch)
     with pytest.raises(DataError, match="part-00000"):
-        read_footers([first, *others], blocks)
+        read_footers([first, *others], blocks, lambda _: None)
     assert len(asked) < 500
 
 
