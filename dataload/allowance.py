@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,10 +13,11 @@ class UnwantedError(Exception):
 
 
 class Allowance:
-    """`total` units. Whoever wants more than all of them gets all."""
+    """`total` units, given in the order in which they are asked for. Whoever wants more than all of them gets all."""
 
     def __init__(self, total: int) -> None:
         self._total = self._free = total
+        self._turns: deque[object] = deque()  # of those that wait
         self._changed = threading.Condition()
 
     @property
@@ -25,20 +27,25 @@ class Allowance:
 
     def has(self, units: int) -> bool:
         """Whether who wants so many would not wait."""
-        return self._free >= min(units, self._total)
+        return not self._turns and self._free >= min(units, self._total)
 
     @contextmanager
     def hold(self, units: int, unwanted: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Hold so many meanwhile. Raises UnwantedError where it is `unwanted`, at once or when others give back."""
-        units = min(units, self._total)
+        units, turn = min(units, self._total), object()
         with self._changed:
-            while not unwanted():
-                if self._free >= units:
-                    break
-                self._changed.wait()
-            else:
-                raise UnwantedError
-            self._free -= units
+            self._turns.append(turn)
+            try:
+                while not unwanted():
+                    if self._turns[0] is turn and self._free >= units:
+                        break
+                    self._changed.wait()
+                else:
+                    raise UnwantedError
+                self._free -= units
+            finally:
+                self._turns.remove(turn)
+                self._changed.notify_all()
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader
-from dataload.allowance import Allowance
+from dataload.allowance import Allowance, UnwantedError
 from dataload.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
 from dataload.room import check_shared_memory, region_of
@@ -52,6 +52,58 @@ def test_an_allowance_is_never_overdrawn() -> None:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     assert most[0] <= 10
+
+
+def test_an_allowance_is_given_in_the_order_in_which_it_is_asked_for() -> None:
+    """Row groups come in the order of need: a small one behind a large one waits, though there is room for it."""
+    allowance, given, asking = Allowance(10), [], []
+
+    def ask(units: int) -> None:
+        with allowance.hold(units):
+            given.append(units)
+
+    with allowance.hold(6):
+        for units in (8, 2, 7, 1):
+            asking.append(threading.Thread(target=ask, args=(units,)))
+            asking[-1].start()
+            while len(allowance._turns) + len(given) < len(asking):
+                threading.Event().wait(0.001)
+        assert given == []
+        assert not allowance.has(1)
+    for one in asking:
+        one.join(60)
+    assert given == [8, 2, 7, 1]
+    assert allowance.unused
+
+
+def test_who_no_longer_wants_it_is_in_nobodys_way() -> None:
+    allowance, given, unwanted = Allowance(10), threading.Event(), threading.Event()
+    caught: list[type[BaseException]] = []
+
+    def give_up() -> None:
+        try:
+            with allowance.hold(10, unwanted.is_set):
+                pass
+        except UnwantedError as error:
+            caught.append(type(error))
+
+    def ask() -> None:
+        with allowance.hold(4):
+            given.set()
+
+    threads = [threading.Thread(target=give_up), threading.Thread(target=ask)]
+    with allowance.hold(5):
+        for waiting, thread in enumerate(threads, start=1):
+            thread.start()
+            while len(allowance._turns) < waiting:
+                threading.Event().wait(0.001)
+        unwanted.set()
+        with pytest.raises(UnwantedError), allowance.hold(1, lambda: True):  # others hear of it when one leaves
+            pass
+        assert given.wait(60)
+    for thread in threads:
+        thread.join(60)
+    assert caught == [UnwantedError]
 
 
 def texts(folder: Path, groups: int, **options: Any) -> tuple[str, int]:
