@@ -17,8 +17,8 @@ class Allowance:
 
     def __init__(self, total: int) -> None:
         self._total = self._free = total
-        self._turns: deque[object] = deque()  # of those that wait
-        self._changed = threading.Condition()
+        self._mutex = threading.Lock()
+        self._turns: deque[threading.Condition] = deque()  # of those that wait; only the first is ever woken
 
     @property
     def unused(self) -> bool:
@@ -31,24 +31,28 @@ class Allowance:
 
     @contextmanager
     def hold(self, units: int, unwanted: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Hold so many meanwhile. Raises UnwantedError where it is `unwanted`, at once or when others give back."""
-        units, turn = min(units, self._total), object()
-        with self._changed:
+        """Hold so many meanwhile. Raises UnwantedError where it is `unwanted`, at once or in its turn."""
+        units, turn = min(units, self._total), threading.Condition(self._mutex)
+        with self._mutex:
             self._turns.append(turn)
             try:
                 while not unwanted():
                     if self._turns[0] is turn and self._free >= units:
                         break
-                    self._changed.wait()
+                    turn.wait()
                 else:
                     raise UnwantedError
                 self._free -= units
             finally:
                 self._turns.remove(turn)
-                self._changed.notify_all()
+                self._wake()
         try:
             yield
         finally:
-            with self._changed:
+            with self._mutex:
                 self._free += units
-                self._changed.notify_all()
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._turns:
+            self._turns[0].notify()

@@ -98,7 +98,7 @@ def test_who_no_longer_wants_it_is_in_nobodys_way() -> None:
             while len(allowance._turns) < waiting:
                 threading.Event().wait(0.001)
         unwanted.set()
-        with pytest.raises(UnwantedError), allowance.hold(1, lambda: True):  # others hear of it when one leaves
+        with pytest.raises(UnwantedError), allowance.hold(1, lambda: True):  # the first hears of it when one leaves
             pass
         assert given.wait(60)
     for thread in threads:
