@@ -72,26 +72,27 @@ class Scan:
 
 
 def saturator(scan: Scan) -> int:
-    wire = Wire(scan.endpoint_url, scan.folder, RANGE_BYTES)
-    with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        got = sum(pool.map(wire.get, scan.ranges))
-    wire.close()
-    return got
+    return _by_range(scan, lambda _, came: len(came))
 
 
 def stored(scan: Scan) -> int:
     """The least that a cache has to do: what comes is written down, unproven and not to be found again."""
-    wire = Wire(scan.endpoint_url, scan.folder, RANGE_BYTES)
 
-    def store(wanted: tuple[str, int, int]) -> int:
-        (name, start, _stop), came = wanted, wire.read(wanted)
+    def store(wanted: tuple[str, int, int], came: memoryview) -> int:
+        name, start, _ = wanted
         pieces = range(0, len(came), WRITTEN_BYTES)  # as large as the cache's own, which is much faster than at once
         return sum(os.pwrite(files[name].fileno(), came[at : at + WRITTEN_BYTES], start + at) for at in pieces)
 
     with ExitStack() as opened:
         files = {name: opened.enter_context((Path(scan.cache_dir) / name).open("wb")) for name in scan.names}
-        with ThreadPoolExecutor(IN_FLIGHT) as pool:
-            got = sum(pool.map(store, scan.ranges))
+        return _by_range(scan, store)
+
+
+def _by_range(scan: Scan, use: Callable[[tuple[str, int, int], memoryview], int]) -> int:
+    """All there is, in ranges, by a client that does nothing else. use: what is done with each, and how many bytes."""
+    wire = Wire(scan.endpoint_url, scan.folder, RANGE_BYTES)
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        got = sum(pool.map(lambda wanted: use(wanted, wire.read(wanted)), scan.ranges))
     wire.close()
     return got
 

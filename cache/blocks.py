@@ -18,7 +18,7 @@ from dataload.cache.locks import Slots
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin import Origin
 from dataload.cache.threads import Threads, awaited
-from dataload.cache.tier import Allocate, BlobKey, Span, Tier
+from dataload.cache.tier import Allocate, BlobKey, NoRoomError, Span, Tier
 from dataload.cache.version import version_of
 from dataload.errors import ConfigError
 from dataload.timeline import doing
@@ -45,10 +45,6 @@ class Object:
         if info.get("size") is None:
             raise ConfigError(f"{info['name']}: the origin does not tell its size, which caching needs")
         return cls(info["name"], int(info["size"]), version_of(info))
-
-
-class _FullError(Exception):
-    """What would be fetched would not be kept."""
 
 
 class Blocks(ForkAware):
@@ -191,7 +187,7 @@ class Blocks(ForkAware):
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
 
     def _fill(self, obj: Object, numbers: range) -> None:
-        with suppress(_FullError):
+        with suppress(NoRoomError):
             self._fill_together(obj, numbers, [])
 
     def _fill_together(self, obj: Object, numbers: range, rooms: list[tuple[int, memoryview]]) -> None:
@@ -208,22 +204,16 @@ class Blocks(ForkAware):
 
         def fill(allocate: Allocate) -> None:
             nonlocal kept
-            kept, refused = False, self._refused()
+            kept = False
             rooms.append((start, allocate(stop - start)))
-            if self._refused() > refused:
-                rooms.pop()
-                raise _FullError
             try:
                 self._fill_together(obj, numbers[1:], rooms)
-            except _FullError:
+            except NoRoomError:
                 self._fetch_into(obj, rooms)
 
-        self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0))
+        self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0), to_keep=True)
         if kept:
             self._fill_together(obj, numbers[1:], rooms)
-
-    def _refused(self) -> int:
-        return int(self.tier.stats().get("refused", 0))
 
     def _fetch_into(self, obj: Object, rooms: list[tuple[int, memoryview]]) -> None:
         while rooms:

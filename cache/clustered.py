@@ -38,8 +38,8 @@ class ClusterTier(LocalTier):
         _, settings, state = super().__reduce__()
         return ClusterTier, (*settings, self.cluster.url), state
 
-    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
-        return super().get_or_fill(key, partial(self._fill, key, fill), span)
+    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: bool = False) -> memoryview:
+        return super().get_or_fill(key, partial(self._fill, key, fill), span, to_keep=to_keep)
 
     @contextmanager
     def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:

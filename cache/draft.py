@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from dataload.cache import blob
 from dataload.cache.steps import step
-from dataload.cache.tier import BlobKey, Draft, Span
+from dataload.cache.tier import BlobKey, Draft, NoRoomError, Span
 from dataload.timeline import doing
 
 MAPPED_BYTES = 64 << 20  # From here on a blob is written through a map of its file, slower, but not held in memory.
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 class DiskDraft(Draft):
     """A blob being filled on disk where that goes, else in memory; gone again unless it is published.
 
-    keep: whether to try the disk at all. With it, the blob's lock is held.
+    keep: whether to try the disk at all. With it, the blob's lock is held. or_nothing: whether memory will not do.
     """
 
-    def __init__(self, tier: LocalTier, key: BlobKey, *, keep: bool) -> None:
+    def __init__(self, tier: LocalTier, key: BlobKey, *, keep: bool, or_nothing: bool = False) -> None:
         super().__init__(key)
         self._tier = tier
         self._keep = keep
+        self._or_nothing = or_nothing
         self._owner = os.getpid()
         self._path: Path | None = None
         self._map: mmap.mmap | None = None
@@ -40,6 +41,8 @@ class DiskDraft(Draft):
         if self._keep:
             with self._tier.trouble("making room for a blob", self._tier.health.writes):
                 self._map = self._on_disk()
+        if self._map is None and self._or_nothing:
+            raise NoRoomError(self.key.name)
         return super().room(size) if self._map is None else memoryview(self._map)[:size]
 
     def publish(self, span: Span | None = None) -> memoryview:

@@ -120,7 +120,7 @@ class LocalTier(ForkAware):
             self.counters.add(hits=1, bytes=len(found))
         return found
 
-    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
+    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: bool = False) -> memoryview:
         found = self.get(key, span)
         if found is not None:
             return found
@@ -136,7 +136,7 @@ class LocalTier(ForkAware):
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
             step("fill: locked")
-            draft = stack.enter_context(DiskDraft(self, key, keep=alone))
+            draft = stack.enter_context(DiskDraft(self, key, keep=alone, or_nothing=to_keep))
             fill(draft.allocate)
             step("fill: filled")
             return draft.publish(span)

@@ -45,7 +45,14 @@ class MemoryTier(ForkAware):
             self.counters.add(hits=1, bytes=len(found))
             return found
 
-    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
+    def get_or_fill(
+        self,
+        key: BlobKey,
+        fill: Fill,
+        span: Span | None = None,
+        *,
+        to_keep: bool = False,  # noqa: ARG002 (all is kept, for a while)
+    ) -> memoryview:
         found = self.get(key, span)
         if found is not None:
             return found

@@ -47,6 +47,10 @@ class BlobKey:
         return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()
 
 
+class NoRoomError(Exception):
+    """What was to be kept would not be: there is no room for it, or the place is failing."""
+
+
 class Tier(Protocol):
     """A place that keeps blobs of any size.
 
@@ -61,8 +65,12 @@ class Tier(Protocol):
         Notes: a tier that checks what it reads checks what `span` touches, so a small one is cheap.
         """
 
-    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None) -> memoryview:
-        """As `get`; when the blob is not kept here, `fill` makes all of it first."""
+    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: bool = False) -> memoryview:
+        """As `get`; when the blob is not kept here, `fill` makes all of it first.
+
+        to_keep: nothing is made that would not be kept: then `allocate` raises NoRoomError, and so does this, unless
+            `fill` catches it.
+        """
 
     def alone(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:
         """While it lasts, nobody else on this host is in it with the same key: to make several blobs at once.

@@ -135,6 +135,18 @@ def test_a_prefetch_fetches_only_what_there_is_room_for(bucket: Any, tmp_path: P
     assert bucket.server.stats()["get_bytes"] - sent == len(DATA), "all that was fetched before is kept"
 
 
+def test_a_prefetch_onto_a_disk_that_is_full_fetches_no_more(bucket: Any, small_disk: Path) -> None:
+    """Whatever it was told it may take."""
+    data = DATA * (-(-(4 << 20) // len(DATA)))
+    bucket.put("large", data)
+    fs = open_fs(bucket, small_disk / "cache", cache_bytes="1GB", block_bytes="64KiB")
+    sent = bucket.server.stats()["get_bytes"]
+    fs.prefetch(bucket.url("large"), wait=True)
+    assert bucket.server.stats()["get_bytes"] - sent < 2 << 20
+    assert fs.stats()["errors"]["local"]
+    assert fs.cat_file(bucket.url("large")) == data
+
+
 def test_pandas_reads_a_chained_url(bucket: Any, tmp_path: Path) -> None:
     frame = pd.DataFrame({"a": range(1000), "b": [str(i) for i in range(1000)]})
     frame.to_parquet(tmp_path / "x.parquet")
