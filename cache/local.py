@@ -162,9 +162,11 @@ class LocalTier(ForkAware):
             while some := list(itertools.islice(digests, LEASED_AT_ONCE)):
                 self.folder.index.touch(some)
 
-    def stays(self, keys: Iterable[BlobKey]) -> bool:
+    def passes(self, keys: Iterable[BlobKey]) -> bool:
+        if not self.region or self.policy != "pin" or self.health.reads.tripped or self.health.writes.tripped:
+            return False
         with self.trouble("looking up a blob", self.health.reads):
-            return self.folder.index.stay(key.digest for key in keys)
+            return not self.folder.index.stay(key.digest for key in keys)
         return False
 
     def flush(self) -> None:

@@ -77,7 +77,7 @@ class MemoryTier(ForkAware):
     def lease(self, keys: Iterable[BlobKey]) -> None:
         """It keeps what was used last."""
 
-    def stays(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (whichever they are)
+    def passes(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (whichever they are)
         return False
 
     def stats(self) -> dict[str, float]:

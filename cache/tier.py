@@ -86,8 +86,8 @@ class Tier(Protocol):
     def lease(self, keys: Iterable[BlobKey]) -> None:
         """Have those of these blobs that are kept stay as long as this process runs, where the tier can say so."""
 
-    def stays(self, keys: Iterable[BlobKey]) -> bool:
-        """Whether all of these blobs are kept, and none of them only until others need its room."""
+    def passes(self, keys: Iterable[BlobKey]) -> bool:
+        """Whether there is room that blobs pass through, and some of these, which do not stay, would find it there."""
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process: hits, misses, waits, bytes, errors."""

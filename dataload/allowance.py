@@ -35,6 +35,7 @@ class Allowance:
         units, turn = min(units, self._total), threading.Condition(self._mutex)
         with self._mutex:
             self._turns.append(turn)
+            self._wake()  # Who is first, and no longer wants it, is in the way.
             try:
                 while not unwanted():
                     if self._turns[0] is turn and self._free >= units:

@@ -33,7 +33,7 @@ NICENESS = 19  # beside a step that keeps the interpreter busy it leaves it nine
 IDLE_SECONDS = 60.0
 LOOK_SECONDS = 0.2  # how often it is looked for what nobody tells: room in a hurry, and the death of a parent
 SELDOM_SECONDS = 2.0  # that of a child; each look of each thread takes the interpreter from the training step
-ENDING_SECONDS = 0.5  # then it is killed, which leaves a little to be swept up
+ENDING_SECONDS = 0.3  # then it is killed, which leaves a little to be swept up
 MOST_FAILURES = 3
 LEFT_ALONE_SECONDS = 30.0
 # mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX. Few arenas, for one thread frees what another asked for.

@@ -118,7 +118,7 @@ class Reader:
 
         for epoch in count():
             before = self._fetched
-            lookahead = Lookahead(self._needs_from(epoch), ask, ahead, self._further, self._stays)
+            lookahead = Lookahead(self._needs_from(epoch), ask, ahead, self._further, self._passes)
             for gathered in self._gathered(epoch, batch_size, at_once):
                 together = {group for _, group in gathered}
                 lookahead.reach(gathered[-1][0] + 1)
@@ -153,8 +153,8 @@ class Reader:
         for position, group in self._needs_of(epoch + 1):
             yield self._order.n + position, group
 
-    def _stays(self, number: int) -> bool:
-        return all(self._cache.stays((number, part)) for part in range(len(self._costs[number].sizes)))
+    def _passes(self, number: int) -> bool:
+        return not all(self._cache.stays((number, part)) for part in range(len(self._costs[number].sizes)))
 
     def _needs_of(self, epoch: int) -> list[tuple[int, int]]:
         return self._needs.get(epoch, lambda epoch: list(self._order.needs_from(epoch)))

@@ -173,7 +173,7 @@ class Loader(Unwrapped, DataLoader[Any]):
     def _answers(self, epoch: int, cursor: int, waiting: Timeline) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         needs = self._needs(epoch, cursor)
-        lookahead = Lookahead(needs, rowstore.prefetch, rowstore.ahead, rowstore.further, rowstore.blobs.stays)
+        lookahead = self._lookahead(needs)
         if self._workers is None:
             made = self._on_a_thread(epoch, cursor, lookahead, waiting)
         else:
@@ -195,6 +195,14 @@ class Loader(Unwrapped, DataLoader[Any]):
             except BaseException:
                 rowstore.forget()
                 raise
+
+    def _lookahead(self, needs: Iterator[tuple[int, int]]) -> Lookahead:
+        rowstore = self.dataset.rowstore
+        ahead, further = rowstore.ahead, rowstore.further
+        if further and self._workers is not None:
+            # Workers open what is in the cache when they need it, and more would take the place of that.
+            ahead, further = max(1, ahead // 2), 0
+        return Lookahead(needs, rowstore.prefetch, ahead, further, rowstore.blobs.passes)
 
     def _needs(self, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:
         """(position, row group), what is left of this epoch and, so that no epoch begins with a wait, the next."""

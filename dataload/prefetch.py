@@ -17,6 +17,7 @@ from dataload.timeline import Timeline
 
 PATIENCE_SECONDS = 1.0
 LOOK_SECONDS = 0.2
+SIGHT = 8  # times as many row groups as are asked for further ahead are looked at: it takes 50 µs each
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class Lookahead:
 
     needs: (position in the epoch, row group), in the order of their first need; ask: starts the loading of some;
     ahead: how many are asked for that no batch has needed yet.
-    further: of those that do not stay in the cache, how many are, wherever they lie: they come in clumps.
+    further: of those that only pass through the cache, how many are, wherever they lie: they come in clumps.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class Lookahead:
         ask: Callable[[list[int]], Any],
         ahead: int,
         further: int = 0,
-        stays: Callable[[int], bool] = lambda _: False,
+        passes: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._ask = ask
-        every, passing = tee(needs)
-        self._horizons = _Horizon(every, ahead), _Horizon((need for need in passing if not stays(need[1])), further)
+        every, passing = tee(needs) if further else (needs, iter(()))
+        self._horizons = _Horizon(every, ahead, ahead), _Horizon(passing, further, SIGHT * further, passes)
 
     def reach(self, position: int) -> None:
         """Batches are made of all positions before this one."""
@@ -103,20 +104,36 @@ class Lookahead:
 
 
 class _Horizon:
-    """How far ahead needs are seen: until so many of them lie ahead."""
+    """How far ahead needs are seen: until so many that count lie ahead, or so many at all."""
 
-    def __init__(self, needs: Iterator[tuple[int, int]], ahead: int) -> None:
+    def __init__(
+        self,
+        needs: Iterator[tuple[int, int]],
+        most: int,
+        most_at_all: int,
+        counts: Callable[[int], bool] = lambda _: True,
+    ) -> None:
         self._needs = needs
-        self._ahead = ahead
-        self._lying_ahead: deque[int] = deque()  # positions
+        self._most, self._most_at_all = most, most_at_all
+        self._counts = counts
+        self._counted: deque[int] = deque()  # positions
+        self._seen: deque[int] = deque()
 
     def reach(self, position: int) -> list[int]:
-        """The row groups that come into sight."""
-        while self._lying_ahead and self._lying_ahead[0] < position:
-            self._lying_ahead.popleft()
+        """The row groups that come into sight, and count."""
+        for ahead in (self._counted, self._seen):
+            while ahead and ahead[0] < position:
+                ahead.popleft()
         coming = []
-        while len(self._lying_ahead) < self._ahead and (need := next(self._needs, None)) is not None:
-            coming.append(need[1])
+        while len(self._counted) < self._most and len(self._seen) < self._most_at_all:
+            need = next(self._needs, None)
+            if need is None:
+                break
+            counts = self._counts(need[1])
+            if counts:
+                coming.append(need[1])
             if need[0] >= position:
-                self._lying_ahead.append(need[0])
+                self._seen.append(need[0])
+                if counts:
+                    self._counted.append(need[0])
         return coming

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 FITS = 0.95  # of a cache is rows; the rest is footers, and what fills a file's last page
 AHEAD_BYTES = 256 << 20  # of objects, loaded before they are needed: more than is on its way at a time
-PASSING = 16  # row groups: clumps of as many that have to be fetched are seldom
+PASSING = 16  # row groups: clumps of more that have to be fetched are seldom, and threads that load them are few
 NEXT_TO_NOTHING = 0.01  # of what has to be fetched each epoch
 CODES = 64  # times as large as their codes values may be, perhaps: where that matters, they are measured
 
@@ -57,10 +57,10 @@ def _measure(blobs: RowBlobs) -> None:
 
 
 def region_of(order: Order, blobs: RowBlobs, limit: int, node_share: float = 1.0) -> tuple[int, int]:
-    """Bytes of a cache of `limit` bytes that row groups pass through, and how many find room there; 0 where all stay.
+    """Bytes of a cache of `limit` bytes that row groups pass through, and how many at a time; 0 where all of them stay.
 
-    Two windows; or more row groups than that, where it makes next to no difference to what stays. Raises ConfigError
-    when the cache is too small for what the order needs at a time.
+    Room for two windows; or for `PASSING` row groups, where it makes next to no difference to what stays, and for no
+    more at a time. Raises ConfigError when the cache is too small for what the order needs at a time.
     """
     groups, need = needed(order, blobs, node_share)
     _check_room(order, limit, groups, need)
@@ -68,8 +68,9 @@ def region_of(order: Order, blobs: RowBlobs, limit: int, node_share: float = 1.0
     if total <= limit * FITS:
         return 0, 0
     mean = blobs.num_bytes / len(order.block_lengths)
-    more = max(0, min(PASSING - groups, int((total - limit) * NEXT_TO_NOTHING / mean)))
-    return min(limit, need + math.ceil(more * mean)), groups + more
+    spare = min((total - limit) * NEXT_TO_NOTHING, limit - need)
+    more = max(0, min(PASSING - groups, int(spare / mean)))
+    return need + math.ceil(more * mean), min(PASSING, groups + more)
 
 
 def gathered_at_once(batch_bytes: int) -> int:

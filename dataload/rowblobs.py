@@ -113,9 +113,9 @@ class RowBlobs(ForkAware):
         """Have what is kept of all row groups stay, as long as this process runs."""
         self._blocks.tier.lease(key for number in range(len(self._rows)) for key in self._keys(number))
 
-    def stays(self, number: int) -> bool:
-        """Whether all of a row group is kept, and not only while it passes through."""
-        return self._blocks.tier.stays(self._keys(number))
+    def passes(self, number: int) -> bool:
+        """Whether a row group is kept only until others need its room, or is still to come."""
+        return self._blocks.tier.passes(self._keys(number))
 
     def measure(self) -> None:
         """Have it known how large the values are of which the files have codes. Raises OriginError, DataError."""

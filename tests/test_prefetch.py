@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from dataload.prefetch import Lookahead, run_ahead
+from dataload.prefetch import SIGHT, Lookahead, run_ahead
 from dataload.timeline import Timeline
 
 T = TypeVar("T")
@@ -95,13 +95,11 @@ def test_lookahead_that_starts_behind_asks_for_all_that_is_needed_now() -> None:
     assert asked == [5, 3, 8, 1]
 
 
-def test_lookahead_asks_further_for_what_does_not_stay() -> None:
+def test_lookahead_asks_further_for_what_passes_through() -> None:
     """In the order of need, wherever it lies; what stays is asked for when its turn comes."""
     asked: list[list[int]] = []
     needs = [(position, position + 50) for position in range(10)]
-    lookahead = Lookahead(
-        iter(needs), asked.append, ahead=2, further=3, stays=lambda group: group not in (50, 54, 57, 59)
-    )
+    lookahead = Lookahead(iter(needs), asked.append, ahead=2, further=3, passes=lambda group: group in (50, 54, 57, 59))
     lookahead.reach(0)
     assert asked.pop() == [50, 51, 50, 54, 57]
     lookahead.reach(1)
@@ -112,15 +110,40 @@ def test_lookahead_asks_further_for_what_does_not_stay() -> None:
     assert asked.pop() == [56, 57, 58, 59]
 
 
-def test_lookahead_finds_out_what_stays_no_sooner_than_it_must() -> None:
-    looked: list[int] = []
+@pytest.mark.parametrize(("passing", "looked_at"), [(1.0, 3), (0.0, 3 * SIGHT)])
+def test_lookahead_finds_out_what_passes_no_sooner_than_it_must(passing: float, looked_at: int) -> None:
+    """Nor does it go through a whole epoch before the first batch, where nothing does."""
+    looked, taken = [], []
 
-    def stays(group: int) -> bool:
+    def passes(group: int) -> bool:
         looked.append(group)
-        return False
+        return bool(passing)
 
-    lookahead = Lookahead(iter([(position, position) for position in range(10)]), lambda _: None, 1, 2, stays)
-    lookahead.reach(0)
-    assert looked == [0, 1]
-    lookahead.reach(1)
-    assert looked == [0, 1, 2]
+    def needs() -> Iterator[tuple[int, int]]:
+        for position in range(1000):
+            taken.append(position)
+            yield position, position
+
+    lookahead = Lookahead(needs(), lambda _: None, 2, 3, passes)
+    for position in (0, 7, 20):
+        lookahead.reach(position)
+        assert looked == taken == list(range(position + looked_at))
+
+
+def test_lookahead_keeps_nothing_that_it_does_not_ask_for() -> None:
+    needs = ((position, Weighed()) for position in range(100))
+    lookahead = Lookahead(needs, lambda _: None, 1)  # type: ignore[arg-type]
+    lookahead.reach(99)
+    assert Weighed.alive <= 2
+
+
+class Weighed:
+    """A row group that says how many there are."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        Weighed.alive += 1
+
+    def __del__(self) -> None:
+        Weighed.alive -= 1

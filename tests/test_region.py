@@ -51,14 +51,30 @@ def test_what_does_not_fit_passes_through_in_the_order_in_which_it_came(tmp_path
     assert tier.stats().get("refused", 0) == 0
 
 
-def test_what_stays_is_told_from_what_passes_through(tmp_path: Path) -> None:
+def test_what_passes_through_is_told_from_what_stays(tmp_path: Path) -> None:
     tier = tier_of(tmp_path, 5, region=2)
     put(tier, *range(5))
     keys = [key(f"x/{name}") for name in range(6)]
-    assert [tier.stays([one]) for one in keys] == [True, True, True, False, False, False]
-    assert tier.stays(keys[:3])
-    assert not tier.stays(keys[1:4])
-    assert not tier_of(tmp_path / "other", 5, region=2).stays(keys[:1])
+    assert [tier.passes([one]) for one in keys] == [False, False, False, True, True, True]
+    assert not tier.passes(keys[:3])
+    assert tier.passes(keys[1:4])
+
+
+@pytest.mark.parametrize("case", ["no region", "lru", "reads fail", "writes fail"])
+def test_where_there_is_no_room_to_pass_through_nothing_does(tmp_path: Path, case: str) -> None:
+    """So that nothing is asked for further ahead that would be held in memory, or be gone by then."""
+    tier = tier_of(tmp_path, 5, region=2)
+    put(tier, *range(5))
+    assert tier.passes([key("x/4")])
+    if case == "no region":
+        tier.region = 0
+    elif case == "lru":
+        tier.policy = "lru"
+    elif case == "reads fail":
+        tier.health.reads.failed(for_good=True)
+    else:
+        tier.health.writes.failed()
+    assert not tier.passes([key("x/4")])
 
 
 def test_without_a_region_what_does_not_fit_is_not_kept(tmp_path: Path) -> None:
@@ -108,20 +124,23 @@ def test_the_region_travels_with_the_tier(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(tier_of(tmp_path, 5, region=2))).region == 2 * ON_DISK
 
 
-@pytest.mark.parametrize("share", [0.5, 0.75, 0.9])
+@pytest.mark.parametrize(("share", "workers"), [(0.5, 0), (0.75, 0), (0.9, 0), (0.5, 1), (0.75, 2)])
 def test_an_epoch_fetches_what_the_cache_has_no_room_for(
-    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, share: float
+    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, share: float, workers: int
 ) -> None:
-    url = dataset_of([[1000] * 60])
+    """Also where workers read from the cache what another process had put there: it is not gone by then."""
+    rows = 8000 if workers else 1000  # a file's last page is nothing beside them
+    url = dataset_of([[rows] * 60])
     whole = make_dataset(url, storage_options=bucket.options, cache=CacheConfig(str(tmp_path / "x"), "1GB"))
     decoded = whole.rowstore.blobs.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), int(share * decoded))
     dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
-    loader = make_loader(dataset, 100, window=2)
+    given = {"num_workers": workers, "transform": _as_it_is} if workers else {}
+    loader = make_loader(dataset, rows // 10, window=2, **given)
     fetched = []
     for _ in range(4):
         bucket.server.reset()
-        assert sorted(np.concatenate([batch["row_id"] for batch in loader]).tolist()) == list(range(60_000))
+        assert sorted(np.concatenate([batch["row_id"] for batch in loader]).tolist()) == list(range(60 * rows))
         fetched.append(bucket.server.stats()["get_bytes"] / dataset_bytes(dataset))
     region = dataset.blocks.tier.region / decoded
     assert 0 < region < 0.2
@@ -145,7 +164,7 @@ def test_what_passes_through_is_asked_for_before_what_stays(
     asked: list[int] = []
     monkeypatch.setattr(dataset.rowstore, "prefetch", asked.extend)
     needs = [group for _, group in loader.sampler.needs_from(1, 0)]
-    passing = [group for group in needs if not dataset.rowstore.blobs.stays(group)]
+    passing = [group for group in needs if dataset.rowstore.blobs.passes(group)]
     assert 10 < len(passing) < 30
     batches = iter(loader)
     next(batches)
@@ -153,6 +172,10 @@ def test_what_passes_through_is_asked_for_before_what_stays(
     assert dataset.rowstore.further == 4
     assert set(passing[:4]) <= set(asked)
     assert needs.index(passing[3]) > 8
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def dataset_bytes(dataset: Any) -> int:
