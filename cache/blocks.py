@@ -144,6 +144,11 @@ class Blocks(ForkAware):
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process; see `TierCacheFileSystem.stats`."""
+        engine = self.origin.engine
+        return {**self.counts(), "engine": engine.name, "engine_reason": engine.reason}
+
+    def counts(self) -> dict[str, Any]:
+        """What `stats` says, but for the engine: where nothing has been fetched there need be none."""
         tier, origin = self.tier.stats(), self.origin.stats()
         cluster = tier.get("cluster", {})
         return {
@@ -163,8 +168,6 @@ class Blocks(ForkAware):
             },
             "health": tier.get("health"),
             "cluster": cluster or None,
-            "engine": self.origin.engine.name,
-            "engine_reason": self.origin.engine.reason,
         }
 
     def _numbers(self, start: int, stop: int) -> range:

@@ -42,9 +42,9 @@ class Threads:
         self._calls.put((future, call, args))
         with self._mutex:
             if not self._idle.acquire(blocking=False) and self._started < self._count:
-                self._started += 1
-                name = f"{self._name}_{self._started}"
+                name = f"{self._name}_{self._started + 1}"
                 threading.Thread(target=_work, args=(self._calls, self._idle), name=name, daemon=True).start()
+                self._started += 1  # and not before: the system may have no more
         return future
 
 

@@ -13,7 +13,7 @@ from dataload.cache.maps import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, libc, o
 from dataload.columns import Array
 
 _WORD = np.dtype(np.int64)
-_MREMAP_MAYMOVE_FIXED = 1 | 2  # mremap(2)
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2  # mremap(2)
 
 
 class Arena:
@@ -71,8 +71,13 @@ def _map_again(memory: memoryview, address: int) -> bool:
     mremap(2): "If the value of old_size is zero, and old_address refers to a shareable mapping, then mremap() will
     create a new mapping of the same pages."
     """
-    if libc().mremap(_address_of(memory), 0, len(memory), _MREMAP_MAYMOVE_FIXED, address) != address:
-        return False
     size = -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE
+    # Somewhere first: older kernels empty the place they are told before they refuse, for other threads to map into.
+    again = libc().mremap(_address_of(memory), 0, size, _MREMAP_MAYMOVE, None)
+    if again in (None, ctypes.c_void_p(-1).value):
+        return False
+    if libc().mremap(again, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) != address:
+        libc().munmap(again, size)
+        return False
     libc().madvise(address, size, POPULATE_READ)  # an older kernel goes without
     return True

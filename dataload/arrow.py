@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from flatbuffers.table import Table
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.stream import pieces
 from dataload.cache.tier import Span
+from dataload.cached import cached_property
 from dataload.errors import DataError, DataloadError
 from dataload.footer import SHARED_BYTES, Bounds, RowGroupReader, joined
 from dataload.timeline import doing
@@ -206,10 +206,8 @@ class ArrowFooter:
     def coded(self, number: int, columns: Collection[str]) -> list[str]:  # noqa: ARG002 (the schema says it of all)
         return [name for name in columns if any(self._read_by[own] for own in self._chosen([name]))]
 
-    def held_bytes(self, number: int) -> int:
-        return self.stored_bytes(number) + sum(
-            one.message.stop - one.message.start for one in self._dictionaries[number]
-        )
+    def held_bytes(self, number: int, columns: Sequence[str]) -> int:
+        return sum(stop - start for spans in self.fetched(number, columns) for start, stop in spans)
 
     def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
         *before, (_, spans) = self._needed(number, self._chosen(columns))

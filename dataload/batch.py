@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 
+from dataload.cached import cached_property
 from dataload.errors import ConfigError, DataError
 from dataload.layout import Field
 from dataload.records import Records

@@ -183,7 +183,8 @@ class _Process:
         self._spent = spent
         self._socket, theirs = socket.socketpair()
         with theirs:
-            program = f"import sys; sys.path[:] = {sys.path}; from dataload.filler import fill; fill({theirs.fileno()})"
+            path = [*map(str, sys.path)]
+            program = f"import sys; sys.path[:] = {path}; from dataload.filler import fill; fill({theirs.fileno()})"
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,

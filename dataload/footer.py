@@ -50,8 +50,8 @@ class Footer(Protocol):
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
         """Those of these columns, of bytes or text, of which the file has codes: `decoded_bytes` may be far too few."""
 
-    def held_bytes(self, number: int) -> int:
-        """Bytes of a row group that are in memory at a time while it is decoded, as they are stored."""
+    def held_bytes(self, number: int, columns: Sequence[str]) -> int:
+        """Bytes of a row group that are in memory at a time while these columns are decoded, as they are stored."""
 
     def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
         """What `open_row_group` has fetched of the file: from the blocks that the cache keeps; in requests of its own.

@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dataload.cached import cached_property
 from dataload.errors import DataError
 
 RECORD_ALIGN = 8

@@ -178,7 +178,8 @@ class Loader(Unwrapped, DataLoader[Any]):
             made = self._on_a_thread(epoch, cursor, lookahead, waiting)
         else:
             # Forked workers fetch more slowly, and share nothing but the cache: so it is filled from here, in advance.
-            self._requests.start_at(epoch, cursor, coming=lookahead.reach)
+            coming = lookahead.reach if rowstore.blobs.shared else lambda _: None
+            self._requests.start_at(epoch, cursor, coming=coming)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers, waiting)
         device = self.device or trainer_device()

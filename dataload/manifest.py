@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -20,6 +19,7 @@ from fsspec.core import has_magic
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.redact import redacted
 from dataload.cache.tier import Allocate
+from dataload.cached import cached_property
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.footer import Footer
 from dataload.footers import Kept, read_footers

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from dataload.cache.blocks import Blocks, Object
 from dataload.cache.stream import RangeStream, pieces
 from dataload.cache.tier import Span
+from dataload.cached import cached_property
 from dataload.errors import DataError, DataloadError
 from dataload.footer import SHARED_BYTES, Bounds, RowGroupReader, joined
 from dataload.layout import flatten, is_list, number, storage
@@ -72,8 +73,9 @@ class ParquetFooter:
         chunks = self._chunks(number)
         return [name for name in columns if any(map(_is_coded, chunks[self._leaves[name]]))]
 
-    def held_bytes(self, number: int) -> int:
-        return min(self.stored_bytes(number), HELD_BYTES)
+    def held_bytes(self, number: int, columns: Sequence[str]) -> int:
+        ranges = _ranges(self._chunks(number), frozenset(columns))
+        return min(sum(stop - start for start, stop in ranges), _room(columns))
 
     def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
         ranges = _ranges(self._chunks(number), frozenset(columns))

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
 
@@ -23,6 +23,7 @@ from dataload.cache.forks import ForkAware
 from dataload.cache.local import LocalTier
 from dataload.cache.threads import Threads
 from dataload.cache.tier import BlobKey, Span
+from dataload.cached import cached_property
 from dataload.columns import Array, Column, concatenate, decode
 from dataload.errors import DataError
 from dataload.footers import read_footer
@@ -146,12 +147,12 @@ class RowBlobs(ForkAware):
     @property
     def keeps(self) -> bool:
         """Whether the cache has kept all that it was to keep so far: is neither full nor failing."""
-        stats = self._blocks.stats()
+        stats = self._blocks.counts()
         return not stats["refused"] and (stats["health"] or {}).get("state", "normal") == "normal"
 
     def counts(self) -> dict[str, float]:
         """What this process's caches have counted; see `LoaderStats`."""
-        stats = self._blocks.stats()
+        stats = self._blocks.counts()
         return {share: stats[share] for share in SHARES}
 
     def sizes_on_disk(self, number: int) -> list[int]:
@@ -215,7 +216,9 @@ class RowBlobs(ForkAware):
 
     def _held(self, number: int) -> int:
         group = self._manifest.row_groups[number]
-        return max(LEAST_HELD, self._footer(group.file, group.kept).held_bytes(group.number))
+        stored = self._stored(group)
+        held = self._footer(group.file, group.kept).held_bytes(group.number, stored) if stored else 0
+        return max(LEAST_HELD, held)
 
     def _release(self) -> None:
         """Give back what Arrow keeps of the memory it decoded in: not each time, for fresh memory is slow."""

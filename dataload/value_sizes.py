@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 
 from dataload.cache.blocks import Blocks
 from dataload.cache.tier import Allocate
+from dataload.cached import cached_property
 from dataload.columns import Ragged, decode
 from dataload.footers import read_footer
 from dataload.layout import Field, Layout

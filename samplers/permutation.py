@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from dataload.cached import cached_property
 from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key, mix
 

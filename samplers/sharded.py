@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
+from dataload.cached import cached_property
 from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key
 from dataload.samplers.order import Order, Shuffle

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from dataload.cached import cached_property
 from dataload.samplers.split import batch_slice, is_local, stream_owners
 
 Int64 = npt.NDArray[np.int64]

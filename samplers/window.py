@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 import numpy.typing as npt
 
+from dataload.cached import cached_property
 from dataload.samplers.lookup import Lookup
 from dataload.samplers.permutation import KeyedPermutation
 

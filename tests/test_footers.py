@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dataload import make_dataset
@@ -176,3 +179,20 @@ def test_a_part_of_a_manifest_still_says_where_footers_are(
     for group in part.row_groups:
         assert stored_footer(group.kept, dataset.blocks) is not None
         assert read_footer(group.file, group.kept, dataset.blocks).lengths == [group.rows]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_what_is_held_is_of_the_columns_that_are_read(tmp_path: Path, kind: str) -> None:
+    """So that labels of large images are fetched many at a time."""
+    table = pa.table({"label": range(100), "image": [os.urandom(20_000) for _ in range(100)]})
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    dataset = make_dataset(str(path), cache=None)
+    [group] = dataset.row_groups
+    footer = read_footer(group.file, group.kept, dataset.blocks)
+    assert footer.held_bytes(0, ["label", "image"]) == pytest.approx(2_000_000, rel=0.01)
+    assert footer.held_bytes(0, ["label"]) < 2000

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -562,3 +563,19 @@ def test_an_argument_in_the_wrong_place_is_refused_without_its_value(dataset: An
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: it belongs to make_dataset") as refused:
             make_loader(dataset, 4, **wrong)
         assert "hunter2" not in str(refused.value)
+
+
+def _as_it_is_in_a_worker(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_a_cache_nothing_is_fetched_for_nobody(workers: int, bucket: Any) -> None:
+    """What a worker cannot share is not loaded for it in advance."""
+    table = pa.table({"x": [np.random.default_rng(row).bytes(1000) for row in range(2000)]})
+    bucket.put_table("x.parquet", table, row_group_size=500)
+    dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=None)
+    bucket.server.reset()
+    given = {"num_workers": workers, "transform": _as_it_is_in_a_worker} if workers else {}
+    assert sum(len(batch["x"]) for batch in make_loader(dataset, 100, **given)) == 2000
+    assert bucket.server.stats()["get_bytes"] < 1.2 * table.nbytes
