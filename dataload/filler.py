@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from dataload.allowance import Allowance
 from dataload.cache.forks import ForkAware
 from dataload.cache.maps import libc
+from dataload.cache.redact import redacted
 from dataload.cache.threads import Threads
 from dataload.metrics import Counters
 from dataload.rowblobs import RowBlobs
@@ -158,7 +159,9 @@ class Filler(ForkAware):
                 self._failures += self._process.end() != 0 or not self._process.ready.is_set()
                 if self._failures == MOST_FAILURES:
                     log.warning(
-                        "row groups are decoded in this process: another that should have, died %d times", MOST_FAILURES
+                        "row groups are decoded in this process: another that should have, failed %d times: %s",
+                        MOST_FAILURES,
+                        redacted(repr(self._process.error)),
                     )
                 self._counted_before += self._process.counted
                 self._process = None
@@ -198,6 +201,7 @@ class _Process:
         self.ready, self.gone = threading.Event(), threading.Event()
         self.counted: Counter[str] = Counter()
         self._ends = False
+        self.error: Exception | None = None  # why it is gone
         self._listener = threading.Thread(target=self._listen, args=(blobs,), name="dataload-filler", daemon=True)
         self._listener.start()
         atexit.register(self._end_with_program)
@@ -255,7 +259,7 @@ class _Process:
                 with self._mutex:
                     self._asked.pop(done.group).set_result(done)
         except Exception as error:  # noqa: BLE001 (a filesystem that cannot be pickled may raise anything)
-            log.debug("the process that fills is gone: %s", error)
+            self.error = error
         finally:
             self._hang_up()
 

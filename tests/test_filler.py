@@ -19,7 +19,7 @@ import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader, parquet, rowstore
 from dataload.errors import OriginNotFound
-from dataload.filler import Filler, Haste, _portable
+from dataload.filler import MOST_FAILURES, Filler, Haste, _portable
 from dataload.rowblobs import FETCHED_BYTES
 
 
@@ -231,3 +231,23 @@ def test_it_does_not_outlive_who_started_it(
         trainer.stdin.close()
         assert trainer.wait(30) == (-9 if end == "killed" else 0)
         assert not trainer.stderr.read()
+
+
+def test_where_it_cannot_be_told_what_to_do_that_is_said(
+    dataset: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a filesystem that holds a session of its user's."""
+
+    def refuses(_: Any) -> Any:
+        raise TypeError("cannot pickle a session")
+
+    blobs = dataset.rowstore.blobs
+    monkeypatch.setattr(type(blobs), "__reduce__", refuses)
+    filler = Filler(blobs)
+    for _ in range(MOST_FAILURES):
+        assert not filler.make(0)
+        assert filler._process is not None
+        assert filler._process.gone.wait(60)
+    assert not filler.make(0)
+    assert "cannot pickle a session" in caplog.text
+    filler.end()
