@@ -146,16 +146,18 @@ def test_where_one_cannot_be_read_the_others_are_not_waited_for(
     bucket: Any, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks, (first, *others) = open_source(bucket.url(), bucket.options, cache), objects(1000)
-    begun, asked = threading.Event(), []
+    first_asked, begun, asked = threading.Event(), threading.Event(), []
 
     def name(run: list[Object]) -> Object:
         if run == others:
+            assert first_asked.wait(60)
             begun.set()
         return _name(run)
 
     def fetch(obj: Object, _: Blocks) -> bytes:
         asked.append(obj)
         if obj == first:
+            first_asked.set()
             assert begun.wait(60)
             raise DataError(obj.path)
         threading.Event().wait(0.01)
