@@ -53,15 +53,15 @@ def read_footers(
         return footer
 
     def read(run: list[Object]) -> list[tuple[T, Kept]]:
-        name, kept = _name(run), run
+        name, untold = _name(run), run
 
         def fill(allocate: Allocate) -> None:
-            nonlocal kept
-            kept = []
+            nonlocal untold
+            untold = []  # `fetch` tells of each
             _join(list(pool.map(fetch, run)), allocate)
 
         whole = blocks.tier.get_or_fill(_key(name, blocks), fill)
-        for obj in kept:
+        for obj in untold:
             progress(obj)
         return [(look(parse_footer(_cut(whole, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
 

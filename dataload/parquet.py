@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -56,12 +56,11 @@ class ParquetFooter:
         return [self._metadata.row_group(number).num_rows for number in range(self._metadata.num_row_groups)]
 
     def stored_bytes(self, number: int) -> int:
-        return sum(chunk.total_compressed_size for chunk in self._chunks(number))
+        group = self._metadata.row_group(number)
+        return sum(group.column(leaf).total_compressed_size for leaf in range(group.num_columns))
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
-        group = self._metadata.row_group(number)
-        leaves = ((name, range(group.num_columns)[self._leaves[name]]) for name in columns)
-        return [self._decoded(name, [group.column(leaf) for leaf in own]) for name, own in leaves]
+        return [self._decoded(name, self._chunks(number, [name])) for name in columns]
 
     def _decoded(self, column: str, chunks: Sequence[pq.ColumnChunkMetaData]) -> int:
         dtype = self._numbers.get(column)
@@ -70,15 +69,14 @@ class ParquetFooter:
         return sum(chunk.total_uncompressed_size for chunk in chunks)
 
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
-        chunks = self._chunks(number)
-        return [name for name in columns if any(map(_is_coded, chunks[self._leaves[name]]))]
+        return [name for name in columns if any(map(_is_coded, self._chunks(number, [name])))]
 
     def held_bytes(self, number: int, columns: Sequence[str]) -> int:
-        ranges = _ranges(self._chunks(number), frozenset(columns))
+        ranges = _ranges(self._chunks(number, columns))
         return min(sum(stop - start for start, stop in ranges), _room(columns))
 
     def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
-        ranges = _ranges(self._chunks(number), frozenset(columns))
+        ranges = _ranges(self._chunks(number, columns))
         if self.stored_bytes(number) < SHARED_BYTES:
             return ranges, []
         return [], pieces(ranges, _room(columns))
@@ -100,8 +98,7 @@ class ParquetFooter:
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks
     ) -> Iterator[RowGroupReader]:
         """Of the columns, `HELD_BYTES` are fetched now, the others as they are read; see `Footer`."""
-        chunks = self._chunks(number)
-        ranges = _ranges(chunks, frozenset(columns))
+        ranges = _ranges(self._chunks(number, columns))
         fetch = _from_blocks if blocks.stay and self.stored_bytes(number) < SHARED_BYTES else _from_origin
         stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, _room(columns))
         try:
@@ -116,9 +113,10 @@ class ParquetFooter:
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{obj.path} row group {number} cannot be decoded: {str(error).strip()}") from error
 
-    def _chunks(self, number: int) -> list[pq.ColumnChunkMetaData]:
+    def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
+        """Those of these columns, column by column."""
         group = self._metadata.row_group(number)
-        return [group.column(leaf) for leaf in range(group.num_columns)]
+        return [group.column(leaf) for name in columns for leaf in self._leaves[name]]
 
     @cached_property
     def _numbers(self) -> dict[str, np.dtype[Any]]:
@@ -128,11 +126,11 @@ class ParquetFooter:
         return {name: dtype for name, dtype in found if dtype is not None}
 
     @cached_property
-    def _leaves(self) -> dict[str, slice]:
+    def _leaves(self) -> dict[str, range]:
         """Which of the file's columns, the leaves of its tree of types, hold each of a flat schema's."""
         flat = flatten(self.schema)
         stops = list(itertools.accumulate(_leaf_count(field.type) for field in flat))
-        return dict(zip(flat.names, map(slice, [0, *stops], stops), strict=True))
+        return dict(zip(flat.names, map(range, [0, *stops], stops), strict=True))
 
 
 class _Reader:
@@ -159,15 +157,6 @@ class _Reader:
             yield pa.Table.from_batches(found)
 
 
-def _column_of(path: str, names: Collection[str]) -> str | None:
-    """Which of these columns, dotted where they are members of structs, a leaf of a Parquet schema belongs to."""
-    while path not in names:
-        path, dot, _ = path.rpartition(".")
-        if not dot:
-            return None
-    return path
-
-
 def _is_coded(chunk: pq.ColumnChunkMetaData) -> bool:
     """Whether most of it may be codes of values in its dictionary, so that its bytes do not tell those of the values.
 
@@ -184,15 +173,14 @@ def _leaf_count(kind: pa.DataType) -> int:
     return sum(_leaf_count(field.type) for field in inner) if inner else 1
 
 
-def _ranges(chunks: Sequence[pq.ColumnChunkMetaData], columns: Collection[str]) -> list[Span]:
-    """Where the chunks of these columns lie in their file; neighbours in one, unless they are too large to be held."""
+def _ranges(chunks: Sequence[pq.ColumnChunkMetaData]) -> list[Span]:
+    """Where these chunks lie in their file; neighbours in one, unless they are too large to be held."""
     places = []
     for chunk in chunks:
-        if _column_of(chunk.path_in_schema, columns) is not None:
-            first = chunk.data_page_offset
-            if chunk.has_dictionary_page and chunk.dictionary_page_offset:
-                first = min(first, chunk.dictionary_page_offset)
-            places.append((first, first + chunk.total_compressed_size))
+        first = chunk.data_page_offset
+        if chunk.has_dictionary_page and chunk.dictionary_page_offset:
+            first = min(first, chunk.dictionary_page_offset)
+        places.append((first, first + chunk.total_compressed_size))
     places.sort()
     too_large = sum(stop - start for start, stop in places) > max(HELD_BYTES, len(places) * CHUNK_BYTES)
     return places if too_large else joined(places)
