@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from dataload.cache import blob
+from dataload.cache.folder import CacheFolder
+from dataload.cache.index import LOCK_SECONDS
 from dataload.cache.steps import step
 from dataload.cache.tier import BlobKey, Draft, NoRoomError, Span
 from dataload.timeline import doing
@@ -22,13 +24,20 @@ if TYPE_CHECKING:
 class DiskDraft(Draft):
     """A blob being filled on disk where that goes, else in memory; gone again unless it is published.
 
-    keep: whether to try the disk at all. With it, the blob's lock is held. or_nothing: whether memory will not do.
+    A draft belongs to the folder it began in: what goes wrong with it says nothing of a folder that another thread has
+    opened since.
+
+    Args:
+        tier: The tier that the blob is for.
+        key: Key of the blob. The caller holds its lock in `folder`.
+        folder: Where to write it; None: keep it in memory.
+        or_nothing: Raise NoRoomError instead of falling back to memory.
     """
 
-    def __init__(self, tier: LocalTier, key: BlobKey, *, keep: bool, or_nothing: bool = False) -> None:
+    def __init__(self, tier: LocalTier, key: BlobKey, folder: CacheFolder | None, *, or_nothing: bool = False) -> None:
         super().__init__(key)
         self._tier = tier
-        self._keep = keep
+        self._folder = folder
         self._or_nothing = or_nothing
         self._owner = os.getpid()
         self._path: Path | None = None
@@ -38,32 +47,31 @@ class DiskDraft(Draft):
 
     def room(self, size: int) -> memoryview:
         self._payload_bytes, self._size = size, blob.size_on_disk(size, self.key.name)
-        if self._keep:
-            with self._tier.trouble("making room for a blob", self._tier.health.writes):
-                self._map = self._on_disk()
+        if self._folder is not None:
+            with self._tier.trouble("making room for a blob", self._tier.health.writes, self._folder):
+                self._map = self._on_disk(self._folder)
         if self._map is None and self._or_nothing:
             raise NoRoomError(self.key.name)
         return super().room(size) if self._map is None else memoryview(self._map)[:size]
 
     def publish(self, span: Span | None = None) -> memoryview:
         in_memory = super().publish(span)
-        if self._map is None or self._path is None:
+        tier, folder, digest = self._tier, self._folder, self.key.digest
+        if self._map is None or self._path is None or folder is None or folder.closed:
             return in_memory
-        tier, digest = self._tier, self.key.digest
-        with doing("disk"), tier.trouble("keeping a blob", tier.health.writes):
+        with doing("disk"), tier.trouble("keeping a blob", tier.health.writes, folder):
             blob.seal(self._map, self._payload_bytes, digest, self.key.name)
             if self._size < MAPPED_BYTES:
                 blob.write(self._path, self._map, self._size)
             step("fill: sealed")
-            target = tier.folder.publish(self._path, digest)
+            target = folder.publish(self._path, digest)
             self._path = None
             step("fill: published")
             tier.health.worked()
             # Mapped again: through the memory it was written to, whoever is given it could write on.
-            with suppress(FileNotFoundError):  # Evicted by another before that: no trouble of the disk's.
-                found = blob.open_map(target, digest, tier.proven, span, just_sealed=True)
-                self._recycle(in_memory)
-                return found
+            found = blob.open_map(target, digest, tier.proven, span, just_sealed=True)
+            self._recycle(in_memory)
+            return found
         return in_memory
 
     def _recycle(self, in_memory: memoryview) -> None:
@@ -73,8 +81,8 @@ class DiskDraft(Draft):
                 self.payload.release()
                 self._tier.buffers.give_back(self._map)
 
-    def _on_disk(self) -> mmap.mmap | None:
-        folder, digest = self._tier.folder, self.key.digest
+    def _on_disk(self, folder: CacheFolder) -> mmap.mmap | None:
+        digest = self.key.digest
         folder.check_place()
         # The file is there before its row, so that whoever sweeps up after us knows which row to drop.
         self._path = folder.scratch.draft(digest)
@@ -82,7 +90,7 @@ class DiskDraft(Draft):
         step("fill: drafted")
         try:
             folder.clear(digest, self._path)  # A file that failed its check; what a dead filler left.
-            if not self._tier.reserve(self.key, self._size):
+            if not self._tier.reserve(folder, self.key, self._size):
                 self._tier.refuse(self.key, self._size)
                 return None
             step("fill: reserved")
@@ -98,6 +106,13 @@ class DiskDraft(Draft):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._path is not None and os.getpid() == self._owner:
-            with self._tier.trouble("dropping a draft", self._tier.health.writes):
-                self._tier.folder.discard(self.key.digest, self._path)
+        tier, folder, path = self._tier, self._folder, self._path
+        if path is None or folder is None or os.getpid() != self._owner:
+            return
+        if folder.closed:  # Its index is shut, and made anew.
+            with suppress(OSError):
+                path.unlink()
+            return
+        with tier.trouble("dropping a draft", tier.health.writes, folder):
+            # An index that could not be entered a moment ago is not waited for again: the draft's mark stays.
+            folder.discard(self.key.digest, path, timeout=0 if tier.health.writes.tripped else LOCK_SECONDS)

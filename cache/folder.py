@@ -8,26 +8,30 @@ import logging
 import os
 import shutil
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import lmdb
 
 from dataload.cache import place, trust
-from dataload.cache.index import DAMAGED, Index, Release, Row
+from dataload.cache.index import DAMAGED, LOCK_SECONDS, Index, Row
 from dataload.cache.locks import KeyLocks
 from dataload.cache.rebuild import rebuild
 from dataload.cache.scratch import Scratch, drafts, living, oldest_start, sweep
 from dataload.cache.steps import step
 from dataload.errors import ConfigError
 
-FORMAT = 2
+FORMAT = 3
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
+EVICTED_AT_ONCE = 32  # blobs whose locks are held together, a descriptor each
+ADMIT_ATTEMPTS = 16  # Other processes may take the room that was made.
 _SETUP = b"\xff" * 32  # the lock under which a folder is made, opened, swept and closed
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # What a person must mend. All else (a full disk, a failing one, too many open files) is the tier's own trouble.
@@ -111,9 +115,9 @@ class CacheFolder:
         step("recover: swept")
         alone = known and not living(self.path / "tmp")
         self._open_index(alone=alone)
-        self._forget(swept)
+        forgotten = self._forget(swept)
         step("recover: forgotten")
-        for dead in swept:
+        for dead in forgotten:
             shutil.rmtree(dead, ignore_errors=True)  # A living filler may be clearing them, too.
         self.scratch = Scratch(self.path / "tmp")
         if not known:
@@ -174,44 +178,92 @@ class CacheFolder:
             self._clear_drafts(digest, own)  # Of a dead filler that nobody has swept: its row stands for them.
         step("discard: unlinked")
 
-    def discard(self, digest: bytes, draft: Path | None = None) -> None:
+    def discard(self, digest: bytes, draft: Path | None = None, timeout: float = LOCK_SECONDS) -> None:
         """Remove a blob, or the draft of one, file before row. Its lock must be held."""
         mark = self.scratch.mark(digest)
         if draft is None:
             self.clear(digest, mark)
         else:
             draft.unlink(missing_ok=True)
-        self.index.drop(digest)
+        self.index.drop(digest, timeout=timeout)
         mark.unlink(missing_ok=True)
 
     def reserve(self, row: Row, *, limit: int, region: int, evict_before: Callable[[], int]) -> bool:
-        """`Index.reserve`, removing the files of what is evicted."""
-        with self._releasing() as release:
-            return self.index.reserve(row, limit=limit, region=region, evict_before=evict_before, release=release)
+        """Enter a row in place of one it may have, evicting as many blobs as it takes. Return whether it fits.
 
-    def evict(self, keep_bytes: int) -> None:
-        """`Index.evict`, removing the files of what is evicted."""
-        with self._releasing() as release:
-            self.index.evict(keep_bytes, release)
+        The caller holds the lock of the row's key. A row that does not fit is not entered, and nothing is evicted.
 
-    @contextmanager
-    def _releasing(self) -> Iterator[Release]:
-        marks: list[Path] = []
-        yield partial(self._release, marks)
-        for mark in marks:  # The rows are gone. Where an error kept them, so do the marks stay.
-            mark.unlink(missing_ok=True)
-
-    def _release(self, marks: list[Path], digest: bytes) -> bool:
-        mark = self.scratch.mark(digest)
-        marks.append(mark)
-        if self.unlink(digest):
-            return True
-        # Somebody is filling it just now, or was killed: then its row stands for what is left in tmp/.
-        with self.locks.hold(digest, timeout=0) as alone:
-            if alone and not self.path_of(digest).exists():
-                self._clear_drafts(digest, mark)
+        Args:
+            row: The blob to admit.
+            limit: Most bytes on disk.
+            region: Bytes of the limit for blobs that pass through. A blob that cannot stay takes the place of the
+                oldest of them.
+            evict_before: Called only when the cache is full: blobs that stay but were last used before this time (ns)
+                may be evicted.
+        """
+        index = self.index
+        for _ in range(ADMIT_ATTEMPTS):
+            missing = index.admit(row, limit=limit, region=region, may_pass=False)
+            if missing is None:
+                return True
+            before = evict_before()
+            if self._evict(max(missing), partial(index.staying, before)):
+                continue
+            # Blobs that stay fill the region too when another process, without a region, kept them.
+            overfull = region and missing.staying > row.size
+            victims = partial(index.staying, time.time_ns()) if overfull else partial(index.evictable, before)
+            if missing.total > 0 and not self._evict(missing.total, victims):
+                return False
+            if index.admit(row, limit=limit, region=region, may_pass=True) is None:
                 return True
         return False
+
+    def evict(self, keep_bytes: int) -> None:
+        """Evict blobs, the least recently used first, until at most `keep_bytes` remain."""
+        over = self.index.used_bytes() - keep_bytes
+        if over > 0:
+            self._release_some(over, self.index.evictable(time.time_ns()))
+
+    def _evict(self, size: int, victims: Callable[[], Iterator[Row]]) -> bool:
+        """Evict some of these blobs, in their order, until `size` bytes are free. Return whether they are.
+
+        Nothing is evicted when all of them would not do.
+        """
+        return any(total >= size for total in accumulate(row.size for row in victims())) and (
+            self._release_some(size, victims()) <= 0
+        )
+
+    def _release_some(self, size: int, victims: Iterator[Row]) -> int:
+        """Release blobs until `size` bytes are free or there are no more. Return the bytes that are still missing."""
+        some: list[Row] = []
+        for row in victims:
+            some.append(row)
+            if len(some) == EVICTED_AT_ONCE or sum(row.size for row in some) >= size:
+                size -= self._release(some)
+                some = []
+                if size <= 0:
+                    return size
+        return size - self._release(some)
+
+    def _release(self, rows: list[Row]) -> int:
+        """Remove blobs, files before rows; those that are being filled stay. Return the bytes that were freed.
+
+        The locks of the keys are held from the first file to the last row: nobody fills one of them in between, so no
+        row of a new blob is dropped. Killed in between, this process leaves marks by which the rows are found.
+        """
+        marks: dict[bytes, Path] = {}
+        with ExitStack() as stack:
+            for row in rows:
+                if stack.enter_context(self.locks.hold(row.digest, timeout=0)):
+                    mark = marks[row.digest] = self.scratch.mark(row.digest)
+                    if not self.unlink(row.digest):
+                        self._clear_drafts(row.digest, mark)  # Of a dead filler: its row stands for them.
+            step("evict: unlinked")
+            freed = self.index.drop(*marks) if marks else 0
+            step("evict: dropped")
+            for mark in marks.values():  # Where an error kept the rows, the marks stay, too.
+                mark.unlink(missing_ok=True)
+        return freed
 
     def _clear_drafts(self, digest: bytes, own: Path) -> None:
         for draft in drafts(self.path / "tmp", digest):
@@ -257,16 +309,25 @@ class CacheFolder:
         except (FileNotFoundError, *DAMAGED) as error:
             log.debug("cache %s: its index cannot be read: %s", self.path, error)
             return False
+        except TimeoutError:  # A process that was stopped is inside. What is kept can be read without the index.
+            return True
         return True
 
-    def _forget(self, swept: dict[Path, set[bytes]]) -> None:
-        for digest in set().union(*swept.values()):
-            self.index.drop(digest, unless=partial(self._is_kept, digest, swept))
+    def _forget(self, swept: dict[Path, set[bytes]]) -> list[Path]:
+        """Drop the rows without files that dead processes left. Return the folders of those that are done with."""
+        return [dead for dead, digests in swept.items() if all(map(self._forget_one, digests))]
 
-    def _is_kept(self, digest: bytes, swept: dict[Path, set[bytes]]) -> bool:
-        # Drafts first: one that is published meanwhile is found under its name.
-        drafted = any(draft.parent not in swept for draft in drafts(self.path / "tmp", digest))
-        return drafted or self.path_of(digest).exists()
+    def _forget_one(self, digest: bytes) -> bool:
+        """Drop the row of a blob that has no file. Return False where that cannot be told just now."""
+        with self.locks.hold(digest, timeout=0) as alone:
+            if not alone:  # It is being filled or evicted.
+                return False
+            if not self.path_of(digest).exists():
+                try:
+                    self.index.drop(digest)
+                except TimeoutError:
+                    return False
+            return True
 
 
 def _touch(path: Path) -> None:

@@ -145,7 +145,7 @@ def _unknown(folder: CacheFolder, digest: bytes) -> bool:
 def _holds(folder: CacheFolder, digest: bytes, wrong: Callable[[], bool], *, repair: bool) -> bool:
     """Whether something is still wrong with a blob that nobody is filling or evicting just now; mended if `repair`."""
     with folder.locks.hold(digest, timeout=0) as alone:
-        found = alone and folder.index.settled(wrong)
+        found = alone and wrong()
         if found and repair:
             folder.discard(digest)
         return found

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from dataload.cache.draft import DiskDraft
 from dataload.cache.folder import CacheFolder
 from dataload.cache.forks import ForkAware
 from dataload.cache.health import Breaker, Health
-from dataload.cache.index import DAMAGED, Row
+from dataload.cache.index import DAMAGED, LOCK_SECONDS, Row
 from dataload.cache.opened import open_folder
 from dataload.cache.proven import Proven
 from dataload.cache.steps import step
@@ -30,7 +29,6 @@ from dataload.errors import ConfigError, CorruptEntry
 from dataload.metrics import Counters
 
 FILL_SECONDS = 120.0
-LEASED_AT_ONCE = 1000  # in one transaction, which others wait for
 FLUSH_SECONDS = 1.0  # how far behind the record of uses may be: hits are never written one by one
 
 log = logging.getLogger(__name__)
@@ -46,9 +44,10 @@ class LocalTier(ForkAware):
 
     region: bytes of the limit for what finds no room under "pin": it passes through there, first come, first gone.
 
-    Notes: nothing is opened before the first use. A warm `get` costs a lookup and a map; what a process reads for the
-    first time it also checks, in pieces of 64 KiB. Pickles as its settings. What the disk does wrong (full, failing,
-    removed) is counted and logged; `stats()["health"]` says how it is.
+    Notes: nothing is opened before the first use. A warm `get` opens and maps a file and does not ask the index, so no
+    other process can hold it up; what a process reads for the first time it also checks, in pieces of 64 KiB. Pickles
+    as its settings. What the disk does wrong (full, failing, removed) is counted and logged; `stats()["health"]` says
+    how it is.
 
     Raises ConfigError at the first use when the folder is one that a person must mend; see `CacheFolder`.
     """
@@ -68,6 +67,7 @@ class LocalTier(ForkAware):
         self._clock = clock
         self._was_open = False
         self._touched: set[bytes] = set()
+        self._strays: set[bytes] = set()  # blobs that were read but have no row
         self._reported: set[str] = set()
         self._flush_at = 0.0
         self.after_fork_in_child()
@@ -109,10 +109,9 @@ class LocalTier(ForkAware):
     @property
     def limit(self) -> int:
         """Most bytes on disk; without end where nobody said and the disk cannot be asked."""
-        with self.trouble("opening it", self.health.reads):
-            _ = self.folder
-            return self._limit
-        return self._given_limit or sys.maxsize
+        if self._opened() is None:
+            return self._given_limit or sys.maxsize
+        return self._limit
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         found = self._look_up(key, span)
@@ -124,19 +123,17 @@ class LocalTier(ForkAware):
         found = self.get(key, span)
         if found is not None:
             return found
-        keep = not self.health.reads.tripped and self.health.writes.allows()
+        keep = self._may_keep()
         with ExitStack() as stack:
-            alone = False  # Past the deadline, or without locks: fetch, and keep nothing. Never a deadlock.
-            if keep:
-                with self.trouble("locking a blob", self.health.writes):
-                    alone = stack.enter_context(self.folder.locks.hold(key.digest, self.fill_seconds))
-                found = self._look_up(key, span, locked=alone)
+            folder = self._lock(key, stack) if keep else None
+            if folder is not None:  # Another may have filled it since.
+                found = self._look_up(key, span)
             if found is not None:
                 self.counters.add(hits=1, waits=1, bytes=len(found))
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
             step("fill: locked")
-            draft = stack.enter_context(DiskDraft(self, key, keep=alone, or_nothing=to_keep))
+            draft = stack.enter_context(DiskDraft(self, key, folder, or_nothing=to_keep))
             fill(draft.allocate)
             step("fill: filled")
             return draft.publish(span)
@@ -144,9 +141,8 @@ class LocalTier(ForkAware):
     @contextmanager
     def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)
         with ExitStack() as stack:
-            if not self.health.reads.tripped and self.health.writes.allows():
-                with self.trouble("locking a blob", self.health.writes):
-                    stack.enter_context(self.folder.locks.hold(key.digest, self.fill_seconds))
+            if self._may_keep():
+                self._lock(key, stack)
             yield
 
     def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002 (there is nobody to bring them)
@@ -157,55 +153,92 @@ class LocalTier(ForkAware):
 
     def lease(self, keys: Iterable[BlobKey]) -> None:
         """Note that this process is going to use these blobs, those of them that are kept."""
-        digests = iter([key.digest for key in keys])
-        with self.trouble("noting uses", self.health.writes):
-            while some := list(itertools.islice(digests, LEASED_AT_ONCE)):
-                self.folder.index.touch(some)
+        folder = None if self.health.writes.tripped else self._opened()
+        if folder is not None:
+            with self.trouble("noting uses", self.health.writes, folder):
+                folder.index.touch(key.digest for key in keys)
 
     def passes(self, keys: Iterable[BlobKey]) -> bool:
         if not self.region or self.policy != "pin" or self.health.reads.tripped or self.health.writes.tripped:
             return False
-        with self.trouble("looking up a blob", self.health.reads):
-            return not self.folder.index.stay(key.digest for key in keys)
+        folder = self._opened()
+        if folder is not None:
+            with self.trouble("looking up a blob", self.health.writes, folder):
+                return not folder.index.stay(key.digest for key in keys)
         return False
 
     def flush(self) -> None:
-        """Write down which blobs were used since the last time."""
-        touched, self._touched = self._touched, set()
-        self._flush_at = time.monotonic() + FLUSH_SECONDS
-        if touched:
-            self.folder.index.touch(touched)
+        """Write down which blobs were used since the last time, and enter those of them that have no row."""
+        folder = self.folder
+        self._note_uses(folder, LOCK_SECONDS)
+        strays, self._strays = self._strays, set()
+        for digest in strays:
+            self._adopt(folder, digest)
 
-    def reserve(self, key: BlobKey, size: int) -> bool:
+    def reserve(self, folder: CacheFolder, key: BlobKey, size: int) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows; False when it does not fit."""
         self.flush()
-        folder = self.folder
-        evict_before = folder.oldest_process if self.policy == "pin" else time.time_ns
-        region = self.region if self.policy == "pin" else 0
-        row = Row(key.digest, key.name, size)
-        return folder.reserve(row, limit=self.limit, region=region, evict_before=evict_before)
+        return self._admit(folder, Row(key.digest, key.name, size))
 
     @contextmanager
-    def trouble(self, doing: str, breaker: Breaker) -> Iterator[None]:
-        """Swallows the tier's own trouble: counted, and logged once a kind. The bytes come from elsewhere.
+    def trouble(self, doing: str, breaker: Breaker, folder: CacheFolder) -> Iterator[None]:
+        """Swallow the tier's own trouble: counted, and logged once a kind. The bytes come from elsewhere.
 
-        breaker: of what is left alone for a while when this goes on.
+        Args:
+            doing: What fails, for the log.
+            breaker: Of what is left alone for a while when this goes on.
+            folder: The folder that is worked in. Only this one is let go of when something of it was removed: another
+                thread may have opened it anew meanwhile.
         """
         try:
             yield
         except (OSError, lmdb.Error) as error:
-            self._failed(doing, error, breaker)
+            self._failed(doing, error, breaker, folder)
 
-    def _failed(self, doing: str, error: Exception, breaker: Breaker) -> None:
+    def _opened(self) -> CacheFolder | None:
+        """The folder, or None, counted, when it cannot be opened just now. Raises ConfigError as `LocalTier` does."""
+        try:
+            return self.folder
+        except (OSError, lmdb.Error) as error:
+            self._report("opening it", error)
+            self.health.reads.failed(for_good=True)
+            return None
+
+    def _may_keep(self) -> bool:
+        return not self.health.reads.tripped and self.health.writes.allows()
+
+    def _lock(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:
+        """Hold the lock of a key until `stack` ends; the folder it holds in.
+
+        None past the deadline, or without locks: the caller fetches, and keeps nothing. Never a deadlock.
+        """
+        folder = self._opened()
+        if folder is not None:
+            with self.trouble("locking a blob", self.health.writes, folder):
+                if stack.enter_context(folder.locks.hold(key.digest, self.fill_seconds)):
+                    return folder
+        return None
+
+    def _admit(self, folder: CacheFolder, row: Row) -> bool:
+        evict_before = folder.oldest_process if self.policy == "pin" else time.time_ns
+        region = self.region if self.policy == "pin" else 0
+        return folder.reserve(row, limit=self.limit, region=region, evict_before=evict_before)
+
+    def _note_uses(self, folder: CacheFolder, timeout: float) -> None:
+        touched, self._touched = self._touched, set()
+        self._flush_at = time.monotonic() + FLUSH_SECONDS
+        try:
+            self._strays.update(folder.index.touch(touched, timeout))
+        except TimeoutError:
+            self._touched |= touched
+            if timeout:
+                raise
+
+    def _failed(self, doing: str, error: Exception, breaker: Breaker, folder: CacheFolder) -> None:
         self._report(doing, error)
-        if isinstance(error, CorruptEntry):  # One blob's trouble, not the disk's.
+        if isinstance(error, CorruptEntry) or folder.closed:  # One blob's trouble, or of a folder that was let go of.
             return
-        folder = self._folder
-        if folder is None or (folder.closed and getattr(error, "errno", None) != errno.ESTALE):
-            self.health.reads.failed(for_good=True)  # It cannot be opened.
-        elif folder.closed:
-            return  # Another thread has just let go of it.
-        elif isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
             folder.doubt()
             self.health.reads.failed()
         else:
@@ -233,44 +266,36 @@ class LocalTier(ForkAware):
                 size,
             )
 
-    def _look_up(self, key: BlobKey, span: Span | None, *, locked: bool = False) -> memoryview | None:
-        """The blob if it is kept. locked: the caller holds its lock."""
-        if not self.health.reads.allows():
+    def _look_up(self, key: BlobKey, span: Span | None) -> memoryview | None:
+        """The blob if it is kept."""
+        folder = self._opened() if self.health.reads.allows() else None
+        if folder is None:
             return None
         found = None
-        try:
-            folder = self.folder
-            if folder.index.size_of(key.digest) is not None or self._adopt(folder, key, locked=locked):
-                try:
-                    found = blob.open_map(folder.file_of(key.digest), key.digest, self.proven, span)
-                except FileNotFoundError:  # It is being filled just now, or its filler died.
-                    found = None
+        with self.trouble("reading a blob", self.health.reads, folder):
+            with suppress(FileNotFoundError):
+                found = blob.open_map(folder.file_of(key.digest), key.digest, self.proven, span)
             if found is not None or self.health.reads.tripped:
                 self.health.reads.worked()
-        except (OSError, lmdb.Error) as error:
-            self._failed("reading a blob", error, self.health.reads)
         if found is not None:
             self._touched.add(key.digest)
             if time.monotonic() >= self._flush_at and not self.health.writes.tripped:
-                with self.trouble("noting uses", self.health.writes):
-                    self.flush()
+                with self.trouble("noting uses", self.health.writes, folder):
+                    self._note_uses(folder, timeout=0)
         return found
 
-    def _adopt(self, folder: CacheFolder, key: BlobKey, *, locked: bool) -> bool:
-        """Enter a row for a sound file that has none, as when the index was lost under us; whether there was one."""
-        path = folder.file_of(key.digest)
-        if self.health.writes.tripped or not os.path.exists(path):  # noqa: PTH110 - asked at every miss
-            return False
-        with ExitStack() as stack:
-            if not locked and not stack.enter_context(folder.locks.hold(key.digest, timeout=0)):
-                return False
+    def _adopt(self, folder: CacheFolder, digest: bytes) -> None:
+        """Enter a row for a sound file that has none, as when the index was lost under us; else remove the file."""
+        with folder.locks.hold(digest, timeout=0) as alone:
+            if not alone or folder.index.size_of(digest) is not None:
+                return
             try:
-                footer, _, _ = blob.read_footer(path)
-            except FileNotFoundError:  # Another has filled it and let it go since we looked.
-                return False
-            with self.trouble("making room for a blob", self.health.writes):
-                if footer.digest == key.digest and self.reserve(key, footer.size):
+                footer, name, _ = blob.read_footer(folder.file_of(digest))
+                if footer.digest == digest and self._admit(folder, Row(digest, name, footer.size)):
                     step("adopt: entered")
-                    return True
-                folder.unlink(key.digest)
-        return False
+                    return
+            except FileNotFoundError:
+                return
+            except CorruptEntry as error:
+                self._report("reading a blob", error)
+            folder.unlink(digest)

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 
 from dataload.cache.forks import ForkAware, close_copies
 
-FIRST_WAIT = 0.0005
+FIRST_WAIT = 0.0001
 LONGEST_WAIT = 0.02
 SLOTS_FROM = 1 << 62  # the first byte that no key is locked by
 PATIENCE, HOPELESS = 10.0, 60.0  # for a place; and how long it is not waited for again when there was none
@@ -92,7 +92,7 @@ class Slots(ForkAware):
         finally:
             if descriptor is not None and os.getpid() == owner:
                 with suppress(OSError):  # as of a key
-                    _set_lock(descriptor, SLOTS_FROM, fcntl.F_UNLCK, self._count)
+                    set_lock(descriptor, SLOTS_FROM, fcntl.F_UNLCK, self._count)
                 os.close(descriptor)
             if place is not None:
                 idle.append(place)
@@ -112,7 +112,7 @@ class Slots(ForkAware):
 
     def _lock_one(self, descriptor: int) -> int | None:
         for place in reversed(self._idle):
-            if _set_lock(descriptor, SLOTS_FROM + place, fcntl.F_WRLCK):
+            if set_lock(descriptor, SLOTS_FROM + place, fcntl.F_WRLCK):
                 self._idle.remove(place)
                 return place
         return None
@@ -152,18 +152,22 @@ class KeyLocks(ForkAware):
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             wait = FIRST_WAIT
-            while not (held := _set_lock(descriptor, byte, fcntl.F_WRLCK)) and time.monotonic() < deadline:
+            while not (held := set_lock(descriptor, byte, fcntl.F_WRLCK)) and time.monotonic() < deadline:
                 time.sleep(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
             yield held
         finally:
             if os.getpid() == owner:
                 with suppress(OSError):  # Closing alone would not do while a child has yet to close its copy.
-                    _set_lock(descriptor, byte, fcntl.F_UNLCK)
+                    set_lock(descriptor, byte, fcntl.F_UNLCK)
                 os.close(descriptor)
 
 
-def _set_lock(descriptor: int, byte: int, kind: int, count: int = 1) -> bool:
+def set_lock(descriptor: int, byte: int, kind: int, count: int = 1) -> bool:
+    """Lock (F_WRLCK) or unlock (F_UNLCK) bytes of an open file description. Return False when another has one locked.
+
+    Threads that share a descriptor do not exclude each other. Raises OSError where locks do not work.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0))
     except OSError as error:

@@ -13,7 +13,7 @@ from dataload.errors import ConfigError
 NETWORK = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
 )
-OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "index/lock.mdb", "FORMAT")
+OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "FORMAT")
 
 
 def check(path: Path) -> None:

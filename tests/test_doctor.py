@@ -222,7 +222,7 @@ def test_locks_that_keep_nobody_out(case: Case, monkeypatch: pytest.MonkeyPatch)
     """As on filesystems that grant each host its own."""
     from dataload.cache import locks
 
-    monkeypatch.setattr(locks, "_set_lock", lambda *_: True)
+    monkeypatch.setattr(locks, "set_lock", lambda *_: True)
     assert "keep nobody out" in said(folder.locks(case))
 
 

@@ -19,7 +19,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 import tiers
 from nightly import NIGHTLY
@@ -159,6 +158,11 @@ def repair(tier: LocalTier) -> None:
     fsck.verify(tier.folder, repair=True)
 
 
+def read_and_fill(tier: LocalTier) -> None:
+    look(tier, "x/0")
+    put(tier, "z/0")
+
+
 def again(tier: LocalTier) -> None:
     """What most others do, one after the other."""
     for name in ("x/0", "z/5", "x/3"):
@@ -176,7 +180,7 @@ SCENARIOS = {
     "a missing blob": Scenario(three_one_gone, fill, XXY - {"x/0"}, is_gone),
     "evicting all": Scenario(three, evict_all),
     "evicting a folder": Scenario(three, evict_folder, survivors=frozenset({"y/0"})),
-    "an unknown blob": Scenario(three_one_unknown, fill, XXY - {"x/0"}, is_unknown),
+    "an unknown blob": Scenario(three_one_unknown, read_and_fill, XXY - {"x/0"}, is_unknown),
     "repairing": Scenario(three_one_damaged, repair, XXY - {"x/0"}, is_damaged),
     "a damaged index": Scenario(index_damaged, fill),
     **{
@@ -673,7 +677,7 @@ def watch_over(dialogue: Connection) -> None:
 
 
 def assert_within_at_this_moment(watchdog: Watchdog, tier: LocalTier, steppers: list[Stepper]) -> None:
-    """Count while all stand still; once more if one was stopped inside the index with a mutex that we need."""
+    """Count while all stand still; once more if one was stopped inside the index with the lock that we need."""
     while True:
         try:
             with watchdog.standing_still(steppers):
@@ -751,21 +755,7 @@ def let_go_and_fill_anew(path: Path, leave: Callable[[LocalTier], None]) -> None
     assert tier.get_or_fill(key("x/0"), fill_other) == data_of("x/0")[::-1]
 
 
-def test_a_blob_may_be_evicted_before_its_filler_has_mapped_it(tmp_path: Path) -> None:
-    """That is no sign that somebody removes the cache: the folder stays open, and what comes next is kept."""
-    tier = LocalTier(tmp_path / "c", LIMIT, "lru")
-    folder = tier.folder
-    steps.watch(lambda name: fsck.evict(folder) if name == "fill: published" else None)
-    try:
-        put(tier, "x/0")
-    finally:
-        steps.watch(None)
-    assert tier.folder is folder
-    put(tier, "y/0")
-    assert assert_sound(tier.path, LIMIT) == {"y/0"}
-
-
-# Workers, and readers that die
+# Workers
 
 
 class Reading:
@@ -807,40 +797,6 @@ def test_workers_read_through_their_parents_tier(tmp_path: Path, method: str, pe
     assert sorted((tmp_path / "fills").read_text().split()) == sorted(f"x/{number}" for number in range(len(reading)))
     put(reading.tier, "y/0")
     assert fsck.verify(reading.tier.folder).problems == []
-
-
-def read_and_die(path: Path, name: str) -> None:
-    tier = LocalTier(path, LIMIT)
-    assert look(tier, name)
-    with tier.folder.index._transaction():
-        tiers.kill_myself()
-
-
-def readers(path: Path, to: Connection) -> None:
-    """The processes in the reader table, read without clearing it."""
-    options = {"lib_version": 0} if hasattr(lmdb.Environment, "lib_version") else {}
-    with lmdb.open(str(path / "index"), max_dbs=3, map_size=1 << 30, **options) as environment:
-        to.send([int(line.split()[0]) for line in environment.readers().splitlines() if line.split()[0].isdecimal()])
-
-
-def readers_of(path: Path) -> list[int]:
-    receiver, sender = FORKSERVER.Pipe(duplex=False)
-    with receiver, sender:
-        assert tiers.run(readers, path, sender) == 0
-        return receiver.recv()
-
-
-def test_readers_that_died_are_forgotten(tmp_path: Path) -> None:
-    """A reader's place in the index outlives it, and would keep old pages from being used again."""
-    tier = LocalTier(tmp_path / "c", LIMIT)
-    put(tier, "x/0")
-    victim = tiers.start(read_and_die, tier.path, "x/0")
-    dead = victim.pid
-    assert tiers.end(victim) == -signal.SIGKILL
-    assert dead in readers_of(tier.path)
-    assert tiers.run(open_once, tier.path) == 0
-    assert dead not in readers_of(tier.path)
-    put(tier, "x/1")
 
 
 def test_a_fork_within_a_fill_changes_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import lmdb
 import pytest
-from tiers import LIMIT, assert_sound, bytes_in, data_of, files_of, key, look, put
+from tiers import LIMIT, assert_sound, bytes_in, data_of, files_of, key, look, name_of, put
 
 from dataload.cache import blob, fsck, index, steps, trust
 from dataload.cache.health import READ_FAILURES
@@ -352,8 +352,10 @@ def test_damage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return real(self, digest)
 
     monkeypatch.setattr(index.Index, "size_of", size_of)
-    assert tier.get(key("x/0")) is None
+    put(tier, "y/0")
     assert is_kept(tier, "x/0")
+    put(tier, "y/0")
+    assert is_kept(tier, "y/0")
     assert tier.folder is not first
     assert tier.folder.rebuilt
 
@@ -378,7 +380,7 @@ def test_an_index_that_is_damaged_again_and_again_is_left_alone(
 
     monkeypatch.setattr(index.Index, "size_of", damaged)
     for _ in range(READ_FAILURES):
-        assert not look(tier, "x/0")
+        put(tier, "x/0")
     assert tier.stats()["health"]["state"] == "off"
 
 
@@ -386,14 +388,14 @@ def test_who_finds_the_folder_closed_by_another_thread_opens_it_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = LocalTier(tmp_path / "c", LIMIT)
-    folder, reserve = tier.folder, index.Index.reserve
+    folder, admit = tier.folder, index.Index.admit
 
-    def reserve_when_closed(self: index.Index, *given: Any, **options: Any) -> bool:
+    def admit_when_closed(self: index.Index, *given: Any, **options: Any) -> Any:
         folder.close()
-        return reserve(self, *given, **options)
+        return admit(self, *given, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(index.Index, "reserve", reserve_when_closed)
+        patch.setattr(index.Index, "admit", admit_when_closed)
         put(tier, "x/0")
     assert tier.stats()["health"]["state"] == "normal"
     put(tier, "x/0")
@@ -490,6 +492,30 @@ def test_new_fills_work_again_in_a_folder_made_anew(tmp_path: Path) -> None:
         assert tier.stats()["health"]["state"] == "normal"
 
 
+@pytest.mark.parametrize("removed", ["", "tmp", "index"])
+def test_a_draft_belongs_to_the_folder_it_began_in(tmp_path: Path, removed: str) -> None:
+    """Its end says nothing of the folder that was opened since, in which other drafts are under way."""
+    path = tmp_path / "c"
+    tier = LocalTier(path, LIMIT, "lru")
+    put(tier, "x/0")
+    folders = [tier.folder]
+
+    def fill(allocate: Allocate) -> None:
+        room = allocate(len(data_of("x/2")))
+        shutil.rmtree(path / removed)
+        put(tier, "y/0")  # The fill that notices.
+        put(tier, "y/2")
+        folders.append(tier.folder)
+        room[:] = data_of("x/2")
+
+    assert tier.get_or_fill(key("x/2"), fill) == data_of("x/2")
+    assert tier.folder is folders[1]
+    assert tier.folder is not folders[0]
+    assert tier.stats()["health"]["state"] == "normal"
+    put(tier, "y/3")
+    assert {"y/2", "y/3"} <= {name_of(row.name) for row in tier.folder.index.rows()}
+
+
 def test_a_folder_that_cannot_be_made_anew(tmp_path: Path) -> None:
     path = tmp_path / "c"
     now = [0.0]
@@ -535,8 +561,13 @@ def orphaned(tmp_path: Path) -> LocalTier:
 
 def test_a_blob_without_a_row_is_adopted(orphaned: LocalTier) -> None:
     assert orphaned.get(key("x/0"), (5, 9)) == data_of("x/0")[5:9]
-    orphaned.folder.index.drop(key("x/0").digest)
-    assert is_kept(orphaned, "x/0")
+    orphaned.flush()
+    assert fsck.verify(orphaned.folder).problems == []
+
+
+def test_a_fill_adopts_the_blobs_that_were_read(orphaned: LocalTier) -> None:
+    assert look(orphaned, "x/0")
+    put(orphaned, "y/0")
     assert fsck.verify(orphaned.folder).problems == []
 
 
@@ -544,13 +575,15 @@ def test_adopting_keeps_the_limit(orphaned: LocalTier) -> None:
     for name in ("z/5", "y/3"):
         put(orphaned, name)
     assert look(orphaned, "x/0")
+    orphaned.flush()
     assert orphaned.folder.index.used_bytes() == bytes_in(files_of(orphaned.path).values()) <= LIMIT
 
 
 def test_what_cannot_be_adopted_goes(orphaned: LocalTier) -> None:
     orphaned.folder.evict(0)
     small = LocalTier(orphaned.path, 100, "lru")
-    assert small.get(key("x/0")) is None
+    assert look(small, "x/0")
+    small.flush()
     assert files_of(small.path) == {}
 
 
@@ -576,31 +609,29 @@ def test_another_blob_is_not_adopted(orphaned: LocalTier) -> None:
 
 def test_what_is_to_be_adopted_may_be_evicted_meanwhile(orphaned: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is no sign that somebody removes the cache."""
-    folder, exists = orphaned.folder, os.path.exists
+    folder, read_footer = orphaned.folder, blob.read_footer
 
-    def then_evicted(path: Any) -> bool:
-        found = exists(path)
-        Path(path).unlink(missing_ok=True)
-        return found
+    def evicted_before(path: Any) -> Any:
+        Path(path).unlink()
+        return read_footer(path)
 
+    assert look(orphaned, "x/0")
     with monkeypatch.context() as patch:
-        patch.setattr(os.path, "exists", then_evicted)
-        assert orphaned.get(key("x/0")) is None
+        patch.setattr(blob, "read_footer", evicted_before)
+        orphaned.flush()
     assert orphaned.folder is folder
+    assert orphaned.folder.index.rows() == []
     assert "errors" not in orphaned.stats()
 
 
 def test_nothing_is_adopted_while_another_holds_its_lock(orphaned: LocalTier) -> None:
     with orphaned.folder.locks.hold(key("x/0").digest, timeout=0):
-        assert orphaned.get(key("x/0")) is None
+        assert look(orphaned, "x/0")
+        orphaned.flush()
+        assert orphaned.folder.index.rows() == []
     assert look(orphaned, "x/0")
-
-
-def test_nothing_is_adopted_while_writing_fails(orphaned: LocalTier) -> None:
-    orphaned.health.writes.failed()
-    assert not look(orphaned, "x/0")
-    orphaned.health.writes.worked()
-    assert look(orphaned, "x/0")
+    orphaned.flush()
+    assert len(orphaned.folder.index.rows()) == 1
 
 
 # Accounts
@@ -619,7 +650,7 @@ def test_accounts_that_are_off_are_found_and_put_right(tmp_path: Path) -> None:
 def test_a_row_entered_twice_counts_once(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c", LIMIT, "lru")
     for _ in range(2):
-        assert tier.reserve(key("x/0"), 1000)
+        assert tier.reserve(tier.folder, key("x/0"), 1000)
     assert tier.folder.index.used_bytes() == 1000
 
 

@@ -140,7 +140,7 @@ def test_links_in_tmp_are_not_swept(tmp_path: Path) -> None:
 def test_the_first_format_is_refused_by_name(tmp_path: Path) -> None:
     put(LocalTier(tmp_path / "c"), "x/0")
     (tmp_path / "c" / "FORMAT").write_text(json.dumps({"format": 0}))
-    with pytest.raises(ConfigError, match="has format 0, this version reads 2: remove it or name another"):
+    with pytest.raises(ConfigError, match="has format 0, this version reads 3: remove it or name another"):
         put(LocalTier(tmp_path / "c"), "x/0")
 
 
