@@ -183,7 +183,7 @@ def test_threads_of_a_process_wait_without_asking_the_file(locks: str, monkeypat
 
     other = threading.Thread(target=enter)
     with slots.take(), monkeypatch.context() as patch:
-        patch.setattr("dataload.cache.locks._set_lock", lambda *_: asked.set())
+        patch.setattr("dataload.cache.locks.set_lock", lambda *_: asked.set())
         other.start()
         assert begun.wait(20)
         assert not asked.wait(0.1)
@@ -233,6 +233,6 @@ def test_where_there_are_no_locks_there_is_no_bound(locks: str, monkeypatch: pyt
     def fails(*_: Any) -> bool:
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr("dataload.cache.locks._set_lock", fails)
+    monkeypatch.setattr("dataload.cache.locks.set_lock", fails)
     with Slots(locks, 1).take(), Slots(locks, 1).take(), Slots(locks + " are not there", 1).take():
         pass
