@@ -16,6 +16,7 @@ from dataload.checkpoint import copied, generators, set_generators
 from dataload.distributed import device_of, gather, process_group
 from dataload.errors import ConfigError
 from dataload.feed import num_rows
+from dataload.modes import begin_training, modes_kept
 from dataload.steps import LossFn, Steps
 from dataload.world import World
 
@@ -50,7 +51,8 @@ def find_batch_size(
     device = device_of(world, device)
     best, fastest, size = 0, 0.0, start
     with process_group(world, device), _restored(model.to(device), optimizer):
-        steps = Steps(model.train(), optimizer, loss_fn, device, precision)
+        begin_training(model)
+        steps = Steps(model, optimizer, loss_fn, device, precision)
         while size <= limit:
             seconds = gather(_seconds(steps, batch, size))
             if None in seconds:
@@ -68,16 +70,14 @@ def find_batch_size(
 def _restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Model, optimizer and generators are afterwards as they were; gradients are gone."""
     states = [copied(part.state_dict()) for part in (model, optimizer)]
-    modes = [(module, module.training) for module in model.modules()]
     drawn = generators()
     try:
-        yield
+        with modes_kept(model):
+            yield
     finally:
         optimizer.zero_grad()
         model.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
-        for module, training in modes:  # each its own: parts of a model in training may be in eval mode
-            module.training = training
         set_generators(drawn)
 
 

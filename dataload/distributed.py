@@ -88,6 +88,7 @@ def replicate(
         gradient_as_bucket_view=True,  # one copy of the gradients instead of two
         static_graph=static_graph,
     )
+    replica.training = model.training
     if not static_graph:  # which DDP would learn from this very backward
         _settle_buckets(replica)
     if comm_hook == "powersgd":

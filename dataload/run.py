@@ -19,6 +19,7 @@ from dataload.errors import ConfigError
 from dataload.feed import Fed, feed
 from dataload.figures import AVERAGED, Scalars, Tally, added
 from dataload.losses import Losses
+from dataload.modes import evaluating
 from dataload.stages import stage
 from dataload.steps import Steps
 from dataload.world import World
@@ -112,8 +113,7 @@ class Run:
             return
         record = self.history[-1]
         if self.evaluate is not None:
-            self.model.eval()
-            with self._noted(record["epoch"]), torch.no_grad(), stage("evaluate"):
+            with self._noted(record["epoch"]), evaluating(self.model), torch.no_grad(), stage("evaluate"):
                 found = {name: float(value) for name, value in self.evaluate(self.model).items()}
             record |= {f"evaluate.{name}" if name in record else name: value for name, value in found.items()}
         if self.scalars is not None:
@@ -131,7 +131,6 @@ class Run:
     def _train(self, number: int, advance: Callable[[], None]) -> None:
         tally = self._tally = Tally(**self._so_far)
         self._so_far = {}
-        self.model.train()
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         for fed in feed(self.loader, tally.counts, self.world, self.even, state_of, self._begun):

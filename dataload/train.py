@@ -20,6 +20,7 @@ from dataload.evaluate import evaluate_over
 from dataload.figures import Scalars, bar
 from dataload.loader import Loader
 from dataload.losses import Losses
+from dataload.modes import begin_training
 from dataload.run import Run
 from dataload.steps import LossFn, Steps
 from dataload.trace import traced
@@ -61,6 +62,9 @@ def fit(
     Under torchrun (or any launcher's environment) the ranks train together by DDP, on `cuda:LOCAL_RANK` over NCCL or
     on the CPU over gloo. A process group that nobody has started is started here and ended here, come what may.
 
+    model: each module trains in the mode that it is in when `fit` is called, and has this mode again after each
+        evaluation: a BatchNorm in eval mode stays frozen. If all modules are in eval mode, as `model.eval()` leaves
+        them, `fit` calls `model.train()`.
     loss_fn(model, batch): the mean loss over the batch's rows, a scalar tensor; or it and a dict of scalars to log.
         A batch is a dict (or tuple, or list) whose tensors are on the device.
     precision: autocast to "bf16" or "fp16" (with the loss scaled), or "fp32" for none.
@@ -123,6 +127,7 @@ def fit(
             checkpoint_every=checkpoint_every,
             evaluate=evaluate,
         )
+        begin_training(model)
         run.resume(checkpoints.find(resume))
         stack.enter_context(recomputed(model, activation_checkpointing))
         if world.world_size > 1:
