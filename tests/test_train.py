@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from itertools import chain, zip_longest
 from types import SimpleNamespace
 
@@ -270,6 +271,62 @@ def with_gpus(monkeypatch, number):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     return chosen
+
+
+def seen_by_hooks(accumulate):
+    """How often hooks of each kind were run; each with a tensor."""
+    model, optimizer = build()
+    calls = Counter()
+
+    def saw(kind):
+        def hook(module, *values):
+            assert isinstance(values[0][0], torch.Tensor)
+            calls[kind] += 1
+
+        return hook
+
+    model.register_forward_pre_hook(saw("before"))
+    model.register_forward_hook(saw("after"))
+    model[0].register_forward_hook(saw("layer"))
+    model[3].register_full_backward_hook(saw("backward"))
+    everywhere = nn.modules.module.register_module_forward_pre_hook(saw("any module"))
+    try:
+        options = {"precision": "fp32", "accumulate": accumulate, "progress": False}
+        fit(model, optimizer, in_order(4), squared_error, epochs=2, **options)
+    finally:
+        everywhere.remove()
+    return calls
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_of_modules_see_batches_alone(ranks, accumulate):
+    calls = dict.fromkeys(("before", "after", "layer", "backward"), 10)
+    assert ranks(2, seen_by_hooks, accumulate) == [{**calls, "any module": 10 * (5 + 1)}] * 2  # DDP is one
+
+
+class Writing(nn.Module):
+    """Writes into a buffer which rank it is of; remembers what was there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.register_buffer("rank", torch.tensor(7))
+        self.found = []
+
+    def forward(self, x):
+        self.found.append(self.rank.item())
+        self.rank.fill_(World.detect().rank)
+        return self.layer(x)
+
+
+def buffers_found():
+    model = Writing()
+    fit(model, torch.optim.SGD(model.parameters(), 0.1), in_order(4), squared_error, epochs=1, progress=False)
+    return model.found
+
+
+def test_each_step_begins_with_the_buffers_of_rank_0(ranks):
+    assert ranks(2, buffers_found) == [[7, 0, 0, 0, 0]] * 2
 
 
 # ---- loaders and history
