@@ -29,7 +29,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     out. Meanwhile all modules are in eval mode; afterwards, also after an exception, each has its own mode again.
     Loaders of unequal length are fine.
 
-    Raises ConfigError when a metric does not have one value for each row, or there are no rows.
+    Raises ConfigError when a metric does not have one value for each row or is named "rows", or there are no rows.
     """
     padding = getattr(loader, "padding", 0)  # asked before the loop, which moves the loader
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -38,6 +38,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         for batch in loader:
             here = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
             for name, value in metric_fn(model, here).items():
+                if name == "rows":
+                    raise ConfigError("a metric named 'rows' would hide the number of rows: rename it")
                 if value.ndim != 1:
                     raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
                 own.setdefault(name, _Sum(padding)).add(value)

@@ -66,6 +66,7 @@ def fit(
         evaluation: a BatchNorm in eval mode stays frozen. If all modules are in eval mode, as `model.eval()` leaves
         them, `fit` calls `model.train()`.
     loss_fn(model, batch): the mean loss over the batch's rows, a scalar tensor; or it and a dict of scalars to log.
+        A scalar with the name of one of the epoch's own figures (see below) is a ConfigError.
         A batch is a dict (or tuple, or list) whose tensors are on the device.
     precision: autocast to "bf16" or "fp16" (with the loss scaled), or "fp32" for none.
     accumulate: batches per optimizer step. A step's gradient is that of the mean over all rows of its batches on all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 from types import SimpleNamespace
 
 import numpy as np
@@ -398,6 +398,40 @@ def losses_by_rank():
 def test_history_averages_over_what_ranks_log(ranks):
     wanted = {"loss": 0.5, "double": 1.0, "of 0": 5.0, "of 1": 5.0, "at first": 3.5, "rows": 40}
     assert ranks(2, losses_by_rank) == [wanted] * 2
+
+
+def logging_as(name, at=0):
+    """The dict of an epoch in which one step logs a scalar of that name; and how many steps were begun."""
+    model, optimizer = build()
+    steps = count()
+
+    def loss(model, batch):
+        return squared_error(model, batch), {name: 0.5} if next(steps) == at else {}
+
+    loader = Remembering({"hits": 3, "waits": {"disk": 1.0}})
+    try:
+        return fit(model, optimizer, loader, loss, epochs=1, progress=False)[0], next(steps)
+    except ConfigError as error:
+        return str(error), next(steps)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["epoch", "loss", "rows", "seconds", "wait_seconds", "skipped_steps", "rows_per_second", "stall_fraction"]
+    + ["hits", "waits.disk"],  # of the loader
+)
+def test_a_scalar_with_the_name_of_a_figure_is_refused(name):
+    """In the first step that logs it."""
+    message, steps = logging_as(name, at=2)
+    assert f"loss_fn logs {name!r}" in message
+    assert "Reserved are epoch, hits, loss, rows, rows_per_second, seconds, skipped_steps, stall_fraction" in message
+    assert steps == 3
+
+
+def test_a_scalar_with_a_name_of_its_own_is_logged():
+    record, _ = logging_as("misses")
+    assert record.pop("misses") == 0.5
+    assert record.keys() <= figures.reserved_names(Remembering({"hits": 3, "waits": {"disk": 1.0}}))
 
 
 class Remembering:

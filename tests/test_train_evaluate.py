@@ -135,6 +135,7 @@ def test_values_are_not_kept():
         ({"x": torch.tensor(1.0)}, r"'x' has shape \(\)"),
         ({"x": torch.ones(3, 1)}, r"'x' has shape \(3, 1\)"),
         ({"x": torch.ones(3), "y": torch.ones(2)}, "unequal numbers of rows"),
+        ({"rows": torch.ones(3)}, "a metric named 'rows'"),
     ],
 )
 def test_metrics_have_one_value_for_each_row(values, message):
