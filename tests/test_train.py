@@ -417,8 +417,7 @@ def logging_as(name, at=0):
 
 @pytest.mark.parametrize(
     "name",
-    ["epoch", "loss", "rows", "seconds", "wait_seconds", "skipped_steps", "rows_per_second", "stall_fraction"]
-    + ["hits", "waits.disk"],  # of the loader
+    ["epoch", "loss", "rows", "seconds", "wait_seconds", "skipped_steps", "rows_per_second", "hits", "waits.disk"],
 )
 def test_a_scalar_with_the_name_of_a_figure_is_refused(name):
     """In the first step that logs it."""
