@@ -144,6 +144,11 @@ def share_buffers(model: nn.Module) -> None:
             dist.broadcast(buffer, 0)
 
 
+def is_first() -> bool:
+    """Return whether this process is rank 0, or has no other ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def gather(value: Any) -> list[Any]:
     """Every rank's `value`, in rank order."""
     ranks = [value] * (dist.get_world_size() if dist.is_initialized() else 1)

@@ -82,8 +82,9 @@ def fit(
     compile: True, or the arguments of torch.compile.
     evaluate(model): called on every rank after each epoch, in eval mode and without gradients; returns scalars. See
         `evaluate_over`.
-    checkpoint_dir: a folder that all ranks see; it gets a checkpoint at each epoch's end, before `evaluate`, and each
-        `checkpoint_every` optimizer steps. The last `keep` are kept.
+    checkpoint_dir: a folder that all ranks see; a ConfigError at the start names the ranks that do not. It gets a
+        checkpoint at each epoch's end, before `evaluate`, and each `checkpoint_every` optimizer steps. The last `keep`
+        are kept.
     resume: "auto" goes on from the last checkpoint in `checkpoint_dir` if there is one, None starts anew, a path must
         exist. From an epoch's end it goes on with `evaluate`. At the same world size the run ends as if it had never
         stopped, random generators included; at another one a loader must have been in the same state on all ranks.
