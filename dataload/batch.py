@@ -114,14 +114,36 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """The batch with `function` applied to every tensor in its dicts, lists and tuples."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
+    return map_values(batch, lambda value: map_tensors(value, function))
+
+
+def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The batch with `function` applied to every column.
+
+    Columns are the values of a dict, at any depth, and the entries of an outermost list or tuple. A `Flat` is one
+    column. A batch of another type is a column itself.
+    """
+    if isinstance(batch, (list, tuple)) and not isinstance(batch, Flat):
+        return map_values(batch, lambda column: _map_dicts(column, function))
+    return _map_dicts(batch, function)
+
+
+def _map_dicts(batch: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Mapping):
-        return {name: map_tensors(value, function) for name, value in batch.items()}
-    if isinstance(batch, tuple):
-        values = (map_tensors(value, function) for value in batch)
-        return type(batch)(*values) if hasattr(batch, "_fields") else tuple(values)
-    if isinstance(batch, list):
-        return [map_tensors(value, function) for value in batch]
-    return batch
+        return map_values(batch, lambda value: _map_dicts(value, function))
+    return function(batch)
+
+
+def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
+    """A dict, list or tuple, also a named one, with `function` applied to every value; anything else as it is."""
+    if isinstance(container, Mapping):
+        return {name: function(value) for name, value in container.items()}
+    if isinstance(container, tuple):
+        values = map(function, container)
+        return type(container)(*values) if hasattr(container, "_fields") else tuple(values)
+    if isinstance(container, list):
+        return [function(value) for value in container]
+    return container
 
 
 def _row_value(column: Any, row: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dataload.batch import Flat, map_tensors
+from dataload.batch import Flat, map_columns, map_tensors, map_values
 from dataload.checkpoint import copied, generators, set_generators
 from dataload.distributed import device_of, gather, process_group
 from dataload.errors import ConfigError
 from dataload.feed import num_rows
+from dataload.modes import begin_training, modes_kept
 from dataload.steps import LossFn, Steps
 from dataload.world import World
 
@@ -36,7 +37,8 @@ def find_batch_size(
 ) -> int:
     """The largest batch, of this rank, that fits into memory, or a smaller one beyond which steps get no faster.
 
-    batch: any batch of the loader; its rows are repeated. start, limit: the sizes to begin with and to end at.
+    batch: any batch that `fit` takes; columns with one entry for each row are repeated, all else stays as it is.
+    start, limit: the sizes to begin with and to end at.
     gain: what a doubling has to add to the rows per second, as a share, for the doubled size to be preferred.
     The ranks try together and get the same answer.
 
@@ -50,7 +52,8 @@ def find_batch_size(
     device = device_of(world, device)
     best, fastest, size = 0, 0.0, start
     with process_group(world, device), _restored(model.to(device), optimizer):
-        steps = Steps(model.train(), optimizer, loss_fn, device, precision)
+        begin_training(model)
+        steps = Steps(model, optimizer, loss_fn, device, precision)
         while size <= limit:
             seconds = gather(_seconds(steps, batch, size))
             if None in seconds:
@@ -68,16 +71,14 @@ def find_batch_size(
 def _restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Model, optimizer and generators are afterwards as they were; gradients are gone."""
     states = [copied(part.state_dict()) for part in (model, optimizer)]
-    modes = [(module, module.training) for module in model.modules()]
     drawn = generators()
     try:
-        yield
+        with modes_kept(model):
+            yield
     finally:
         optimizer.zero_grad()
         model.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
-        for module, training in modes:  # each its own: parts of a model in training may be in eval mode
-            module.training = training
         set_generators(drawn)
 
 
@@ -104,17 +105,36 @@ def _seconds(steps: Steps, batch: Any, rows: int) -> float | None:
 
 
 def _of_size(batch: Any, size: int, device: torch.device) -> Any:
-    """`batch` with so many rows, its own again and again."""
+    """The batch with `size` rows, its own again and again, on `device`."""
     rows = num_rows(batch)
-
-    def repeated(column: Any) -> Any:
-        if isinstance(column, Mapping):
-            return {name: repeated(own) for name, own in column.items()}
-        if isinstance(column, Flat):
-            raise ConfigError('find_batch_size repeats rows, which it cannot in a column of ragged="flat"')
-        if isinstance(column, Tensor):
-            return column[torch.arange(size) % rows] if column.ndim else column
-        return [column[number % rows] for number in range(size)]
-
-    larger = type(batch)(map(repeated, batch)) if isinstance(batch, (list, tuple)) else repeated(batch)
+    if not rows:
+        raise ConfigError("find_batch_size repeats the rows of its batch, and this one has none: pass another one")
+    picked = torch.arange(size) % rows
+    larger = map_columns(batch, lambda column: _repeated(column, rows, picked))
     return map_tensors(larger, lambda tensor: tensor.to(device))
+
+
+def _repeated(column: Any, rows: int, picked: Tensor) -> Any:
+    """The picked rows of a column that has one entry for each of the batch's rows; anything else as it is.
+
+    A list or tuple of another length may hold columns of its own, for example the two images of each row.
+    """
+    if isinstance(column, Flat):
+        return _repeated_flat(column, picked) if len(column.offsets) == rows + 1 else column
+    if isinstance(column, (str, bytes)) or not _has_entries(column, rows):
+        return map_values(column, lambda value: _repeated(value, rows, picked))
+    if hasattr(column, "shape"):
+        return column[picked if isinstance(column, Tensor) else picked.numpy()]
+    return [column[row] for row in picked.tolist()]
+
+
+def _has_entries(column: Any, rows: int) -> bool:
+    if hasattr(column, "shape"):
+        return len(column.shape) > 0 and column.shape[0] == rows
+    return isinstance(column, Sequence) and len(column) == rows
+
+
+def _repeated_flat(column: Flat, picked: Tensor) -> Flat:
+    starts, ends = column.offsets[:-1][picked], column.offsets[1:][picked]
+    values = torch.cat([column.values[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
+    return Flat(values, torch.cat([column.offsets.new_zeros(1), (ends - starts).cumsum(0)]))

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -33,8 +32,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dataload.distributed import agree, gather
+from dataload.distributed import agree, gather, is_first
 from dataload.errors import ConfigError
+from dataload.shared_folder import last_objections, require_shared
 
 REST = "rest.pt"
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -44,7 +44,7 @@ UNFINISHED = ".checkpoint-"  # written, or removed, by a process that may have b
 class Checkpoints:
     """The last `keep` checkpoints in `folder`, which all ranks see; none where it is None.
 
-    Raises ConfigError when the ranks do not see the same.
+    Raises ConfigError, on every rank, when the ranks do not see one folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, keep: int) -> None:
@@ -52,10 +52,13 @@ class Checkpoints:
             raise ConfigError(f"keep={keep}: at least the last checkpoint is kept")
         self._folder = None if folder is None else Path(folder)
         self._keep = keep
+        agree("whether there is a checkpoint_dir", self.wanted)
+        if self._folder is not None:
+            require_shared(self._folder, f"{UNFINISHED}probe-")
         numbers = _numbers(self._folder)
-        agree("the checkpoints that are there (a checkpoint_dir that not all ranks see?)", tuple(numbers))
+        agree("the checkpoints that are there", tuple(numbers))
         self._latest = numbers[-1] if numbers else 0
-        if self._folder is not None and _is_first():
+        if self._folder is not None and is_first():
             for left in self._folder.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(left)
 
@@ -80,16 +83,16 @@ class Checkpoints:
     def save(self, states: dict[str, Any], rest: dict[str, Any]) -> None:
         """Adds a checkpoint of states of parts, the same on all ranks, and of plain data, of which rank 0's is kept.
 
-        Raises ConfigError, on every rank, when something in it but tensors is not plain data.
+        Raises ConfigError, on every rank, when something in it but tensors is not plain data, or a file is missing.
         """
         assert self._folder is not None
         self._latest += 1
         unfinished = self._folder / f".{_name(self._latest)}"
         with _tamed():
             dcp_save(_tensors(states), storage_writer=FileSystemWriter(unfinished))
-        problem = None
-        if _is_first():
-            _PlainReader(unfinished).read_metadata()  # as torch of some day may write it, which this cannot know
+        # Read as torch of some day may write it, which this cannot know.
+        problem = last_objections(lambda: _incomplete(unfinished) if is_first() else None)[0]
+        if is_first() and problem is None:
             content = {"parts": _each(states, _shell), **_each(rest, _plain)}
             problem = _written(unfinished / REST, content)
             if problem is None:
@@ -105,6 +108,21 @@ class Checkpoints:
             leaving = self._folder / f"{UNFINISHED}{number}-leaving"
             (self._folder / _name(number)).rename(leaving)
             shutil.rmtree(leaving)
+
+
+def _incomplete(folder: Path) -> str | None:
+    """Say which files of tensors rank 0 does not see in full; None when it sees all."""
+    wanted: dict[str, int] = {}
+    for part in _PlainReader(folder).read_metadata().storage_data.values():
+        wanted[part.relative_path] = max(wanted.get(part.relative_path, 0), part.offset + part.length)
+    found = {file.name: file.stat().st_size for file in folder.iterdir()}
+    lacking = sorted(name for name, size in wanted.items() if found.get(name, -1) < size)
+    if not lacking:
+        return None
+    return (
+        f"{folder}, as rank 0 sees it, lacks all or a part of {', '.join(lacking)}, so it becomes no checkpoint: give "
+        "a checkpoint_dir on a filesystem that all nodes mount"
+    )
 
 
 def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
@@ -159,10 +177,6 @@ def _tamed() -> Iterator[None]:
             yield
         except CheckpointException as error:
             raise OSError(str(error)) from error
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _name(number: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
@@ -88,6 +88,7 @@ def replicate(
         gradient_as_bucket_view=True,  # one copy of the gradients instead of two
         static_graph=static_graph,
     )
+    replica.training = model.training
     if not static_graph:  # which DDP would learn from this very backward
         _settle_buckets(replica)
     if comm_hook == "powersgd":
@@ -106,18 +107,34 @@ def _settle_buckets(replica: DistributedDataParallel) -> None:
 
     A run that goes on elsewhere would have its first backward in another step than one that was never stopped. So the
     first is this one, without a meaning; gradients become ready in the reverse order of the parameters, as DDP expects.
+    The model itself is not called, so no forward or backward hook of a module runs. Hooks on a parameter see one
+    gradient of zeros: DDP waits for the gradients of these very parameters.
     """
-    model, parameters = replica.module, [p for p in replica.parameters() if p.requires_grad]
-    before = vars(model).get("forward")
-    model.forward = lambda: reduce(torch.add, [parameter.sum().abs().double() for parameter in parameters])
+    model = replica.module
+    stand_in = _SumOfParameters(model)
+    replica.module = stand_in
     try:
-        (0 * replica()).backward()
+        (0 * replica.forward()).backward()  # type: ignore[no-untyped-call]
     finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
-    for parameter in parameters:
+        replica.module = model
+    for parameter in stand_in.trained:
         parameter.grad = None
+
+
+class _SumOfParameters(nn.Module):
+    """Stands in for `model` inside DDP: same parameters and buffers, but its call runs no forward hook."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def __call__(self) -> Tensor:
+        return reduce(torch.add, [parameter.sum().abs().double() for parameter in self.trained])
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Under the model's own names: DDP looks them up again in each forward, and leaves out those it is told to."""
+        return self.model.named_buffers(*args, **kwargs)
 
 
 def share_buffers(model: nn.Module) -> None:
@@ -125,6 +142,11 @@ def share_buffers(model: nn.Module) -> None:
     if dist.is_initialized():
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
+
+
+def is_first() -> bool:
+    """Return whether this process is rank 0, or has no other ranks."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def gather(value: Any) -> list[Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dataload.batch import map_tensors
 from dataload.distributed import gather
 from dataload.errors import ConfigError
+from dataload.modes import evaluating
 
 RUN = 1 << 14  # values added up at a time; so many torch adds up in one thread, in one order
 
@@ -25,24 +26,23 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         as integers, so that their sum is that of one process, to the last bit; other numbers in float64, in an order
         that is the same whatever the batches are. The values are not kept.
     Batches are on the device of the model's parameters. The last `loader.padding` rows, which repeat others, are left
-    out. The model is in eval mode meanwhile. Loaders of unequal length are fine.
+    out. Meanwhile all modules are in eval mode; afterwards, also after an exception, each has its own mode again.
+    Loaders of unequal length are fine.
 
-    Raises ConfigError when a metric does not have one value for each row, or there are no rows.
+    Raises ConfigError when a metric does not have one value for each row or is named "rows", or there are no rows.
     """
     padding = getattr(loader, "padding", 0)  # asked before the loop, which moves the loader
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     own: dict[str, _Sum] = {}
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for batch in loader:
             here = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
             for name, value in metric_fn(model, here).items():
+                if name == "rows":
+                    raise ConfigError("a metric named 'rows' would hide the number of rows: rename it")
                 if value.ndim != 1:
                     raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
                 own.setdefault(name, _Sum(padding)).add(value)
-    finally:
-        model.train(training)
     ranks = gather({name: one.total() for name, one in own.items()})
     names = {name: None for rank in ranks for name in rank}
     if not names:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from dataload.batch import Flat
+from dataload.batch import Flat, map_columns
 from dataload.distributed import gather_count
 from dataload.errors import ConfigError
 from dataload.stages import stage
@@ -70,7 +70,9 @@ def num_rows(batch: Any) -> int:
     Tensors and arrays say it; lists do where there are none, for a list may also be one of columns.
     Raises ConfigError when nothing in the batch says it.
     """
-    columns = [column for column in _columns(batch, outermost=True) if column is not None]
+    columns: list[Any] = []
+    map_columns(batch, lambda column: columns.append(column.offsets[1:] if isinstance(column, Flat) else column))
+    columns = [column for column in columns if column is not None]
     shapes = [column.shape for column in columns if hasattr(column, "shape")]
     sizes = [shape[0] for shape in shapes if shape] or [
         len(some) for some in columns if isinstance(some, Sized) and not isinstance(some, (str, bytes)) and not shapes
@@ -81,13 +83,3 @@ def num_rows(batch: Any) -> int:
             "which a tensor or a list has one entry for each row"
         )
     return min(sizes, default=0)
-
-
-def _columns(batch: Any, *, outermost: bool = False) -> Iterator[Any]:
-    if isinstance(batch, Flat):
-        yield batch.offsets[1:]
-    elif isinstance(batch, Mapping) or (outermost and isinstance(batch, (list, tuple))):
-        for column in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _columns(column)
-    else:
-        yield batch

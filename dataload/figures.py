@@ -24,6 +24,8 @@ MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds"}
 # Counts that an epoch gives the mean over ranks of; the others it adds up. Each rank has made every step.
 AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
 
+FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction")  # the fields of each epoch's dict
+
 
 class Tally:
     """One rank's epoch so far: counts, and sums of logged scalars over rows (on the device, so that nobody waits).
@@ -82,6 +84,11 @@ def added(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[
             for name, number in numbers.items():
                 total[kind][name] += number
     return {kind: dict(numbers) for kind, numbers in total.items()}
+
+
+def reserved_names(loader: Any) -> set[str]:
+    """Return the names in an epoch's dict that no logged scalar may have."""
+    return {*FIGURES, *_counted(loader)}
 
 
 def _counted(loader: Any) -> dict[str, float]:

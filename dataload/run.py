@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from dataload.batch import map_tensors
+from dataload.cached import cached_property
 from dataload.checkpoint import Checkpoints, alike, generators, load, set_generators
 from dataload.distributed import agree, gather, share_buffers
 from dataload.errors import ConfigError
 from dataload.feed import Fed, feed
-from dataload.figures import AVERAGED, Scalars, Tally, added
+from dataload.figures import AVERAGED, Scalars, Tally, added, reserved_names
 from dataload.losses import Losses
+from dataload.modes import evaluating
 from dataload.stages import stage
 from dataload.steps import Steps
 from dataload.world import World
@@ -112,8 +114,7 @@ class Run:
             return
         record = self.history[-1]
         if self.evaluate is not None:
-            self.model.eval()
-            with self._noted(record["epoch"]), torch.no_grad(), stage("evaluate"):
+            with self._noted(record["epoch"]), evaluating(self.model), torch.no_grad(), stage("evaluate"):
                 found = {name: float(value) for name, value in self.evaluate(self.model).items()}
             record |= {f"evaluate.{name}" if name in record else name: value for name, value in found.items()}
         if self.scalars is not None:
@@ -131,7 +132,6 @@ class Run:
     def _train(self, number: int, advance: Callable[[], None]) -> None:
         tally = self._tally = Tally(**self._so_far)
         self._so_far = {}
-        self.model.train()
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         for fed in feed(self.loader, tally.counts, self.world, self.even, state_of, self._begun):
@@ -153,6 +153,8 @@ class Run:
         with stage("copy to device"):
             batch = map_tensors(fed.batch, lambda tensor: tensor.to(self.steps.device, non_blocking=True))
         loss, scalars = self.steps.add(batch, fed.rows, fed.all_rows, last=fed.last)
+        if scalars:
+            self._check_names(scalars)
         self.losses.add(loss, where)
         tally.add({**scalars, "loss": loss}, fed.rows)
         self._rows += fed.all_rows
@@ -166,6 +168,17 @@ class Run:
         if self.scalars is not None:
             lr = self.steps.optimizer.param_groups[0]["lr"]
             self.scalars.step(self.step, self.losses.latest, lr, rows, tally.counts["wait_seconds"])
+
+    def _check_names(self, scalars: Mapping[str, Any]) -> None:
+        if taken := scalars.keys() & self._reserved:
+            raise ConfigError(
+                f"loss_fn logs {', '.join(map(repr, sorted(taken)))}, but the epoch's dict has figures of that name: "
+                f"rename the scalar. Reserved are {', '.join(sorted(self._reserved))}"
+            )
+
+    @cached_property
+    def _reserved(self) -> set[str]:
+        return reserved_names(self.loader)
 
     def _save(self, so_far: dict[str, Any], loader_state: Any) -> None:
         """so_far: of the epoch that goes on."""

@@ -20,6 +20,7 @@ from dataload.evaluate import evaluate_over
 from dataload.figures import Scalars, bar
 from dataload.loader import Loader
 from dataload.losses import Losses
+from dataload.modes import begin_training
 from dataload.run import Run
 from dataload.steps import LossFn, Steps
 from dataload.trace import traced
@@ -61,7 +62,11 @@ def fit(
     Under torchrun (or any launcher's environment) the ranks train together by DDP, on `cuda:LOCAL_RANK` over NCCL or
     on the CPU over gloo. A process group that nobody has started is started here and ended here, come what may.
 
+    model: each module trains in the mode that it is in when `fit` is called, and has this mode again after each
+        evaluation: a BatchNorm in eval mode stays frozen. If all modules are in eval mode, as `model.eval()` leaves
+        them, `fit` calls `model.train()`.
     loss_fn(model, batch): the mean loss over the batch's rows, a scalar tensor; or it and a dict of scalars to log.
+        A scalar with the name of one of the epoch's own figures (see below) is a ConfigError.
         A batch is a dict (or tuple, or list) whose tensors are on the device.
     precision: autocast to "bf16" or "fp16" (with the loss scaled), or "fp32" for none.
     accumulate: batches per optimizer step. A step's gradient is that of the mean over all rows of its batches on all
@@ -77,8 +82,9 @@ def fit(
     compile: True, or the arguments of torch.compile.
     evaluate(model): called on every rank after each epoch, in eval mode and without gradients; returns scalars. See
         `evaluate_over`.
-    checkpoint_dir: a folder that all ranks see; it gets a checkpoint at each epoch's end, before `evaluate`, and each
-        `checkpoint_every` optimizer steps. The last `keep` are kept.
+    checkpoint_dir: a folder that all ranks see; a ConfigError at the start names the ranks that do not. It gets a
+        checkpoint at each epoch's end, before `evaluate`, and each `checkpoint_every` optimizer steps. The last `keep`
+        are kept.
     resume: "auto" goes on from the last checkpoint in `checkpoint_dir` if there is one, None starts anew, a path must
         exist. From an epoch's end it goes on with `evaluate`. At the same world size the run ends as if it had never
         stopped, random generators included; at another one a loader must have been in the same state on all ranks.
@@ -123,6 +129,7 @@ def fit(
             checkpoint_every=checkpoint_every,
             evaluate=evaluate,
         )
+        begin_training(model)
         run.resume(checkpoints.find(resume))
         stack.enter_context(recomputed(model, activation_checkpointing))
         if world.world_size > 1:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from itertools import chain, zip_longest
+from collections import Counter
+from itertools import chain, count, zip_longest
 from types import SimpleNamespace
 
 import numpy as np
@@ -272,6 +273,62 @@ def with_gpus(monkeypatch, number):
     return chosen
 
 
+def seen_by_hooks(accumulate):
+    """How often hooks of each kind were run; each with a tensor."""
+    model, optimizer = build()
+    calls = Counter()
+
+    def saw(kind):
+        def hook(module, *values):
+            assert isinstance(values[0][0], torch.Tensor)
+            calls[kind] += 1
+
+        return hook
+
+    model.register_forward_pre_hook(saw("before"))
+    model.register_forward_hook(saw("after"))
+    model[0].register_forward_hook(saw("layer"))
+    model[3].register_full_backward_hook(saw("backward"))
+    everywhere = nn.modules.module.register_module_forward_pre_hook(saw("any module"))
+    try:
+        options = {"precision": "fp32", "accumulate": accumulate, "progress": False}
+        fit(model, optimizer, in_order(4), squared_error, epochs=2, **options)
+    finally:
+        everywhere.remove()
+    return calls
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_of_modules_see_batches_alone(ranks, accumulate):
+    calls = dict.fromkeys(("before", "after", "layer", "backward"), 10)
+    assert ranks(2, seen_by_hooks, accumulate) == [{**calls, "any module": 10 * (5 + 1)}] * 2  # DDP is one
+
+
+class Writing(nn.Module):
+    """Writes into a buffer which rank it is of; remembers what was there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.register_buffer("rank", torch.tensor(7))
+        self.found = []
+
+    def forward(self, x):
+        self.found.append(self.rank.item())
+        self.rank.fill_(World.detect().rank)
+        return self.layer(x)
+
+
+def buffers_found():
+    model = Writing()
+    fit(model, torch.optim.SGD(model.parameters(), 0.1), in_order(4), squared_error, epochs=1, progress=False)
+    return model.found
+
+
+def test_each_step_begins_with_the_buffers_of_rank_0(ranks):
+    assert ranks(2, buffers_found) == [[7, 0, 0, 0, 0]] * 2
+
+
 # ---- loaders and history
 
 
@@ -341,6 +398,39 @@ def losses_by_rank():
 def test_history_averages_over_what_ranks_log(ranks):
     wanted = {"loss": 0.5, "double": 1.0, "of 0": 5.0, "of 1": 5.0, "at first": 3.5, "rows": 40}
     assert ranks(2, losses_by_rank) == [wanted] * 2
+
+
+def logging_as(name, at=0):
+    """The dict of an epoch in which one step logs a scalar of that name; and how many steps were begun."""
+    model, optimizer = build()
+    steps = count()
+
+    def loss(model, batch):
+        return squared_error(model, batch), {name: 0.5} if next(steps) == at else {}
+
+    loader = Remembering({"hits": 3, "waits": {"disk": 1.0}})
+    try:
+        return fit(model, optimizer, loader, loss, epochs=1, progress=False)[0], next(steps)
+    except ConfigError as error:
+        return str(error), next(steps)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["epoch", "loss", "rows", "seconds", "wait_seconds", "skipped_steps", "rows_per_second", "hits", "waits.disk"],
+)
+def test_a_scalar_with_the_name_of_a_figure_is_refused(name):
+    """In the first step that logs it."""
+    message, steps = logging_as(name, at=2)
+    assert f"loss_fn logs {name!r}" in message
+    assert "Reserved are epoch, hits, loss, rows, rows_per_second, seconds, skipped_steps, stall_fraction" in message
+    assert steps == 3
+
+
+def test_a_scalar_with_a_name_of_its_own_is_logged():
+    record, _ = logging_as("misses")
+    assert record.pop("misses") == 0.5
+    assert record.keys() <= figures.reserved_names(Remembering({"hits": 3, "waits": {"disk": 1.0}}))
 
 
 class Remembering:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import random
 from contextlib import nullcontext
-from itertools import count, repeat
+from itertools import count, pairwise, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +17,7 @@ from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, parameters_of, squared_error
 from torch import nn
 
-from dataload import batch_size, evaluate
+from dataload import batch_size, evaluate, feed
 from dataload.batch import Flat
 from dataload.checkpoint import alike, copied, generators
 from dataload.dataset import make_dataset
@@ -135,6 +136,7 @@ def test_values_are_not_kept():
         ({"x": torch.tensor(1.0)}, r"'x' has shape \(\)"),
         ({"x": torch.ones(3, 1)}, r"'x' has shape \(3, 1\)"),
         ({"x": torch.ones(3), "y": torch.ones(2)}, "unequal numbers of rows"),
+        ({"rows": torch.ones(3)}, "a metric named 'rows'"),
     ],
 )
 def test_metrics_have_one_value_for_each_row(values, message):
@@ -292,5 +294,58 @@ def test_rows_of_any_kind_are_repeated():
     assert larger["more"]["y"].tolist() == [0, 1, 2, 0, 1]
     assert batch_size._of_size((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
     assert batch_size._of_size(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
-    with pytest.raises(ConfigError, match="flat"):
-        batch_size._of_size({"x": Flat(torch.ones(2), torch.tensor([0, 1, 2]))}, 2, torch.device("cpu"))
+
+
+class Pair(NamedTuple):
+    images: Any
+    label: Any
+
+
+@pytest.mark.parametrize(
+    ("column", "larger"),
+    [
+        (["a", "b", "c"], ["a", "b", "c", "a", "b"]),
+        (["a", None, "c"], ["a", None, "c", "a", None]),
+        (np.arange(3), np.array([0, 1, 2, 0, 1])),
+        ([torch.ones(2), torch.ones(0), torch.ones(1)], [torch.ones(n) for n in (2, 0, 1, 2, 0)]),
+        ({"deep": {"x": torch.arange(3), "of": None}}, {"deep": {"x": torch.tensor([0, 1, 2, 0, 1]), "of": None}}),
+        ([torch.arange(3), torch.ones(3)], [torch.tensor([0, 1, 2, 0, 1]), torch.ones(5)]),  # torch's of a pair a row
+        (Flat(torch.arange(4), torch.tensor([0, 1, 1, 4])), None),
+        *[(other, other) for other in (None, "train", "abc", b"abc", 3, torch.tensor(2.0), ["a", "b"], (), object())],
+    ],
+)
+@pytest.mark.parametrize("shape", [lambda x, y: {"x": x, "label": y}, lambda x, y: [x, y], lambda x, y: (x, y), Pair])
+def test_what_fit_takes_is_repeated(column, larger, shape):
+    """All that has one entry for each of the 3 rows."""
+    batch = shape(column, torch.arange(3))
+    assert feed.num_rows(batch) == 3
+    found = batch_size._of_size(batch, 5, torch.device("cpu"))
+    assert type(found) is type(batch)
+    assert feed.num_rows(found) == 5
+    first, label = found.values() if isinstance(found, dict) else found
+    assert label.tolist() == [0, 1, 2, 0, 1]
+    if isinstance(column, Flat):
+        rows = [first.values[start:end].tolist() for start, end in pairwise(first.offsets.tolist())]
+        assert rows == [[0], [], [1, 2, 3], [0], []]
+    else:
+        assert type(first) is type(column)
+        assert first is larger or np.array_equal(first, larger) if hasattr(first, "shape") else alike([first, larger])
+
+
+def test_strings_and_none_take_part_in_the_trial():
+    model = nn.Linear(3, 1).double()
+    seen = []
+
+    def loss(model, batch):
+        seen.append((batch["name"], batch["split"], batch["mask"]))
+        return squared_error(model, batch)
+
+    batch = {"x": Rows(2).x, "y": Rows(2).y, "name": ["a", "b"], "split": "train", "mask": None}
+    assert find_batch_size(model, torch.optim.SGD(model.parameters(), 0.1), batch, loss, start=3, limit=3) == 3
+    assert seen == [(["a", "b", "a"], "train", None)] * batch_size.REPEATS
+
+
+def test_a_batch_without_rows_has_none_to_repeat():
+    model = nn.Linear(3, 1)
+    with pytest.raises(ConfigError, match="this one has none"):
+        find_batch_size(model, torch.optim.SGD(model.parameters(), 0.1), {"x": torch.zeros(0, 3)}, squared_error)

@@ -330,19 +330,6 @@ def test_metadata_that_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def fit_own_checkpoint(folder):
-    rank = World.detect().rank
-    model, optimizer = build()
-    fit(model, optimizer, in_order(4), squared_error, epochs=1, checkpoint_dir=folder / str(rank), progress=False)
-
-
-def test_checkpoint_that_not_all_ranks_see_is_refused(ranks, tmp_path):
-    (tmp_path / "0" / "checkpoint-000001").mkdir(parents=True)
-    for error in ranks(2, fit_own_checkpoint, tmp_path):
-        assert isinstance(error, ConfigError)
-        assert "(1,) on ranks [0]; () on ranks [1]" in str(error)
-
-
 def schedules(optimizer):
     every = torch.optim.lr_scheduler
     chained = [every.ConstantLR(optimizer), every.ExponentialLR(optimizer, 0.9)]

@@ -1,0 +1,36 @@
+"""The train or eval mode of each module of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+def begin_training(model: nn.Module) -> None:
+    """Put `model` into training mode if all of its modules are in eval mode; otherwise keep each module's own mode."""
+    if not any(module.training for module in model.modules()):
+        model.train()
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore each module's own mode at the end of the block."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:  # parents before children, as train() is recursive
+            if module.training != training:
+                module.train(training)  # A module may override train(), for example to split weights merged by eval().
+        for module, training in modes:  # A module of several parents may have got the mode of the last one.
+            module.training = training
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Hold all modules in eval mode during the block; restore each module's own mode afterwards."""
+    with modes_kept(model):
+        model.eval()
+        yield
