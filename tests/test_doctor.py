@@ -174,7 +174,7 @@ def test_room_that_the_cache_has_taken(case: Case) -> None:
 def test_an_index_that_is_damaged(case: Case) -> None:
     (case.folder / "index" / "data.mdb").write_bytes(b"?" * 100_000)
     found = folder.room(case)
-    assert (found.status, found.advice) == ("problem", "dataload verify --repair")
+    assert (found.status, found.advice) == ("problem", "dataload cache verify --repair")
     assert f"the index of {case.folder} cannot be read" in found.what
 
 

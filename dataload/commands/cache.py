@@ -1,4 +1,4 @@
-"""`dataload stats`, `verify` and `evict`: what is done with a cache, whatever filled it."""
+"""`dataload cache`: show, verify and empty a cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ import typer
 from rich.filesize import decimal
 
 from dataload.commands.options import CacheDir, Json, existing
-from dataload.commands.terminal import FOUND_A_PROBLEM, progress, show
+from dataload.commands.terminal import FOUND_A_PROBLEM, progress, show, show_help
 from dataload.errors import ConfigError, DataloadError
 
+cache = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
+
+@cache.callback()
+def common(context: typer.Context) -> None:
+    """Show, verify or evict what the cache holds."""
+    if context.invoked_subcommand is None:
+        show_help(context)
+
+
+@cache.command()
 def stats(cache_dir: CacheDir = None, as_json: Json = False) -> None:
     """What the cache holds."""
     folder = existing(cache_dir)
@@ -21,6 +31,7 @@ def stats(cache_dir: CacheDir = None, as_json: Json = False) -> None:
     show(figures, f"{folder.path}: {len(rows)} blobs, {decimal(used)}", as_json=as_json)
 
 
+@cache.command()
 def verify(
     cache_dir: CacheDir = None,
     repair: Annotated[bool, typer.Option(help="Remove what is wrong; it will be fetched again.")] = False,
@@ -42,10 +53,14 @@ def verify(
         raise typer.Exit(FOUND_A_PROBLEM)
 
 
+@cache.command()
 def evict(
-    url: Annotated[str | None, typer.Argument(help="An object, a folder or a glob; left out: everything.")] = None,
+    url: Annotated[str | None, typer.Argument(help="An object, a folder or a glob.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything that the cache holds.")] = False,
     cache_dir: CacheDir = None,
-    keep_bytes: Annotated[str | None, typer.Option(help="Keep so many bytes of what was used last.")] = None,
+    keep_bytes: Annotated[
+        str | None, typer.Option(help="With --all: keep so many bytes of what was used last.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Remove blobs from the cache."""
@@ -53,8 +68,10 @@ def evict(
     from dataload.cache.config import parse_bytes
     from dataload.cache.redact import redacted
 
+    if (url is not None) == everything:
+        raise ConfigError("evict takes either a URL or --all")
     if url is not None and keep_bytes:
-        raise ConfigError("give a URL or --keep-bytes, not both")
+        raise ConfigError("--keep-bytes goes with --all, not with a URL")
     folder = existing(cache_dir)
     path = None if url is None else _path(url)
     keep = parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0
@@ -71,7 +88,7 @@ def _path(url: str) -> str:
 
     named = url.rpartition("::")[2]  # behind a tiercache::
     if not named:
-        raise ConfigError("the URL is empty: name an object or a folder, or leave it out to evict everything")
+        raise ConfigError("the URL is empty: name an object or a folder, or use --all to evict everything")
     try:
         return str(fsspec.core.strip_protocol(named))
     except (ValueError, ImportError) as error:

@@ -99,7 +99,7 @@ def _fetch(blobs: RowBlobs, groups: list[int], *, quiet: bool) -> int:
 
 def _why(stats: dict[str, Any]) -> str:
     if stats["refused"]:
-        return "the cache is full: raise --cache-bytes or evict"
+        return "the cache is full: raise --cache-bytes, or free some with dataload cache evict"
     if stats["health"]["state"] != "normal":
         return "the cache cannot be written to, as was said above: mend that, or choose another --cache-dir"
     return "others were at the rest for too long: do it again"

@@ -57,7 +57,7 @@ def room(case: Case) -> Finding:
     try:
         free, used = shutil.disk_usage(case.existing).free, _used(case.folder)
     except lmdb.Error as error:
-        return problem(f"the index of {case.folder} cannot be read: {reason(error)}", "dataload verify --repair")
+        return problem(f"the index of {case.folder} cannot be read: {reason(error)}", "dataload cache verify --repair")
     said = f"{decimal(free)} are free on the disk of {case.folder}"
     if case.cache_bytes is not None and case.cache_bytes > free + used:
         return problem(
