@@ -38,6 +38,8 @@ class CacheConfig:
         None: each host fetches for itself.
     origin_id: name of the store inside cache keys; default: its protocol and endpoint. Give two addresses of one
         store (a VPC endpoint, a proxy) the same name to share what is cached.
+    allow_network_filesystem: use `cache_dir` even if its filesystem is not known to be local to this host. Only one
+        host may use such a folder at a time: locks and the index do not work across hosts.
 
     Raises ConfigError naming the argument.
     """
@@ -52,6 +54,7 @@ class CacheConfig:
     hedge: bool = False
     cluster: str | None = field(default=None, repr=False)
     origin_id: str | None = None
+    allow_network_filesystem: bool = False
 
     def __post_init__(self) -> None:
         if self.cache_bytes is not None:

@@ -64,21 +64,23 @@ class CacheFolder:
     then what it keeps may be in no index, so the limit may be exceeded by it; it holds again once a process has opened
     the folder alone, which makes the index anew.
 
+    allow_network_filesystem: open the folder whatever filesystem it is on.
+
     rebuilt: whether this opening made the index anew.
 
     Raises ConfigError when a person must mend it: it holds something that is not a cache of this format, belongs to
-    somebody else, may not be written, lies on a network filesystem. Raises OSError and lmdb.Error when the disk fails,
-    and when the index cannot be used just now.
+    somebody else, may not be written, is on a filesystem that is not known to be local. Raises OSError and lmdb.Error
+    when the disk fails, and when the index cannot be used just now.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_network_filesystem: bool = False) -> None:
         self.path = path
         self._blobs = str(path / "blobs")
         self.closed = False
         self.rebuilt = False
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            place.check(path)
+            place.check(path, allow_network_filesystem=allow_network_filesystem)
             # Whoever removed these under living processes took from us how to tell that they live.
             known = not (path / "index").exists() or ((path / "locks").exists() and (path / "tmp").exists())
             _touch(path / "locks")

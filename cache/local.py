@@ -44,6 +44,7 @@ class LocalTier(ForkAware):
         what was used longest ago.
     clock: seconds, monotonic; by it a failing disk is tried again.
 
+    allow_network_filesystem: open the folder whatever filesystem it is on; see `CacheConfig`.
     region: bytes of the limit for what finds no room under "pin": it passes through there, first come, first gone.
 
     Notes: nothing is opened before the first use. A warm `get` costs a lookup and a map; what a process reads for the
@@ -63,6 +64,7 @@ class LocalTier(ForkAware):
         self.path = Path(path)
         self.policy = policy
         self.region = 0
+        self.allow_network_filesystem = False
         self.fill_seconds = FILL_SECONDS
         self._given_limit = limit
         self._clock = clock
@@ -80,8 +82,11 @@ class LocalTier(ForkAware):
         self.buffers = Buffers()
         self._folder: CacheFolder | None = None
 
+    def _state(self) -> dict[str, int]:
+        return {"region": self.region, "allow_network_filesystem": self.allow_network_filesystem}
+
     def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str], dict[str, int]]:
-        return LocalTier, (self.path, self._given_limit, self.policy), {"region": self.region}
+        return LocalTier, (self.path, self._given_limit, self.policy), self._state()
 
     def __repr__(self) -> str:
         state = "not opened" if self._folder is None else self.health.state
@@ -94,7 +99,8 @@ class LocalTier(ForkAware):
         if folder is not None and not folder.closed:
             return folder
         try:
-            folder = open_folder(self.path)  # The same for threads that come here at once.
+            # The same for threads that come here at once.
+            folder = open_folder(self.path, allow_network_filesystem=self.allow_network_filesystem)
         except ConfigError as error:
             if not self._was_open:
                 raise

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from dataload.commands.options import CacheDir, Json, existing
+from dataload.commands.options import AllowNetworkFilesystem, CacheDir, Json, existing
 from dataload.commands.terminal import FOUND_A_PROBLEM, progress, show, show_help
 from dataload.errors import ConfigError, DataloadError
 
@@ -22,9 +22,11 @@ def common(context: typer.Context) -> None:
 
 
 @cache.command()
-def stats(cache_dir: CacheDir = None, as_json: Json = False) -> None:
+def stats(
+    cache_dir: CacheDir = None, allow_network_filesystem: AllowNetworkFilesystem = False, as_json: Json = False
+) -> None:
     """What the cache holds."""
-    folder = existing(cache_dir)
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
     rows = list(folder.index.rows())
     used = folder.index.used_bytes()
     figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used}
@@ -34,13 +36,14 @@ def stats(cache_dir: CacheDir = None, as_json: Json = False) -> None:
 @cache.command()
 def verify(
     cache_dir: CacheDir = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
     repair: Annotated[bool, typer.Option(help="Remove what is wrong; it will be fetched again.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check every cached byte. Exits with 1 when something is wrong."""
     from dataload.cache import fsck
 
-    folder = existing(cache_dir)
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
     with progress("verifying", folder.index.used_bytes(), quiet=as_json) as advance:
         report = fsck.verify(folder, repair=repair, progress=advance)
     removed = ", removed" if repair else ""
@@ -58,6 +61,7 @@ def evict(
     url: Annotated[str | None, typer.Argument(help="An object, a folder or a glob.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything that the cache holds.")] = False,
     cache_dir: CacheDir = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
     keep_bytes: Annotated[
         str | None, typer.Option(help="With --all: keep so many bytes of what was used last.")
     ] = None,
@@ -72,7 +76,7 @@ def evict(
         raise ConfigError("evict takes either a URL or --all")
     if url is not None and keep_bytes:
         raise ConfigError("--keep-bytes goes with --all, not with a URL")
-    folder = existing(cache_dir)
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
     path = None if url is None else _path(url)
     keep = parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0
     with progress("evicting", max(0, folder.index.used_bytes() - keep), quiet=as_json) as advance:

@@ -8,6 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from dataload.commands.options import (
+    AllowNetworkFilesystem,
     CacheBytes,
     CacheDir,
     Cluster,
@@ -40,6 +41,7 @@ def warm(
     columns: Columns = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
     cluster: Cluster = None,
     storage_options: StorageOptions = None,
     as_json: Json = False,
@@ -53,7 +55,8 @@ def warm(
     from dataload.warm import part_of
 
     node, nodes = node_of(shard)
-    blocks, objects = listed(url, storage_options, config(cache_dir, cache_bytes, cluster))
+    told = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
+    blocks, objects = listed(url, storage_options, told)
     if cluster is not None:
         _must_answer(cluster)
     with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:

@@ -17,30 +17,28 @@ from dataload.cache.locks import KeyLocks
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError
 
-IN_MEMORY = frozenset({"ramfs", "tmpfs"})
+IN_MEMORY = frozenset({"ramfs", "rootfs", "tmpfs"})
 LITTLE_BYTES = 10**9  # of a cache that nobody has limited
 
 
 def filesystem(case: Case) -> Finding:
     kind = place.filesystem_of(case.existing, case.mounts)
-    if kind in place.NETWORK or kind.startswith("fuse."):
-        return problem(
-            f"{case.folder} is on a network filesystem ({kind}), where index and locks do not work",
-            "name a folder on a local disk: --cache-dir /nvme/cache",
-        )
+    if kind not in place.LOCAL:
+        said, advice = place.not_local(case.folder, kind), "name a folder on a local disk: --cache-dir /nvme/cache"
+        return (warning if case.allow_network_filesystem else problem)(said, advice)
     if kind in IN_MEMORY:
         return warning(
             f"{case.folder} is in memory ({kind}): what it holds is taken from the training, and lost at a restart",
             "name a folder on a local disk: --cache-dir /nvme/cache",
         )
-    return ok(f"{case.folder} is on {kind or 'a filesystem that cannot be told'}")
+    return ok(f"{case.folder} is on {kind}")
 
 
 def ours(case: Case) -> Finding:
     """Whether it may be made a cache."""
     try:
         if case.folder.exists():
-            place.check(case.folder)
+            place.check(case.folder, allow_network_filesystem=True)  # That is what `filesystem` looks at.
     except ConfigError as error:
         what, _, advice = str(error).rpartition(": ")
         return problem(what, advice)
