@@ -22,7 +22,8 @@ class CacheConfig:
     """A host's cache.
 
     cache_dir: folder on a local disk, shared by all processes of the host; default: the user's cache folder.
-    cache_bytes: most the cache may hold, in bytes or as text ("500GB"); default: 90 % of what its disk has free.
+    cache_bytes: most the cache may hold, in bytes or as text ("500GB"); default: half of what
+        the cache holds and its disk has free, fixed when the cache is made.
     block_bytes: unit in which objects are fetched and kept, in bytes or as text.
     policy: "pin" keeps what running jobs use, drops the rest, oldest first, for room, and then admits nothing; "lru"
         drops what was used longest ago.

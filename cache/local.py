@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class LocalTier(ForkAware):
     """Blobs on a local disk, shared by all processes of a host that name the same folder.
 
-    limit: most bytes on disk; None: 90 % of what the disk has free, and what is kept already.
+    limit: most bytes on disk; None: the default limit of the folder, which is fixed when the cache is made.
     policy: "pin" admits until full and evicts only what no running process has used since it started; "lru" evicts
         what was used longest ago.
     clock: seconds, monotonic; by it a failing disk is tried again.
@@ -106,7 +106,7 @@ class LocalTier(ForkAware):
                 raise
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
-        self._limit = self._given_limit or folder.room()
+        self._limit = self._given_limit or folder.default_limit
         if folder.rebuilt:  # It entered all that was there.
             folder.evict(self._limit)
         self._folder = folder  # From here on other threads use it.

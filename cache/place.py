@@ -30,7 +30,7 @@ LOCAL = frozenset(
     }
 )
 """Types of filesystems, as /proc/self/mountinfo names them, that belong to one kernel."""
-OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "index/lock.mdb", "FORMAT")
+OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "index/lock.mdb", "FORMAT", "LIMIT")
 
 
 def check(path: Path, *, allow_network_filesystem: bool = False) -> None:

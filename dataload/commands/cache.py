@@ -29,8 +29,10 @@ def stats(
     folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
     rows = list(folder.index.rows())
     used = folder.index.used_bytes()
-    figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used}
-    show(figures, f"{folder.path}: {len(rows)} blobs, {decimal(used)}", as_json=as_json)
+    limit = folder.default_limit
+    figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used, "cache_bytes": limit}
+    said = f"{folder.path}: {len(rows)} blobs, {decimal(used)}; by default at most {decimal(limit)}"
+    show(figures, said, as_json=as_json)
 
 
 @cache.command()

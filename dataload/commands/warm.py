@@ -50,6 +50,7 @@ def warm(
 
     Stopped half-way, the same command goes on where it ended.
     """
+    from dataload.cache.local import LocalTier
     from dataload.manifest import pin
     from dataload.rowblobs import RowBlobs
     from dataload.warm import part_of
@@ -73,6 +74,7 @@ def warm(
         "rows": sum(group.rows for group in part),
         "row_groups": len(part),
         "row_groups_kept": kept,
+        "cache_bytes": blocks.tier.limit if isinstance(blocks.tier, LocalTier) else None,
     }
     show(
         {**figures, **stats},

@@ -11,7 +11,7 @@ from pathlib import Path
 import lmdb
 from rich.filesize import decimal
 
-from dataload.cache import place
+from dataload.cache import default_limit, place
 from dataload.cache.index import Index
 from dataload.cache.locks import KeyLocks
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
@@ -56,13 +56,15 @@ def room(case: Case) -> Finding:
         free, used = shutil.disk_usage(case.existing).free, _used(case.folder)
     except lmdb.Error as error:
         return problem(f"the index of {case.folder} cannot be read: {reason(error)}", "dataload cache verify --repair")
+    limit = case.cache_bytes or default_limit.stored(case.folder) or default_limit.proposed(case.existing, used)
     said = f"{decimal(free)} are free on the disk of {case.folder}"
-    if case.cache_bytes is not None and case.cache_bytes > free + used:
+    if limit > free + used:
         return problem(
-            f"{said}, {decimal(case.cache_bytes - used)} more may be asked of it",
+            f"{said}, {decimal(limit - used)} more may be asked of it",
             f"free some, or lower cache_bytes to {decimal(free + used)}",
         )
-    if case.cache_bytes is None and free + used < LITTLE_BYTES:
+    said += f"; the cache may take {decimal(limit)}"
+    if case.cache_bytes is None and limit < LITTLE_BYTES:
         return problem(said, "free some, or name a folder on a larger disk: --cache-dir /nvme/cache")
     return ok(said)
 
