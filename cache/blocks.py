@@ -68,6 +68,7 @@ class Blocks(ForkAware):
             return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
         place = config.folder, config.limit, config.policy
         tier = LocalTier(*place) if config.cluster is None else ClusterTier(*place, config.cluster)
+        tier.allow_network_filesystem = config.allow_network_filesystem
         origin.places = Slots(str(config.folder / "locks"), config.in_flight)
         return cls(origin, tier, config.block)
 

@@ -22,7 +22,8 @@ class CacheConfig:
     """A host's cache.
 
     cache_dir: folder on a local disk, shared by all processes of the host; default: the user's cache folder.
-    cache_bytes: most the cache may hold, in bytes or as text ("500GB"); default: 90 % of what its disk has free.
+    cache_bytes: most the cache may hold, in bytes or as text ("500GB"); default: half of what
+        the cache holds and its disk has free, fixed when the cache is made.
     block_bytes: unit in which objects are fetched and kept, in bytes or as text.
     policy: "pin" keeps what running jobs use, drops the rest, oldest first, for room, and then admits nothing; "lru"
         drops what was used longest ago.
@@ -38,6 +39,8 @@ class CacheConfig:
         None: each host fetches for itself.
     origin_id: name of the store inside cache keys; default: its protocol and endpoint. Give two addresses of one
         store (a VPC endpoint, a proxy) the same name to share what is cached.
+    allow_network_filesystem: use `cache_dir` even if its filesystem is not known to be local to this host. Only one
+        host may use such a folder at a time: locks and the index do not work across hosts.
 
     Raises ConfigError naming the argument.
     """
@@ -52,6 +55,7 @@ class CacheConfig:
     hedge: bool = False
     cluster: str | None = field(default=None, repr=False)
     origin_id: str | None = None
+    allow_network_filesystem: bool = False
 
     def __post_init__(self) -> None:
         if self.cache_bytes is not None:

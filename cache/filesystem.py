@@ -58,6 +58,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         hedge: bool = False,
         cluster: str | None = None,
         origin_id: str | None = None,
+        allow_network_filesystem: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -72,6 +73,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             hedge=hedge,
             cluster=cluster,
             origin_id=origin_id,
+            allow_network_filesystem=allow_network_filesystem,
         )
         if (fs is None) == (target_protocol is None):
             raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")

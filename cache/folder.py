@@ -19,7 +19,7 @@ from pathlib import Path
 
 import lmdb
 
-from dataload.cache import place, trust
+from dataload.cache import default_limit, place, trust
 from dataload.cache.index import DAMAGED, LOCK_SECONDS, Index, Row
 from dataload.cache.locks import KeyLocks
 from dataload.cache.rebuild import rebuild
@@ -57,7 +57,7 @@ class CacheFolder:
 
         FORMAT   version and identity, as JSON      locks    one byte a key, never unlinked
         index/   LMDB, and how it was left          tmp/     a folder for each running process
-        blobs/   ab/<digest>
+        blobs/   ab/<digest>                        LIMIT    the default limit in bytes
 
     Made when missing, with mode 0700. What dead processes left half-written is removed on opening. The index is made
     anew from the blobs when it is lost, damaged, or not to be believed (`trust`), by a process that is alone in the
@@ -68,21 +68,23 @@ class CacheFolder:
     then what it keeps may be in no index, so the limit may be exceeded by it; it holds again once a process has opened
     the folder alone, which makes the index anew.
 
-    rebuilt: whether this opening made the index anew.
+    allow_network_filesystem: open the folder whatever filesystem it is on.
+
+    rebuilt: whether this opening made the index anew. default_limit: bytes that a tier without a limit may keep here.
 
     Raises ConfigError when a person must mend it: it holds something that is not a cache of this format, belongs to
-    somebody else, may not be written, lies on a network filesystem. Raises OSError and lmdb.Error when the disk fails,
-    and when the index cannot be used just now.
+    somebody else, may not be written, is on a filesystem that is not known to be local. Raises OSError and lmdb.Error
+    when the disk fails, and when the index cannot be used just now.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, allow_network_filesystem: bool = False) -> None:
         self.path = path
         self._blobs = str(path / "blobs")
         self.closed = False
         self.rebuilt = False
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            place.check(path)
+            place.check(path, allow_network_filesystem=allow_network_filesystem)
             # Whoever removed these under living processes took from us how to tell that they live.
             known = not (path / "index").exists() or ((path / "locks").exists() and (path / "tmp").exists())
             _touch(path / "locks")
@@ -122,6 +124,7 @@ class CacheFolder:
         self.scratch = Scratch(self.path / "tmp")
         if not known:
             trust.doubt(self.path / "index")
+        self.default_limit = default_limit.fix(self.path, self.index.used_bytes)
 
     def close(self) -> None:
         """Let go of the folder, as the end of the process does: an index that nobody has open is put on the disk."""
@@ -273,10 +276,6 @@ class CacheFolder:
     def oldest_process(self) -> int:
         """When the oldest process at work here started, in ns since the Unix epoch."""
         return oldest_start(self.path / "tmp")
-
-    def room(self) -> int:
-        """Bytes a cache may take here when nobody says: what it holds, and 90 % of what the disk has free."""
-        return self.index.used_bytes() + shutil.disk_usage(self.path).free * 9 // 10
 
     def _check_format(self) -> None:
         file = self.path / "FORMAT"

@@ -32,11 +32,11 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
-def open_existing(path: Path) -> CacheFolder:
+def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
     """The cache at `path`. Raises ConfigError when there is none: looking at a cache must not make one."""
     try:
         if (path / "FORMAT").exists():
-            return open_folder(path)
+            return open_folder(path, allow_network_filesystem=allow_network_filesystem)
     except (OSError, lmdb.Error) as error:
         raise ConfigError(f"the cache at {path} cannot be opened just now: {error}") from error
     raise ConfigError(f"no cache at {path}: name its folder with cache_dir")

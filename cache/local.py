@@ -37,11 +37,12 @@ log = logging.getLogger(__name__)
 class LocalTier(ForkAware):
     """Blobs on a local disk, shared by all processes of a host that name the same folder.
 
-    limit: most bytes on disk; None: 90 % of what the disk has free, and what is kept already.
+    limit: most bytes on disk; None: the default limit of the folder, which is fixed when the cache is made.
     policy: "pin" admits until full and evicts only what no running process has used since it started; "lru" evicts
         what was used longest ago.
     clock: seconds, monotonic; by it a failing disk is tried again.
 
+    allow_network_filesystem: open the folder whatever filesystem it is on; see `CacheConfig`.
     region: bytes of the limit for what finds no room under "pin": it passes through there, first come, first gone.
 
     Notes: nothing is opened before the first use. A warm `get` opens and maps a file and does not ask the index, so no
@@ -62,6 +63,7 @@ class LocalTier(ForkAware):
         self.path = Path(path)
         self.policy = policy
         self.region = 0
+        self.allow_network_filesystem = False
         self.fill_seconds = FILL_SECONDS
         self._given_limit = limit
         self._clock = clock
@@ -80,8 +82,11 @@ class LocalTier(ForkAware):
         self.buffers = Buffers()
         self._folder: CacheFolder | None = None
 
+    def _state(self) -> dict[str, int]:
+        return {"region": self.region, "allow_network_filesystem": self.allow_network_filesystem}
+
     def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str], dict[str, int]]:
-        return LocalTier, (self.path, self._given_limit, self.policy), {"region": self.region}
+        return LocalTier, (self.path, self._given_limit, self.policy), self._state()
 
     def __repr__(self) -> str:
         state = "not opened" if self._folder is None else self.health.state
@@ -94,13 +99,14 @@ class LocalTier(ForkAware):
         if folder is not None and not folder.closed:
             return folder
         try:
-            folder = open_folder(self.path)  # The same for threads that come here at once.
+            # The same for threads that come here at once.
+            folder = open_folder(self.path, allow_network_filesystem=self.allow_network_filesystem)
         except ConfigError as error:
             if not self._was_open:
                 raise
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
-        self._limit = self._given_limit or folder.room()
+        self._limit = self._given_limit or folder.default_limit
         if folder.rebuilt:  # It entered all that was there.
             folder.evict(self._limit)
         self._folder = folder  # From here on other threads use it.

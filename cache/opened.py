@@ -26,7 +26,7 @@ class _OpenFolders(ForkAware):
     def after_fork_in_child(self) -> None:
         self._forget_all()
 
-    def open(self, path: Path) -> CacheFolder:
+    def open(self, path: Path, *, allow_network_filesystem: bool) -> CacheFolder:
         super().__init__()  # Here and not at import: from the first folder on, forks matter. Again does no harm.
         with self._opening:
             folder = self._folders.get(_identity(path))
@@ -34,7 +34,7 @@ class _OpenFolders(ForkAware):
                 # Another thread may be closing it: nobody has it any more, but LMDB has.
                 if ended := self._ends.pop(_identity(path), None):
                     ended.wait(2 * CLOSE_SECONDS)
-                folder = CacheFolder(path)
+                folder = CacheFolder(path, allow_network_filesystem=allow_network_filesystem)
                 self._folders[_identity(path)], self._ends[_identity(path)] = folder, folder.ended
             return folder
 
@@ -50,6 +50,6 @@ def _identity(path: Path) -> Identity:
 _open_folders = _OpenFolders()
 
 
-def open_folder(path: Path) -> CacheFolder:
+def open_folder(path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
     """The cache folder at `path`, open in this process. Raises as `CacheFolder` does."""
-    return _open_folders.open(path)
+    return _open_folders.open(path, allow_network_filesystem=allow_network_filesystem)

@@ -9,21 +9,35 @@ from pathlib import Path
 from dataload.errors import ConfigError
 
 # LMDB maps its file shared between processes and locks it, and dead processes are told by their locks: that needs one
-# kernel. Of the FUSE filesystems only some would do; which, cannot be told.
-NETWORK = frozenset(
-    {"9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
+# kernel. Network filesystems are too many to name, and a FUSE filesystem does not say whether it is one.
+LOCAL = frozenset(
+    {
+        "bcachefs",
+        "btrfs",
+        "ext2",
+        "ext3",
+        "ext4",
+        "f2fs",
+        "jfs",
+        "nilfs2",
+        "overlay",
+        "ramfs",
+        "reiserfs",
+        "rootfs",
+        "tmpfs",
+        "xfs",
+        "zfs",
+    }
 )
-OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "FORMAT")
+"""Types of filesystems, as /proc/self/mountinfo names them, that belong to one kernel."""
+OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "FORMAT", "LIMIT")
 
 
-def check(path: Path) -> None:
+def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
     """Raises ConfigError when the existing folder `path` must not be made a cache, or used as one; OSError."""
     kind = filesystem_of(path)
-    if kind in NETWORK or kind.startswith("fuse."):
-        raise ConfigError(
-            f"cache_dir {path} is on a network filesystem ({kind}), where the cache's index and locks do not work: "
-            "name a folder on a local disk"
-        )
+    if not allow_network_filesystem and kind not in LOCAL:
+        raise ConfigError(f"cache_dir {not_local(path, kind)}: {OVERRIDE}")
     owner = path.stat().st_uid
     if owner != os.geteuid():
         raise ConfigError(
@@ -37,6 +51,15 @@ def check(path: Path) -> None:
     for name in OUR_NAMES:
         if (path / name).is_symlink():
             raise ConfigError(f"cache_dir {path} holds a symbolic link, {name}, that no cache made: remove it")
+
+
+OVERRIDE = "name a folder on a local disk, or, if one host alone uses this one, set allow_network_filesystem=True"
+
+
+def not_local(path: Path, kind: str) -> str:
+    """Say of a folder that its filesystem is not known to be local. kind: the type of the filesystem, or ""."""
+    named = f"a filesystem of type {kind}" if kind else "a filesystem of unknown type"
+    return f"{path} is on {named}, which is not known to be local: index and locks do not work across a network"
 
 
 def make_private(path: Path) -> None:

@@ -8,16 +8,15 @@ from typing import Annotated
 import typer
 
 from dataload.benchmarks.run import bench
-from dataload.commands.cache import evict, stats, verify
+from dataload.commands.cache import cache
 from dataload.commands.demo import demo
 from dataload.commands.doctor import doctor
 from dataload.commands.plan import plan
 from dataload.commands.report import report
-from dataload.commands.terminal import FOUND_A_PROBLEM
+from dataload.commands.terminal import FOUND_A_PROBLEM, WRONG_USE, show_help
 from dataload.commands.warm import warm
 from dataload.errors import ConfigError, DataError, DataloadError, OriginNotFound
 
-WRONG_USE = 2
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -35,12 +34,12 @@ def common(
 ) -> None:
     """Data loading for PyTorch from S3."""
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(WRONG_USE)
+        show_help(context)
 
 
-for command in (plan, warm, stats, verify, evict, doctor, report, demo, bench):
+for command in (plan, warm, doctor, report, demo, bench):
     app.command()(command)
+app.add_typer(cache, name="cache")
 
 
 def main() -> None:

@@ -90,29 +90,29 @@ def test_warm_stats_verify_evict(at_bucket: Run, bucket: Any, dataset_of: Callab
     assert (again["objects"], again["rows"], again["bytes"], again["bytes_origin"]) == (2, 600, size, 0)
     assert bucket.server.stats()["get_bytes"] == sent
 
-    held = json.loads(at_bucket("stats", *cache, "--json").stdout)
+    held = json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)
     # A block for each file, the records of each row group, the manifest, and the footers.
     blobs = 6 + len(runs(url, "part-000.parquet", "part-001.parquet"))
     assert held["blobs"] == blobs
     assert held["cache_dir"] == cache[1]
-    assert f": {blobs} blobs, " in at_bucket("stats", *cache).stdout
+    assert f": {blobs} blobs, " in at_bucket("cache", "stats", *cache).stdout
 
-    assert at_bucket("verify", *cache).returncode == 0
+    assert at_bucket("cache", "verify", *cache).returncode == 0
     [blob] = [path for path in (tmp_path / "c" / "blobs").glob("*/*") if path.stat().st_size > 10_000][:1]
     blob.write_bytes(blob.read_bytes()[::-1])
-    found = at_bucket("verify", *cache)
+    found = at_bucket("cache", "verify", *cache)
     assert found.returncode == 1
     assert "footer" in found.stdout
-    assert at_bucket("verify", *cache, "--repair").returncode == 1
-    report = json.loads(at_bucket("verify", *cache, "--json").stdout)
+    assert at_bucket("cache", "verify", *cache, "--repair").returncode == 1
+    report = json.loads(at_bucket("cache", "verify", *cache, "--json").stdout)
     assert (report["blobs"], report["problems"]) == (blobs - 1, [])
 
-    part = at_bucket("evict", f"{url}/part-000.parquet", *cache, "--json")
+    part = at_bucket("cache", "evict", f"{url}/part-000.parquet", *cache, "--json")
     assert json.loads(part.stdout)["bytes"] > 0
-    assert 0 < json.loads(at_bucket("stats", *cache, "--json").stdout)["blobs"] < blobs - 1
-    assert at_bucket("evict", f"{url}/part-000.parquet", *cache).returncode == 1
-    assert at_bucket("evict", *cache).returncode == 0
-    assert json.loads(at_bucket("stats", *cache, "--json").stdout)["bytes"] == 0
+    assert 0 < json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["blobs"] < blobs - 1
+    assert at_bucket("cache", "evict", f"{url}/part-000.parquet", *cache).returncode == 1
+    assert at_bucket("cache", "evict", "--all", *cache).returncode == 0
+    assert json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["bytes"] == 0
 
 
 def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str]) -> None:
@@ -156,7 +156,9 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
     done = at_bucket("warm", dataset_of([[5000]]), "--cache-dir", str(tmp_path / "c"), "--cache-bytes", "20kB")
     assert done.returncode == 1
     assert "0 of 1 row groups are there: the cache is full" in done.stderr
-    assert json.loads(at_bucket("stats", "--cache-dir", str(tmp_path / "c"), "--json").stdout)["bytes"] <= 20_000
+    assert (
+        json.loads(at_bucket("cache", "stats", "--cache-dir", str(tmp_path / "c"), "--json").stdout)["bytes"] <= 20_000
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,10 +175,15 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["warm"], "url"),
         (["warm", "a", "--no-such-option"], "no-such-option"),
         (["fly"], "fly"),
-        (["stats", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
-        (["verify", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
-        (["evict", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
-        (["evict", "s3://x", "--keep-bytes", "1GB"], "not both"),
+        (["cache", "stats", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
+        (["cache", "verify", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
+        (["cache", "evict", "--all", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
+        (["cache", "evict"], "either a URL or --all"),
+        (["cache", "evict", "--keep-bytes", "1GB"], "either a URL or --all"),
+        (["cache", "evict", "s3://x", "--all"], "either a URL or --all"),
+        (["cache", "evict", "s3://x", "--keep-bytes", "1GB"], "--keep-bytes goes with --all"),
+        (["cache", "fly"], "fly"),
+        (["evict", "--all"], "evict"),
         (["warm", ""], "URL is empty"),
         (["doctor", ""], "URL is empty"),
         (["plan", "s3://"], "Cannot traverse all of S3"),
@@ -207,13 +214,15 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert not list((tmp_path / "home").glob("dataload/tmp/*")), "something was left half-written"
 
 
-@pytest.mark.parametrize("url", ["", "tiercache::", "warp://x"])
-def test_a_slip_evicts_nothing(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, url: str) -> None:
+@pytest.mark.parametrize("words", [[""], ["tiercache::"], ["warp://x"], [], ["s3://x", "--all"], ["--keep-bytes", "1"]])
+def test_a_slip_evicts_nothing(
+    at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, words: list[str]
+) -> None:
     cache = ("--cache-dir", str(tmp_path / "c"))
     at_bucket("warm", dataset_of([[100]]), *cache)
-    held = at_bucket("stats", *cache).stdout
-    assert at_bucket("evict", url, *cache).returncode == 2
-    assert at_bucket("stats", *cache).stdout == held
+    held = at_bucket("cache", "stats", *cache).stdout
+    assert at_bucket("cache", "evict", *words, *cache).returncode == 2
+    assert at_bucket("cache", "stats", *cache).stdout == held
 
 
 def test_evict_by_glob_and_by_chained_url(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
@@ -221,13 +230,13 @@ def test_evict_by_glob_and_by_chained_url(at_bucket: Run, dataset_of: Callable[.
     at_bucket("warm", url, *cache)
 
     def held() -> int:
-        return int(json.loads(at_bucket("stats", *cache, "--json").stdout)["blobs"])
+        return int(json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["blobs"])
 
     first, second = "part-001.parquet", "part-002.parquet"
     begun, before = runs(url, "part-000.parquet", first, second), held()
-    assert at_bucket("evict", f"{url}/part-*1.parquet", *cache).returncode == 0
+    assert at_bucket("cache", "evict", f"{url}/part-*1.parquet", *cache).returncode == 0
     assert held() == before - 2 - begun.count(first), "its block, its records, and the footers that it names"
-    assert at_bucket("evict", f"tiercache::{url}/part-002.parquet", *cache).returncode == 0
+    assert at_bucket("cache", "evict", f"tiercache::{url}/part-002.parquet", *cache).returncode == 0
     assert held() == before - 4 - begun.count(first) - begun.count(second)
 
 
@@ -238,14 +247,14 @@ def test_a_name_is_a_name_though_it_looks_like_a_glob(at_bucket: Run, bucket: An
     at_bucket("warm", url, *cache)
 
     def held() -> int:
-        return int(json.loads(at_bucket("stats", *cache, "--json").stdout)["blobs"])
+        return int(json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["blobs"])
 
     left, begun = held(), runs(url, "a*b.parquet", "aab.parquet", "x**y.parquet")
     for name, named in ("a*b", 1), ("x**y", 0):
         left -= 2 + named + begun.count(f"{name}.parquet")
-        assert at_bucket("evict", f"{url}/{name}.parquet", *cache).returncode == 0
+        assert at_bucket("cache", "evict", f"{url}/{name}.parquet", *cache).returncode == 0
         assert held() == left, "its own, and the manifest and footers that it names"
-    done = at_bucket("evict", f"{url}/z**y", *cache)
+    done = at_bucket("cache", "evict", f"{url}/z**y", *cache)
     assert (done.returncode, "is no glob" in done.stderr) == (2, True)
 
 
@@ -303,7 +312,7 @@ def test_a_folder_of_somebody_else(run: Run, tmp_path: Path, monkeypatch: pytest
         raise PermissionError(13, "Permission denied", str(path))  # root may look anywhere
 
     monkeypatch.setattr(Path, "exists", denied)
-    done = run("stats", "--cache-dir", "/elsewhere/cache")
+    done = run("cache", "stats", "--cache-dir", "/elsewhere/cache")
     assert done.returncode == 2
     assert "/elsewhere/cache cannot be opened" in done.stderr
 
@@ -316,12 +325,13 @@ def test_without_a_command_the_help_is_shown(run: Run) -> None:
 
 
 def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["dataload", "--debug", "stats", "--cache-dir", "/nowhere"])
+    monkeypatch.setattr("sys.argv", ["dataload", "--debug", "cache", "stats", "--cache-dir", "/nowhere"])
     with pytest.raises(ConfigError, match="no cache at /nowhere"):
         cli.main()
 
 
-COMMANDS = ["plan", "warm", "stats", "verify", "evict", "doctor", "report", "demo", "bench"]
+COMMANDS = ["plan", "warm", "doctor", "report", "demo", "bench", "cache"]
+CACHE_COMMANDS = ["stats", "verify", "evict"]
 
 
 def test_help(run: Run) -> None:
@@ -332,11 +342,19 @@ def test_help(run: Run) -> None:
     assert "..." not in done.stdout.partition("Commands:")[2], "what a command does fits into a line"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("words", [("cache",), ("cache", "--help")], ids=str)
+def test_help_of_cache_names_its_commands(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert (done.returncode, done.stderr) == (0 if "--help" in words else 2, "")
+    for command in CACHE_COMMANDS:
+        assert f"  {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"cache {name}" for name in CACHE_COMMANDS)])
 def test_help_of_a_command_fits_into_80_columns(run: Run, command: str) -> None:
-    done = run(command, "--help")
+    done = run(*command.split(), "--help")
     assert done.returncode == 0
-    assert "--json" in done.stdout
+    assert "--json" in done.stdout or command == "cache"
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

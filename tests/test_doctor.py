@@ -95,11 +95,13 @@ def test_findings_are_said_as_they_come(
     assert capsys.readouterr().out == "problem  second: it is not\n         -> mend it\n"
 
 
-@pytest.mark.parametrize("kind", ["nfs4", "fuse.s3fs"])
+@pytest.mark.parametrize("kind", ["nfs4", "fuse.s3fs", "wekafs"])
 def test_a_network_filesystem(case: Case, tmp_path: Path, kind: str) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"22 21 0:40 / {tmp_path} rw - {kind} server:/export rw\n")
-    assert f"network filesystem ({kind})" in said(folder.filesystem(Case(case.folder, mounts=mounts)))
+    found = folder.filesystem(Case(case.folder, mounts=mounts))
+    assert (found.status, f"a filesystem of type {kind}, " in found.what) == ("problem", True)
+    assert folder.filesystem(Case(case.folder, mounts=mounts, allow_network_filesystem=True)).status == "warning"
 
 
 def test_a_filesystem_in_memory(case: Case, tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_room_that_the_cache_has_taken(case: Case) -> None:
 def test_an_index_that_is_damaged(case: Case) -> None:
     (case.folder / "index" / "data.mdb").write_bytes(b"?" * 100_000)
     found = folder.room(case)
-    assert (found.status, found.advice) == ("problem", "dataload verify --repair")
+    assert (found.status, found.advice) == ("problem", "dataload cache verify --repair")
     assert f"the index of {case.folder} cannot be read" in found.what
 
 

@@ -6,11 +6,12 @@ import http.server
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dataload.benchmarks import s3
 from dataload.benchmarks.origin import Origin as Server
@@ -26,6 +28,7 @@ from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache import obstores
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import Origin
+from dataload.cache.version import version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
 
 ENGINES = ("obstore", "fsspec")
@@ -556,13 +559,97 @@ def test_a_range_that_is_read_alone_is_as_long_as_asked_for(
         origin.read(bucket.url("x"), 0, 10, "any")
 
 
-def test_a_store_without_ranges_is_read_by_s3fs(tmp_path: Path) -> None:
-    with serving(_Whole) as url:
-        fs = open_fs(tmp_path, s3.storage_options(url))
-        try:
-            assert fs.cat_file("bucket/x") == DATA
-            assert (
-                fs.stats()["engine_reason"] == "the store answers a range with the whole object, which obstore refuses"
-            )
-        finally:
+class _Endless(_Whole):
+    """Sends the whole of a large object for each range, as fast as the other side takes it."""
+
+    size = 64 << 20
+    status = 200
+    asked = sent = 0
+
+    def setup(self) -> None:
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        super().setup()
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.do_HEAD()
+        with suppress(ConnectionError):
+            for first in range(0, self.size, BLOCK):
+                self.wfile.write(self.block(first // BLOCK))
+                type(self).sent += BLOCK
+
+    def do_HEAD(self) -> None:
+        self.send_response(self.status)
+        self.send_header("ETag", '"one"')
+        self.send_header("Last-Modified", formatdate(0, usegmt=True))
+        self.send_header("Content-Length", str(self.size))
+        self.end_headers()
+
+    @staticmethod
+    def block(number: int) -> bytes:
+        return number.to_bytes(8) * (BLOCK // 8)
+
+
+@contextmanager
+def without_ranges(kind: str, cache_dir: Path, block_bytes: int) -> Iterator[tuple[TierCacheFileSystem, str]]:
+    """A filesystem in front of a store that sends its object whole; "s3" or "http"; and what it is called."""
+    _Endless.asked = _Endless.sent = 0
+    with serving(_Endless) as url:
+        if kind == "s3":
+            fs = open_fs(cache_dir, s3.storage_options(url), block_bytes=block_bytes)
+            yield fs, "bucket/x"
             fs.fs.close_session(fs.fs.loop, fs.fs.s3)
+        else:
+            target = fsspec.filesystem("http", skip_instance_cache=True)
+            given = {"cache_dir": str(cache_dir), "block_bytes": block_bytes, "skip_instance_cache": True}
+            yield TierCacheFileSystem(fs=target, **given), f"{url}/x"
+            target.close_session(target.loop, target._session)
+
+
+SLACK = 8 << 20  # what lies in the buffers of connections when they are closed
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_a_store_that_ignores_ranges_is_read_to_the_end_of_the_range(tmp_path: Path, kind: str) -> None:
+    size = 2 * BLOCK
+    with without_ranges(kind, tmp_path, size) as (fs, path):
+        for first in (0, size):
+            blocks = _Endless.block(first // BLOCK) + _Endless.block(first // BLOCK + 1)
+            assert fs.cat_file(path, first, first + size) == blocks
+        assert _Endless.asked <= 3, "each block once, and once by an engine that cannot read it"
+        assert fs.stats()["bytes_origin"] == 2 * size
+        with pytest.raises(OriginError, match=rf"x bytes {2 * size}-{3 * size - 1}: the store ignores Range"):
+            fs.cat_file(path, 2 * size, 3 * size)
+        assert _Endless.asked <= 4, "the store will not change its mind"
+    assert _Endless.sent < 3 * size + SLACK < _Endless.size // 4
+    if kind == "s3":
+        why = "the store answers a range with the whole object, which obstore refuses"
+        assert fs.stats()["engine_reason"] == why
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_reading_many_blocks_does_not_read_as_many_objects(tmp_path: Path, kind: str) -> None:
+    size = 4 << 20
+    with without_ranges(kind, tmp_path, size) as (fs, path):
+        with pytest.raises(OriginError, match="ignores Range"):
+            fs.cat_file(path)
+        asked = _Endless.asked
+        assert asked <= 2 * _Endless.size // size
+    assert _Endless.sent < 2 * _Endless.size, "a block read costs no object"
+
+
+def test_a_client_that_returns_more_than_a_range_is_asked_once(tmp_path: Path) -> None:
+    class Generous(MemoryFileSystem):
+        protocol = "generous"
+        cachable = False
+        asked = 0
+
+        def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+            type(self).asked += 1
+            return super().cat_file(path)
+
+    generous = Generous()
+    generous.pipe_file("/generous/x", DATA)
+    with pytest.raises(OriginError, match="/generous/x bytes 0-9: the store ignores Range"):
+        Origin(generous).read("/generous/x", 0, 10, version_of(generous.info("/generous/x")))
+    assert Generous.asked == 1

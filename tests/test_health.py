@@ -18,8 +18,7 @@ import lmdb
 import pytest
 from tiers import LIMIT, data_of, key, put
 
-from dataload.cache import fsck
-from dataload.cache.folder import CacheFolder
+from dataload.cache import default_limit, fsck
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, Breaker, Health
 from dataload.cache.index import SMALL_MAP_BYTES, Index
 from dataload.cache.local import LocalTier
@@ -300,8 +299,8 @@ def test_a_folder_that_others_are_long_in_opening_is_done_without(
 def test_a_tier_is_open_to_other_threads_when_its_limit_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier, room, open_by_then = LocalTier(tmp_path / "cache"), CacheFolder.room, []
-    monkeypatch.setattr(CacheFolder, "room", lambda self: (open_by_then.append(tier._folder), room(self))[1])
+    tier, fix, open_by_then = LocalTier(tmp_path / "cache"), default_limit.fix, []
+    monkeypatch.setattr(default_limit, "fix", lambda *told: (open_by_then.append(tier._folder), fix(*told))[1])
     put(tier, "x/0")
     assert open_by_then == [None]
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import fsspec
+import pyarrow.parquet as pq
 import pytest
 from tiers import LIMIT, key, look, put
 
+from dataload import cli
 from dataload.cache import blob, fsck, place
+from dataload.cache.config import CacheConfig
 from dataload.cache.local import LocalTier
 from dataload.cache.locks import KeyLocks
+from dataload.dataset import make_dataset
 from dataload.errors import ConfigError, CorruptEntry
 
 MOUNTS = """\
@@ -22,14 +30,74 @@ MOUNTS = """\
 """
 
 
-@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "9p", "fuse", "fuse.sshfs", "ceph", "lustre"])
-def test_network_filesystems_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has `tmp_path` be on a filesystem of some type."""
     mounts, real = tmp_path / "mountinfo", place.filesystem_of
-    mounts.write_text(MOUNTS.format(home=tmp_path, kind=kind))
     monkeypatch.setattr(place, "filesystem_of", lambda path: real(path, mounts))
-    with pytest.raises(ConfigError, match=rf"network filesystem \({kind}\).*local disk"):
+
+    def mount(kind: str) -> None:
+        mounts.write_text(MOUNTS.format(home=tmp_path, kind=kind))
+
+    return mount
+
+
+NETWORK = ["nfs4", "cifs", "9p", "fuse", "fuse.sshfs", "ceph", "lustre"]
+FORMERLY_MISSED = ["wekafs", "panfs", "pvfs2", "ocfs2", "gfs2", "virtiofs", "of-next-year"]
+
+
+@pytest.mark.parametrize("kind", [*NETWORK, *FORMERLY_MISSED])
+def test_only_filesystems_known_to_be_local_hold_a_cache(
+    tmp_path: Path, mounted: Callable[[str], None], kind: str
+) -> None:
+    mounted(kind)
+    says = rf"{tmp_path}/c is on a filesystem of type {kind}, .*local disk.*allow_network_filesystem=True"
+    with pytest.raises(ConfigError, match=says):
         put(LocalTier(tmp_path / "c"), "x/0")
     assert list((tmp_path / "c").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay"])
+def test_local_filesystems_hold_a_cache(tmp_path: Path, mounted: Callable[[str], None], kind: str) -> None:
+    mounted(kind)
+    put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_a_filesystem_that_cannot_be_told_holds_no_cache(tmp_path: Path, mounted: Callable[[str], None]) -> None:
+    with pytest.raises(ConfigError, match="a filesystem of unknown type"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_any_filesystem_holds_a_cache_where_the_user_says_so(
+    tmp_path: Path, mounted: Callable[[str], None], table_of: Any
+) -> None:
+    """Said to the filesystem or to a dataset, and so to their pickled copies."""
+    mounted("wekafs")
+    (tmp_path / "x.bin").write_bytes(b"some bytes")
+    told = {"cache_dir": str(tmp_path / "c"), "allow_network_filesystem": True}
+    fs = fsspec.filesystem("tiercache", target_protocol="file", skip_instance_cache=True, **told)
+    assert fs.cat_file(str(tmp_path / "x.bin")) == b"some bytes"
+    copy = pickle.loads(pickle.dumps(fs))
+    assert copy.cat_file(str(tmp_path / "x.bin")) == b"some bytes"
+    assert copy.stats()["hits"] == 1
+    pq.write_table(table_of(0, 10), tmp_path / "x.parquet")
+    for cluster in (None, "valkey://127.0.0.1:1"):
+        dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(**told, cluster=cluster))
+        again = pickle.loads(pickle.dumps(dataset.blocks.tier))
+        put(again, "x/0")
+        assert again.health.state == "normal"
+
+
+def test_commands_look_at_a_cache_on_any_filesystem_when_told_to(
+    tmp_path: Path, mounted: Callable[[str], None]
+) -> None:
+    mounted("ext4")
+    put(LocalTier(tmp_path / "c"), "x/0")
+    mounted("wekafs")
+    options = ["cache", "stats", "--cache-dir", str(tmp_path / "c")]
+    with pytest.raises(ConfigError, match="wekafs"):
+        cli.app(options, standalone_mode=False)
+    cli.app([*options, "--allow-network-filesystem"], standalone_mode=False)
 
 
 def test_the_innermost_mount_counts(tmp_path: Path) -> None:
@@ -92,7 +160,7 @@ def test_planted_links_are_refused(tmp_path: Path, name: str) -> None:
 def test_a_link_planted_just_after_the_look_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a folder that anybody may write to, until it becomes a cache."""
     path, victim = tmp_path / "c", tmp_path / "victim"
-    monkeypatch.setattr(place, "check", lambda path: (path / "locks").symlink_to(victim))
+    monkeypatch.setattr(place, "check", lambda path, **_: (path / "locks").symlink_to(victim))
     with pytest.raises(ConfigError, match="symbolic links"):
         put(LocalTier(path), "x/0")
     assert not victim.exists()

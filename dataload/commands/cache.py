@@ -1,4 +1,4 @@
-"""`dataload stats`, `verify` and `evict`: what is done with a cache, whatever filled it."""
+"""`dataload cache`: show, verify and empty a cache."""
 
 from __future__ import annotations
 
@@ -7,29 +7,45 @@ from typing import Annotated
 import typer
 from rich.filesize import decimal
 
-from dataload.commands.options import CacheDir, Json, existing
-from dataload.commands.terminal import FOUND_A_PROBLEM, progress, show
+from dataload.commands.options import AllowNetworkFilesystem, CacheDir, Json, existing
+from dataload.commands.terminal import FOUND_A_PROBLEM, progress, show, show_help
 from dataload.errors import ConfigError, DataloadError
 
+cache = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
-def stats(cache_dir: CacheDir = None, as_json: Json = False) -> None:
+
+@cache.callback()
+def common(context: typer.Context) -> None:
+    """Show, verify or evict what the cache holds."""
+    if context.invoked_subcommand is None:
+        show_help(context)
+
+
+@cache.command()
+def stats(
+    cache_dir: CacheDir = None, allow_network_filesystem: AllowNetworkFilesystem = False, as_json: Json = False
+) -> None:
     """What the cache holds."""
-    folder = existing(cache_dir)
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
     rows = list(folder.index.rows())
     used = folder.index.used_bytes()
-    figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used}
-    show(figures, f"{folder.path}: {len(rows)} blobs, {decimal(used)}", as_json=as_json)
+    limit = folder.default_limit
+    figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used, "cache_bytes": limit}
+    said = f"{folder.path}: {len(rows)} blobs, {decimal(used)}; by default at most {decimal(limit)}"
+    show(figures, said, as_json=as_json)
 
 
+@cache.command()
 def verify(
     cache_dir: CacheDir = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
     repair: Annotated[bool, typer.Option(help="Remove what is wrong; it will be fetched again.")] = False,
     as_json: Json = False,
 ) -> None:
     """Check every cached byte. Exits with 1 when something is wrong."""
     from dataload.cache import fsck
 
-    folder = existing(cache_dir)
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
     with progress("verifying", folder.index.used_bytes(), quiet=as_json) as advance:
         report = fsck.verify(folder, repair=repair, progress=advance)
     removed = ", removed" if repair else ""
@@ -42,10 +58,15 @@ def verify(
         raise typer.Exit(FOUND_A_PROBLEM)
 
 
+@cache.command()
 def evict(
-    url: Annotated[str | None, typer.Argument(help="An object, a folder or a glob; left out: everything.")] = None,
+    url: Annotated[str | None, typer.Argument(help="An object, a folder or a glob.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything that the cache holds.")] = False,
     cache_dir: CacheDir = None,
-    keep_bytes: Annotated[str | None, typer.Option(help="Keep so many bytes of what was used last.")] = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
+    keep_bytes: Annotated[
+        str | None, typer.Option(help="With --all: keep so many bytes of what was used last.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Remove blobs from the cache."""
@@ -53,9 +74,11 @@ def evict(
     from dataload.cache.config import parse_bytes
     from dataload.cache.redact import redacted
 
+    if (url is not None) == everything:
+        raise ConfigError("evict takes either a URL or --all")
     if url is not None and keep_bytes:
-        raise ConfigError("give a URL or --keep-bytes, not both")
-    folder = existing(cache_dir)
+        raise ConfigError("--keep-bytes goes with --all, not with a URL")
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
     path = None if url is None else _path(url)
     keep = parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0
     with progress("evicting", max(0, folder.index.used_bytes() - keep), quiet=as_json) as advance:
@@ -71,7 +94,7 @@ def _path(url: str) -> str:
 
     named = url.rpartition("::")[2]  # behind a tiercache::
     if not named:
-        raise ConfigError("the URL is empty: name an object or a folder, or leave it out to evict everything")
+        raise ConfigError("the URL is empty: name an object or a folder, or use --all to evict everything")
     try:
         return str(fsspec.core.strip_protocol(named))
     except (ValueError, ImportError) as error:

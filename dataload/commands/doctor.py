@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dataload.commands.options import (
+    AllowNetworkFilesystem,
     CacheBytes,
     CacheDir,
     Cluster,
@@ -35,6 +36,7 @@ def doctor(
     columns: Columns = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
     cluster: Cluster = None,
     storage_options: StorageOptions = None,
     as_json: Json = False,
@@ -54,6 +56,7 @@ def doctor(
         pin_memory=pin_memory,
         row_bytes=_row_bytes(store, names(columns)) if store else None,
         cluster=cluster,
+        allow_network_filesystem=allow_network_filesystem,
     )
     findings = {}
     for check, found in examine(case, store):

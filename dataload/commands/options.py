@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from dataload.cache.folder import CacheFolder
     from dataload.partitions import Keys
 
+AllowNetworkFilesystem = Annotated[
+    bool, typer.Option("--allow-network-filesystem", help="Use --cache-dir on whatever filesystem it is.")
+]
 BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a batch, of all ranks together.")]
 CacheBytes = Annotated[str | None, typer.Option(help='Most bytes the cache may hold, such as "500GB".')]
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the cache; default: the user's cache folder.")]
@@ -64,17 +67,28 @@ def mapping(text: str | None) -> dict[str, Any]:
     return options
 
 
-def config(cache_dir: Path | None, cache_bytes: str | None = None, cluster: str | None = None) -> CacheConfig:
+def config(
+    cache_dir: Path | None,
+    cache_bytes: str | None = None,
+    cluster: str | None = None,
+    *,
+    allow_network_filesystem: bool = False,
+) -> CacheConfig:
     from dataload.cache.config import CacheConfig
 
-    return CacheConfig(cache_dir=str(cache_dir) if cache_dir else None, cache_bytes=cache_bytes, cluster=cluster)
+    return CacheConfig(
+        cache_dir=str(cache_dir) if cache_dir else None,
+        cache_bytes=cache_bytes,
+        cluster=cluster,
+        allow_network_filesystem=allow_network_filesystem,
+    )
 
 
-def existing(cache_dir: Path | None) -> CacheFolder:
+def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> CacheFolder:
     """The cache there. Raises ConfigError when there is none."""
     from dataload.cache.fsck import open_existing
 
-    return open_existing(config(cache_dir).folder)
+    return open_existing(config(cache_dir).folder, allow_network_filesystem=allow_network_filesystem)
 
 
 def listed(url: str, storage_options: str | None, config: CacheConfig) -> tuple[Blocks, dict[Object, Keys]]:

@@ -9,6 +9,7 @@ import typer
 from rich.filesize import decimal
 
 from dataload.commands.options import (
+    AllowNetworkFilesystem,
     BatchSize,
     CacheBytes,
     CacheDir,
@@ -51,6 +52,7 @@ def plan(
     ] = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
@@ -62,7 +64,8 @@ def plan(
     from dataload.warm import order_of
 
     rate = parse_bytes("bandwidth", bandwidth)
-    blocks, objects = listed(url, storage_options, config(cache_dir, cache_bytes))
+    told = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
+    blocks, objects = listed(url, storage_options, told)
     with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:
         manifest = pin(objects, blocks, lambda _: advance(1))
     blobs = RowBlobs(manifest, manifest.select(names(columns)), blocks)

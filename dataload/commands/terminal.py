@@ -8,12 +8,13 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 
+WRONG_USE = 2
 FOUND_A_PROBLEM = 1  # what a command exits with that did what it was asked for, and found something wrong
 FIRST_LINE, NEXT_LINES = 1.0, 10.0  # seconds, where there is no terminal
 
@@ -21,6 +22,12 @@ FIRST_LINE, NEXT_LINES = 1.0, 10.0  # seconds, where there is no terminal
 def show(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
     """Print the result: one JSON object, or the text."""
     typer.echo(json.dumps(figures) if as_json else text)
+
+
+def show_help(context: typer.Context) -> NoReturn:
+    """Print the help of a group of commands that was called without one, and exit with 2."""
+    typer.echo(context.get_help())
+    raise typer.Exit(WRONG_USE)
 
 
 def table(lines: Sequence[tuple[str, str]]) -> str:

@@ -8,6 +8,7 @@ import typer
 from rich.filesize import decimal
 
 from dataload.commands.options import (
+    AllowNetworkFilesystem,
     CacheBytes,
     CacheDir,
     Cluster,
@@ -40,6 +41,7 @@ def warm(
     columns: Columns = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
     cluster: Cluster = None,
     storage_options: StorageOptions = None,
     as_json: Json = False,
@@ -48,12 +50,14 @@ def warm(
 
     Stopped half-way, the same command goes on where it ended.
     """
+    from dataload.cache.local import LocalTier
     from dataload.manifest import pin
     from dataload.rowblobs import RowBlobs
     from dataload.warm import part_of
 
     node, nodes = node_of(shard)
-    blocks, objects = listed(url, storage_options, config(cache_dir, cache_bytes, cluster))
+    told = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
+    blocks, objects = listed(url, storage_options, told)
     if cluster is not None:
         _must_answer(cluster)
     with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:
@@ -70,6 +74,7 @@ def warm(
         "rows": sum(group.rows for group in part),
         "row_groups": len(part),
         "row_groups_kept": kept,
+        "cache_bytes": blocks.tier.limit if isinstance(blocks.tier, LocalTier) else None,
     }
     show(
         {**figures, **stats},
@@ -99,7 +104,7 @@ def _fetch(blobs: RowBlobs, groups: list[int], *, quiet: bool) -> int:
 
 def _why(stats: dict[str, Any]) -> str:
     if stats["refused"]:
-        return "the cache is full: raise --cache-bytes or evict"
+        return "the cache is full: raise --cache-bytes, or free some with dataload cache evict"
     if stats["health"]["state"] != "normal":
         return "the cache cannot be written to, as was said above: mend that, or choose another --cache-dir"
     return "others were at the rest for too long: do it again"

@@ -49,6 +49,7 @@ class Case:
     pin_memory: bool = False
     row_bytes: int | None = None
     cluster: str | None = field(default=None, repr=False)
+    allow_network_filesystem: bool = False
     mounts: Path = Path("/proc/self/mountinfo")
     shared_memory: Path = Path("/dev/shm")  # noqa: S108 (torch's)
     max_map_count: Path = Path("/proc/sys/vm/max_map_count")

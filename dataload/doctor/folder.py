@@ -11,36 +11,34 @@ from pathlib import Path
 import lmdb
 from rich.filesize import decimal
 
-from dataload.cache import place
+from dataload.cache import default_limit, place
 from dataload.cache.index import Index
 from dataload.cache.locks import KeyLocks
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError
 
-IN_MEMORY = frozenset({"ramfs", "tmpfs"})
+IN_MEMORY = frozenset({"ramfs", "rootfs", "tmpfs"})
 LITTLE_BYTES = 10**9  # of a cache that nobody has limited
 
 
 def filesystem(case: Case) -> Finding:
     kind = place.filesystem_of(case.existing, case.mounts)
-    if kind in place.NETWORK or kind.startswith("fuse."):
-        return problem(
-            f"{case.folder} is on a network filesystem ({kind}), where index and locks do not work",
-            "name a folder on a local disk: --cache-dir /nvme/cache",
-        )
+    if kind not in place.LOCAL:
+        said, advice = place.not_local(case.folder, kind), "name a folder on a local disk: --cache-dir /nvme/cache"
+        return (warning if case.allow_network_filesystem else problem)(said, advice)
     if kind in IN_MEMORY:
         return warning(
             f"{case.folder} is in memory ({kind}): what it holds is taken from the training, and lost at a restart",
             "name a folder on a local disk: --cache-dir /nvme/cache",
         )
-    return ok(f"{case.folder} is on {kind or 'a filesystem that cannot be told'}")
+    return ok(f"{case.folder} is on {kind}")
 
 
 def ours(case: Case) -> Finding:
     """Whether it may be made a cache."""
     try:
         if case.folder.exists():
-            place.check(case.folder)
+            place.check(case.folder, allow_network_filesystem=True)  # That is what `filesystem` looks at.
     except ConfigError as error:
         what, _, advice = str(error).rpartition(": ")
         return problem(what, advice)
@@ -57,14 +55,16 @@ def room(case: Case) -> Finding:
     try:
         free, used = shutil.disk_usage(case.existing).free, _used(case.folder)
     except lmdb.Error as error:
-        return problem(f"the index of {case.folder} cannot be read: {reason(error)}", "dataload verify --repair")
+        return problem(f"the index of {case.folder} cannot be read: {reason(error)}", "dataload cache verify --repair")
+    limit = case.cache_bytes or default_limit.stored(case.folder) or default_limit.proposed(case.existing, used)
     said = f"{decimal(free)} are free on the disk of {case.folder}"
-    if case.cache_bytes is not None and case.cache_bytes > free + used:
+    if limit > free + used:
         return problem(
-            f"{said}, {decimal(case.cache_bytes - used)} more may be asked of it",
+            f"{said}, {decimal(limit - used)} more may be asked of it",
             f"free some, or lower cache_bytes to {decimal(free + used)}",
         )
-    if case.cache_bytes is None and free + used < LITTLE_BYTES:
+    said += f"; the cache may take {decimal(limit)}"
+    if case.cache_bytes is None and limit < LITTLE_BYTES:
         return problem(said, "free some, or name a folder on a larger disk: --cache-dir /nvme/cache")
     return ok(said)
 

@@ -140,7 +140,7 @@ def region(store: Store) -> Finding:
 
 def ranges(store: Store) -> Finding:
     first = store.first
-    advice = "read through a store that serves ranges: each row group would be fetched with all of its file"
+    advice = "read through a store that serves ranges: only the beginning of a file can be read from this one"
     try:
         with store.origin.naming(first.path):
             if store.is_s3:
