@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataload.batch import Batch, Flat, cut, map_tensors, to_batch
+from dataload.batch import Batch, Flat, Rows, cut, map_tensors, to_batch
 from dataload.columns import Dense, decode
 from dataload.errors import ConfigError, DataError
 from dataload.layout import Layout, fields_of, flatten
@@ -237,6 +237,44 @@ def test_cutting_gives_the_batches_of_its_parts(ragged: str) -> None:
                 assert column.offsets.tolist() == other[name].offsets.tolist()
             else:
                 assert [plain(value) for value in column] == [plain(value) for value in other[name]]
+
+
+@pytest.mark.parametrize("ragged", ["list", "flat"])
+def test_rows_are_indexed_like_a_list(ragged: str) -> None:
+    """Every kind of column, from both ends: bounds of flat columns do not wrap around."""
+    table = pa.table(
+        {
+            "a": [1.0, 2.0, 3.0],
+            "b": [4.0, 5.0, 6.0],
+            "number": [7, 8, 9],
+            "fixed": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int16(), 2)),
+            "list": [[1], [], [2, 3]],
+            "binary": [b"a", b"", b"bc"],
+            "text": ["x", "yy", ""],
+        }
+    )
+    wanted = [
+        {
+            "x": [row["a"], row["b"]],
+            **{name: row[name] for name in ("number", "fixed", "list", "text")},
+            "binary": row["binary"] if ragged == "list" else list(row["binary"]),
+        }
+        for row in table.to_pylist()
+    ]
+    records = gather([table], np.zeros(3, np.int64), np.arange(3))
+    rows = Rows(records, ragged, {"x": ["a", "b"]})
+
+    def plain_row(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: plain(value) for name, value in row.items()}
+
+    for index in (*range(-3, 3), np.int8(-1), np.uint8(2)):
+        assert plain_row(rows[index]) == wanted[index], index
+    for part in (slice(None), slice(-2, None), slice(-3, -1), slice(None, None, -1), slice(-1, None, -2), slice(5, 9)):
+        assert [plain_row(row) for row in rows[part]] == wanted[part], part
+    assert [plain_row(row) for row in rows] == wanted
+    for some, index in ((rows, 3), (rows, -4), (Rows(records[:0], ragged), 0), (Rows(records[:0], ragged), -1)):
+        with pytest.raises(IndexError, match=f"row {index} of a batch of {len(some)}"):
+            some[index]
 
 
 def test_dictionaries_come_as_their_values() -> None:
