@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -364,18 +366,39 @@ def test_lru_keeps_the_last_used():
     assert pickle.loads(pickle.dumps(kept)).get(1, abs) == 1
 
 
-def test_lru_makes_once_for_all_threads():
-    kept, made = LRU(2), []
-    other = threading.Thread(target=lambda: kept.get(1, made.append))
+def test_lru_gives_all_threads_the_value_stored_first():
+    kept, found = LRU(2), []
+    other = threading.Thread(target=lambda: found.append(kept.get(1, lambda _: object())))
 
     def make(key):
         other.start()
-        other.join(timeout=0.05)
-        made.append(key)
+        other.join()
+        return object()
 
-    kept.get(1, make)
-    other.join()
-    assert made == [1]
+    assert kept.get(1, make) is found[0]
+    assert kept.get(1, make) is found[0]
+
+
+def test_a_child_forked_while_a_thread_builds_can_build():
+    """As when a loader starts its workers while another thread draws the next epoch's order."""
+    kept, building, finish = LRU(2), threading.Event(), threading.Event()
+
+    def make(key):
+        building.set()
+        finish.wait()
+        return -key
+
+    thread = threading.Thread(target=kept.get, args=(1, make))
+    thread.start()
+    building.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        os._exit([kept.get(key, lambda key: -key) for key in (1, 2, 3)] != [-1, -2, -3])
+    finish.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_importing_the_arithmetic_does_not_import_torch():
