@@ -172,6 +172,31 @@ def test_the_order_is_golden():
     assert order.rows(3, range(15)).tolist() == [14, 9, 8, 10, 11, 7, 12, 2, 13, 1, 3, 0, 4, 6, 5]
 
 
+@pytest.mark.parametrize(
+    ("shuffle", "num_streams", "length", "first", "last"),
+    [
+        ("block", 1, 70_000, [91693, 750301, 714965, 69354], 560704),
+        ("block", 2, 70_000, [61412, 328308, 26980, 484711], 208089),
+        ("full", 1, 70_000, [339757, 594938, 552636, 813100], 542113),
+        ("full", 3, 70_000, [520273, 764230, 797583, 44603], 802223),
+        ("block", 1, 2**29, [5305556930, 5455586690, 310917411, 5668375642], 2999160100),
+        ("block", 2, 2**29, [886888023, 2265049146, 1634316563, 1130324250], 3638797268),
+        ("full", 1, 2**29, [3822028748, 5700389450, 373288152, 1505989167], 951426713),
+        ("full", 3, 2**29, [4177745391, 4578660736, 3603962570, 1655616118], 1158808101),
+    ],
+)
+def test_the_order_of_many_rows_is_golden(shuffle, num_streams, length, first, last):
+    """Windows of more than 2**16 rows, and orders of more than 2**32; a sampler's batches are the same rows."""
+    arguments = {"shuffle": shuffle, "window": 8, "num_streams": num_streams, "seed": 7, "dataset_key": b"k"}
+    lengths = [length] * 12
+    order = Order(lengths, **arguments)
+    middle = order.n // 2
+    assert order.rows(3, np.arange(middle, middle + 4)).tolist() == first
+    assert order.rows(3, [order.n - 1]).tolist() == [last]
+    batches = [ShardedSampler(lengths, 2, rank, batch_size=2, **arguments).batches(3, middle) for rank in range(2)]
+    assert sorted(row for batch in batches for row in next(batch).tolist()) == sorted(first)
+
+
 @pytest.mark.parametrize("num_streams", [1, 3])
 @pytest.mark.parametrize("shuffle", ["block", "full"])
 def test_many_rows_at_once_are_those_one_by_one(shuffle, num_streams):
