@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test check chaos format demo bench gpu peers docs browser wheel constraints clean
+.PHONY: setup test check lowest chaos format demo bench gpu peers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +21,21 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The samplers, row store and cache on the oldest dependencies that pyproject.toml admits; torch stays at the pinned release.
+LOWEST := .venv-lowest/bin/python -m
+LOWEST_TESTS := permutation order sharded_sampler split columns rows rowstore arena packing \
+	blob local_tier tier_contract memory file filesystem engine stream footers manifest filters partitions
+
+lowest: .venv-lowest/.ready
+	$(LOWEST) pytest $(LOWEST_TESTS:%=tests/test_%.py)
+
+.venv-lowest/.ready: pyproject.toml constraints.txt tests/lowest.py
+	$(PYTHON) -m venv .venv-lowest
+	$(LOWEST) pip install --quiet --upgrade pip --constraint constraints.txt
+	$(PYTHON) tests/lowest.py > .venv-lowest/constraints.txt
+	$(LOWEST) pip install --quiet --constraint .venv-lowest/constraints.txt --editable ".[cluster]" --group lowest
+	touch $@
 
 # A thousand kills of the tier and 200 of training, ten thousand steps of fuzzing, columns of more than 2 GiB: some minutes.
 chaos: setup
@@ -65,4 +80,4 @@ constraints: setup
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:
-	rm -rf $(VENV) .venv-peers .bench build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-peers .bench build dist *.egg-info

@@ -100,11 +100,12 @@ class Rows(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, row: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        numbers = range(len(self))
         if isinstance(row, slice):
-            return [self[number] for number in range(*row.indices(len(self)))]
+            return [self[number] for number in numbers[row]]
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a batch of {len(self)}")
-        return {name: _row_value(column, row) for name, column in self.columns.items()}
+        return {name: _row_value(column, numbers[row]) for name, column in self.columns.items()}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[row] for row in range(len(self)))
@@ -147,6 +148,7 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _row_value(column: Any, row: int) -> Any:
+    """Return the value at `row`, which counts from 0: the bounds in a `Flat` do not wrap around."""
     if isinstance(column, Flat):
         return column.values[column.offsets[row] : column.offsets[row + 1]]
     value = column[row]

@@ -172,7 +172,8 @@ def _numbers(column: pa.Array) -> Array:
 
 def _stored(column: pa.Array) -> Array:
     """What lies in the memory of a column of numbers; `to_numpy` would import pandas first, which takes long."""
-    dtype, first, count = np.dtype(column.type.to_pandas_dtype()), column.offset, len(column)
+    dtype, first, count = number(column.type), column.offset, len(column)
+    assert dtype is not None
     if not count:
         return np.empty(0, dtype)
     data = column.buffers()[1]

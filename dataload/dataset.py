@@ -64,7 +64,7 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         """One row as a dict. Raises IndexError, OriginError, DataError."""
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a dataset of {len(self)} rows")
-        return self.__getitems__([row % len(self)])[0]
+        return self.__getitems__([range(len(self))[row]])[0]
 
     def __getitems__(self, rows: Any) -> Rows:
         """A batch of rows, by their numbers: a sequence of row dicts whose `.columns` is the batch by column."""

@@ -16,6 +16,7 @@ from dataload.cached import cached_property
 from dataload.errors import DataError
 
 RECORD_ALIGN = 8
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # Arrow's names; it shares the others
 MOST_VALUE_BYTES = 1 << 30  # numpy counts a record's bytes in 31 bits
 SPAN = np.dtype((np.uint32, (2,)))
 """Where a value of varying length lies in its column's heap: (first element, number of elements)."""
@@ -121,8 +122,8 @@ def number(kind: pa.DataType) -> np.dtype[Any] | None:
     """The dtype that numbers of this type have in batches: decimals are float64, dates and times int64; else None."""
     types = pa.types
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
-        dtype: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
-        return dtype
+        name = str(kind)  # `to_pandas_dtype` imports pandas in older releases of pyarrow.
+        return np.dtype(_FLOATS.get(name, name))
     if types.is_decimal(kind):
         return np.dtype(np.float64)
     if types.is_temporal(kind) and not types.is_interval(kind):

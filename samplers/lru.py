@@ -1,10 +1,10 @@
-"""The few things made last, kept because they will be asked for again."""
+"""A small LRU cache for values that can be built again."""
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -12,25 +12,28 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """Values by key; the `size` used last are kept.
+    """Values by key; only the `size` most recently used stay.
 
-    Notes: threads may share one. Pickled copies start empty: what was made can be made again.
+    Notes: threads may share one, without a lock: a child forked by another thread would inherit the lock as held and
+    block for ever. Each step on the dict is atomic. Threads that miss the same key at once may each build its value;
+    all of them return the first one stored. Pickled copies start empty.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._values: OrderedDict[K, V] = OrderedDict()
-        self._lock = threading.Lock()
 
     def get(self, key: K, make: Callable[[K], V]) -> V:
-        """The value of `key`, made now unless it was made lately."""
-        with self._lock:
-            if key not in self._values:
-                self._values[key] = make(key)
+        """Return the value of `key`. Call `make(key)` if it is not cached."""
+        try:
+            value = self._values[key]
+        except KeyError:
+            value = self._values.setdefault(key, make(key))
+        with suppress(KeyError):  # Another thread may have evicted the key, or the last value.
             self._values.move_to_end(key)
-            if len(self._values) > self._size:
+            while len(self._values) > self._size:
                 self._values.popitem(last=False)
-            return self._values[key]
+        return value
 
     def __reduce__(self) -> tuple[type[LRU[K, V]], tuple[int]]:
         return type(self), (self._size,)

@@ -170,7 +170,8 @@ class _Feistel:
         return hashes
 
     def _high_hash(self, low: UInt32, key: np.uint32) -> UInt32:
-        products = _hash(low, key) * np.uint64(self._radix)
+        # The dtype is explicit: NumPy 1 keeps uint32 * np.uint64(radix) in 32 bits, and the upper half is lost.
+        products = np.multiply(_hash(low, key), self._radix, dtype=np.uint64)
         products >>= np.uint64(32)
         return products.astype(np.uint32)
 

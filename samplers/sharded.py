@@ -86,7 +86,9 @@ class ShardedSampler(DistributedSampler[int]):
             rank = world.rank if rank is None else rank
             if num_nodes is None and num_replicas == world.world_size:
                 num_nodes = world.num_nodes
-        num_nodes = 1 if num_nodes is None else num_nodes
+        # As Python ints: what numpy's narrow integers come to in a product depends on its version.
+        num_replicas, rank, batch_size = int(num_replicas), int(rank), int(batch_size)
+        num_nodes = 1 if num_nodes is None else int(num_nodes)
         if not 0 <= rank < num_replicas:
             raise ConfigError(f"rank={rank} is not among num_replicas={num_replicas}: ranks count from 0")
         for name, number in (("batch_size", batch_size), ("num_nodes", num_nodes)):

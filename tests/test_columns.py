@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dataload.batch import Batch, Flat, cut, map_tensors, to_batch
+from dataload.batch import Batch, Flat, Rows, cut, map_tensors, to_batch
 from dataload.columns import Dense, decode
 from dataload.errors import ConfigError, DataError
 from dataload.layout import Layout, fields_of, flatten
@@ -54,7 +54,8 @@ def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
         return st.integers(-top if signed else 0, top - 1)
     if types.is_floating(kind):
         top = float(np.finfo(kind.to_pandas_dtype()).max)  # without bounds most halves drawn overflow and are redrawn
-        return st.floats(-top, top, width=kind.bit_width) | st.sampled_from([-math.inf, math.inf])
+        numbers = st.floats(-top, top, width=kind.bit_width) | st.sampled_from([-math.inf, math.inf])
+        return numbers.map(np.float16) if types.is_float16(kind) else numbers
     if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
         return st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
     if types.is_fixed_size_binary(kind):
@@ -186,14 +187,15 @@ def test_times_are_their_counts_and_decimals_floats() -> None:
 
 def test_structs_are_dotted_columns() -> None:
     rows = [{"x": 1, "deep": {"y": "a"}}, {"x": 2, "deep": {"y": "b"}}]
-    table = pa.table({"s": pa.array(rows), "z": [5, 6]})
+    kind = pa.struct([("x", pa.int64()), ("deep", pa.struct([("y", pa.string())]))])
+    table = pa.table({"s": pa.array(rows, kind), "z": [5, 6]})
     batch = whole(table)
     assert {name: [plain(value) for value in column] for name, column in batch.items()} == {
         "s.x": [1, 2],
         "s.deep.y": ["a", "b"],
         "z": [5, 6],
     }
-    holes = pa.table({"s": pa.array([rows[0], None])})
+    holes = pa.table({"s": pa.array([rows[0], None], kind)})
     with pytest.raises(DataError, match=r"'s\.x' has 1 nulls"):
         whole(holes)
     assert whole(holes, {"s.x": -1, "s.deep.y": "?"})["s.x"].tolist() == [1, -1]
@@ -237,6 +239,44 @@ def test_cutting_gives_the_batches_of_its_parts(ragged: str) -> None:
                 assert column.offsets.tolist() == other[name].offsets.tolist()
             else:
                 assert [plain(value) for value in column] == [plain(value) for value in other[name]]
+
+
+@pytest.mark.parametrize("ragged", ["list", "flat"])
+def test_rows_are_indexed_like_a_list(ragged: str) -> None:
+    """Every kind of column, from both ends: bounds of flat columns do not wrap around."""
+    table = pa.table(
+        {
+            "a": [1.0, 2.0, 3.0],
+            "b": [4.0, 5.0, 6.0],
+            "number": [7, 8, 9],
+            "fixed": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int16(), 2)),
+            "list": [[1], [], [2, 3]],
+            "binary": [b"a", b"", b"bc"],
+            "text": ["x", "yy", ""],
+        }
+    )
+    wanted = [
+        {
+            "x": [row["a"], row["b"]],
+            **{name: row[name] for name in ("number", "fixed", "list", "text")},
+            "binary": row["binary"] if ragged == "list" else list(row["binary"]),
+        }
+        for row in table.to_pylist()
+    ]
+    records = gather([table], np.zeros(3, np.int64), np.arange(3))
+    rows = Rows(records, ragged, {"x": ["a", "b"]})
+
+    def plain_row(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: plain(value) for name, value in row.items()}
+
+    for index in (*range(-3, 3), np.int8(-1), np.uint8(2)):
+        assert plain_row(rows[index]) == wanted[index], index
+    for part in (slice(None), slice(-2, None), slice(-3, -1), slice(None, None, -1), slice(-1, None, -2), slice(5, 9)):
+        assert [plain_row(row) for row in rows[part]] == wanted[part], part
+    assert [plain_row(row) for row in rows] == wanted
+    for some, index in ((rows, 3), (rows, -4), (Rows(records[:0], ragged), 0), (Rows(records[:0], ragged), -1)):
+        with pytest.raises(IndexError, match=f"row {index} of a batch of {len(some)}"):
+            some[index]
 
 
 def test_dictionaries_come_as_their_values() -> None:
@@ -309,6 +349,7 @@ def test_nulls_inside_lists() -> None:
         whole(pa.table({"c": [[1, None]]}), 0)
 
 
+@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 26, reason="pyarrow reads these from Parquet from 26 on")
 def test_nulls_of_fixed_size_lists_survive_parquet() -> None:
     file = io.BytesIO()
     pq.write_table(pa.table({"c": pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2))}), file)

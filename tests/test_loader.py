@@ -120,7 +120,7 @@ def test_a_plain_dataloader_takes_the_dataset(dataset: Any) -> None:
     assert sorted(ids(found)) == list(range(N))
     assert found[0]["vector"].shape == (64, 3)
     assert found[0]["row_id"].dtype == torch.int64
-    assert dataset[-1]["text"] == f"row {N - 1}"
+    assert dataset[-1]["text"] == dataset[np.int8(-1)]["text"] == f"row {N - 1}"
     with pytest.raises(IndexError):
         dataset[N]
 

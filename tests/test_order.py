@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -168,6 +170,31 @@ def test_the_order_is_golden():
     assert order.rows(3, range(15)).tolist() == [14, 13, 0, 5, 1, 7, 3, 2, 6, 4, 9, 12, 8, 11, 10]
     order = Order([3, 0, 5, 1, 4, 2], shuffle="full", seed=7)
     assert order.rows(3, range(15)).tolist() == [14, 9, 8, 10, 11, 7, 12, 2, 13, 1, 3, 0, 4, 6, 5]
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "num_streams", "length", "first", "last"),
+    [
+        ("block", 1, 70_000, [91693, 750301, 714965, 69354], 560704),
+        ("block", 2, 70_000, [61412, 328308, 26980, 484711], 208089),
+        ("full", 1, 70_000, [339757, 594938, 552636, 813100], 542113),
+        ("full", 3, 70_000, [520273, 764230, 797583, 44603], 802223),
+        ("block", 1, 2**29, [5305556930, 5455586690, 310917411, 5668375642], 2999160100),
+        ("block", 2, 2**29, [886888023, 2265049146, 1634316563, 1130324250], 3638797268),
+        ("full", 1, 2**29, [3822028748, 5700389450, 373288152, 1505989167], 951426713),
+        ("full", 3, 2**29, [4177745391, 4578660736, 3603962570, 1655616118], 1158808101),
+    ],
+)
+def test_the_order_of_many_rows_is_golden(shuffle, num_streams, length, first, last):
+    """Windows of more than 2**16 rows, and orders of more than 2**32; a sampler's batches are the same rows."""
+    arguments = {"shuffle": shuffle, "window": 8, "num_streams": num_streams, "seed": 7, "dataset_key": b"k"}
+    lengths = [length] * 12
+    order = Order(lengths, **arguments)
+    middle = order.n // 2
+    assert order.rows(3, np.arange(middle, middle + 4)).tolist() == first
+    assert order.rows(3, [order.n - 1]).tolist() == [last]
+    batches = [ShardedSampler(lengths, 2, rank, batch_size=2, **arguments).batches(3, middle) for rank in range(2)]
+    assert sorted(row for batch in batches for row in next(batch).tolist()) == sorted(first)
 
 
 @pytest.mark.parametrize("num_streams", [1, 3])
@@ -364,18 +391,39 @@ def test_lru_keeps_the_last_used():
     assert pickle.loads(pickle.dumps(kept)).get(1, abs) == 1
 
 
-def test_lru_makes_once_for_all_threads():
-    kept, made = LRU(2), []
-    other = threading.Thread(target=lambda: kept.get(1, made.append))
+def test_lru_gives_all_threads_the_value_stored_first():
+    kept, found = LRU(2), []
+    other = threading.Thread(target=lambda: found.append(kept.get(1, lambda _: object())))
 
     def make(key):
         other.start()
-        other.join(timeout=0.05)
-        made.append(key)
+        other.join()
+        return object()
 
-    kept.get(1, make)
-    other.join()
-    assert made == [1]
+    assert kept.get(1, make) is found[0]
+    assert kept.get(1, make) is found[0]
+
+
+def test_a_child_forked_while_a_thread_builds_can_build():
+    """As when a loader starts its workers while another thread draws the next epoch's order."""
+    kept, building, finish = LRU(2), threading.Event(), threading.Event()
+
+    def make(key):
+        building.set()
+        finish.wait()
+        return -key
+
+    thread = threading.Thread(target=kept.get, args=(1, make))
+    thread.start()
+    building.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        os._exit([kept.get(key, lambda key: -key) for key in (1, 2, 3)] != [-1, -2, -3])
+    finish.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_importing_the_arithmetic_does_not_import_torch():

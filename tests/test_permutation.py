@@ -63,6 +63,8 @@ def test_keys_tell_tuples_apart():
         (10, [0, 2, 6, 7, 4], 8),
         (65_535, [52370, 53246, 18007, 40498, 24820], 57249),
         (65_536, [2482, 9329, 7378, 3566, 60235], 33299),
+        (98_305, [7410, 56709, 4810, 16176, 77419], 31597),
+        (2**32 + 1, [3093161596, 1939690365, 1856567286, 1350839733, 3138354611], 3669541524),
         (10**9, [459178374, 729950073, 511032225, 484394791, 62172969], 845577833),
         (
             2**62 + 3,
@@ -81,6 +83,15 @@ def test_permutations_are_golden(n, first, last):
     permutation = Permutation(n, seed=0, epoch=1)
     assert permutation[:5].tolist() == first
     assert permutation[n - 1] == last
+
+
+@pytest.mark.parametrize("n", [65_536, 98_305, 10**6, 2**32 + 1, 2**40 + 1, 2**63 - 1])
+def test_both_halves_of_a_number_move(n):
+    """A row moves by a third of n on average, and its high half is uniform."""
+    numbers = np.arange(0, n, -(-n // 40_000))
+    images = KeyedPermutation(n, derive_key(0))[numbers]
+    assert np.mean(np.abs(images - numbers) / n) == pytest.approx(1 / 3, rel=0.02)
+    assert abs(z_score(np.bincount(images // (n // 64 + 1), minlength=64))) < 4
 
 
 @pytest.mark.parametrize("n", SIZES)

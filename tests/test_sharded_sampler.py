@@ -36,6 +36,14 @@ def global_batches(samplers, epoch=0, cursor=0):
     return [np.concatenate(batch).tolist() for batch in zip(*(s.batches(epoch, cursor) for s in samplers), strict=True)]
 
 
+def test_narrow_integers_of_numpy_do_not_overflow():
+    narrow = ShardedSampler([1000] * 3, np.uint8(8), np.uint8(1), batch_size=np.uint8(64), num_nodes=np.uint8(1))
+    plain = ShardedSampler([1000] * 3, 8, 1, batch_size=64)
+    assert narrow.global_batch_size == 512
+    assert list(narrow) == list(plain)
+    assert json.dumps(narrow.state_dict()) == json.dumps(plain.state_dict())
+
+
 def test_the_table_in_the_docstring():
     def positions(rank, **streams):
         share = Share(num_replicas=2, rank=rank, batch_size=2, **streams)
