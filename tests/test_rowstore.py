@@ -214,7 +214,7 @@ def test_counting_what_was_fetched_asks_for_no_engine(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c")))
     dataset.blocks.origin._engine = None
-    assert dataset.rowstore.blobs.counts()["requests_origin"] >= 0
+    assert dataset.blocks.counts()["requests_origin"] >= 0
     assert dataset.rowstore.blobs.keeps
     assert dataset.blocks.origin._engine is None
     assert dataset.blocks.stats()["engine"]
