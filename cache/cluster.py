@@ -35,7 +35,7 @@ from dataload.cache.redact import redacted
 from dataload.cache.threads import PATIENCE_SECONDS, Threads
 from dataload.cache.tier import BlobKey
 from dataload.errors import ConfigError, CorruptEntry
-from dataload.metrics import Counters
+from dataload.metrics import Counters, charge
 from dataload.timeline import doing
 
 PART_BYTES = 8 << 20
@@ -91,6 +91,7 @@ class Cluster(ForkAware):
             self._client.report("reading", error)
             return None
         self._count(key, hits=1, bytes=len(payload))
+        charge(bytes_cluster=len(payload))
         return payload
 
     def put(self, key: BlobKey, payload: memoryview) -> None:

@@ -26,7 +26,7 @@ from dataload.cache.redact import redacted
 from dataload.cache.trouble import denied, is_trouble, meant, passing, status
 from dataload.cache.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
-from dataload.metrics import Counters
+from dataload.metrics import Counters, charge
 from dataload.timeline import doing
 
 ATTEMPTS = 6
@@ -171,6 +171,7 @@ class Origin(ForkAware):
         """What comes of one request, made as soon as there is a place for it."""
         with self.places.take() if self.places else nullcontext():
             self.counters.add(requests=1)
+            charge(requests_origin=1)
             try:
                 return ask(self.engine)
             except UnsuitableError as error:
@@ -182,6 +183,7 @@ class Origin(ForkAware):
     def _counted(self, parts: Iterable[Any]) -> Iterator[memoryview]:
         for part in parts:
             self.counters.add(bytes=len(part))
+            charge(bytes_origin=len(part))
             yield memoryview(part)
 
     @contextmanager

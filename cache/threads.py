@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextvars import copy_context
 from typing import Any, TypeVar
 
 from dataload.cache.forks import ForkAware
@@ -37,9 +38,9 @@ class Threads:
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """What the call returns or raises, once a thread has run it."""
+        """What the call returns or raises, once a thread has run it, in the context variables of the caller."""
         future: Future[T] = Future()
-        self._calls.put((future, call, args))
+        self._calls.put((future, copy_context().run, (call, *args)))
         with self._mutex:
             if not self._idle.acquire(blocking=False) and self._started < self._count:
                 name = f"{self._name}_{self._started + 1}"

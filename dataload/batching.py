@@ -51,13 +51,14 @@ class Request:
 class Answer(NamedTuple):
     """A batch that was made. cursor: as in its request; rows: how many.
 
-    Of a worker's: what its cache counted, and what it was at.
+    opened: the row groups that were opened for its request, in the first answer to it; of a worker's, with their
+    accounts there, see `Ledger`. making: what a worker was at.
     """
 
     cursor: int
     rows: int
     batch: Any
-    traffic: dict[str, float] | None = None
+    opened: Mapping[int, Mapping[str, float]] = {}
     making: Timeline = Timeline()
 
 
@@ -119,7 +120,6 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._collate = collate_fn
         self._transform = transform
         self._wants_rng = _takes_rng(transform)
-        self._counted: dict[str, float] = {}
 
     @property
     def only_gathers(self) -> bool:
@@ -132,14 +132,18 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         with making.here():
             [answer] = self.make(request)
             packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
-        return answer._replace(batch=packed, traffic=self._traffic(), making=making.end())
+        take = self._dataset.rowstore.ledger.take
+        opened = {group: take(group, at_rest=False) or {} for group in answer.opened}
+        return answer._replace(batch=packed, opened=opened, making=making.end())
 
     def make(self, request: Request, stop: Future[None] | None = None) -> Iterator[Answer]:
         """The batches that were asked for, gathered in one go. stop: as for `RowStore.gather`."""
-        records, sizes, cursor = self._dataset.rowstore.gather(request.rows, stop), request.sizes, request.cursor
+        sizes, cursor, groups = request.sizes, request.cursor, set[int]()
+        records = self._dataset.rowstore.gather(request.rows, stop, groups)
+        opened: dict[int, Mapping[str, float]] = {group: {} for group in groups}
         for size, batch in zip(sizes, self._collated(records, sizes), strict=True):
-            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor))
-            cursor += request.step
+            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), opened)
+            cursor, opened = cursor + request.step, {}
 
     def collate(self, rows: Rows) -> Any:
         """The batch of these rows, for a plain DataLoader in the loader's place (accelerate's `skip_first_batches`).
@@ -165,11 +169,6 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             seed, epoch, rank = stream
             key = derive_key("transform", seed, epoch, cursor, rank)
             return self._transform(batch, rng=np.random.Generator(np.random.Philox(key)))
-
-    def _traffic(self) -> dict[str, float]:
-        """What this worker's cache counted since it was last asked."""
-        before, self._counted = self._counted, self._dataset.rowstore.blobs.counts()
-        return {name: total - before.get(name, 0) for name, total in self._counted.items()}
 
 
 def _takes_rng(transform: Callable[..., Any] | None) -> bool:

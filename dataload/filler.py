@@ -24,7 +24,7 @@ from dataload.cache.forks import ForkAware
 from dataload.cache.maps import libc
 from dataload.cache.redact import redacted
 from dataload.cache.threads import Threads
-from dataload.metrics import Counters
+from dataload.metrics import Counters, charged_to
 from dataload.rowblobs import RowBlobs
 from dataload.timeline import Timeline, waited
 
@@ -46,13 +46,13 @@ _program_ends = threading.Event()
 
 
 class _Done(NamedTuple):
-    """What became of a row group. kept: whether its blobs are; counted: what the caches of the process count in all."""
+    """What became of a row group. kept: whether its blobs are; took: what was charged to it, see `Ledger`."""
 
     group: int
     kept: bool
     error: Exception | None
     making: Timeline
-    counted: dict[str, float]
+    took: dict[str, float]
 
 
 class Haste:
@@ -111,15 +111,16 @@ class Filler(ForkAware):
             self._process.let_go()
         self._mutex = threading.Lock()
         self._process = None
-        self._counted_before: Counter[str] = Counter()
+        self._took = Counters()
         self._failures = 0
         self._left_alone_until = 0.0
         self.spent = Counters()
 
-    def make(self, group: int, haste: Haste | None = None) -> bool:
+    def make(self, group: int, haste: Haste | None = None, account: Counters | None = None) -> bool:
         """Have the blobs of a row group kept; whether that was done. Raises OriginError, DataError.
 
-        It is not, where somebody is in haste and the process that asks has room for it.
+        It is not, where somebody is in haste and the process that asks has room for it. account: of the row group, see
+        `Ledger`; what the process takes to make it is added there, even when the answer comes late.
         """
         if _program_ends.is_set():
             raise CancelledError
@@ -132,7 +133,7 @@ class Filler(ForkAware):
         if process is None or not process.ready.is_set():
             return False
         since = perf_counter()
-        done = process.make(group, haste, hurry)
+        done = process.make(group, haste, hurry, account or Counters())
         if done is None:
             return False
         waited(since, done.making, instead=done.making.longest())
@@ -143,9 +144,8 @@ class Filler(ForkAware):
         return done.kept
 
     def counts(self) -> Counter[str]:
-        """What the caches of its processes have counted; see `RowBlobs.counts`."""
-        process = self._process
-        return self._counted_before + (Counter() if process is None else process.counted)
+        """What its processes took to make row groups, in all; see `Ledger`."""
+        return Counter(self._took.snapshot())
 
     def end(self) -> None:
         """Its process has ended when this returns; the next one starts when something is to be made again."""
@@ -163,11 +163,10 @@ class Filler(ForkAware):
                         MOST_FAILURES,
                         redacted(repr(self._process.error)),
                     )
-                self._counted_before += self._process.counted
                 self._process = None
             if self._process is None and self._failures < MOST_FAILURES:
                 try:
-                    self._process = _Process(self._blobs, self.spent)
+                    self._process = _Process(self._blobs, self.spent, self._took)
                 except OSError as error:
                     self._failures = MOST_FAILURES
                     log.warning("row groups are decoded in this process, because no other can be started: %s", error)
@@ -179,11 +178,12 @@ class Filler(ForkAware):
 class _Process:
     """A filling process, from the outside. spent: where what it spends its time on is added up, in seconds by cause.
 
+    took: where what is charged to row groups is added up.
     ready: it takes orders; gone: it takes no more.
     """
 
-    def __init__(self, blobs: RowBlobs, spent: Counters) -> None:
-        self._spent = spent
+    def __init__(self, blobs: RowBlobs, spent: Counters, took: Counters) -> None:
+        self._spent, self._took = spent, took
         self._socket, theirs = socket.socketpair()
         with theirs:
             path = [*map(str, sys.path)]
@@ -197,26 +197,28 @@ class _Process:
             )
         self._connection = Connection(os.dup(self._socket.fileno()))
         self._mutex = threading.Lock()
-        self._asked: dict[int, Future[_Done | None]] = {}
+        self._asked: dict[int, tuple[Future[_Done | None], Counters]] = {}  # with the accounts of the row groups
         self.ready, self.gone = threading.Event(), threading.Event()
-        self.counted: Counter[str] = Counter()
         self._ends = False
         self.error: Exception | None = None  # why it is gone
         self._listener = threading.Thread(target=self._listen, args=(blobs,), name="dataload-filler", daemon=True)
         self._listener.start()
         atexit.register(self._end_with_program)
 
-    def make(self, group: int, haste: Haste, hurry: Callable[[], bool]) -> _Done | None:
+    def make(self, group: int, haste: Haste, hurry: Callable[[], bool], account: Counters) -> _Done | None:
         """What became of it; None when the process has died, or is not soon enough.
 
         Raises CancelledError when it is ended.
         """
         with self._mutex:
-            asked = self._asked.get(group)
-            if asked is None:
-                asked = self._asked[group] = Future()
-                with suppress(OSError):  # It is gone; then there is no answer.
+            if self.gone.is_set():
+                return None
+            if group not in self._asked:
+                self._asked[group] = Future(), account
+                account.add(under_way=1, ordered=1)
+                with suppress(OSError):  # It is gone, which the listener is about to hear of.
                     self._connection.send(group)
+            asked, _ = self._asked[group]
         while not asked.done() and not hurry() and self._popen.poll() is None:
             haste.wait(asked)
         return asked.result() if asked.done() else None
@@ -254,10 +256,13 @@ class _Process:
             self.ready.set()
             while True:
                 done: _Done = self._connection.recv()
-                self.counted = Counter(done.counted)
                 self._spent.add(**done.making.spent())
+                self._took.add(**done.took)
                 with self._mutex:
-                    self._asked.pop(done.group).set_result(done)
+                    asked, account = self._asked.pop(done.group)
+                    account.add(**done.took)
+                    account.add(under_way=-1, ordered=-1)
+                    asked.set_result(done)
         except Exception as error:  # noqa: BLE001 (a filesystem that cannot be pickled may raise anything)
             self.error = error
         finally:
@@ -267,7 +272,8 @@ class _Process:
         with self._mutex:
             self.gone.set()
             while self._asked:
-                _, asked = self._asked.popitem()
+                _, (asked, account) = self._asked.popitem()
+                account.add(under_way=-1, ordered=-1)
                 if self._ends:
                     asked.set_exception(CancelledError())
                 else:
@@ -283,14 +289,14 @@ def fill(descriptor: int) -> None:
     threads = Threads(AT_ONCE, "dataload-fill")
 
     def make(group: int) -> None:
-        making, kept, error = Timeline(), False, None
+        making, took, kept, error = Timeline(), Counters(), False, None
         try:
-            with making.here():
+            with making.here(), charged_to(took):
                 kept = blobs.make(group)
         except Exception as caught:  # noqa: BLE001 (raised again by who asked)
             error = _portable(caught)
         with sending, suppress(OSError):
-            connection.send(_Done(group, kept, error, making.end(), blobs.counts()))
+            connection.send(_Done(group, kept, error, making.end(), took.snapshot()))
 
     with suppress(EOFError, OSError):
         os.nice(NICENESS)  # and not before: what is needed first waits for it to be ready

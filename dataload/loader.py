@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -25,10 +24,11 @@ from dataload.errors import ConfigError
 from dataload.filters import Filters
 from dataload.manifest import Source
 from dataload.packing import unpack
-from dataload.prefetch import Lookahead, run_ahead
+from dataload.prefetch import Lookahead, Needs, run_ahead
 from dataload.room import check_shared_memory, gathered_at_once, provide
 from dataload.samplers.order import Shuffle
-from dataload.stats import SHARES, LoaderStats, Traffic
+from dataload.served import Served
+from dataload.stats import LoaderStats
 from dataload.statslog import Samples
 from dataload.timeline import Timeline, doing
 from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_device
@@ -79,8 +79,6 @@ class Loader(Unwrapped, DataLoader[Any]):
         self._requests = Requests(self.sampler, batch_sampler)
         self._stats = LoaderStats()
         self._given: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has handed out
-        self._traffic: Traffic | None = None  # of the running epoch
-        self._worked: Counter[str] = Counter()  # what the workers' caches counted
         self._workers: DataLoader[Answer] | None = None
         provide(dataset, self.sampler)
         if self.num_workers and not maker.only_gathers:
@@ -116,15 +114,8 @@ class Loader(Unwrapped, DataLoader[Any]):
         provide(self.dataset, self.sampler)
 
     def stats(self) -> LoaderStats:
-        """Figures of the running epoch, or of the last one."""
-        if self._traffic is not None:
-            self._traffic.note(self._totals(), self._stats)
+        """Figures of the running epoch, or of the last one; they change only while its loop takes batches."""
         return self._stats
-
-    def _totals(self) -> dict[str, float]:
-        """What the caches have counted, of this process and of those that work for it."""
-        own = self.dataset.rowstore.counts()
-        return {share: own[share] + self._worked[share] for share in SHARES}
 
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
         sampler = self.sampler
@@ -134,16 +125,16 @@ class Loader(Unwrapped, DataLoader[Any]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took the last batch without asking for one more.
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
-        traffic = self._traffic = Traffic(self._totals())
-        ranks = sampler.num_replicas
-        samples = Samples(self.stats_dir, sampler.rank, stats, lambda: traffic.note(self._totals(), stats), ranks)
+        rowstore = self.dataset.rowstore
+        served, needs = Served(stats, rowstore.ledger.take, rowstore.size_of), Needs(self._needs(epoch, cursor))
+        samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas)
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
         step = sampler.global_batch_size
         end = sampler.num_rows - (sampler.num_rows - cursor) % step if sampler.drop_last else sampler.num_rows
         started, waiting = perf_counter(), Timeline()
-        answering = closing(self._answers(epoch, cursor, waiting))
-        with samples, answering as answers, announced(remainder) as announce_last:
+        answering = closing(self._answers(epoch, cursor, needs, waiting))
+        with samples, closing(served), answering as answers, announced(remainder) as announce_last:
             while True:
                 latest = self._stats is stats
                 if self.persistent_workers and not latest:
@@ -151,7 +142,7 @@ class Loader(Unwrapped, DataLoader[Any]):
                 asked = perf_counter()
                 answer = next(answers, None)
                 now = perf_counter()
-                stats.waited(waiting.take(asked, now), self.dataset.rowstore.usual_cause)
+                stats.waited(waiting.take(asked, now), rowstore.usual_cause)
                 stats.seconds = now - started
                 if answer is None:
                     break
@@ -162,24 +153,19 @@ class Loader(Unwrapped, DataLoader[Any]):
                     self._given = epoch, used
                 if used >= end:
                     announce_last()
+                served.use(needs.before(used), answer.opened)
                 samples.take(last=used >= end)
                 yield answer.batch
-        traffic.note(self._totals(), stats)
-        if self._traffic is traffic:
-            self._traffic = None
         if sampler.epoch == epoch:  # else somebody has set another meanwhile
             self.set_epoch(epoch + 1)
 
-    def _answers(self, epoch: int, cursor: int, waiting: Timeline) -> Generator[Answer, None, None]:
+    def _answers(self, epoch: int, cursor: int, needs: Needs, waiting: Timeline) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
-        needs = self._needs(epoch, cursor)
-        lookahead = self._lookahead(needs)
+        lookahead, stop = self._lookahead(needs), Future[None]()
         if self._workers is None:
-            made = self._on_a_thread(epoch, cursor, lookahead, waiting)
+            made = self._on_a_thread(epoch, cursor, lookahead, waiting, stop)
         else:
-            # Forked workers fetch more slowly, and share nothing but the cache: so it is filled from here, in advance.
-            coming = lookahead.reach if rowstore.blobs.shared else lambda _: None
-            self._requests.start_at(epoch, cursor, coming=coming)
+            self._requests.start_at(epoch, cursor, coming=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers, waiting)
         device = self.device or trainer_device()
@@ -194,6 +180,8 @@ class Loader(Unwrapped, DataLoader[Any]):
                             batch = copied(answer.batch)
                         yield answer._replace(batch=batch)
             except BaseException:
+                if not stop.done():  # before `forget`, so that what this loop waits for is given up, too
+                    stop.set_result(None)
                 rowstore.forget()
                 raise
 
@@ -203,7 +191,10 @@ class Loader(Unwrapped, DataLoader[Any]):
         if further and self._workers is not None:
             # Workers open what is in the cache when they need it, and more would take the place of that.
             ahead, further = max(1, ahead // 2), 0
-        return Lookahead(needs, rowstore.prefetch, ahead, further, rowstore.blobs.passes)
+        # Forked workers fetch more slowly, and share nothing but the cache: so it is filled from here, in advance.
+        here = self._workers is None or rowstore.blobs.shared
+        ask = rowstore.prefetch if here else lambda _: None
+        return Lookahead(needs, ask, ahead, further, rowstore.blobs.passes)
 
     def _needs(self, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:
         """(position, row group), what is left of this epoch and, so that no epoch begins with a wait, the next."""
@@ -212,12 +203,12 @@ class Loader(Unwrapped, DataLoader[Any]):
             yield self.sampler.num_rows + position, group
 
     def _on_a_thread(
-        self, epoch: int, cursor: int, lookahead: Lookahead, waiting: Timeline
+        self, epoch: int, cursor: int, lookahead: Lookahead, waiting: Timeline, stop: Future[None]
     ) -> Generator[Answer, None, None]:
         """Batches, gathered many at once where one takes less than a call; and handed over so, unless transformed."""
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
         handed_over = at_once if self.maker.only_gathers else 1
-        requests, stop = self._requests.start_at(epoch, cursor, at_once), Future[None]()
+        requests = self._requests.start_at(epoch, cursor, at_once)
         made = self._made(requests, lookahead, handed_over, stop)
         with closing(run_ahead(made, max(2, self.prefetch // handed_over), stop, waiting)) as runs:
             for answers in runs:
@@ -243,7 +234,6 @@ class Loader(Unwrapped, DataLoader[Any]):
         try:
             for answer in answers:
                 waiting.waited(since, answer.making, instead=answer.making.longest())
-                self._worked.update(answer.traffic)
                 with waiting.here():
                     batch = self._pinned(unpack(answer.batch))
                 yield answer._replace(batch=batch)

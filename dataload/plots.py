@@ -121,7 +121,7 @@ def _hits(axes: Any, epochs: Sequence[Epoch]) -> None:
     totals = [epoch.total for epoch in epochs]
     shares = [100 * total.hit_rate if total.hits + total.misses else float("nan") for total in totals]
     axes.plot(shares, "o-", color=TIER_COLOURS["local"], markersize=4)
-    axes.set(ylim=(-4, 104), ylabel="of the reads")
+    axes.set(ylim=(-4, 104), ylabel="of the row groups")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.0f} %"))
     _over_epochs(axes, epochs)
 

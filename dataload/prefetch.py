@@ -78,6 +78,24 @@ def _next_of(ready: queue.SimpleQueue[T]) -> T:
             return ready.get(timeout=LOOK_SECONDS)
 
 
+class Needs(Iterator[tuple[int, int]]):
+    """Needs, as `Lookahead` takes them, of which another thread can ask for those that were passed."""
+
+    def __init__(self, needs: Iterator[tuple[int, int]]) -> None:
+        self._needs = needs
+        self._seen: deque[tuple[int, int]] = deque()
+
+    def __next__(self) -> tuple[int, int]:
+        need = next(self._needs)
+        self._seen.append(need)
+        return need
+
+    def before(self, position: int) -> Iterator[int]:
+        """The row groups that positions before this one need, those that the lookahead has seen; each once."""
+        while self._seen and self._seen[0][0] < position:
+            yield self._seen.popleft()[1]
+
+
 class Lookahead:
     """Asks for row groups before the batches that need them are made.
 

@@ -28,7 +28,7 @@ class Run(Collector):
         waits = CounterMetricFamily("dataload_wait_seconds", "Time waited for batches.", labels=["rank", "cause"])
         read = CounterMetricFamily("dataload_bytes", "Bytes, by who served them.", labels=["rank", "tier"])
         requests = CounterMetricFamily("dataload_origin_requests", "Requests to the origin.", labels=["rank"])
-        reads = CounterMetricFamily("dataload_cache_reads", "Reads of the cache.", labels=["rank", "result"])
+        reads = CounterMetricFamily("dataload_cache_reads", "Row groups used.", labels=["rank", "result"])
         epoch = GaugeMetricFamily("dataload_epoch", "The latest epoch, counted from 0.", labels=["rank"])
         rate = GaugeMetricFamily("dataload_rows_per_second", "Of the latest epoch so far.", labels=["rank"])
         stall = GaugeMetricFamily("dataload_stall_ratio", "Of the latest epoch, the share waited.", labels=["rank"])

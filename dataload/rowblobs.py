@@ -29,8 +29,8 @@ from dataload.errors import DataError
 from dataload.footers import read_footer
 from dataload.layout import Layout, fields_of
 from dataload.manifest import Manifest, RowGroup
+from dataload.metrics import charge
 from dataload.records import Blob
-from dataload.stats import SHARES
 from dataload.timeline import ELSEWHERE, Timeline, doing, waited
 from dataload.value_sizes import ValueSizes
 
@@ -150,11 +150,6 @@ class RowBlobs(ForkAware):
         stats = self._blocks.counts()
         return not stats["refused"] and (stats["health"] or {}).get("state", "normal") == "normal"
 
-    def counts(self) -> dict[str, float]:
-        """What this process's caches have counted; see `LoaderStats`."""
-        stats = self._blocks.counts()
-        return {share: stats[share] for share in SHARES}
-
     def sizes_on_disk(self, number: int) -> list[int]:
         """About how many bytes the file of each blob of a row group takes."""
         group = self._manifest.row_groups[number]
@@ -183,6 +178,7 @@ class RowBlobs(ForkAware):
     def _make(self, number: int, keys: list[BlobKey]) -> list[memoryview]:
         if (kept := self._of_all_columns(number)) is not None:
             return self._packed(number, keys, kept)
+        charge(decoded=1)
         group = self._manifest.row_groups[number]
         stored = self._stored(group)
         if not stored:

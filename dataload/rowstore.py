@@ -6,7 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -22,10 +22,11 @@ from dataload.errors import ConfigError
 from dataload.filler import AT_ONCE, Filler, Haste
 from dataload.layout import Layout
 from dataload.manifest import Manifest
-from dataload.metrics import Counters
+from dataload.metrics import Counters, charged_to
 from dataload.records import Records
 from dataload.rowblobs import RowBlobs
 from dataload.samplers.lookup import Lookup
+from dataload.served import Ledger
 from dataload.shelf import Shelf
 from dataload.timeline import CAUSES, Timeline, waited
 
@@ -36,22 +37,36 @@ MAPS_OF_A_BLOB = 4  # its slot, what is empty behind that, its heap; and some fo
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Asked:
-    """A row group that is being loaded. contents: None where that was given up; timeline: of the thread that does.
+    """A row group that is being loaded.
 
-    unwanted: set when a loop has ended, and no other has asked for it since.
+    timeline: of the thread that loads it. account: see `Ledger`. given_up: done when a loop has ended, and no loop has
+    asked for the row group since. contents: None where the thread gave up before there was room for the row group.
     """
 
-    contents: Future[list[memoryview] | None]
     timeline: Timeline
-    unwanted: threading.Event
+    account: Counters
+    given_up: Future[None] = field(default_factory=Future)
+    contents: Future[list[memoryview] | None] = field(init=False)
 
     @property
     def gone(self) -> bool:
         """Whether it has to be asked for anew."""
         ended = self.contents
         return ended.cancelled() or (ended.done() and (ended.exception() is not None or ended.result() is None))
+
+    def unwanted(self) -> bool:
+        return self.given_up.done()
+
+    def give_up(self) -> bool:
+        """Tell the loading thread, and the loops that wait; whether no thread had begun to load the row group."""
+        cancelled = self.contents.cancel()
+        if cancelled:
+            self.account.add(under_way=-1)
+        if not self.given_up.done():
+            self.given_up.set_result(None)
+        return cancelled
 
 
 class RowStore(ForkAware):
@@ -89,6 +104,8 @@ class RowStore(ForkAware):
         self._filler: Filler | None = None
         self._looks_ahead = False
         self._shelf: Shelf | None = None
+        self._sizes: dict[int, int] = {}  # bytes of the row groups that were loaded
+        self.ledger = Ledger()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RowStore, (*self._settings, self.capacity, self._fill_null)
@@ -112,14 +129,17 @@ class RowStore(ForkAware):
         """About how many bytes a row takes, on average."""
         return max(1, self.blobs.num_bytes // max(1, int(self.blobs.row_starts[-1])))
 
-    def gather(self, rows: Array, stop: Future[None] | None = None) -> Records:
+    def gather(self, rows: Array, stop: Future[None] | None = None, opened: set[int] | None = None) -> Records:
         """The rows of these numbers (int64 [n], counted in file order), in the order given.
 
-        stop: once it is done, what is not there yet is not waited for. Raises OriginError, DataError, CancelledError.
+        stop: once it is done, what is not there yet is not waited for. opened: gets the row groups that this gather
+        opened; None: what loading them takes is in no account of the ledger. Raises OriginError, DataError,
+        CancelledError.
         """
         blobs = self._blobs_of(rows)
         needed: list[int] = []
         loaded: dict[int, list[memoryview]] = {}
+        given_up: set[int] = set()
         while True:  # Other threads may let go of what this one has opened.
             with self._mutex:
                 shelf = self._shelf_for(len(needed))
@@ -129,25 +149,33 @@ class RowStore(ForkAware):
                 found = shelf.take(rows, blobs)
                 if found is not None:
                     return found
+                if stop is not None and stop.done():  # Nothing is asked for after `forget`.
+                    raise CancelledError
                 needed = self._owners(rows)
-                asked = {group: self._ask_for(group) for group in needed if group not in shelf}
+                missing = [group for group in needed if group not in shelf]
+                asked = {
+                    group: self._ask_for(group, counted=opened is not None, at_once=group in given_up)
+                    for group in missing
+                }
+            if opened is not None:
+                opened.update(missing)
             loaded = {group: had for group, one in asked.items() if (had := self._loaded(one, stop)) is not None}
+            given_up = asked.keys() - loaded.keys()
 
-    def counts(self) -> Counter[str]:
-        """What the caches of this process, and of the one that fills for it, have counted; see `LoaderStats`."""
-        return Counter(self.blobs.counts()) + (Counter() if self._filler is None else self._filler.counts())
+    def size_of(self, group: int) -> int:
+        """Return the bytes of a row group's records: exactly, where this process has loaded it."""
+        return self._sizes.get(group) or self.blobs.bytes_of(group)
 
     def forget(self) -> None:
         """Do not begin to load what was asked for and has no room yet, unless somebody is busy here just now.
 
-        Notes: another loop that waits for it asks anew. This never waits. The garbage collector may come here, in a
-        thread that is.
+        Notes: another loop that waits for it is told, and takes it over. The loop that ends has set its own `stop`
+        before, so that it does not. This never waits. The garbage collector may come here, in a thread that is.
         """
         if self._mutex.acquire(blocking=False):
             try:
                 for group, asked in list(self._asked.items()):
-                    asked.unwanted.set()
-                    if asked.contents.cancel():
+                    if asked.give_up():
                         del self._asked[group]
             finally:
                 self._mutex.release()
@@ -191,14 +219,20 @@ class RowStore(ForkAware):
             self._shelf = Shelf(needed, blobs.group_starts, blobs.row_starts, blobs.layout)
         return self._shelf
 
-    def _ask_for(self, group: int) -> _Asked:
+    def _ask_for(self, group: int, *, counted: bool = True, at_once: bool = False) -> _Asked:
+        """Have a row group loaded.
+
+        counted: in the ledger. at_once: by a thread of its own, for all others may be busy.
+        """
         asked = self._asked.get(group)
         if asked is None or asked.gone:
             self._asked.pop(group, None)  # Its place is that of when it is asked for.
-            timeline, unwanted = Timeline(), threading.Event()
-            loading = self._run(self._load, group, timeline, unwanted.is_set)
-            asked = self._asked[group] = _Asked(loading, timeline, unwanted)
-        asked.unwanted.clear()
+            asked = _Asked(Timeline(), self.ledger.begin(group) if counted else Counters())
+            run = Threads(1, "dataload-load-at-once").submit if at_once else self._run
+            asked.contents = run(self._load, group, asked)
+            self._asked[group] = asked
+        if asked.given_up.done():
+            asked.given_up = Future()
         while len(self._asked) > self.capacity + self.further:
             self._asked.popitem(last=False)
         return asked
@@ -208,31 +242,37 @@ class RowStore(ForkAware):
             self._threads = Threads(LOADERS, "dataload-load")
         return self._threads.submit(call, *args)
 
-    def _load(self, group: int, timeline: Timeline, unwanted: Callable[[], bool]) -> list[memoryview] | None:
-        with timeline.here():
-            contents = self.blobs.find(group)
-            if contents is None:
-                since = perf_counter()
-                if self._filler is not None:
-                    self._filler.make(group, self._haste)
-                try:
-                    contents = self.blobs.load(group, unwanted)
-                except UnwantedError:
-                    return None
-                self._spent.add(**timeline.seconds(since, perf_counter()))
-        return contents
+    def _load(self, group: int, asked: _Asked) -> list[memoryview] | None:
+        try:
+            with asked.timeline.here():
+                contents = self.blobs.find(group)
+                if contents is None:
+                    since = perf_counter()
+                    with charged_to(asked.account):
+                        if self._filler is not None:
+                            self._filler.make(group, self._haste, asked.account)
+                        contents = self.blobs.load(group, asked.unwanted)
+                    self._spent.add(**asked.timeline.seconds(since, perf_counter()))
+                self._sizes[group] = sum(map(len, contents))
+                return contents
+        except UnwantedError:
+            return None
+        finally:
+            asked.account.add(under_way=-1)
 
     def _loaded(self, asked: _Asked, stop: Future[None] | None) -> list[memoryview] | None:
         """What was asked for; None when it was given up because another loop over the same rows has ended."""
-        if not asked.contents.done():
+        contents, given_up = asked.contents, asked.given_up
+        if not contents.done():
             since = perf_counter()
-            either: list[Future[Any]] = [asked.contents] if stop is None else [asked.contents, stop]
+            # A cancelled future tells its waiters only when a thread takes it from the queue; `given_up` tells at once.
+            first: list[Future[Any]] = [contents, given_up] if stop is None else [contents, given_up, stop]
             with self._haste.waiting():  # There is no step to be spared.
-                wait(either, return_when=FIRST_COMPLETED)
+                wait(first, return_when=FIRST_COMPLETED)
             waited(since, asked.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
-        return None if asked.contents.cancelled() else asked.contents.result()
+        return contents.result() if contents.done() and not contents.cancelled() else None
 
     def usual_cause(self) -> str:
         """What loading takes most of its time for."""

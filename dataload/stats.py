@@ -9,7 +9,6 @@ from rich.filesize import decimal
 
 from dataload.timeline import CAUSES, ELSEWHERE
 
-SHARES = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin")
 TIERS = ("local", "cluster", "origin")
 WORTH_SAYING = 0.05  # of the time
 ADVICE = {
@@ -28,9 +27,14 @@ class LoaderStats:
     """Figures of one epoch of one rank, running or over.
 
     seconds: from the first batch asked for to the last one given, or to the end; wait_seconds: of these, how long the
-    training loop waited for batches; waits: for what, in seconds, by each of `dataload.timeline.CAUSES`. hits, misses:
-    reads from the cache that were, or were not, there; bytes_local, bytes_cluster, bytes_origin: bytes served by the
-    cache, by the cluster, and fetched.
+    training loop waited for batches; waits: for what, in seconds, by each of `dataload.timeline.CAUSES`.
+
+    Each row group that the batches handed out so far use is counted once. hits: this host had its rows, in memory or in
+    the cache. misses: it was fetched from the cluster or the origin, and decoded. bytes_local: bytes of the rows of all
+    hits. bytes_cluster, bytes_origin, requests_origin: what was fetched for the misses. The first epoch to use a row
+    group after it was fetched counts the miss, also when it was prefetched before that epoch began. Of ranks that share
+    a cache, the rank that fetched the row group counts the miss, and the others count a hit. Row groups of less than
+    512 KiB share blocks; the row group for which a block was fetched counts the bytes of all of it.
     """
 
     epoch: int = 0
@@ -64,7 +68,7 @@ class LoaderStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the reads that the cache had, in [0, 1]; 1 when there were none."""
+        """Share of the row groups that this host had, in [0, 1]; 1 when none was used."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
 
     def __str__(self) -> str:
@@ -83,14 +87,3 @@ class LoaderStats:
             return ""
         rate = f" at {decimal(int(self.bytes_origin / self.seconds))}/s" if cause == "origin" else ""
         return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}{rate}: {ADVICE[cause]}"
-
-
-class Traffic:
-    """What the caches counted since an epoch began. before: what they had counted by then."""
-
-    def __init__(self, before: Mapping[str, float]) -> None:
-        self._before = dict(before)
-
-    def note(self, now: Mapping[str, float], stats: LoaderStats) -> None:
-        for share in SHARES:
-            setattr(stats, share, int(now[share] - self._before[share]))

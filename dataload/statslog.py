@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from operator import index
 from pathlib import Path
@@ -28,19 +28,16 @@ class Samples:
     """Writes what one rank's epoch has come to: once a second, and at its end. Use it with `with`.
 
     folder: it gets `rank-<rank>.jsonl`; None: nothing is written. stats: of the epoch, looked at when a sample is due;
-    count: called before that, to bring what the caches count up to date; world_size: of all ranks; 0: not known.
+    world_size: of all ranks; 0: not known.
 
     Notes: whoever takes batches writes, so there is no thread, and nothing is open between two samples. A file that
     cannot be written is logged, and the epoch goes on without.
     """
 
-    def __init__(
-        self, folder: Path | None, rank: int, stats: LoaderStats, count: Callable[[], None], world_size: int = 0
-    ) -> None:
+    def __init__(self, folder: Path | None, rank: int, stats: LoaderStats, world_size: int = 0) -> None:
         self._path = None if folder is None else folder / f"rank-{rank}.jsonl"
         self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
         self._stats = stats
-        self._count = count
         self._due = EVERY
         self._written = 0.0  # seconds, by the last line
         self._ended = False
@@ -64,7 +61,6 @@ class Samples:
     def _append(self, *, ended: bool) -> None:
         if self._path is None:
             return
-        self._count()
         line = {**self._origin, "ended": ended, **asdict(self._stats)}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

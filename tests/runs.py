@@ -14,7 +14,7 @@ SLOW_RANK = 2
 def write_pass(folder, rank, epoch, began, samples, ended=True):
     """samples: for each second, what it adds to the stats, by name; a wait by its cause."""
     stats = LoaderStats(epoch)
-    one = statslog.Samples(folder, rank, stats, lambda: None)
+    one = statslog.Samples(folder, rank, stats)
     one._origin["began"] = began
     with one:
         for number, sample in enumerate(samples, 1):

@@ -59,7 +59,7 @@ def test_where_nothing_was_read_nothing_is_said_of_hits():
 
 def test_a_sample_a_second_and_one_at_the_end(tmp_path):
     stats = LoaderStats(3)
-    with Samples(tmp_path, 5, stats, lambda: None) as samples:
+    with Samples(tmp_path, 5, stats) as samples:
         for seconds in (0.4, 0.9, 1.1, 1.5, 2.0, 2.2, 2.3):
             stats.seconds, stats.batches = seconds, stats.batches + 1
             samples.take(last=seconds == 2.3)
@@ -94,7 +94,7 @@ def test_a_loop_that_is_left_adds_nothing_to_its_last_batch(loader_of, tmp_path)
 
 def test_a_long_epoch_is_sampled_less_often(tmp_path):
     stats = LoaderStats()
-    with Samples(tmp_path, 0, stats, lambda: None) as samples:
+    with Samples(tmp_path, 0, stats) as samples:
         for hundreds in range(1000):
             stats.seconds, stats.batches = 100.0 * FINENESS + 10 * hundreds, stats.batches + 1
             samples.take(last=False)
@@ -189,7 +189,7 @@ def test_a_file_that_cannot_be_read_is_passed_over(tmp_path, caplog):
 def test_passes_that_begin_almost_at_once_are_two(tmp_path, monkeypatch):
     for epoch, began in ((0, BEGAN), (1, BEGAN), (1, BEGAN + 1e-5)):
         monkeypatch.setattr(statslog, "time", lambda began=began: began)
-        with Samples(tmp_path, 0, LoaderStats(epoch, batches=1, seconds=1e-6), lambda: None):
+        with Samples(tmp_path, 0, LoaderStats(epoch, batches=1, seconds=1e-6)):
             pass
     assert [(one.stats.epoch, one.began) for one in read(tmp_path)] == [(0, BEGAN), (1, BEGAN), (1, BEGAN + 1e-5)]
 
@@ -234,7 +234,7 @@ def test_ranks_that_wrote_nothing_are_missed(loader_of, tmp_path):
 
 
 def test_of_many_missing_ranks_some_are_named(tmp_path):
-    with Samples(tmp_path, 1, LoaderStats(seconds=1.0), lambda: None, world_size=10**17):
+    with Samples(tmp_path, 1, LoaderStats(seconds=1.0), world_size=10**17):
         pass
     [said] = summary(read(tmp_path))["notes"]
     assert said.startswith(f"ranks 0, 2, 3, 4, 5 and {10**17 - 6} more wrote nothing here: ")
@@ -340,7 +340,7 @@ def test_more_ranks_may_go_on_where_fewer_ended(tmp_path):
 def test_more_ranks_may_go_on_at_once(tmp_path):
     for began, ranks in ((BEGAN, 1), (BEGAN + 4, 2)):
         for rank in reversed(range(ranks)):
-            with Samples(tmp_path, rank, LoaderStats(0, seconds=3.0), lambda: None, world_size=ranks) as samples:
+            with Samples(tmp_path, rank, LoaderStats(0, seconds=3.0), world_size=ranks) as samples:
                 samples._origin["began"] = began + (1 - rank) / 10
     assert begun(tmp_path) == [(0, 0, [0]), (0, 1, [0, 1])]
 
@@ -368,7 +368,7 @@ def test_ranks_that_begin_late_are_of_the_same_epoch(tmp_path):
 def test_clocks_may_be_a_second_apart(tmp_path):
     for epoch in range(4):
         for rank in range(2):
-            with Samples(tmp_path, rank, LoaderStats(epoch, seconds=0.1), lambda: None) as samples:
+            with Samples(tmp_path, rank, LoaderStats(epoch, seconds=0.1)) as samples:
                 samples._origin["began"] = BEGAN + epoch / 10 + rank
     assert begun(tmp_path) == [(epoch, 0, [0, 1]) for epoch in range(4)]
 

@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import wait
+from concurrent.futures import CancelledError, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +201,121 @@ def test_what_another_loop_gives_up_is_still_had_by_who_waits_for_it(
     assert found == [999]
 
 
+@pytest.fixture
+def asking(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gathers rows on a thread; `waits` is released each time when the gather begins to wait for a row group."""
+
+    class Asking:
+        def __init__(self) -> None:
+            self.waits = threading.Semaphore(0)
+            self.stop: Future[None] = Future()
+            self.found: list[int] = []
+            self.cancelled = False
+            self.stops: list[Future[None]] = []  # with which it was waited
+
+        def gather(self, rows: list[int]) -> threading.Thread:
+            thread = threading.Thread(target=self._gather, args=(rows,))
+            thread.start()
+            return thread
+
+        def _gather(self, rows: list[int]) -> None:
+            try:
+                self.found.extend(dataset.rowstore.gather(np.array(rows), self.stop).rows["row_id"].tolist())
+            except CancelledError:
+                self.cancelled = True
+
+    asking, loaded = Asking(), dataset.rowstore._loaded
+
+    def noted(asked: Any, stop: Any) -> Any:
+        asking.stops.append(stop)
+        asking.waits.release()
+        return loaded(asked, stop)
+
+    monkeypatch.setattr(dataset.rowstore, "_loaded", noted)
+    return asking
+
+
+def test_what_another_loop_gives_up_is_taken_over_while_every_loader_thread_is_busy(
+    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go, busy = dataset.rowstore, threading.Event(), threading.Semaphore(0)
+    load = store.blobs.load
+
+    def blocked(group: int, *rest: Any) -> Any:
+        if group < rowstore.LOADERS:
+            busy.release()
+            go.wait()
+        return load(group, *rest)
+
+    monkeypatch.setattr(store.blobs, "load", blocked)
+    store.capacity = 200
+    try:
+        store.prefetch(range(rowstore.LOADERS))
+        for _ in range(rowstore.LOADERS):
+            busy.acquire()
+        waiting = asking.gather([999])
+        asking.waits.acquire()
+        store.forget()
+        waiting.join()
+        assert asking.found == [999]
+    finally:
+        go.set()
+
+
+def test_what_waits_for_room_and_is_waited_for_keeps_its_turn_when_another_loop_ends(
+    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, loads, begun = dataset.rowstore, Counter[int](), threading.Event()
+    load = store.blobs.load
+
+    def counting(group: int, *rest: Any) -> Any:
+        loads[group] += 1
+        begun.set()
+        return load(group, *rest)
+
+    monkeypatch.setattr(store.blobs, "load", counting)
+    with store.blobs.fetched.hold(rowblobs.FETCHED_BYTES):
+        waiting = asking.gather([35])
+        asking.waits.acquire()
+        begun.wait()
+        store.forget()
+        asking.waits.acquire()  # It was told, and wants it still.
+    waiting.join()
+    assert asking.found == [35]
+    assert loads == Counter([7])
+
+
+def test_a_loop_that_ends_does_not_take_over_what_it_gives_up_itself(dataset: Any, asking: Any) -> None:
+    store = dataset.rowstore
+    with store.blobs.fetched.hold(rowblobs.FETCHED_BYTES):
+        waiting = asking.gather([35])
+        asking.waits.acquire()
+        asking.stop.set_result(None)
+        store.forget()
+        waiting.join()
+        assert asking.cancelled
+        assert all(one.unwanted() for one in store._asked.values())
+
+
+def test_a_loader_stops_waiting_before_it_gives_up_what_it_asked_for(
+    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go, stopped = dataset.rowstore, threading.Event(), list[bool]()
+    load, forget = store.blobs.load, store.forget
+    monkeypatch.setattr(store.blobs, "load", lambda group, *rest: [group == 0 or go.wait(), load(group, *rest)][1])
+    monkeypatch.setattr(store, "forget", lambda: [stopped.append(asking.stops[-1].done()), forget()])
+    batches = iter(make_loader(dataset, 5, shuffle=False))
+    try:
+        assert next(batches)["row_id"].tolist() == [0, 1, 2, 3, 4]
+        for _ in range(2):  # for the first row group, and for the second, which does not come
+            asking.waits.acquire()
+        batches.close()
+        assert stopped == [True]
+        assert all(one.unwanted() for one in store._asked.values())
+    finally:
+        go.set()
+
+
 def test_fillings_that_differ_anywhere_are_kept_apart(tmp_path: Any) -> None:
     path, config = tmp_path / "x.arrow", CacheConfig(str(tmp_path / "cache"), "1GB")
     table = pa.table({"e": pa.array([None], pa.list_(pa.float64(), 2000))})
@@ -216,7 +331,7 @@ def test_counting_what_was_fetched_asks_for_no_engine(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c")))
     dataset.blocks.origin._engine = None
-    assert dataset.rowstore.blobs.counts()["requests_origin"] >= 0
+    assert dataset.blocks.counts()["requests_origin"] >= 0
     assert dataset.rowstore.blobs.keeps
     assert dataset.blocks.origin._engine is None
     assert dataset.blocks.stats()["engine"]
