@@ -214,7 +214,7 @@ class Blocks(ForkAware):
             except NoRoomError:
                 self._fetch_into(obj, rooms)
 
-        self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0), to_keep=True)
+        self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0), to_keep=stop - start)
         if kept:
             self._fill_together(obj, numbers[1:], rooms)
 
