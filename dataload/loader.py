@@ -35,6 +35,8 @@ from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_devi
 from dataload.world import World
 
 BATCHES_AHEAD = 8
+PROCESSES_OF_A_RANK = 2  # that fetch: its own, and the one that decodes in the background
+RANKS_OF_A_HOST = 8  # at most, where the launcher does not say
 
 log = logging.getLogger(__name__)
 
@@ -328,6 +330,9 @@ def make_loader(
     detected = world is None
     world = World.detect(world)
     nodes = world.num_nodes or 1
+    if dataset.blocks.origin.limiter is not None:
+        ranks = world.local_world_size or min(world.world_size, RANKS_OF_A_HOST)
+        dataset.blocks.origin.limiter.share(PROCESSES_OF_A_RANK * ranks)
     sampler = TrainerSampler(
         dataset.block_lengths,
         world.world_size,
