@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from dataload.batch import Rows, cut, spans, to_batch
+from dataload.batch import Empty, Rows, cut, spans, to_batch
 from dataload.columns import Array
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
@@ -48,7 +48,8 @@ class Request:
         return [self.size] * whole + [rest] * (rest > 0)
 
 
-class Answer(NamedTuple):
+@dataclass(frozen=True)
+class Answer:
     """A batch that was made. cursor: as in its request; rows: how many.
 
     Of a worker's: what its cache counted, and what it was at.
@@ -58,7 +59,11 @@ class Answer(NamedTuple):
     rows: int
     batch: Any
     traffic: dict[str, float] | None = None
-    making: Timeline = Timeline()
+    making: Timeline = field(default_factory=Timeline)
+
+    def pin_memory(self) -> Answer:
+        """Return a worker's answer with its batch in pinned memory. torch calls this on its thread for that."""
+        return replace(self, batch=self.batch.pin_memory())
 
 
 class Requests(Iterable[Request]):
@@ -132,12 +137,15 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         with making.here():
             [answer] = self.make(request)
             packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
-        return answer._replace(batch=packed, traffic=self._traffic(), making=making.end())
+        return replace(answer, batch=packed, traffic=self._traffic(), making=making.end())
 
-    def make(self, request: Request, stop: Future[None] | None = None) -> Iterator[Answer]:
-        """The batches that were asked for, gathered in one go. stop: as for `RowStore.gather`."""
+    def make(self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None) -> Iterator[Answer]:
+        """The batches that were asked for, gathered in one go.
+
+        stop: as for `RowStore.gather`. empty: as for `to_batch`; not used for what a user's code is given.
+        """
         records, sizes, cursor = self._dataset.rowstore.gather(request.rows, stop), request.sizes, request.cursor
-        for size, batch in zip(sizes, self._collated(records, sizes), strict=True):
+        for size, batch in zip(sizes, self._collated(records, sizes, empty), strict=True):
             yield Answer(cursor, size, self._transformed(batch, request.stream, cursor))
             cursor += request.step
 
@@ -151,7 +159,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         rows = rows.shaped(**self._shape)
         return self._transformed(rows.columns if self._collate is None else self._collate(rows))
 
-    def _collated(self, records: Records, sizes: Sequence[int]) -> Iterable[Any]:
+    def _collated(self, records: Records, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
+        if self.only_gathers:
+            return cut(to_batch(records, **self._shape, empty=empty), sizes, empty)
         if self._collate is None:
             return cut(to_batch(records, **self._shape), sizes)
         return (self._collate(Rows(records[span], **self._shape)) for span in spans(sizes))
