@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from dataload.cache.clustered import ClusterTier
 from dataload.cache.config import CacheConfig
 from dataload.cache.forks import ForkAware
+from dataload.cache.limiter import limiter_of
 from dataload.cache.local import LocalTier
-from dataload.cache.locks import Slots
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin import Origin
 from dataload.cache.threads import Threads, awaited
@@ -69,7 +69,7 @@ class Blocks(ForkAware):
         place = config.folder, config.limit, config.policy
         tier = LocalTier(*place) if config.cluster is None else ClusterTier(*place, config.cluster)
         tier.allow_network_filesystem = config.allow_network_filesystem
-        origin.places = Slots(str(config.folder / "locks"), config.in_flight)
+        origin.limiter = limiter_of(str(config.folder), config.in_flight)
         return cls(origin, tier, config.block)
 
     def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int]]:
@@ -215,7 +215,7 @@ class Blocks(ForkAware):
             except NoRoomError:
                 self._fetch_into(obj, rooms)
 
-        self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0), to_keep=True)
+        self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0), to_keep=stop - start)
         if kept:
             self._fill_together(obj, numbers[1:], rooms)
 

@@ -38,8 +38,13 @@ class ClusterTier(LocalTier):
         _, settings, state = super().__reduce__()
         return ClusterTier, (*settings, self.cluster.url), state
 
-    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: bool = False) -> memoryview:
-        return super().get_or_fill(key, partial(self._fill, key, fill), span, to_keep=to_keep)
+    def get_or_fill(
+        self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
+    ) -> memoryview:
+        shared = partial(self._fill, key, fill)
+        if to_keep is not None:
+            shared = partial(_fill_allocated, shared, to_keep)
+        return super().get_or_fill(key, shared, span, to_keep=to_keep)
 
     @contextmanager
     def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
@@ -76,6 +81,12 @@ class ClusterTier(LocalTier):
                     self.cluster.put(key, _made(fill, allocate))
                     return
         _copy(shared, allocate)
+
+
+def _fill_allocated(fill: Fill, size: int, allocate: Allocate) -> None:
+    """Run `fill` after `size` bytes are allocated for it: the cluster is not read for a blob that has no room."""
+    room = allocate(size)
+    fill(lambda _: room)
 
 
 def _made(fill: Fill, allocate: Allocate) -> memoryview:

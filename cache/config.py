@@ -31,7 +31,8 @@ class CacheConfig:
         again once known ("immutable").
     engine: who moves the bytes: "auto", "fsspec" or "obstore"; "auto" takes obstore for S3 where it can be told all
         that s3fs was told, and `stats()` says why where it does not.
-    in_flight: requests to the origin that are under way at a time, those of all processes of the host together.
+    in_flight: most requests to the origin at a time: of this process, or of all ranks of this host together where
+        `make_loader` reads for them.
     hedge: whether a request that takes longer than 99 in 100 others did is made a second time, and the first answer
         taken; for one in 20 at most.
     cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster, in

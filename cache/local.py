@@ -125,7 +125,9 @@ class LocalTier(ForkAware):
             self.counters.add(hits=1, bytes=len(found))
         return found
 
-    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: bool = False) -> memoryview:
+    def get_or_fill(
+        self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
+    ) -> memoryview:
         found = self.get(key, span)
         if found is not None:
             return found
@@ -139,7 +141,7 @@ class LocalTier(ForkAware):
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
             step("fill: locked")
-            draft = stack.enter_context(DiskDraft(self, key, folder, or_nothing=to_keep))
+            draft = stack.enter_context(DiskDraft(self, key, folder, or_nothing=to_keep is not None))
             fill(draft.allocate)
             step("fill: filled")
             return draft.publish(span)

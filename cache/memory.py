@@ -51,7 +51,7 @@ class MemoryTier(ForkAware):
         fill: Fill,
         span: Span | None = None,
         *,
-        to_keep: bool = False,  # noqa: ARG002 (all is kept, for a while)
+        to_keep: int | None = None,  # noqa: ARG002 (all is kept, for a while)
     ) -> memoryview:
         found = self.get(key, span)
         if found is not None:

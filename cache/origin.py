@@ -20,7 +20,7 @@ from dataload.cache.engine import Engine, Fsspec, WrongBodyError, engine_for
 from dataload.cache.forks import ForkAware
 from dataload.cache.hedge import Hedge
 from dataload.cache.identity import address_of, identity_of
-from dataload.cache.locks import Slots
+from dataload.cache.limiter import RequestLimiter
 from dataload.cache.obstores import UnsuitableError
 from dataload.cache.redact import redacted
 from dataload.cache.trouble import denied, is_trouble, meant, passing, status
@@ -45,7 +45,7 @@ class Origin(ForkAware):
     identity: the store's name in cache keys; default: its protocol and address.
     engine: who moves the bytes: "auto", "fsspec" or "obstore".
     hedge: whether what takes longer than usual is asked for a second time.
-    places: one for each request that may be under way; None: for as many as are made.
+    limiter: of the requests in flight; None: there is no limit.
 
     Notes: `read` may be called from any thread. Requests that fail in passing are retried with full jitter.
     """
@@ -59,13 +59,13 @@ class Origin(ForkAware):
         self._wanted = engine
         self._hedge = Hedge() if hedge else None
         self._engine: Engine | None = None
-        self.places: Slots | None = None
+        self.limiter: RequestLimiter | None = None
         self.counters = Counters()
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         made = partial(Origin, hedge=self._hedge is not None), (self._filesystem, self._identity, self._wanted)
-        return *made, {"places": self.places}
+        return *made, {"limiter": self.limiter}
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
@@ -168,8 +168,8 @@ class Origin(ForkAware):
         return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
 
     def _request(self, ask: Callable[[Engine], T]) -> T:
-        """What comes of one request, made as soon as there is a place for it."""
-        with self.places.take() if self.places else nullcontext():
+        """What comes of one request, made as soon as the limiter allows it."""
+        with self.limiter.request() if self.limiter else nullcontext():
             self.counters.add(requests=1)
             charge(requests_origin=1)
             try:

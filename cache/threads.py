@@ -25,28 +25,48 @@ class Threads:
 
     Notes: they end with this object, when all calls are done. Those of `concurrent.futures` are waited for at the end
     of the program, however long a store may take to answer; of these none begins a call then, and what is under way is
-    left after `PATIENCE_SECONDS`. In a forked child there are none: make another object there.
+    left after `PATIENCE_SECONDS`. In a forked child there are none: make another object there. Where the system starts
+    no more threads, those that run do all calls.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self._count = count
         self._name = name
-        self._mutex = threading.Lock()
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)
+        self._work = _Work()
         self._started = 0
-        weakref.finalize(self, self._calls.put, None).atexit = False
+        weakref.finalize(self, self._work.calls.put, None).atexit = False
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """What the call returns or raises, once a thread has run it, in the context variables of the caller."""
+        """Return a future of what the call returns or raises, once a thread has run it in the caller's context.
+
+        Raises RuntimeError where no thread runs and none can be started. The call then never runs.
+        """
         future: Future[T] = Future()
-        self._calls.put((future, copy_context().run, (call, *args)))
-        with self._mutex:
-            if not self._idle.acquire(blocking=False) and self._started < self._count:
-                name = f"{self._name}_{self._started + 1}"
-                threading.Thread(target=_work, args=(self._calls, self._idle), name=name, daemon=True).start()
-                self._started += 1  # and not before: the system may have no more
+        with self._work.mutex:
+            if self._started <= self._work.unfinished and self._started < self._count:
+                self._start_one()
+            self._work.unfinished += 1
+            self._work.calls.put((future, copy_context().run, (call, *args)))
         return future
+
+    def _start_one(self) -> None:
+        name = f"{self._name}_{self._started + 1}"
+        try:
+            threading.Thread(target=_run_calls, args=(self._work,), name=name, daemon=True).start()
+        except RuntimeError:
+            if not self._started:
+                raise
+        else:
+            self._started += 1
+
+
+class _Work:
+    """The calls of a pool. unfinished: those that wait and those that run; None ends the threads."""
+
+    def __init__(self) -> None:
+        self.mutex = threading.RLock()  # The garbage collector may end something that submits, also in `submit`.
+        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.unfinished = 0
 
 
 def awaited(future: Future[T]) -> T:
@@ -95,10 +115,11 @@ class _UnderWay(ForkAware):
 _under_way = _UnderWay()
 
 
-def _work(calls: queue.SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
+def _run_calls(work: _Work) -> None:
     _under_way.end_with_the_program()
-    while (asked := calls.get()) is not None:
+    while (asked := work.calls.get()) is not None:
         _under_way.run(*asked)
         del asked  # or its result would stay as long as nothing else is asked
-        idle.release()
-    calls.put(None)  # for the next one
+        with work.mutex:
+            work.unfinished -= 1
+    work.calls.put(None)  # for the next one

@@ -65,11 +65,13 @@ class Tier(Protocol):
         Notes: a tier that checks what it reads checks what `span` touches, so a small one is cheap.
         """
 
-    def get_or_fill(self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: bool = False) -> memoryview:
+    def get_or_fill(
+        self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
+    ) -> memoryview:
         """As `get`; when the blob is not kept here, `fill` makes all of it first.
 
-        to_keep: nothing is made that would not be kept: then `allocate` raises NoRoomError, and so does this, unless
-            `fill` catches it.
+        to_keep: bytes of the blob, where it is not to be made unless it will be kept. If it would not be, nothing is
+            taken from anywhere: `allocate` raises NoRoomError, and so does this, unless `fill` catches it.
         """
 
     def alone(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:

@@ -9,11 +9,15 @@ import numpy as np
 import torch
 
 from dataload.cached import cached_property
+from dataload.columns import Array
 from dataload.errors import ConfigError, DataError
 from dataload.layout import Field
 from dataload.records import Records
 
 Batch = dict[str, Any]
+
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Gives uninitialized, contiguous memory for a tensor of this shape and dtype."""
 
 
 class Flat(NamedTuple):
@@ -26,32 +30,40 @@ class Flat(NamedTuple):
     offsets: torch.Tensor
 
 
-def to_batch(records: Records, *, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None) -> Batch:
+def to_batch(
+    records: Records,
+    *,
+    ragged: str = "list",
+    group: Mapping[str, Sequence[str]] | None = None,
+    empty: Empty | None = None,
+) -> Batch:
     """Rows as a user sees them.
 
     Numbers: Tensor[B]; fixed-size lists: Tensor[B, k]; binary: list[memoryview]; strings: list[str]; lists of numbers:
     list[Tensor]. With ragged="flat", binary and lists are `Flat` instead. `group`: name -> columns of one dtype that
-    come as one Tensor[B, k].
+    come as one Tensor[B, k]. `empty`: where the values of all tensors are copied to, once; each is contiguous then.
 
-    Notes: arrays and groups of neighbours in a record are views of the records, with gaps between rows; bytes are views
-    of the cache's own, read-only. Numbers, lists of numbers, strings, and other groups are copied.
+    Notes: without `empty`, arrays and groups of neighbours in a record are views of the records, with gaps between
+    rows. Bytes are views of the cache's own, read-only. All else is copied.
     """
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields}
     if clash := groups.keys() & fields.keys():
         raise ConfigError(f"group {min(clash)!r} has the name of a column: name it otherwise")
     grouped = {name for names in groups.values() for name in names}
-    batch = {name: _user_column(records, field, ragged) for name, field in fields.items() if name not in grouped}
+    batch = {name: _user_column(records, field, ragged, empty) for name, field in fields.items() if name not in grouped}
     for name, members in groups.items():
-        batch[name] = _stack(name, records, [fields.get(member) for member in members])
+        batch[name] = _stack(name, records, [fields.get(member) for member in members], empty)
     return batch
 
 
-def cut(batch: Batch, sizes: Sequence[int]) -> Iterator[Batch]:
-    """The batches of so many rows each that together make up `batch`, as views of it."""
+def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
+    """The batches of so many rows each that together make up `batch`, as views of it; offsets, which are not, in
+    memory that `empty` gives.
+    """
     if len(sizes) == 1:
         return iter([batch])
-    parts = [_cut(column, sizes) for column in batch.values()]
+    parts = [_cut(column, sizes, empty) for column in batch.values()]
     return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
 
 
@@ -61,17 +73,18 @@ def spans(sizes: Sequence[int]) -> list[slice]:
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _cut(column: Any, sizes: Sequence[int]) -> Iterable[Any]:
+def _cut(column: Any, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
     if isinstance(column, torch.Tensor):
         return torch.split(column, list(sizes))
     if isinstance(column, list):
         return [column[span] for span in spans(sizes)]
-    return [_flat_part(column, span) for span in spans(sizes)]
+    return [_flat_part(column, span, empty) for span in spans(sizes)]
 
 
-def _flat_part(column: Flat, span: slice) -> Flat:
+def _flat_part(column: Flat, span: slice, empty: Empty | None) -> Flat:
     offsets = column.offsets[span.start : span.stop + 1]
-    return Flat(column.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+    begun = torch.sub(offsets, offsets[0], out=None if empty is None else empty(offsets.shape, offsets.dtype))
+    return Flat(column.values[offsets[0] : offsets[-1]], begun)
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -155,9 +168,11 @@ def _row_value(column: Any, row: int) -> Any:
     return bytes(value) if isinstance(value, memoryview) else value  # torch collates bytes, and no views of them
 
 
-def _user_column(records: Records, field: Field, ragged: str) -> Any:
+def _user_column(records: Records, field: Field, ragged: str, empty: Empty | None) -> Any:
     if not field.ragged:
         dense = records.dense(field)
+        if empty is not None:
+            return _copied(dense, empty)
         # Single numbers are copied: who keeps the labels of each batch should not keep all that lay beside them.
         return torch.from_numpy(dense if field.shape else dense.copy())
     if field.kind == "string":
@@ -165,7 +180,8 @@ def _user_column(records: Records, field: Field, ragged: str) -> Any:
     if ragged == "list" and field.kind == "binary":
         return records.views(field)
     column = records.ragged(field)
-    values, offsets = torch.from_numpy(column.values), torch.from_numpy(column.offsets)
+    values = _copied(column.values, empty)
+    offsets = _copied(column.offsets, empty if ragged == "flat" else None)
     return Flat(values, offsets) if ragged == "flat" else list(torch.split(values, np.diff(column.offsets).tolist()))
 
 
@@ -178,11 +194,26 @@ def _strings(records: Records, field: Field) -> list[str]:
         ) from error
 
 
-def _stack(name: str, records: Records, members: Sequence[Field | None]) -> torch.Tensor:
+def _copied(array: Array, empty: Empty | None) -> torch.Tensor:
+    """The array as a tensor: in memory that `empty` gives, or without a copy."""
+    tensor = torch.from_numpy(array)
+    if empty is None:
+        return tensor
+    copy = empty(array.shape, tensor.dtype)
+    copy.numpy()[...] = array  # and not by torch, whose threads collapse when the processors are busy
+    return copy
+
+
+def _stack(name: str, records: Records, members: Sequence[Field | None], empty: Empty | None) -> torch.Tensor:
     scalars = [member for member in members if member is not None and not member.ragged and not member.shape]
     if len(scalars) != len(members) or len({member.dtype for member in scalars}) != 1:
         raise ConfigError(f"group {name!r} must name columns that are read, of numbers, of one dtype")
     neighbours = records.neighbours(scalars)
-    if neighbours is None:
-        neighbours = np.stack([records.dense(member) for member in scalars], axis=1)
-    return torch.from_numpy(neighbours)
+    if neighbours is not None:
+        return _copied(neighbours, empty)
+    columns = [records.dense(member) for member in scalars]
+    if empty is None:
+        return torch.from_numpy(np.stack(columns, axis=1))
+    stacked = empty((len(records), len(columns)), torch.from_numpy(columns[0]).dtype)
+    np.stack(columns, axis=1, out=stacked.numpy())
+    return stacked

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from dataload.batch import Rows, cut, spans, to_batch
+from dataload.batch import Empty, Rows, cut, spans, to_batch
 from dataload.columns import Array
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
@@ -48,7 +48,8 @@ class Request:
         return [self.size] * whole + [rest] * (rest > 0)
 
 
-class Answer(NamedTuple):
+@dataclass(frozen=True)
+class Answer:
     """A batch that was made. cursor: as in its request; rows: how many.
 
     opened: the row groups that were opened for its request, in the first answer to it; of a worker's, with their
@@ -58,8 +59,12 @@ class Answer(NamedTuple):
     cursor: int
     rows: int
     batch: Any
-    opened: Mapping[int, Mapping[str, float]] = {}
-    making: Timeline = Timeline()
+    opened: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    making: Timeline = field(default_factory=Timeline)
+
+    def pin_memory(self) -> Answer:
+        """Return a worker's answer with its batch in pinned memory. torch calls this on its thread for that."""
+        return replace(self, batch=self.batch.pin_memory())
 
 
 class Requests(Iterable[Request]):
@@ -134,14 +139,17 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
         take = self._dataset.rowstore.ledger.take
         opened = {group: take(group, at_rest=False) or {} for group in answer.opened}
-        return answer._replace(batch=packed, opened=opened, making=making.end())
+        return replace(answer, batch=packed, opened=opened, making=making.end())
 
-    def make(self, request: Request, stop: Future[None] | None = None) -> Iterator[Answer]:
-        """The batches that were asked for, gathered in one go. stop: as for `RowStore.gather`."""
+    def make(self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None) -> Iterator[Answer]:
+        """The batches that were asked for, gathered in one go.
+
+        stop: as for `RowStore.gather`. empty: as for `to_batch`; not used for what a user's code is given.
+        """
         sizes, cursor, groups = request.sizes, request.cursor, set[int]()
         records = self._dataset.rowstore.gather(request.rows, stop, groups)
         opened: dict[int, Mapping[str, float]] = {group: {} for group in groups}
-        for size, batch in zip(sizes, self._collated(records, sizes), strict=True):
+        for size, batch in zip(sizes, self._collated(records, sizes, empty), strict=True):
             yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), opened)
             cursor, opened = cursor + request.step, {}
 
@@ -155,7 +163,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         rows = rows.shaped(**self._shape)
         return self._transformed(rows.columns if self._collate is None else self._collate(rows))
 
-    def _collated(self, records: Records, sizes: Sequence[int]) -> Iterable[Any]:
+    def _collated(self, records: Records, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
+        if self.only_gathers:
+            return cut(to_batch(records, **self._shape, empty=empty), sizes, empty)
         if self._collate is None:
             return cut(to_batch(records, **self._shape), sizes)
         return (self._collate(Rows(records[span], **self._shape)) for span in spans(sizes))

@@ -1,14 +1,51 @@
-"""Batches on their way to a device, copied beside the kernels of the step."""
+"""Batches on their way to a device, copied beside the kernels of the step.
+
+A copy to a GPU is asynchronous only from pinned memory without gaps. From any other, torch copies the tensor once more
+on the host, in the thread that trains.
+"""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dataload.batch import map_tensors
+
+
+class Staging(NamedTuple):
+    """Host memory for batches that are copied to a device. pinned: where there is CUDA."""
+
+    pinned: bool
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialized memory for a tensor."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
+
+    def stage(self, batch: Any) -> Any:
+        """Return the batch with each tensor of the host in such memory, without gaps: copied once if it is not."""
+        return map_tensors(batch, self._staged)
+
+    def _staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return tensor
+        if tensor.is_contiguous() and (not self.pinned or tensor.is_pinned()):
+            return tensor
+        # Gaps are left out; the order of dimensions stays, as that of channels_last.
+        return torch.empty_like(tensor, pin_memory=self.pinned).copy_(tensor)
+
+
+def staging_for(device: torch.device | None, pin_memory: bool | None) -> Staging | None:
+    """Return where batches are put together for `device`; None: wherever they are.
+
+    pin_memory: None: where the device is CUDA.
+    """
+    pinned = device is not None and device.type == "cuda" if pin_memory is None else pin_memory
+    if not pinned and (device is None or device.type == "cpu"):
+        return None
+    return Staging(pinned and torch.cuda.is_available())
 
 
 class Copies:

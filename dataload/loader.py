@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -15,11 +16,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from dataload.batch import map_tensors
 from dataload.batching import Answer, BatchMaker, Request, Requests
 from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
-from dataload.device import Copies
+from dataload.device import Copies, Staging, staging_for
 from dataload.errors import ConfigError
 from dataload.filters import Filters
 from dataload.manifest import Source
@@ -35,6 +35,8 @@ from dataload.trainers import TrainerSampler, Unwrapped, announced, trainer_devi
 from dataload.world import World
 
 BATCHES_AHEAD = 8
+PROCESSES_OF_A_RANK = 2  # that fetch: its own, and the one that decodes in the background
+RANKS_OF_A_HOST = 8  # at most, where the launcher does not say
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +87,10 @@ class Loader(Unwrapped, DataLoader[Any]):
             in_flight = self.num_workers * (self.prefetch_factor or 1) * self.sampler.batch_size
             check_shared_memory(dataset.rowstore.row_bytes * in_flight)
             # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
-            # What they send is packed: it is pinned when it is unpacked.
-            own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is, "pin_memory": False}
+            # What they send is packed, and pinned in one piece, by torch's own thread.
+            staging = staging_for(device or trainer_device(), self.pin_memory)
+            pinned = staging is not None and staging.pinned
+            own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is, "pin_memory": pinned}
             self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
 
     @property
@@ -162,13 +166,14 @@ class Loader(Unwrapped, DataLoader[Any]):
     def _answers(self, epoch: int, cursor: int, needs: Needs, waiting: Timeline) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         lookahead, stop = self._lookahead(needs), Future[None]()
+        device = self.device or trainer_device()
         if self._workers is None:
-            made = self._on_a_thread(epoch, cursor, lookahead, waiting, stop)
+            staging = staging_for(device, self.pin_memory)
+            made = self._on_a_thread(epoch, cursor, lookahead, waiting, stop, staging)
         else:
             self._requests.start_at(epoch, cursor, coming=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers, waiting)
-        device = self.device or trainer_device()
         copied = None if device is None else Copies(device)
         with closing(made):
             try:
@@ -178,7 +183,7 @@ class Loader(Unwrapped, DataLoader[Any]):
                     else:
                         with waiting.doing("transfer"):
                             batch = copied(answer.batch)
-                        yield answer._replace(batch=batch)
+                        yield replace(answer, batch=batch)
             except BaseException:
                 if not stop.done():  # before `forget`, so that what this loop waits for is given up, too
                     stop.set_result(None)
@@ -203,31 +208,38 @@ class Loader(Unwrapped, DataLoader[Any]):
             yield self.sampler.num_rows + position, group
 
     def _on_a_thread(
-        self, epoch: int, cursor: int, lookahead: Lookahead, waiting: Timeline, stop: Future[None]
+        self,
+        epoch: int,
+        cursor: int,
+        lookahead: Lookahead,
+        waiting: Timeline,
+        stop: Future[None],
+        staging: Staging | None,
     ) -> Generator[Answer, None, None]:
         """Batches, gathered many at once where one takes less than a call; and handed over so, unless transformed."""
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
         handed_over = at_once if self.maker.only_gathers else 1
         requests = self._requests.start_at(epoch, cursor, at_once)
-        made = self._made(requests, lookahead, handed_over, stop)
+        made = self._made(requests, lookahead, handed_over, stop, staging)
         with closing(run_ahead(made, max(2, self.prefetch // handed_over), stop, waiting)) as runs:
             for answers in runs:
                 yield from answers
 
     def _made(
-        self, requests: Iterable[Request], lookahead: Lookahead, together: int, stop: Future[None]
+        self,
+        requests: Iterable[Request],
+        lookahead: Lookahead,
+        together: int,
+        stop: Future[None],
+        staging: Staging | None,
     ) -> Iterator[list[Answer]]:
         for request in requests:
             lookahead.reach(request.end)
-            answers = self.maker.make(request, stop)
+            answers = self.maker.make(request, stop, None if staging is None else staging.empty)
+            if staging is not None and not self.maker.only_gathers:
+                answers = _staged(answers, staging)
             while some := list(islice(answers, together)):
-                yield [one._replace(batch=self._pinned(one.batch)) for one in some] if self.pin_memory else some
-
-    def _pinned(self, batch: Any) -> Any:
-        if self.pin_memory and torch.cuda.is_available():
-            with doing("transfer"):
-                return map_tensors(batch, torch.Tensor.pin_memory)
-        return batch
+                yield some
 
     def _unpacked(self, answers: Iterable[Answer], waiting: Timeline) -> Generator[Answer, None, None]:
         since = perf_counter()
@@ -235,8 +247,8 @@ class Loader(Unwrapped, DataLoader[Any]):
             for answer in answers:
                 waiting.waited(since, answer.making, instead=answer.making.longest())
                 with waiting.here():
-                    batch = self._pinned(unpack(answer.batch))
-                yield answer._replace(batch=batch)
+                    batch = unpack(answer.batch)
+                yield replace(answer, batch=batch)
                 since = perf_counter()
         except Exception as error:  # noqa: BLE001
             # The frame in torch that raised it holds it, too: a circle that would keep the workers until it is found by
@@ -287,7 +299,7 @@ def make_loader(
     transform: called as transform(batch), or transform(batch, rng=numpy Generator) when it takes `rng`; the generator
         is the same for the same batch, whatever the workers and after any resume.
     collate_fn: makes the batch from a sequence of row dicts (whose `.columns` is the default batch).
-    device: where batches are put; pin_memory: default: when the device is CUDA.
+    device: where batches are put; pin_memory: default: when the device is CUDA, also where accelerate says so.
     prefetch: batches made ahead, by each worker or by the thread.
     cache_dir, cache_bytes, cluster: as in `CacheConfig`; or give one as `cache`. For none at all, pass a dataset that
         `make_dataset(..., cache=None)` made.
@@ -318,6 +330,9 @@ def make_loader(
     detected = world is None
     world = World.detect(world)
     nodes = world.num_nodes or 1
+    if dataset.blocks.origin.limiter is not None:
+        ranks = world.local_world_size or min(world.world_size, RANKS_OF_A_HOST)
+        dataset.blocks.origin.limiter.share(PROCESSES_OF_A_RANK * ranks)
     sampler = TrainerSampler(
         dataset.block_lengths,
         world.world_size,
@@ -347,7 +362,7 @@ def make_loader(
         detected=detected,
         stats_dir=None if stats_dir is None else Path(stats_dir),
         num_workers=num_workers,
-        pin_memory=where is not None and where.type == "cuda" if pin_memory is None else pin_memory,
+        pin_memory=pin_memory,
         **dataloader_kwargs,
     )
 
@@ -366,6 +381,14 @@ def _check_alone() -> None:
             f"this loader was made for a single process, but this is rank {world.rank} of {world.world_size}: make it "
             "after the ranks have been started (in Lightning, in train_dataloader), or pass world=World(rank, size)"
         )
+
+
+def _staged(answers: Iterable[Answer], staging: Staging) -> Iterator[Answer]:
+    """Stage what a user's code has made."""
+    for answer in answers:
+        with doing("transfer"):
+            batch = staging.stage(answer.batch)
+        yield replace(answer, batch=batch)
 
 
 def _as_it_is(answer: Any) -> Any:

@@ -26,6 +26,13 @@ class Packed(NamedTuple):
     content: torch.Tensor | bytearray
     shape: bytes
 
+    def pin_memory(self) -> Packed:
+        """Return the same in pinned memory. torch calls this on its thread for that."""
+        content = self.content
+        if isinstance(content, bytearray):
+            content = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+        return self._replace(content=content.pin_memory())
+
 
 class _Tensor(NamedTuple):
     start: int

@@ -284,6 +284,31 @@ def test_files_are_shared_too(bucket: Any, tmp_path: Path, cluster_server: Serve
     assert second.stats()["bytes_cluster"] == third.stats()["bytes_cluster"] == len(data)
 
 
+def test_a_prefetch_takes_from_the_cluster_only_what_there_is_room_for(
+    bucket: Any, tmp_path: Path, cluster_server: Server
+) -> None:
+    data = np.random.default_rng(0).bytes(9 << 20)
+    bucket.put("x", data)
+
+    def host(name: str, cache_bytes: str) -> Any:
+        options = {"cache_dir": str(tmp_path / name), "block_bytes": "1MiB", "cluster": cluster_server.url}
+        target = {"target_protocol": "s3", "target_options": bucket.options}
+        return fsspec.filesystem("tiercache", cache_bytes=cache_bytes, **target, **options)
+
+    def sent() -> int:
+        """Bytes that the server has sent to all clients so far."""
+        return int(cluster_server.ask("INFO", "stats")["total_net_output_bytes"])
+
+    large, small = host("large", "1GB"), host("small", "2.5MiB")
+    large.prefetch(f"{bucket.name}/x", wait=True)
+    large.blocks.settle()
+    before = sent()
+    small.prefetch(f"{bucket.name}/x", wait=True)
+    assert small.stats()["bytes_cluster"] == 2 << 20
+    assert sent() - before < 3 << 20
+    assert small.cat_file(f"{bucket.name}/x") == data
+
+
 Warm = Callable[..., tuple[int, str, str]]
 
 

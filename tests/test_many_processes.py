@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
+import signal
 import subprocess
 import sys
-import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from clusters import until
 from nightly import NIGHTLY
 
 from dataload.benchmarks import s3
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.locks import Slots
 from dataload.errors import ObjectChanged
 
 BLOCK = 64 << 10
@@ -37,13 +33,15 @@ from dataload.benchmarks import s3
 from dataload.cache import origin
 from dataload.cache import obstores
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.locks import Slots
 from dataload.errors import OriginError
 
 origin.FIRST_PAUSE, obstores.STALL_SECONDS = 0.001, 1
 endpoint, cache, seed, options = sys.argv[1:]
-fs = TierCacheFileSystem("s3", s3.storage_options(endpoint), cache_dir=cache, block_bytes=65536, **json.loads(options))
-names = sorted(fs.find("{BUCKET}"))
+options = json.loads(options)
+processes, first, last = options.pop("processes", 1), options.pop("first", 0), options.pop("last", None)
+fs = TierCacheFileSystem("s3", s3.storage_options(endpoint), cache_dir=cache, block_bytes=65536, **options)
+fs.blocks.origin.limiter.share(processes)
+names = sorted(fs.find("{BUCKET}"))[first:last]
 random.Random(int(seed)).shuffle(names)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -69,11 +67,17 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
         yield origin
 
 
+def reader(origin: Origin, cache: Path, seed: int = 0, **options: Any) -> Any:
+    """A process that reads objects once it is told to."""
+    command = [sys.executable, "-c", READ, origin.endpoint_url, str(cache), str(seed), json.dumps(options)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process
+
+
 def read_by(processes: int, origin: Origin, cache: Path, faults: dict[str, Any], **options: Any) -> list[Any]:
     """What so many processes, which start to read at once, say in the end."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", READ, origin.endpoint_url, str(cache)]
-    running = [subprocess.Popen([*command, str(seed), json.dumps(options)], **pipes) for seed in range(processes)]
+    running = [reader(origin, cache, seed, processes=processes, **options) for seed in range(processes)]
     for one in running:
         assert one.stdout.readline() == "ready\n"
     origin.reset()
@@ -89,11 +93,34 @@ def read_by(processes: int, origin: Origin, cache: Path, faults: dict[str, Any],
 def test_many_that_start_at_once_fetch_each_byte_once_and_no_more_at_a_time_than_agreed(
     origin: Origin, tmp_path: Path
 ) -> None:
-    told = read_by(8 if NIGHTLY else 2, origin, tmp_path / "cache", {"latency": 0.02}, in_flight=3)
+    processes = 8 if NIGHTLY else 2
+    told = read_by(processes, origin, tmp_path / "cache", {"bytes_per_second": 2e6}, in_flight=2 * processes)
     assert all(one["digests"] == WANTED for one in told)
     stats = origin.stats()
     assert (stats["get_bytes"], stats["duplicate_gets"]) == (BYTES, 0)
-    assert stats["most_gets_at_once"] == 3
+    assert processes < stats["most_gets_at_once"] <= 2 * processes
+
+
+def test_a_process_that_stands_still_in_its_requests_stops_no_other(origin: Origin, tmp_path: Path) -> None:
+    stopped, other = (
+        reader(origin, tmp_path / "cache", in_flight=1, first=first, last=last) for first, last in ((0, 1), (1, None))
+    )
+    with stopped, other:
+        try:
+            for one in (stopped, other):
+                assert one.stdout.readline() == "ready\n"
+            origin.reset()
+            origin.behave(stalled=1.0)
+            stopped.stdin.write("go\n")
+            stopped.stdin.flush()
+            until(lambda: origin.stats()["most_gets_at_once"])
+            stopped.send_signal(signal.SIGSTOP)
+            origin.behave(stalled=0.0)
+            told = json.loads(other.communicate("go\n", timeout=100)[0])
+            assert told["digests"] == dict(sorted(WANTED.items())[1:])
+        finally:
+            stopped.kill()
+            other.kill()
 
 
 @pytest.mark.parametrize(
@@ -144,95 +171,3 @@ def test_an_object_replaced_while_it_is_read_is_old_or_an_error(origin: Origin, 
             assert found == versions[trial % 2]
     assert changed > TRIALS // 2
     fs.clear_instance_cache()
-
-
-@pytest.fixture
-def locks(tmp_path: Path) -> str:
-    (tmp_path / "locks").touch()
-    return str(tmp_path / "locks")
-
-
-def test_places_are_given_back_by_the_dead(locks: str) -> None:
-    slots = Slots(locks, 1)
-    child = os.fork()
-    if child == 0:
-        with slots.take():
-            os._exit(0)
-    os.waitpid(child, 0)
-    with slots.take():
-        entered = threading.Event()
-
-        def enter() -> None:
-            with slots.take():
-                entered.set()
-
-        other = threading.Thread(target=enter)
-        other.start()
-        assert not entered.wait(0.05)
-    other.join(20)
-    assert entered.is_set()
-
-
-def test_threads_of_a_process_wait_without_asking_the_file(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, asked, begun, entered = Slots(locks, 1), threading.Event(), threading.Event(), threading.Event()
-
-    def enter() -> None:
-        begun.set()
-        with slots.take():
-            entered.set()
-
-    other = threading.Thread(target=enter)
-    with slots.take(), monkeypatch.context() as patch:
-        patch.setattr("dataload.cache.locks.set_lock", lambda *_: asked.set())
-        other.start()
-        assert begun.wait(20)
-        assert not asked.wait(0.1)
-    other.join(20)
-    assert entered.is_set()
-
-
-def test_threads_of_a_process_come_in_turn(locks: str) -> None:
-    """Who gives a place back and asks again comes after those who wait."""
-    slots, taken, enough = Slots(locks, 2), Counter[int](), threading.Event()
-
-    def work(number: int) -> None:
-        while not enough.is_set():
-            with slots.take():
-                taken[number] += 1
-                time.sleep(0.001)
-            if taken[number] == 100:
-                enough.set()
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert min(taken.values()) > 20
-
-
-def test_a_process_whose_own_requests_stand_still_goes_on(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataload.cache.locks.PATIENCE", 0.05)
-    slots = Slots(locks, 1)
-    with slots.take():
-        for _ in range(3):
-            with slots.take():
-                monkeypatch.setattr("dataload.cache.locks.PATIENCE", 3600)
-
-
-def test_who_has_all_places_and_stands_still_stops_nobody(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataload.cache.locks.PATIENCE", 0.05)
-    mine, theirs = Slots(locks, 1), Slots(locks, 1)
-    with theirs.take():
-        for _ in range(3):  # The second and third do not wait at all: PATIENCE is not theirs to be tried again.
-            with mine.take():
-                monkeypatch.setattr("dataload.cache.locks.PATIENCE", 3600)
-
-
-def test_where_there_are_no_locks_there_is_no_bound(locks: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> bool:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr("dataload.cache.locks.set_lock", fails)
-    with Slots(locks, 1).take(), Slots(locks, 1).take(), Slots(locks + " are not there", 1).take():
-        pass
