@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from clusters import until
 
 from dataload import CacheConfig, make_dataset, make_loader, parquet, rowblobs, rowstore
 from dataload.arena import Arena
@@ -265,21 +266,22 @@ def test_what_another_loop_gives_up_is_taken_over_while_every_loader_thread_is_b
 def test_what_waits_for_room_and_is_waited_for_keeps_its_turn_when_another_loop_ends(
     dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, loads, begun = dataset.rowstore, Counter[int](), threading.Event()
-    load = store.blobs.load
+    store, loads = dataset.rowstore, Counter[int]()
+    load, budget = store.blobs.load, store.blobs.fetched
 
     def counting(group: int, *rest: Any) -> Any:
         loads[group] += 1
-        begun.set()
         return load(group, *rest)
 
     monkeypatch.setattr(store.blobs, "load", counting)
-    with store.blobs.fetched.hold(rowblobs.FETCHED_BYTES):
+    with budget.hold(rowblobs.FETCHED_BYTES):
         waiting = asking.gather([35])
         asking.waits.acquire()
-        begun.wait()
+        until(lambda: budget._turns)
+        with budget._mutex:  # The thread that loads has let go of it: it waits for its turn.
+            pass
         store.forget()
-        asking.waits.acquire()  # It was told, and wants it still.
+        asking.waits.acquire()  # The gather was told, and wants the row group still.
     waiting.join()
     assert asking.found == [35]
     assert loads == Counter([7])

@@ -134,7 +134,11 @@ def test_what_a_user_makes_has_no_gaps_either(source: dict[str, Any], seen: Seen
         assert tensor.is_contiguous() or tensor.mT.is_contiguous()  # dense
 
 
-@pytest.mark.parametrize("options", [{}, {"ragged": "flat"}, {"group": GROUPS[1]}, {"transform": half_of_it}], ids=["default", "ragged", "group", "transform"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ragged": "flat"}, {"group": GROUPS[1]}, {"transform": half_of_it}],
+    ids=["default", "ragged", "group", "transform"],
+)
 def test_the_batches_are_the_same(source: dict[str, Any], options: Any) -> None:
     staged, plain = (list(make_loader(**source, pin_memory=pin, **options)) for pin in (True, None))
     assert len(staged) == len(plain)
