@@ -24,22 +24,23 @@ check: setup
 
 # The samplers, row store and cache on the oldest dependencies that pyproject.toml admits; torch stays at the pinned release.
 LOWEST := .venv-lowest/bin/python -m
-LOWEST_TESTS := permutation order sharded_sampler split columns rows rowstore arena packing \
-	blob local_tier tier_contract memory file filesystem engine stream footers manifest filters partitions
+LOWEST_TESTS := samplers rows formats catalog \
+	cache/test_blob_file.py cache/test_local_tier.py cache/test_tier_contract.py cache/test_memory.py \
+	cache/test_block_file.py cache/test_filesystem.py cache/test_origin_engine.py loader/test_worker_transport.py
 
 lowest: .venv-lowest/.ready
-	$(LOWEST) pytest $(LOWEST_TESTS:%=tests/test_%.py)
+	$(LOWEST) pytest $(LOWEST_TESTS:%=tests/%)
 
-.venv-lowest/.ready: pyproject.toml constraints.txt tests/lowest.py
+.venv-lowest/.ready: pyproject.toml constraints.txt tests/support/lowest.py
 	$(PYTHON) -m venv .venv-lowest
 	$(LOWEST) pip install --quiet --upgrade pip --constraint constraints.txt
-	$(PYTHON) tests/lowest.py > .venv-lowest/constraints.txt
+	$(PYTHON) tests/support/lowest.py > .venv-lowest/constraints.txt
 	$(LOWEST) pip install --quiet --constraint .venv-lowest/constraints.txt --editable ".[cluster]" --group lowest
 	touch $@
 
 # A thousand kills of the tier and 200 of training, ten thousand steps of fuzzing, columns of more than 2 GiB: some minutes.
 chaos: setup
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $$(grep -lE "nightly|hypothesis" tests/test_*.py) tests/big_rows.py tests/many_endings.py tests/cluster_chaos.py
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $$(grep -rlE "nightly|hypothesis" tests --include="test_*.py") tests/chaos/*.py
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -65,7 +66,7 @@ peers: .venv-peers/.ready
 # What `dataload report` makes, in Chromium: says so, and does nothing, where there is none.
 browser: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group browser
-	$(BIN)/python tests/report_in_browser.py build/browser
+	$(BIN)/python tests/reporting/report_in_browser.py build/browser
 
 # The documentation, into build/site.
 docs: setup

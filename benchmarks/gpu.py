@@ -32,13 +32,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from dataload.batch import map_tensors
 from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
-from dataload.loader import Loader, make_loader
-from dataload.losses import Losses
-from dataload.steps import Steps
-from dataload.trace import traced
+from dataload.loader.loader import Loader, make_loader
+from dataload.rows.collate import map_tensors
+from dataload.train.loss_monitor import Losses
+from dataload.train.optimizer_step import Steps
+from dataload.train.profiling import traced
 
 ROUNDS = 7  # of each kind, in turns
 PATCH, CLASSES = 16, 10

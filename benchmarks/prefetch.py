@@ -35,11 +35,11 @@ from dataload.benchmarks.systems.floors import RANGE_BYTES
 from dataload.benchmarks.wire import Wire
 from dataload.benchmarks.workloads import Workload, workloads, write
 from dataload.cache.config import CacheConfig
-from dataload.cache.local import LocalTier
+from dataload.cache.local.tier import LocalTier
+from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.dataset import Dataset, make_dataset
-from dataload.filler import Filler
-from dataload.footers import FOOTERS_IN_FLIGHT
-from dataload.loader import Loader, make_loader
+from dataload.loader.loader import Loader, make_loader
+from dataload.rows.background_decoder import Filler
 from dataload.world import World
 
 IN_FLIGHT = 16

@@ -28,7 +28,7 @@ from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.suite import WIRE_LATENCY
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.wire import Wire
-from dataload.cache.blob import WRITTEN_BYTES
+from dataload.cache.local.blob_file import WRITTEN_BYTES
 
 OBJECT_BYTES = 64 << 20
 RANGE_BYTES = 8 << 20

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dataload.benchmarks.circumstances import circumstances
-from dataload.cache.index import Row
-from dataload.cache.local import LocalTier
-from dataload.cache.opened import open_folder
+from dataload.cache.local.index import Row
+from dataload.cache.local.registry import open_folder
+from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey, Fill
 
 SPAN = 64 << 10

@@ -9,7 +9,7 @@ from pathlib import Path
 import bitmath
 import platformdirs
 
-from dataload.cache.address import Address
+from dataload.cache.cluster.url import Address
 from dataload.errors import ConfigError
 
 POLICIES = ("pin", "lru")

@@ -14,15 +14,15 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.implementations.chained import ChainedFileSystem
 from fsspec.utils import isfilelike
 
-from dataload.cache.blocks import Blocks, Object
+from dataload.cache.blocks.file import BlockFile
+from dataload.cache.blocks.ranges import Range, outcomes, read_ranges
+from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
-from dataload.cache.file import BlockFile
-from dataload.cache.origin import Origin, connect, introduce
-from dataload.cache.ranges import Range, outcomes, read_ranges
-from dataload.cache.redact import redacted
+from dataload.cache.origin.origin import Origin, connect, introduce
+from dataload.cache.origin.version import VERSION_FIELDS, version_of
 from dataload.cache.tier import Allocate
-from dataload.cache.version import VERSION_FIELDS, version_of
 from dataload.errors import ConfigError, ObjectChanged
+from dataload.runtime.redact import redacted
 
 BLOCKS_AT_ONCE = 4  # of a file that is copied
 KNOWN_THAT_TRAVEL = 20_000  # objects whose size and version a pickled filesystem takes along: 5 MB

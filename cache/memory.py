@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from dataload.cache.forks import ForkAware
-from dataload.cache.locks import ThreadLocks
+from dataload.cache.local.key_locks import ThreadLocks
 from dataload.cache.tier import BlobKey, Draft, Fill, Span, cut
-from dataload.metrics import Counters
+from dataload.runtime.counters import Counters
+from dataload.runtime.forks import ForkAware
 
 
 class MemoryTier(ForkAware):

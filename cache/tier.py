@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dataload.cache.redact import redacted
+from dataload.runtime.redact import redacted
 
 Allocate = Callable[[int], memoryview]
 """`allocate(size)` gives the writable memory, of exactly `size` bytes, to write a blob into. Called once a fill."""

@@ -1,3 +1,3 @@
-from dataload.cli import main
+from dataload.cli.app import main
 
 main()

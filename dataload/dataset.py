@@ -9,16 +9,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from dataload.batch import Rows
-from dataload.cache.blocks import Blocks
+from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
+from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
+from dataload.catalog.pruning import Filters, narrow
+from dataload.catalog.splits import split as parts_of
 from dataload.errors import ConfigError
-from dataload.filters import Filters, narrow
-from dataload.manifest import Manifest, RowGroup, Source, resolve, source_paths
-from dataload.parts import split as parts_of
-from dataload.rowstore import RowStore
-from dataload.samplers.trade import default_window
+from dataload.rows.collate import Rows
+from dataload.rows.row_store import RowStore
+from dataload.samplers.window_size import default_window
 
 
 class Dataset(torch.utils.data.Dataset[dict[str, Any]]):

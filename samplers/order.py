@@ -13,7 +13,7 @@ from dataload.errors import ConfigError
 from dataload.samplers.epoch import EpochOrder
 from dataload.samplers.lru import LRU
 from dataload.samplers.placement import place
-from dataload.samplers.trade import default_window
+from dataload.samplers.window_size import default_window
 
 Int64 = npt.NDArray[np.int64]
 Shuffle = Literal["block", "full", False]

@@ -8,8 +8,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from dataload.cached import cached_property
 from dataload.errors import ConfigError
+from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key, mix
 
 Int64 = npt.NDArray[np.int64]

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.samplers.keys import derive_key
+from dataload.samplers.partition import even_split
 from dataload.samplers.permutation import KeyedPermutation
-from dataload.samplers.split import even_split
 
 Int64 = npt.NDArray[np.int64]
 

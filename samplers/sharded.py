@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
-from dataload.cached import cached_property
 from dataload.errors import ConfigError
+from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
 from dataload.samplers.order import Order, Shuffle
+from dataload.samplers.partition import check_locality
 from dataload.samplers.share import Share
-from dataload.samplers.split import check_locality
 from dataload.world import World
 
 Int64 = npt.NDArray[np.int64]

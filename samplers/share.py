@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dataload.cached import cached_property
-from dataload.samplers.split import batch_slice, is_local, stream_owners
+from dataload.runtime.cached_property import cached_property
+from dataload.samplers.partition import batch_slice, is_local, stream_owners
 
 Int64 = npt.NDArray[np.int64]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dataload.cached import cached_property
-from dataload.samplers.lookup import Lookup
+from dataload.runtime.cached_property import cached_property
+from dataload.samplers.interval_index import Lookup
 from dataload.samplers.permutation import KeyedPermutation
 
 Int64 = npt.NDArray[np.int64]

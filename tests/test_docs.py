@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 
-from dataload import cli
+from dataload.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,9 +36,9 @@ FENCE = r"```(?P<kind>python|sh| { \.python })\n(?P<text>.*?)^```$"  # the last 
 BLOCK = re.compile(rf"^(?:<!-- not run: (?P<why>[^\n]+) -->\n\n)?{FENCE}", re.MULTILINE | re.DOTALL)
 INCLUDED = re.compile(r'^--8<-- "([^":]+)(?::(\S+))?"$', re.MULTILINE)
 KNOWN = {  # functions whose options a page may name
-    "make_loader": "dataload.loader",
+    "make_loader": "dataload.loader.loader",
     "make_dataset": "dataload.dataset",
-    "fit": "dataload.train",
+    "fit": "dataload.train.harness",
 }
 CLASSES, ROWS = 10, 96
 
@@ -149,7 +149,7 @@ def run_shell(block, text, monkeypatch):
         assert words[0] == "dataload", f"{block}: {line}: give the block a mark <!-- not run: why -->"
         monkeypatch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            app.main()
         assert ended.value.code == 0, f"{block}: {line}"
 
 
@@ -211,7 +211,7 @@ def test_what_is_not_run_could_be(block):
 def check_command(words):
     """Its names are those of this repository; its options those of its parser."""
     if words[0] == "dataload":
-        group = typer.main.get_command(cli.app)
+        group = typer.main.get_command(app.app)
         rest = words[1:]
         while isinstance(group, typer.core.TyperGroup):
             with group.make_context("dataload", list(rest)) as context:
@@ -287,7 +287,7 @@ def test_every_page_is_in_the_navigation():
 
 def test_every_command_is_named():
     page = (ROOT / "docs/commands.md").read_text()
-    commands = typer.main.get_command(cli.app).commands
+    commands = typer.main.get_command(app.app).commands
     for name in [*(commands.keys() - {"cache"}), *(f"cache {name}" for name in commands["cache"].commands)]:
         assert f"| `dataload {name}" in page, name
 

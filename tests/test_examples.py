@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 def program(name, folder, out, *more):
-    example = [str(Path(__file__).with_name("example_rank.py")), str(out), str(ROOT / "examples" / name)]
+    example = [str(Path(__file__).parent / "support/example_rank.py"), str(out), str(ROOT / "examples" / name)]
     data = [str(folder / "train"), str(folder / "held-out"), "--epochs", "2", "--batch-size", "32"]
     return [*example, *data, "--cache-dir", str(out / "cache"), *more]
 

@@ -59,7 +59,7 @@ def test_it_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> N
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     where = run(
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in repr(f)];"
-        "import dataload.loader, dataload.cache.filesystem, dataload.samplers.sharded, fsspec;"
+        "import dataload.loader.loader, dataload.cache.filesystem, dataload.samplers.sharded, fsspec;"
         "assert fsspec.get_filesystem_class('tiercache') is dataload.cache.filesystem.TierCacheFileSystem;"
         "print(dataload.__file__, dataload.cache.__file__, dataload.samplers.__file__)"
     )

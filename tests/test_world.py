@@ -113,9 +113,10 @@ def test_a_process_group_and_a_launcher_that_agree(monkeypatch: pytest.MonkeyPat
     [
         "import dataload",
         "import dataload.cache.filesystem",
-        "import dataload.manifest, dataload.parquet, dataload.columns, dataload.rowstore",
+        "import dataload.catalog.manifest, dataload.formats.parquet",
+        "import dataload.rows.arrow_decode, dataload.rows.row_store",
         "import dataload.samplers.order",
-        "import dataload.cli",
+        "import dataload.cli.app",
         "from dataload import World; World.detect()",
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dataload.demo.digits import SIDE
+from dataload.demo.dataset import SIDE
 
 
 class DigitNet(nn.Module):

@@ -21,7 +21,7 @@ from moto.backends import get_backend
 from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
 from werkzeug.serving import ThreadedWSGIServer
 
-from dataload.metrics import Counters
+from dataload.runtime.counters import Counters
 
 STATS_PATH = "/__stats"
 # Query keys that make a request on an object one about its metadata or its upload.

@@ -6,8 +6,8 @@ from dataload.doctor.finding import Case, Finding, ok, problem, reason
 
 
 def cluster(case: Case) -> Finding:
-    from dataload.cache.address import Address
-    from dataload.cache.client import connect
+    from dataload.cache.cluster.client import connect
+    from dataload.cache.cluster.url import Address
     from dataload.errors import ConfigError
 
     if case.cluster is None:

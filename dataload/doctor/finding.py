@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dataload.cache.redact import redacted
+from dataload.runtime.redact import redacted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _USERINFO = re.compile(r"[^\s/@]+:[^\s/@]*@")  # of an address without the // that `redacted` goes by

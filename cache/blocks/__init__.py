@@ -1,0 +1,1 @@
+"""Objects as blocks: ranges and files, read through a tier."""

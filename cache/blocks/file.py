@@ -1,0 +1,146 @@
+"""A read-only file over the blocks of one object."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+from dataload.cache.blocks.reader import Blocks, Object
+from dataload.errors import ObjectChanged
+
+# Bytes a file keeps at hand for small reads: few where it jumps about, more as long as it goes on where it stopped.
+FIRST_WINDOW, LARGEST_WINDOW = 64 << 10, 1 << 20
+PEEK_BYTES = 8 << 10
+_NOTHING = memoryview(b"")
+
+
+class BlockFile(io.BufferedIOBase):
+    """One version of one object, opened. Reads whole: `read(n)` is shorter than `n` bytes only at the end.
+
+    changed: told when the origin no longer has this version.
+
+    Notes: picklable; a copy stands where the file stood and reads the same version.
+    """
+
+    mode = "rb"
+    _window: tuple[int, int, memoryview]  # bytes [start, stop) of the object, of one block
+
+    def __init__(self, blocks: Blocks, obj: Object, changed: Callable[[Object], object] | None = None) -> None:
+        super().__init__()
+        self._changed = changed
+        self._blocks = blocks
+        self._object = obj
+        self._position = 0
+        self._drop_window()
+        self.size = obj.size
+        self.path = self.name = obj.path
+        self.blocksize = blocks.block_bytes
+
+    def __reduce__(self) -> tuple[Callable[..., BlockFile], tuple[Any, ...]]:
+        self._check_open()
+        return _reopened, (self._blocks, self._object, self._changed, self._position)
+
+    def __repr__(self) -> str:
+        return f"<BlockFile {self.path!r} of {self.size} bytes{', closed' if self.closed else ''}>"
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        self._check_open()
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._check_open()
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}.get(whence)
+        if base is None or base + offset < 0:
+            raise ValueError(f"{self.path}: cannot seek to {offset} from {whence}")
+        self._position = base + offset
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        return bytes(self._take(self.size if size is None or size < 0 else size))
+
+    def read1(self, size: int = -1) -> bytes:
+        return self.read(self.blocksize if size < 0 else size)
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        data = self._take(len(target))
+        target[: len(data)] = data
+        return len(data)
+
+    def readinto1(self, buffer: Any) -> int:
+        return self.readinto(buffer)
+
+    def read_buffer(self, size: int) -> Any:
+        """The next `size` bytes as a `pyarrow.Buffer`, without a copy where one block holds them."""
+        import pyarrow as pa
+
+        return pa.py_buffer(self._take(size))
+
+    def peek(self, size: int = 0) -> bytes:  # noqa: ARG002 (io says: as many as are at hand)
+        """Some of the bytes that come next. It is what `readline` looks for line ends in, not byte by byte."""
+        position = self._position
+        start, stop, _ = self._window
+        if not start <= position < stop:
+            stop = position // self.blocksize * self.blocksize + self.blocksize
+        some = bytes(self._take(min(PEEK_BYTES, stop - position)))
+        self._position = position
+        return some
+
+    def close(self) -> None:
+        self._drop_window()
+        super().close()
+
+    def _take(self, size: int) -> memoryview:
+        """The next `size` bytes, or those that are left."""
+        position = self._position
+        start, stop, window = self._window
+        if not start <= position <= position + size <= stop:
+            size = max(0, min(size, self.size - position))
+            start, window = self._fetch(position, size)
+        self._position = position + size
+        return window[position - start : position - start + size]
+
+    def _fetch(self, position: int, size: int) -> tuple[int, memoryview]:
+        """Where a view begins that holds the bytes [position, position + size), and the view; the window when small."""
+        self._check_open()
+        if size == 0:
+            return position, _NOTHING
+        first, last, window = self._window
+        wanted = min(LARGEST_WINDOW, 2 * len(window)) if first <= position <= last else FIRST_WINDOW
+        wanted = max(wanted, FIRST_WINDOW)
+        block = position // self.blocksize * self.blocksize
+        border = min(self.size, block + self.blocksize)
+        if size > wanted or position + size > border:
+            return position, self._read(position, position + size)
+        start = max(block, position // FIRST_WINDOW * FIRST_WINDOW)
+        stop = min(border, max(start + wanted, position + size))
+        self._window = (start, stop, self._read(start, stop))
+        return start, self._window[2]
+
+    def _read(self, start: int, stop: int) -> memoryview:
+        try:
+            return self._blocks.read(self._object, start, stop)
+        except ObjectChanged:
+            if self._changed is not None:
+                self._changed(self._object)
+            raise
+
+    def _drop_window(self) -> None:
+        self._window = (0, -1, _NOTHING)  # nothing lies between, not even no bytes
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.path}: the file is closed")
+
+
+def _reopened(blocks: Blocks, obj: Object, changed: Callable[[Object], object] | None, position: int) -> BlockFile:
+    file = BlockFile(blocks, obj, changed)
+    file.seek(position)
+    return file

@@ -1,0 +1,1 @@
+"""The tier that hosts share, in a Valkey or Redis."""

@@ -1,0 +1,151 @@
+"""Looking a cache over: is every blob what was sealed, and is every byte on the disk accounted for; and emptying it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import lmdb
+from fsspec.core import has_magic
+from fsspec.utils import glob_translate
+
+from dataload.cache.local import blob_file
+from dataload.cache.local.directory import CacheFolder
+from dataload.cache.local.index import Row
+from dataload.cache.local.registry import open_folder
+from dataload.cache.local.staging import DIGEST
+from dataload.cache.local.verified import Proven
+from dataload.errors import ConfigError, CorruptEntry
+
+EVICTED_AT_ONCE = 1 << 30  # bytes
+
+
+@dataclass
+class Report:
+    """What `verify` found. bytes: on disk, checksums included; problems: one line each, naming the blob."""
+
+    blobs: int = 0
+    bytes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
+    """The cache at `path`. Raises ConfigError when there is none: looking at a cache must not make one."""
+    try:
+        if (path / "FORMAT").exists():
+            return open_folder(path, allow_network_filesystem=allow_network_filesystem)
+    except (OSError, lmdb.Error) as error:
+        raise ConfigError(f"the cache at {path} cannot be opened just now: {error}") from error
+    raise ConfigError(f"no cache at {path}: name its folder with cache_dir")
+
+
+def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int], object] = lambda _: None) -> Report:
+    """Read every blob and check it against its key and checksums, the index against the files, and its accounts.
+
+    repair: remove what is wrong; it will be fetched again. Blobs being filled just now are passed over.
+    progress: called with the bytes of each blob.
+    """
+    report = Report()
+    known = {row.digest: row for row in folder.index.rows()}
+    for row in known.values():
+        problem = _problem(folder, row)
+        if problem is None:
+            report.blobs += 1
+            report.bytes += row.size
+        elif _holds(folder, row.digest, partial(_damaged, folder, row), repair=repair):
+            report.problems.append(f"{row.name}: {problem}")
+        progress(row.size)
+    for file in (folder.path / "blobs").glob("*/*"):
+        digest = bytes.fromhex(file.name) if DIGEST.fullmatch(file.name) else b""
+        if digest in known:
+            continue
+        if not digest or _holds(folder, digest, partial(_unknown, folder, digest), repair=repair):
+            report.problems.append(f"{file}: not in the index")
+    owed = folder.index.owed_bytes()
+    if owed:
+        report.problems.append(f"{folder.path / 'index'}: its accounts are off by {owed} bytes")
+        if repair:
+            folder.index.balance()
+    return report
+
+
+def evict(
+    folder: CacheFolder,
+    *,
+    path: str | None = None,
+    keep_bytes: int = 0,
+    progress: Callable[[int], object] = lambda _: None,
+) -> int:
+    """Remove blobs: those of one object or of all below a folder, or those used longest ago; how many bytes went.
+
+    path: as the origin names it, such as "bucket/folder", or a glob of objects; None: all.
+    keep_bytes: of these, how many may stay; 0: none.
+    progress: called with the bytes that were looked at, or that went.
+    """
+    before = used = folder.index.used_bytes()
+    if path is None:
+        while used > keep_bytes:  # Some at a time, for others wait meanwhile.
+            folder.evict(max(keep_bytes, used - EVICTED_AT_ONCE))
+            left = folder.index.used_bytes()
+            if left >= used:  # The rest is being filled just now, or others fill as fast.
+                break
+            progress(used - left)
+            used = left
+    else:
+        chosen = _named(path, folder)
+        for row in folder.index.rows():
+            if chosen(row.name):
+                with folder.locks.hold(row.digest, timeout=0) as alone:
+                    if alone:
+                        folder.discard(row.digest)
+            progress(row.size)
+    return before - folder.index.used_bytes()
+
+
+def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:
+    """Whether a blob is of what `path` names: an object or what is below a folder, or, where there is none, a glob.
+
+    Raises ConfigError.
+    """
+    below = (f"{path.rstrip('/')}/", f"{path}#")
+    if not has_magic(path) or any(row.name.startswith(below) for row in folder.index.rows()):
+        return lambda name: name.startswith(below)
+    try:
+        matches = re.compile(glob_translate(path)).match
+    except ValueError as error:
+        raise ConfigError(f"{path} is no glob: {error}") from error
+    return lambda name: matches(name.rpartition("#")[0])
+
+
+def _problem(folder: CacheFolder, row: Row) -> str | None:
+    path = folder.path_of(row.digest)
+    try:
+        _, name, status = blob_file.read_footer(path)  # An empty blob is read without a look at its name.
+        blob_file.open_map(path, row.digest, Proven())
+    except FileNotFoundError:
+        return "in the index, but its file is gone"
+    except (OSError, CorruptEntry) as error:
+        return str(error)
+    if (name, status.st_size) != (row.name, row.size):
+        return f"is {name!r} of {status.st_size} bytes, the index says {row.name!r} of {row.size}"
+    return None
+
+
+def _damaged(folder: CacheFolder, row: Row) -> bool:
+    return folder.index.size_of(row.digest) is not None and _problem(folder, row) is not None
+
+
+def _unknown(folder: CacheFolder, digest: bytes) -> bool:
+    return folder.index.size_of(digest) is None and folder.path_of(digest).exists()
+
+
+def _holds(folder: CacheFolder, digest: bytes, wrong: Callable[[], bool], *, repair: bool) -> bool:
+    """Whether something is still wrong with a blob that nobody is filling or evicting just now; mended if `repair`."""
+    with folder.locks.hold(digest, timeout=0) as alone:
+        found = alone and wrong()
+        if found and repair:
+            folder.discard(digest)
+        return found

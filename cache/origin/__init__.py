@@ -1,0 +1,1 @@
+"""Where the bytes come from: S3, or any fsspec filesystem."""

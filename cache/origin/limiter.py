@@ -1,0 +1,58 @@
+"""A bound on the requests that a process has in flight."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import AbstractContextManager
+
+from dataload.runtime.forks import ForkAware
+from dataload.runtime.memory_budget import Allowance
+
+
+class RequestLimiter(ForkAware):
+    """At most `in_flight` requests at a time, in request order, among the threads of this process.
+
+    All origins of one cache folder share a limiter; see `limiter_of`. Processes that read one cache together each take
+    an equal part; see `share`. They share no lock, so a process that is slow, stopped or dead delays no other.
+    """
+
+    def __init__(self, cache: str, in_flight: int) -> None:
+        self._cache = cache
+        self._in_flight = in_flight
+        self._processes = 1
+        self.after_fork_in_child()
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        self._allowance = Allowance(self.limit)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return limiter_of, (self._cache, self._in_flight, self._processes)
+
+    @property
+    def limit(self) -> int:
+        """Requests that this process may have in flight."""
+        return max(1, self._in_flight // self._processes)
+
+    def share(self, processes: int) -> None:
+        """Divide `in_flight` by the number of processes of this host that read at the same time."""
+        if processes != self._processes:
+            self._processes = processes
+            self._allowance = Allowance(self.limit)
+
+    def request(self) -> AbstractContextManager[None]:
+        """Wait for the turn of one request, and count it as in flight during the block."""
+        return self._allowance.hold(1)
+
+
+_limiters: weakref.WeakValueDictionary[tuple[str, int], RequestLimiter] = weakref.WeakValueDictionary()
+
+
+def limiter_of(cache: str, in_flight: int, processes: int | None = None) -> RequestLimiter:
+    """Return this process's limiter for a cache folder. processes: as for `share`; None: as it is."""
+    limiter = _limiters.get((cache, in_flight))
+    if limiter is None:
+        limiter = _limiters.setdefault((cache, in_flight), RequestLimiter(cache, in_flight))
+    if processes is not None:
+        limiter.share(processes)
+    return limiter

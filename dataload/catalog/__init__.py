@@ -1,0 +1,1 @@
+"""Which files and row groups a dataset has: listing, footers, partitions, pruning, splits."""

@@ -1,0 +1,187 @@
+"""Filters in pyarrow's form, which take away whole row groups: by partition keys and by the footers' statistics.
+
+Of each row group two things are found out: whether some of its rows may match, and whether some may not. Where both
+are so, neither keeping it nor leaving it out would be right, and the filters are refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import pyarrow as pa
+
+from dataload.cache.blocks.reader import Blocks
+from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT, read_footer
+from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.errors import ConfigError
+from dataload.formats.base import Bounds, Footer
+from dataload.formats.schema import is_bytes, number, storage
+
+OPERATORS = ("=", "==", "!=", "<", ">", "<=", ">=", "in", "not in")
+
+Filters = Sequence[Any]
+"""Predicates (column, operator, value) that must all hold; or a list of such lists, of which one must hold."""
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """said: as it was given; values: one, or those of a set, comparable with the column's statistics."""
+
+    said: tuple[str, str, Any]
+    kind: pa.DataType
+    values: frozenset[Any]
+
+    @property
+    def column(self) -> str:
+        return self.said[0]
+
+
+def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
+    """The part of the manifest whose rows match; a null matches nothing, NaN only `!=` and `not in`.
+
+    Footers are read where the keys of partitions do not decide.
+
+    Raises ConfigError for filters that are malformed or leave nothing, and naming the first row group of which some
+    rows match and others do not, or may not for all that its statistics tell.
+    """
+    choices = parse(filters, manifest)
+
+    def keep(file: Iterable[tuple[int, RowGroup]]) -> list[int]:
+        groups = list(file)
+        first = groups[0][1]
+        footer = cache(lambda: read_footer(first.file, first.kept, blocks))
+        return [at for at, group in groups if group.rows and _matches(choices, group, footer)]
+
+    files = [list(file) for _, file in groupby(enumerate(manifest.row_groups), lambda one: one[1].file)]
+    with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
+        kept = [at for numbers in pool.map(keep, files) for at in numbers]
+    if not kept:
+        raise ConfigError(f"filters={filters!r} leave none of {manifest.num_rows} rows")
+    return manifest.only(kept)
+
+
+def parse(filters: Filters, manifest: Manifest) -> list[list[Predicate]]:
+    """Lists of predicates, of one of which all must hold; those on partition keys come first in each.
+
+    Raises ConfigError for what is malformed, names no column, or compares it with a value of another type.
+    """
+    if not _is_list(filters) or not filters or not all(_is_list(part) and part for part in filters):
+        raise ConfigError(f"filters={filters!r} must be a list of (column, operator, value), or a list of such lists")
+    keys = dict(manifest.row_groups[0].constants) if manifest.row_groups else {}
+    choices = [filters] if isinstance(filters[0][0], str) else filters
+    parsed = [[_predicate(part, manifest) for part in choice] for choice in choices]
+    return [sorted(choice, key=lambda predicate: predicate.column not in keys) for choice in parsed]
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _predicate(said: Any, manifest: Manifest) -> Predicate:
+    if not _is_list(said) or len(said) != 3 or not isinstance(said[0], str) or said[1] not in OPERATORS:
+        raise ConfigError(f"filters: {said!r} must be (column, operator, value), the operator one of {OPERATORS}")
+    column, sign, value = said
+    if manifest.select([column]) != [column]:
+        raise ConfigError(f"filters: {column!r} is a struct, name one of its members: {manifest.select([column])}")
+    kind = storage(manifest.schema.field(column).type)
+    if number(kind) is None and not is_bytes(kind):
+        raise ConfigError(f"filters: column {column!r} is of {kind}, and only single values can be compared")
+    if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
+        raise ConfigError(f"filters: {said!r} needs a list of values")
+    values = list(value) if sign in {"in", "not in"} else [value]
+    try:
+        return Predicate((column, sign, value), kind, frozenset(_comparable(one, kind) for one in values))
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"filters: {said!r} cannot be compared: column {column!r} is of {kind}, give such a value"
+        ) from error
+
+
+def _comparable(value: Any, kind: pa.DataType) -> Any:
+    """The value as the statistics of a column of this type have it. Raises ValueError, as pyarrow may, for others."""
+    # As pyarrow does: 0.1 is not the float32 nearest to it.
+    scalar = pa.scalar(value, pa.float64() if pa.types.is_floating(kind) else kind)
+    if value is None or scalar.as_py() != value:
+        raise ValueError(value)
+    return scalar.value if pa.types.is_temporal(kind) else scalar.as_py()
+
+
+def _matches(choices: list[list[Predicate]], group: RowGroup, footer: Callable[[], Footer]) -> bool:
+    constants = dict(group.constants)
+
+    def known(predicate: Predicate) -> Bounds:
+        if predicate.column in constants:
+            value = constants[predicate.column]
+            return Bounds(value, value, 0 if value is not None else group.rows)
+        return footer().bounds(group.number, predicate.column, predicate.kind)
+
+    doubts = []
+    for choice in choices:
+        match, doubt = _all_hold(choice, known, group.rows)
+        if match and doubt is None:
+            return True
+        doubts += [doubt] if doubt else []
+    if not doubts:
+        return False
+    raise ConfigError(
+        f"{group.file.path} row group {group.number}: by its statistics some of its {group.rows} rows may match "
+        f"{doubts[0].said!r} and some may not (statistics pass over NaN, which matches nothing, so a float proves no "
+        f"match): filter by a key of the folders' names, sort the data by {doubts[0].column!r} before writing it, or "
+        "filter in a transform"
+    )
+
+
+def _all_hold(
+    choice: list[Predicate], known: Callable[[Predicate], Bounds], rows: int
+) -> tuple[bool, Predicate | None]:
+    """Whether rows may match all the predicates, and if so the first that some rows may not match."""
+    doubt = None
+    for predicate in choice:
+        match, fail = _outcomes(predicate, known(predicate), rows)
+        if not match:
+            return False, None
+        doubt = doubt or (predicate if fail else None)
+    return True, doubt
+
+
+def _outcomes(predicate: Predicate, known: Bounds, rows: int) -> tuple[bool, bool]:
+    """Whether some of the rows may match, and whether some may not."""
+    if known.nulls == rows:
+        return False, True
+    if known.low is None:
+        return True, True
+    sign = predicate.said[1]
+    if sign in ORDERS:
+        (value,) = predicate.values
+        best, worst = (known.low, known.high) if sign in {"<", "<="} else (known.high, known.low)
+        match, fail = ORDERS[sign](best, value), not ORDERS[sign](worst, value)
+    else:
+        match = any(known.low <= value <= known.high for value in predicate.values)
+        fail = not _covers(predicate.values, known.low, known.high)
+    negated = sign in {"!=", "not in"}
+    if negated:
+        match, fail = fail, match
+    # The statistics of floats pass over NaN, of which there may be any number.
+    nan = pa.types.is_floating(predicate.kind)
+    return match or (nan and negated), fail or known.nulls != 0 or (nan and not negated)
+
+
+ORDERS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+def _covers(values: frozenset[Any], low: Any, high: Any) -> bool:
+    """Whether all that lies between the bounds is among the values."""
+    if isinstance(low, int):
+        return all(value in values for value in range(low, high + 1))
+    return bool(low == high) and low in values

@@ -1,0 +1,7 @@
+"""The command line."""
+
+from __future__ import annotations
+
+from dataload.cli.app import main as main
+
+__all__ = ["main"]

@@ -1,0 +1,71 @@
+"""The command line: its commands, and what it exits with."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from dataload.benchmarks.run import bench
+from dataload.cli.commands.cache import cache
+from dataload.cli.commands.demo import demo
+from dataload.cli.commands.doctor import doctor
+from dataload.cli.commands.plan import plan
+from dataload.cli.commands.report import report
+from dataload.cli.commands.warm import warm
+from dataload.cli.console import FOUND_A_PROBLEM, WRONG_USE, show_help
+from dataload.errors import ConfigError, DataError, DataloadError, OriginNotFound
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="dataload",
+    invoke_without_command=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+
+
+@app.callback()
+def common(
+    context: typer.Context, _debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
+) -> None:
+    """Data loading for PyTorch from S3."""
+    if context.invoked_subcommand is None:
+        show_help(context)
+
+
+for command in (plan, warm, doctor, report, demo, bench):
+    app.command()(command)
+app.add_typer(cache, name="cache")
+
+
+def main() -> None:
+    """Run the command that the arguments name, and exit: 0 done, 1 found a problem, 2 wrong use, 130 interrupted."""
+    try:
+        code = app(standalone_mode=False)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        message, code = _explain(error)
+        typer.echo(f"dataload: {message}", err=True)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code or 0)
+
+
+def _explain(error: Exception) -> tuple[str, int]:
+    """One line for an error, and the exit code."""
+    if isinstance(error, DataloadError):
+        wrong_use = isinstance(error, (ConfigError, DataError, OriginNotFound))
+        return " ".join(str(error).split()), WRONG_USE if wrong_use else FOUND_A_PROBLEM
+    if isinstance(error, typer.Abort):
+        return str(error) or "interrupted", INTERRUPTED
+    if hasattr(error, "format_message"):  # wrong options or arguments, in the words of the option parser
+        return f"{error.format_message()} See --help.", WRONG_USE
+    from dataload.runtime.redact import redacted
+
+    said = f"{type(error).__name__}: {redacted(error)}"
+    return f"unexpected {said} (dataload --debug … shows where)", FOUND_A_PROBLEM

@@ -1,0 +1,101 @@
+"""`dataload cache`: show, verify and empty a cache."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.filesize import decimal
+
+from dataload.cli.commands.options import AllowNetworkFilesystem, CacheDir, Json, existing
+from dataload.cli.console import FOUND_A_PROBLEM, progress, show, show_help
+from dataload.errors import ConfigError, DataloadError
+
+cache = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+
+
+@cache.callback()
+def common(context: typer.Context) -> None:
+    """Show, verify or evict what the cache holds."""
+    if context.invoked_subcommand is None:
+        show_help(context)
+
+
+@cache.command()
+def stats(
+    cache_dir: CacheDir = None, allow_network_filesystem: AllowNetworkFilesystem = False, as_json: Json = False
+) -> None:
+    """What the cache holds."""
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
+    rows = list(folder.index.rows())
+    used = folder.index.used_bytes()
+    limit = folder.default_limit
+    figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used, "cache_bytes": limit}
+    said = f"{folder.path}: {len(rows)} blobs, {decimal(used)}; by default at most {decimal(limit)}"
+    show(figures, said, as_json=as_json)
+
+
+@cache.command()
+def verify(
+    cache_dir: CacheDir = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
+    repair: Annotated[bool, typer.Option(help="Remove what is wrong; it will be fetched again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every cached byte. Exits with 1 when something is wrong."""
+    from dataload.cache.local import fsck
+
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
+    with progress("verifying", folder.index.used_bytes(), quiet=as_json) as advance:
+        report = fsck.verify(folder, repair=repair, progress=advance)
+    removed = ", removed" if repair else ""
+    show(
+        {"blobs": report.blobs, "bytes": report.bytes, "problems": report.problems, "repaired": repair},
+        "\n".join([*report.problems, f"{report.blobs} blobs are right, {len(report.problems)} are not{removed}"]),
+        as_json=as_json,
+    )
+    if report.problems:
+        raise typer.Exit(FOUND_A_PROBLEM)
+
+
+@cache.command()
+def evict(
+    url: Annotated[str | None, typer.Argument(help="An object, a folder or a glob.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Everything that the cache holds.")] = False,
+    cache_dir: CacheDir = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
+    keep_bytes: Annotated[
+        str | None, typer.Option(help="With --all: keep so many bytes of what was used last.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Remove blobs from the cache."""
+    from dataload.cache.config import parse_bytes
+    from dataload.cache.local import fsck
+    from dataload.runtime.redact import redacted
+
+    if (url is not None) == everything:
+        raise ConfigError("evict takes either a URL or --all")
+    if url is not None and keep_bytes:
+        raise ConfigError("--keep-bytes goes with --all, not with a URL")
+    folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
+    path = None if url is None else _path(url)
+    keep = parse_bytes("keep_bytes", keep_bytes) if keep_bytes else 0
+    with progress("evicting", max(0, folder.index.used_bytes() - keep), quiet=as_json) as advance:
+        freed = fsck.evict(folder, path=path, keep_bytes=keep, progress=advance)
+    show({"bytes": freed}, f"{decimal(freed)} evicted", as_json=as_json)
+    if url is not None and not freed:
+        raise DataloadError(f"nothing of {redacted(url)} is in the cache")
+
+
+def _path(url: str) -> str:
+    """What a URL names, as its origin does. Raises ConfigError for an unknown protocol, or an empty one."""
+    import fsspec
+
+    named = url.rpartition("::")[2]  # behind a tiercache::
+    if not named:
+        raise ConfigError("the URL is empty: name an object or a folder, or use --all to evict everything")
+    try:
+        return str(fsspec.core.strip_protocol(named))
+    except (ValueError, ImportError) as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,110 @@
+"""`dataload doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dataload.cli.commands.options import (
+    AllowNetworkFilesystem,
+    CacheBytes,
+    CacheDir,
+    Cluster,
+    Columns,
+    Json,
+    StorageOptions,
+    config,
+    mapping,
+    names,
+)
+from dataload.cli.console import FOUND_A_PROBLEM, show, table
+
+if TYPE_CHECKING:
+    from dataload.doctor.finding import Finding
+    from dataload.doctor.object_store import Store
+
+
+def doctor(
+    url: Annotated[str | None, typer.Argument(help="What is to be read; left out: this machine alone.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, of one rank.")] = 256,
+    num_workers: Annotated[int, typer.Option(min=0, help="Processes of each rank's loader.")] = 0,
+    prefetch: Annotated[int, typer.Option(min=1, help="Batches that each of them makes ahead.")] = 2,
+    pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Batches are pinned, as for a GPU.")] = False,
+    columns: Columns = None,
+    cache_dir: CacheDir = None,
+    cache_bytes: CacheBytes = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
+    cluster: Cluster = None,
+    storage_options: StorageOptions = None,
+    as_json: Json = False,
+) -> None:
+    """Look for what bites people: limits, locks, ranks, the origin."""
+    from dataload.doctor.finding import PROBLEM, Case
+    from dataload.doctor.registry import examine
+
+    told = config(cache_dir, cache_bytes)
+    store = None if url is None else _store(url, storage_options)
+    case = Case(
+        told.folder,
+        told.limit,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        prefetch=prefetch,
+        pin_memory=pin_memory,
+        row_bytes=_row_bytes(store, names(columns)) if store else None,
+        cluster=cluster,
+        allow_network_filesystem=allow_network_filesystem,
+    )
+    findings = {}
+    for check, found in examine(case, store):
+        findings[check] = asdict(found)
+        if not as_json:
+            typer.echo(_text(check, found))  # A store may let us wait.
+    problems = sum(found["status"] == PROBLEM for found in findings.values())
+    if as_json:
+        show({"problems": problems, "checks": findings}, "", as_json=True)
+    if problems:
+        raise typer.Exit(FOUND_A_PROBLEM)
+
+
+def _text(check: str, found: Finding) -> str:
+    lines = [(f"{found.status:7}", f"{check}: {found.what}")]
+    if found.advice:
+        lines.append(("", f"-> {found.advice}"))
+    return table(lines)
+
+
+def _store(url: str, storage_options: str | None) -> Store:
+    from dataload.cache.blocks.reader import Blocks
+    from dataload.cache.filesystem import open_source
+    from dataload.doctor.object_store import Store
+
+    blocks = open_source(url, mapping(storage_options), None)
+    return Store(url, Blocks.open(blocks.origin, None))  # past the cache of a tiercache:: URL
+
+
+def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
+    """Bytes of a decoded row of the first file; None when it cannot be read, which the checks will tell of.
+
+    Raises ConfigError for a column that is not there.
+    """
+    from dataload.catalog.manifest import pin
+    from dataload.doctor.finding import OK
+    from dataload.doctor.object_store import endpoint
+    from dataload.errors import ConfigError
+    from dataload.rows.row_group_cache import RowBlobs
+
+    if endpoint(store).status != OK:
+        return None
+    try:
+        manifest = pin(dict(islice(store.objects.items(), 1)), store.blocks)
+        blobs = RowBlobs(manifest, manifest.select(columns), store.blocks)
+        blobs.measure()
+        return blobs.num_bytes // max(1, manifest.num_rows)
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001 (of whatever a store does)
+        return None

@@ -1,0 +1,61 @@
+"""`dataload report`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dataload.cli.commands.options import Json
+from dataload.cli.console import show
+from dataload.errors import ConfigError
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="What make_loader had as stats_dir, or fit as log_dir.")],
+    html: Annotated[Path | None, typer.Option(help="The page; default: FOLDER/report.html.")] = None,
+    png: Annotated[Path | None, typer.Option(help="The plots as a picture, instead.")] = None,
+    metrics: Annotated[Path | None, typer.Option(help="Prometheus' text format, instead: a NAME.prom.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What a run waited for, by epoch and rank, as a page."""
+    from dataload.reporting.html import summary, write
+    from dataload.telemetry.stats_log import read
+
+    passes = read(folder)
+    if not (html or png or metrics or as_json):
+        html = folder / "report.html"
+    if html:
+        with _writing(html):
+            write(passes, html, f"{folder.resolve().name}: where the time went")
+    if png:
+        with _writing(png):
+            from dataload.reporting.aggregate import epochs
+            from dataload.reporting.plots import plots
+            from dataload.reporting.plots import png as picture
+
+            picture(plots(passes, epochs(passes)), png)
+    if metrics:
+        with _writing(metrics):
+            from dataload.reporting.prometheus import write as expose
+
+            expose(passes, metrics)
+    found = summary(passes)
+    latest = found["epochs"][-1]
+    written = [str(path) for path in (html, png, metrics) if path]
+    text = [latest["advice"], *latest["late"], *found["notes"], *written]
+    show({**found, "written": written}, "\n".join(text), as_json=as_json)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raises ConfigError for what is not installed, and for a file that cannot be written."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(f"report needs more packages ({error.name}): pip install 'dataload[report]'") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error

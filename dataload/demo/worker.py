@@ -1,0 +1,137 @@
+"""One rank of the demo, started by torchrun: `python -m dataload.demo.worker job.json`."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import signal
+import sys
+import urllib.request
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dataload.cache.config import CacheConfig
+from dataload.demo import model as digit_model
+from dataload.loader.loader import make_loader
+from dataload.train.harness import fit
+from dataload.world import World
+
+ORIGIN_ID = "dataload-demo"  # the server's port is another each time; a kept cache must know the store again
+PEAK_LEARNING_RATE = 3e-3
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks are to do.
+
+    url, storage_options: where the training files are. stats_url: where the server tells what it sent.
+    batch_size: of each rank. scratch: a folder for what the ranks are given and what they report.
+    """
+
+    url: str
+    storage_options: dict[str, Any]
+    stats_url: str
+    cache_dir: str
+    cache_bytes: int
+    scratch: str
+    epochs: int
+    batch_size: int
+    seed: int
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        return cls(**json.loads(path.read_text()))
+
+
+def row_ids_file(scratch: Path, epoch: int, rank: int) -> Path:
+    """The row ids that a rank saw in an epoch, in their order: int64[rows], without padding."""
+    return scratch / f"rows-{epoch}-{rank}.npy"
+
+
+def held_out_file(scratch: Path) -> Path:
+    """The digits that no rank trains on, as npz: images uint8[n, 4096], labels int64[n]."""
+    return scratch / "held-out.npz"
+
+
+def history_file(scratch: Path) -> Path:
+    """What `fit` returned, as JSON; with accuracy and, at each epoch's end, the server's get_requests and get_bytes."""
+    return scratch / "history.json"
+
+
+def run(job: Job) -> None:
+    """Trains this rank's share of every epoch; reports into `job.scratch`."""
+    torch.set_num_threads(1)
+    rank, scratch = World.detect().rank, Path(job.scratch)
+    cache = CacheConfig(cache_dir=job.cache_dir, cache_bytes=job.cache_bytes, origin_id=ORIGIN_ID)
+    loader = make_loader(
+        job.url,
+        job.batch_size,
+        columns=["image", "label", "row_id"],
+        storage_options=job.storage_options,
+        cache=cache,
+        seed=job.seed,
+    )
+    held_out = np.load(held_out_file(scratch))
+    images, labels = torch.from_numpy(held_out["images"]), torch.from_numpy(held_out["labels"])
+    torch.manual_seed(job.seed)
+    model = digit_model.DigitNet()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LEARNING_RATE, total_steps=job.epochs * len(loader))
+    seen: list[np.ndarray[Any, np.dtype[np.int64]]] = []
+    epochs = iter(range(job.epochs))
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        seen.append(batch["row_id"].numpy().copy())  # a view would keep the whole run of batches alive
+        return digit_model.loss(model, batch)
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        rows = np.concatenate(seen)
+        seen.clear()
+        np.save(row_ids_file(scratch, next(epochs), rank), rows[: len(rows) - loader.padding])
+        return {**_served(job.stats_url), "accuracy": digit_model.accuracy(model, images, labels)}
+
+    history = fit(
+        model,
+        optimizer,
+        loader,
+        loss_fn,
+        epochs=job.epochs,
+        precision="fp32",
+        scheduler=scheduler,
+        evaluate=evaluate,
+        device="cpu",
+        progress=False,
+    )
+    if rank == 0:
+        history_file(scratch).write_text(json.dumps(history))
+
+
+def _served(stats_url: str) -> dict[str, float]:
+    """The server's totals, read while no rank asks for anything."""
+    if dist.is_initialized():
+        dist.barrier()  # the others have ended this epoch
+    with urllib.request.urlopen(stats_url) as answer:  # noqa: S310 - our own server's
+        totals = json.load(answer)
+    if dist.is_initialized():
+        dist.barrier()  # and begin no other before all have read
+    return {name: totals[name] for name in ("get_requests", "get_bytes")}
+
+
+def main() -> None:
+    """Runs the job; the kernel ends this rank when torchrun is gone, however it went."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    run(Job.read(Path(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

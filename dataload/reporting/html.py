@@ -1,0 +1,176 @@
+"""A run as one page: no scripts, and nothing that a browser would have to fetch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from html import escape
+from itertools import islice, pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from rich.filesize import decimal
+
+from dataload.reporting.aggregate import Epoch, epochs
+from dataload.telemetry.loader_stats import TIERS
+from dataload.telemetry.stats_log import Pass
+from dataload.telemetry.wait_timeline import CAUSES
+
+MOST_NAMED = 5  # stragglers, of which the table marks all, or ranks that are missing
+LONG = 3600.0  # seconds without an epoch, as a run hardly has them
+STYLE = """
+:root { color-scheme: light }
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1200px; margin: 0 auto;
+  padding: 1rem }
+h1 { font-size: 1.5rem; margin: 0 }
+h2 { font-size: 1rem; margin: 0 }
+p, summary { overflow-wrap: anywhere }
+.advice { border-left: 4px solid #d55e00; padding: 0.3rem 0.8rem; background: #fdf3ec }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 500px), 1fr)); gap: 1.5rem;
+  margin: 1.5rem 0 }
+figure { margin: 0 }
+img { width: 100%; height: auto }
+details { border-top: 1px solid #ddd; padding: 0.4rem 0 }
+summary { cursor: pointer }
+.wide { overflow-x: auto }
+table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; margin: 0.5rem 0 }
+th, td { padding: 0.2rem 0.6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #eee }
+th { font-weight: 600 }
+.late { background: #fdf3ec }
+small { color: #666 }
+"""
+
+
+def summary(passes: Sequence[Pass]) -> dict[str, Any]:
+    """JSON-able: notes on the run; of each epoch what it came to, over all ranks and on each, stragglers and advice."""
+    found = epochs(passes)
+    of_epochs = [
+        {
+            "epoch": epoch.number,
+            "again": epoch.again,
+            "ended": epoch.ended,
+            "advice": str(epoch.total),
+            "stragglers": {str(rank): seconds for rank, seconds in epoch.stragglers().items()},
+            "late": epoch.late(),
+            "total": asdict(epoch.total),
+            "ranks": {str(rank): asdict(one.stats) for rank, one in epoch.ranks.items()},
+        }
+        for epoch in found
+    ]
+    return {"notes": notes(passes, found), "epochs": of_epochs}
+
+
+def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
+    """A line for each thing about the folder that is odd, and what to do about it."""
+    said = []
+    wrote, world_size = {one.rank for one in passes}, max(one.world_size for one in passes)
+    missing = world_size - sum(rank < world_size for rank in wrote)
+    if missing > 0:
+        named = [str(rank) for rank in islice((rank for rank in range(world_size) if rank not in wrote), MOST_NAMED)]
+        more = f" and {missing - len(named)} more" if missing > len(named) else ""
+        said.append(
+            f"{'rank' if missing == 1 else 'ranks'} {', '.join(named)}{more} wrote nothing here: copy in what lies on "
+            "the disks of other hosts, or give all hosts one folder that they share"
+        )
+    gaps = [(after.began - before.until, after) for before, after in pairwise(found)]
+    gap, after = max(gaps, key=itemgetter(0), default=(0, found[0]))
+    if gap > LONG:
+        again = " again" if after.again else ""
+        said.append(
+            f"nothing ran for {_duration(gap)} before epoch {after.number} was begun{again}: if these are two runs, "
+            "give each a folder of its own"
+        )
+    return said
+
+
+def html(passes: Sequence[Pass], title: str) -> str:
+    """The page. title: what the run is called."""
+    from dataload.reporting.plots import plots, svg
+
+    found = epochs(passes)
+    ranks, numbers = len({one.rank for one in passes}), Counter(epoch.number for epoch in found)
+    again = sum(times > 1 for times in numbers.values())
+    said = _counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
+    seconds = max(one.until for one in passes) - min(one.began for one in passes)
+    figures = "".join(
+        f'<figure><h2>{plot.title}</h2><img src="{svg(plot)}" alt="{plot.title}, as a plot"></figure>\n'
+        for plot in plots(passes, found)
+    )
+    tables = "".join(_epoch(epoch, opened=epoch is found[-1]) for epoch in reversed(found))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<h1>{escape(title)}</h1>
+<p>{said} on {_counted(ranks, "rank")} in {_duration(seconds)}. The last one:</p>
+<p class="advice">{escape(str(found[-1].total))}</p>
+{_late(found[-1])}
+{"".join(f'<p class="advice">{escape(note)}</p>' for note in notes(passes, found))}
+<div class="plots">
+{figures}</div>
+{tables}
+<p><small>Of all ranks, rows and bytes are added up, seconds averaged. A rank is marked when its loop waited for data
+longer than the median rank's, by more than a twentieth of the epoch: in training by steps the others waited for it.
+</small></p>
+</body>
+</html>
+"""
+
+
+def _epoch(epoch: Epoch, *, opened: bool) -> str:
+    late = epoch.stragglers()
+    causes = [cause for cause in CAUSES if epoch.total.waits[cause]]
+    rows = "".join(_row(one, causes, late=rank in late) for rank, one in epoch.ranks.items())
+    headings = ["rank", "host", "rows", "rows/s", "seconds", "waiting", *(f"on {cause}, s" for cause in causes)]
+    headings += ["hits", *(f"from {tier}" for tier in TIERS)]
+    again = f", begun again ({epoch.again})" if epoch.again else ""
+    cut = "" if epoch.ended else ", not ended"
+    return f"""<details{" open" if opened else ""}>
+<summary>{escape(str(epoch.total))}{again}{cut}</summary>
+{_late(epoch)}
+<div class="wide"><table>
+<tr>{"".join(f"<th>{heading}</th>" for heading in headings)}</tr>
+{rows}</table></div>
+</details>
+"""
+
+
+def _row(one: Pass, causes: Sequence[str], *, late: bool) -> str:
+    stats = one.stats
+    cells = [
+        *(f"{one.rank}", one.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
+        f"{stats.stall_fraction:.1%}",
+        *(f"{stats.waits[cause]:,.1f}" for cause in causes),
+        f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "\N{EN DASH}",
+        *(decimal(int(getattr(stats, f"bytes_{tier}"))) for tier in TIERS),
+    ]
+    marked = ' class="late"' if late else ""
+    return f"<tr{marked}>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
+
+
+def _late(epoch: Epoch) -> str:
+    late = epoch.late()
+    more = f"<p>And {_counted(len(late) - MOST_NAMED, 'more straggler')}.</p>" if len(late) > MOST_NAMED else ""
+    return "".join(f"<p>Straggler: {escape(line)}</p>\n" for line in late[:MOST_NAMED]) + more
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def write(passes: Sequence[Pass], path: Path, title: str) -> None:
+    path.write_text(html(passes, title), encoding="utf-8", errors="replace")  # a title may be a path

@@ -1,0 +1,58 @@
+"""A run's figures in Prometheus' text format, for the textfile collector of node_exporter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from dataload.telemetry.loader_stats import TIERS
+from dataload.telemetry.stats_log import Pass
+from dataload.telemetry.wait_timeline import CAUSES
+
+
+class Run(Collector):
+    """Counters of each rank over the whole run, and gauges of its latest epoch."""
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self._of_ranks: dict[str, list[Pass]] = {}
+        for one in sorted(passes, key=lambda one: one.rank):
+            self._of_ranks.setdefault(str(one.rank), []).append(one)
+
+    def collect(self) -> Iterator[Metric]:
+        rows = CounterMetricFamily("dataload_rows", "Rows handed to the training loop.", labels=["rank"])
+        seconds = CounterMetricFamily("dataload_seconds", "Time in the loop over the loader.", labels=["rank"])
+        waits = CounterMetricFamily("dataload_wait_seconds", "Time waited for batches.", labels=["rank", "cause"])
+        read = CounterMetricFamily("dataload_bytes", "Bytes, by who served them.", labels=["rank", "tier"])
+        requests = CounterMetricFamily("dataload_origin_requests", "Requests to the origin.", labels=["rank"])
+        reads = CounterMetricFamily("dataload_cache_reads", "Row groups used.", labels=["rank", "result"])
+        epoch = GaugeMetricFamily("dataload_epoch", "The latest epoch, counted from 0.", labels=["rank"])
+        rate = GaugeMetricFamily("dataload_rows_per_second", "Of the latest epoch so far.", labels=["rank"])
+        stall = GaugeMetricFamily("dataload_stall_ratio", "Of the latest epoch, the share waited.", labels=["rank"])
+        sampled = GaugeMetricFamily("dataload_sampled_timestamp_seconds", "When it last said so.", labels=["rank"])
+        for rank, passes in self._of_ranks.items():
+            all_stats, latest = [one.stats for one in passes], passes[-1]
+            rows.add_metric([rank], sum(stats.rows for stats in all_stats))
+            seconds.add_metric([rank], sum(stats.seconds for stats in all_stats))
+            requests.add_metric([rank], sum(stats.requests_origin for stats in all_stats))
+            for cause in CAUSES:
+                waits.add_metric([rank, cause], sum(stats.waits[cause] for stats in all_stats))
+            for tier in TIERS:
+                read.add_metric([rank, tier], sum(getattr(stats, f"bytes_{tier}") for stats in all_stats))
+            for result, name in (("hit", "hits"), ("miss", "misses")):
+                reads.add_metric([rank, result], sum(getattr(stats, name) for stats in all_stats))
+            epoch.add_metric([rank], latest.stats.epoch)
+            rate.add_metric([rank], latest.stats.rows_per_second)
+            stall.add_metric([rank], latest.stats.stall_fraction)
+            sampled.add_metric([rank], latest.until)
+        yield from (rows, seconds, waits, read, requests, reads, epoch, rate, stall, sampled)
+
+
+def write(passes: Sequence[Pass], path: Path) -> None:
+    """Written beside `path` and renamed, so that nobody reads half of it."""
+    registry = CollectorRegistry()
+    registry.register(Run(passes))
+    write_to_textfile(str(path), registry)

@@ -1,0 +1,1 @@
+"""Decoded rows: records in the cache, decoded once a host and gathered by every epoch."""

@@ -1,0 +1,219 @@
+"""Gathered columns as the tensors, lists and rows that users are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+
+from dataload.errors import ConfigError, DataError
+from dataload.formats.schema import Field
+from dataload.rows.arrow_decode import Array
+from dataload.rows.row_block import Records
+from dataload.runtime.cached_property import cached_property
+
+Batch = dict[str, Any]
+
+Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Gives uninitialized, contiguous memory for a tensor of this shape and dtype."""
+
+
+class Flat(NamedTuple):
+    """A ragged column as two tensors: row i is values[offsets[i]:offsets[i + 1]].
+
+    values: [total]; offsets: int64 [B + 1].
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+
+def to_batch(
+    records: Records,
+    *,
+    ragged: str = "list",
+    group: Mapping[str, Sequence[str]] | None = None,
+    empty: Empty | None = None,
+) -> Batch:
+    """Rows as a user sees them.
+
+    Numbers: Tensor[B]; fixed-size lists: Tensor[B, k]; binary: list[memoryview]; strings: list[str]; lists of numbers:
+    list[Tensor]. With ragged="flat", binary and lists are `Flat` instead. `group`: name -> columns of one dtype that
+    come as one Tensor[B, k]. `empty`: where the values of all tensors are copied to, once; each is contiguous then.
+
+    Notes: without `empty`, arrays and groups of neighbours in a record are views of the records, with gaps between
+    rows. Bytes are views of the cache's own, read-only. All else is copied.
+    """
+    groups = group or {}
+    fields = {field.name: field for field in records.layout.fields}
+    if clash := groups.keys() & fields.keys():
+        raise ConfigError(f"group {min(clash)!r} has the name of a column: name it otherwise")
+    grouped = {name for names in groups.values() for name in names}
+    batch = {name: _user_column(records, field, ragged, empty) for name, field in fields.items() if name not in grouped}
+    for name, members in groups.items():
+        batch[name] = _stack(name, records, [fields.get(member) for member in members], empty)
+    return batch
+
+
+def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
+    """The batches of so many rows each that together make up `batch`, as views of it; offsets, which are not, in
+    memory that `empty` gives.
+    """
+    if len(sizes) == 1:
+        return iter([batch])
+    parts = [_cut(column, sizes, empty) for column in batch.values()]
+    return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
+
+
+def spans(sizes: Sequence[int]) -> list[slice]:
+    """Where the batches of so many rows each lie, one after the other."""
+    ends = np.cumsum(sizes).tolist()
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _cut(column: Any, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
+    if isinstance(column, torch.Tensor):
+        return torch.split(column, list(sizes))
+    if isinstance(column, list):
+        return [column[span] for span in spans(sizes)]
+    return [_flat_part(column, span, empty) for span in spans(sizes)]
+
+
+def _flat_part(column: Flat, span: slice, empty: Empty | None) -> Flat:
+    offsets = column.offsets[span.start : span.stop + 1]
+    begun = torch.sub(offsets, offsets[0], out=None if empty is None else empty(offsets.shape, offsets.dtype))
+    return Flat(column.values[offsets[0] : offsets[-1]], begun)
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """A batch as a sequence of row dicts, made when asked for. columns: the whole batch, as `to_batch` shapes it."""
+
+    def __init__(
+        self, records: Records, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        self._records = records
+        self._ragged = ragged
+        self._group = group
+
+    @cached_property
+    def columns(self) -> Batch:
+        return to_batch(self._records, ragged=self._ragged, group=self._group)
+
+    def shaped(self, *, ragged: str, group: Mapping[str, Sequence[str]] | None) -> Rows:
+        """The same rows in another shape."""
+        return Rows(self._records, ragged, group)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @overload
+    def __getitem__(self, row: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, row: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        numbers = range(len(self))
+        if isinstance(row, slice):
+            return [self[number] for number in numbers[row]]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a batch of {len(self)}")
+        return {name: _row_value(column, numbers[row]) for name, column in self.columns.items()}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[row] for row in range(len(self)))
+
+
+def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with `function` applied to every tensor in its dicts, lists and tuples."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    return map_values(batch, lambda value: map_tensors(value, function))
+
+
+def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """The batch with `function` applied to every column.
+
+    Columns are the values of a dict, at any depth, and the entries of an outermost list or tuple. A `Flat` is one
+    column. A batch of another type is a column itself.
+    """
+    if isinstance(batch, (list, tuple)) and not isinstance(batch, Flat):
+        return map_values(batch, lambda column: _map_dicts(column, function))
+    return _map_dicts(batch, function)
+
+
+def _map_dicts(batch: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(batch, Mapping):
+        return map_values(batch, lambda value: _map_dicts(value, function))
+    return function(batch)
+
+
+def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
+    """A dict, list or tuple, also a named one, with `function` applied to every value; anything else as it is."""
+    if isinstance(container, Mapping):
+        return {name: function(value) for name, value in container.items()}
+    if isinstance(container, tuple):
+        values = map(function, container)
+        return type(container)(*values) if hasattr(container, "_fields") else tuple(values)
+    if isinstance(container, list):
+        return [function(value) for value in container]
+    return container
+
+
+def _row_value(column: Any, row: int) -> Any:
+    """Return the value at `row`, which counts from 0: the bounds in a `Flat` do not wrap around."""
+    if isinstance(column, Flat):
+        return column.values[column.offsets[row] : column.offsets[row + 1]]
+    value = column[row]
+    return bytes(value) if isinstance(value, memoryview) else value  # torch collates bytes, and no views of them
+
+
+def _user_column(records: Records, field: Field, ragged: str, empty: Empty | None) -> Any:
+    if not field.ragged:
+        dense = records.dense(field)
+        if empty is not None:
+            return _copied(dense, empty)
+        # Single numbers are copied: who keeps the labels of each batch should not keep all that lay beside them.
+        return torch.from_numpy(dense if field.shape else dense.copy())
+    if field.kind == "string":
+        return _strings(records, field)
+    if ragged == "list" and field.kind == "binary":
+        return records.views(field)
+    column = records.ragged(field)
+    values = _copied(column.values, empty)
+    offsets = _copied(column.offsets, empty if ragged == "flat" else None)
+    return Flat(values, offsets) if ragged == "flat" else list(torch.split(values, np.diff(column.offsets).tolist()))
+
+
+def _strings(records: Records, field: Field) -> list[str]:
+    try:
+        return records.strings(field)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"column {field.name!r} has a string that is not UTF-8 ({error}): write it as binary"
+        ) from error
+
+
+def _copied(array: Array, empty: Empty | None) -> torch.Tensor:
+    """The array as a tensor: in memory that `empty` gives, or without a copy."""
+    tensor = torch.from_numpy(array)
+    if empty is None:
+        return tensor
+    copy = empty(array.shape, tensor.dtype)
+    copy.numpy()[...] = array  # and not by torch, whose threads collapse when the processors are busy
+    return copy
+
+
+def _stack(name: str, records: Records, members: Sequence[Field | None], empty: Empty | None) -> torch.Tensor:
+    scalars = [member for member in members if member is not None and not member.ragged and not member.shape]
+    if len(scalars) != len(members) or len({member.dtype for member in scalars}) != 1:
+        raise ConfigError(f"group {name!r} must name columns that are read, of numbers, of one dtype")
+    neighbours = records.neighbours(scalars)
+    if neighbours is not None:
+        return _copied(neighbours, empty)
+    columns = [records.dense(member) for member in scalars]
+    if empty is None:
+        return torch.from_numpy(np.stack(columns, axis=1))
+    stacked = empty((len(records), len(columns)), torch.from_numpy(columns[0]).dtype)
+    np.stack(columns, axis=1, out=stacked.numpy())
+    return stacked

@@ -1,0 +1,1 @@
+"""What a loop waited for and what it was served: spans, the timeline of waits, statistics and their log."""

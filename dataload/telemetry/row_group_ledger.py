@@ -1,0 +1,106 @@
+"""Who served each row group to an epoch: this host (memory or the cache), the cluster, or the origin."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from dataload.runtime.counters import Counters
+from dataload.telemetry.loader_stats import LoaderStats
+
+FETCHED = ("bytes_cluster", "bytes_origin", "requests_origin")
+MISSED = ("ordered", "decoded", *FETCHED)  # any of these in a row group's account makes it a miss
+
+
+class Ledger:
+    """An account for each row group: what loading it has taken since an epoch last counted it.
+
+    An account holds `under_way` (loads that have not ended), `ordered` (orders to the background process that it has
+    not answered), `decoded` (how often this process or the background process decoded the row group), and the amounts
+    named in `FETCHED`.
+
+    Notes: may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()  # The garbage collector may end a loop here, in a thread that holds the lock.
+        self._accounts: dict[int, Counters] = {}
+
+    def begin(self, group: int) -> Counters:
+        """Return the account of a row group, for a load that adds `under_way=-1` when it ends."""
+        with self._mutex:
+            account = self._accounts.setdefault(group, Counters())
+            account.add(under_way=1)
+            return account
+
+    def take(self, group: int, *, at_rest: bool) -> dict[str, float] | None:
+        """Return what is in a row group's account, and close it.
+
+        at_rest: return None, and leave the account open, while a load is under way.
+        """
+        with self._mutex:
+            account = self._accounts.get(group)
+            took = {} if account is None else account.snapshot()
+            if at_rest and took.get("under_way"):
+                return None
+            self._accounts.pop(group, None)
+            return took
+
+
+class Served:
+    """Counts each row group that an epoch's batches use once: as a hit, or as a miss with the bytes fetched for it.
+
+    stats: where the figures are added up. take: `Ledger.take`. size_of: returns the bytes of a row group's records.
+
+    Notes: the first epoch to use a row group after it was fetched counts the miss. Of several processes that share a
+    cache, the one that fetched it does; the others count a hit. A hit becomes a miss when it turns out, within the same
+    epoch, that the row group was fetched.
+    """
+
+    def __init__(
+        self, stats: LoaderStats, take: Callable[..., dict[str, float] | None], size_of: Callable[[int], int]
+    ) -> None:
+        self._stats = stats
+        self._take = take
+        self._size_of = size_of
+        self._hits: dict[int, int] = {}  # row group -> bytes
+        self._misses: set[int] = set()
+        self._unsettled: set[int] = set()  # used, but their accounts have not been counted yet
+
+    def use(self, groups: Iterable[int], opened: Mapping[int, Mapping[str, float]]) -> None:
+        """Count the row groups that a batch uses.
+
+        opened: further ones that were opened for it, with their accounts in the worker process that did.
+        """
+        self._unsettled.update(groups, opened)
+        for group, took in opened.items():
+            if any(took.values()):
+                self._count(group, took)
+        self._settle(at_rest=True)
+
+    def close(self) -> None:
+        """Count what is left; from now on the figures do not change."""
+        self._settle(at_rest=False)
+
+    def _settle(self, *, at_rest: bool) -> None:
+        """at_rest: only row groups whose loads have ended."""
+        for group in list(self._unsettled):
+            took = self._take(group, at_rest=at_rest)
+            if took is not None:
+                self._unsettled.discard(group)
+                self._count(group, took)
+
+    def _count(self, group: int, took: Mapping[str, float]) -> None:
+        stats = self._stats
+        if any(took.get(name) for name in MISSED):
+            if group in self._hits:
+                stats.hits -= 1
+                stats.bytes_local -= self._hits.pop(group)
+            stats.misses += group not in self._misses
+            self._misses.add(group)
+            for name in FETCHED:
+                setattr(stats, name, getattr(stats, name) + int(took.get(name, 0)))
+        elif group not in self._hits and group not in self._misses:
+            self._hits[group] = self._size_of(group)
+            stats.hits += 1
+            stats.bytes_local += self._hits[group]

@@ -1,0 +1,9 @@
+"""A thin training harness over torch's own parts: DDP, autocast, checkpoints, profiler."""
+
+from __future__ import annotations
+
+from dataload.train.batch_size import find_batch_size as find_batch_size
+from dataload.train.evaluation import evaluate_over as evaluate_over
+from dataload.train.harness import fit as fit
+
+__all__ = ["evaluate_over", "find_batch_size", "fit"]

@@ -1,0 +1,281 @@
+"""A blob's file: what it proves, what it does not, and how much of it a read looks at."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import xxhash
+
+from dataload.cache.buffer_pool import Buffers
+from dataload.cache.local import blob_file, fsck
+from dataload.cache.local.tier import LocalTier
+from dataload.cache.local.verified import Proven
+from dataload.cache.tier import Allocate, BlobKey
+from dataload.errors import CorruptEntry
+from dataload.runtime.filemap import FileMap
+
+PIECE = blob_file.PIECE_BYTES
+DATA = b"".join(number.to_bytes(4, "little") for number in range(PIECE))  # four pieces
+NAME = "seaux/été/данные-0.parquet#0-262144"
+DIGEST = bytes(range(32))
+SUMS = len(DATA)
+NAMED = SUMS + 4 * 8
+FOOTER = NAMED + len(NAME.encode())
+
+
+def write(path: Path, data: bytes = DATA, name: str = NAME, digest: bytes = DIGEST) -> Path:
+    size = blob_file.size_on_disk(len(data), name)
+    buffer = mmap.mmap(-1, size)
+    buffer[: len(data)] = data
+    blob_file.seal(buffer, len(data), digest, name)
+    os.close(blob_file.create(path))
+    blob_file.write(path, buffer, size)
+    assert path.stat().st_size == size
+    return path
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write(tmp_path / "blob")
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
+def test_any_size_and_name(tmp_path: Path, size: int) -> None:
+    file = write(tmp_path / "blob", DATA[:size])
+    assert blob_file.open_map(file, DIGEST, Proven()) == DATA[:size]
+    footer, name, status = blob_file.read_footer(file)
+    assert (footer.payload, footer.size, name, footer.digest) == (size, status.st_size, NAME, DIGEST)
+
+
+def flip(file: Path, at: int) -> None:
+    whole = bytearray(file.read_bytes())
+    whole[at] ^= 1
+    file.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "at", [0, PIECE, SUMS - 1, SUMS, NAMED - 1, NAMED, FOOTER - 1, *range(FOOTER, FOOTER + 72, 4), -1]
+)
+def test_a_flipped_bit_is_found(file: Path, at: int) -> None:
+    flip(file, at)
+    with pytest.raises(CorruptEntry):
+        blob_file.open_map(file, DIGEST, Proven())
+
+
+@pytest.mark.parametrize("at", [SUMS, NAMED - 1, NAMED, FOOTER - 1, FOOTER, -1])
+def test_a_flipped_bit_is_found_without_a_look_at_the_payload(file: Path, at: int) -> None:
+    flip(file, at)
+    with pytest.raises(CorruptEntry):
+        blob_file.read_footer(file)
+
+
+@pytest.mark.parametrize("size", [0, 1, 71, 72, SUMS, NAMED, FOOTER, FOOTER + 71])
+def test_a_file_cut_short_is_found(file: Path, size: int) -> None:
+    os.truncate(file, size)
+    with pytest.raises(CorruptEntry):
+        blob_file.open_map(file, DIGEST, Proven())
+    with pytest.raises(CorruptEntry):
+        blob_file.read_footer(file)
+
+
+@pytest.mark.parametrize(("field", "at"), [("<I", 12), ("<Q", 16)])
+@pytest.mark.parametrize("value", [2**64 - 1, 2**63, len(DATA) + 1, 0])
+def test_lengths_that_cannot_be_are_harmless(file: Path, field: str, at: int, value: int) -> None:
+    """Also where the footer's own checksum has been made to match."""
+    whole = bytearray(file.read_bytes())
+    struct.pack_into(field, whole, FOOTER + at, value & (2 ** (8 * struct.calcsize(field)) - 1))
+    whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
+    file.write_bytes(whole)
+    for read in (lambda: blob_file.open_map(file, DIGEST, Proven()), lambda: blob_file.read_footer(file)):
+        with pytest.raises(CorruptEntry):
+            read()
+
+
+def test_another_blob_or_format_is_never_misread(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(CorruptEntry, match="another blob"):
+        blob_file.open_map(write(tmp_path / "other", digest=bytes(32)), DIGEST, Proven())
+    good = file.read_bytes()
+    for at in (0, 8):  # magic and version
+        whole = bytearray(good)
+        whole[FOOTER + at] ^= 2
+        whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
+        file.write_bytes(whole)
+        with pytest.raises(CorruptEntry, match="another format"):
+            blob_file.open_map(file, DIGEST, Proven())
+
+
+def test_a_symbolic_link_is_no_blob(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(file)
+    with pytest.raises(CorruptEntry, match="symbolic link"):
+        blob_file.open_map(tmp_path / "link", DIGEST, Proven())
+    with pytest.raises(OSError, match="symbolic"):
+        blob_file.write(tmp_path / "link", mmap.mmap(-1, 1), 1)
+
+
+def test_a_span_looks_only_at_its_pieces(file: Path) -> None:
+    flip(file, 2 * PIECE)
+    proven = Proven()
+    for start, stop in ((0, 10), (PIECE - 1, 2 * PIECE), (3 * PIECE, 9 * PIECE), (5, 5), (2 * PIECE, 2 * PIECE)):
+        assert blob_file.open_map(file, DIGEST, proven, (start, stop)) == DATA[start:stop]
+    for start, stop in ((2 * PIECE, 2 * PIECE + 1), (2 * PIECE - 1, 2 * PIECE + 1), (0, 4 * PIECE)):
+        with pytest.raises(CorruptEntry, match=f"byte {2 * PIECE} on"):
+            blob_file.open_map(file, DIGEST, proven, (start, stop))
+
+
+def test_what_is_proven_is_not_hashed_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    digest = xxhash.xxh3_64_digest
+    monkeypatch.setattr(blob_file.xxhash, "xxh3_64_digest", lambda data: (hashed.append(len(data)), digest(data))[1])
+
+    def pieces(*span: int) -> int:
+        hashed.clear()
+        blob_file.open_map(file, DIGEST, proven, span or None)
+        return hashed.count(PIECE)
+
+    proven = Proven()
+    assert [pieces(0, 1), pieces(0, PIECE), pieces(1, PIECE + 1), pieces(), pieces(), pieces(5, 9)] == [
+        1,
+        0,
+        1,
+        2,
+        0,
+        0,
+    ]
+    os.utime(file, ns=(0, 0))
+    assert pieces() == 4
+    shutil.copy(file, file.with_name("copy"))
+    os.utime(file.with_name("copy"), ns=(0, 0))
+    file.with_name("copy").replace(file)
+    assert pieces() == 4
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    proven, status = Proven(most_blobs=3), SimpleNamespace(st_ino=1, st_mtime_ns=2)
+    for number in range(5):
+        proven.add(bytes([number]), status, 1)
+    assert [proven.bits(bytes([number]), status) for number in range(5)] == [0, 0, 1, 1, 1]
+
+
+def test_a_fill_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[int] = []
+    digest = xxhash.xxh3_64_digest
+    monkeypatch.setattr(blob_file.xxhash, "xxh3_64_digest", lambda data: (hashed.append(len(data)), digest(data))[1])
+    tier, key = LocalTier(tmp_path / "c"), BlobKey("origin", "été/x", "v", "all")
+    assert tier.get_or_fill(key, filler(DATA)) == DATA
+    assert tier.get(key) == DATA
+    assert hashed.count(PIECE) == 4
+    assert tier.get_or_fill(key, filler(b""), (PIECE, PIECE + 5)) == DATA[PIECE : PIECE + 5]
+    assert fsck.verify(tier.folder).problems == []
+    assert fsck.evict(tier.folder, path="été") == blob_file.size_on_disk(len(DATA), "été/x#all")
+
+
+def filler(data: bytes) -> Any:
+    def fill(allocate: Allocate) -> None:
+        allocate(len(data))[:] = data
+
+    return fill
+
+
+def test_large_blobs_are_written_through_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dataload.cache.local.writer.MAPPED_BYTES", 1)
+    tier, key = LocalTier(tmp_path / "c"), BlobKey("origin", "x", "v", "all")
+    view = tier.get_or_fill(key, filler(DATA))
+    assert view.readonly
+    assert view == DATA
+    assert LocalTier(tmp_path / "c").get(key) == DATA
+
+
+def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the file is cut short after its size was taken, which the kernel reports like a sector it cannot read."""
+    real = os.fstat
+
+    def fstat(descriptor: int) -> Any:
+        status = real(descriptor)
+        if status.st_ino == file.stat().st_ino and status.st_size > 2 * PIECE:
+            os.truncate(file, 2 * PIECE)
+            with file.open("r+b") as whole:
+                whole.seek(FOOTER)
+                whole.write(tail)  # leaves a hole, which reads as zeros
+        return status
+
+    tail = file.read_bytes()[FOOTER:]
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(CorruptEntry):
+        blob_file.open_map(file, DIGEST, Proven())
+
+    def populate(*_: int) -> None:
+        raise OSError(errno.EFAULT, "Bad address")
+
+    with pytest.raises(OSError, match="cannot read") as caught:
+        blob_file._read_in(SimpleNamespace(populate=populate), 0, 10)
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize(("left", "proven"), [(2 * PIECE, False), (SUMS, False), (2 * PIECE, True)])
+def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
+    file: Path, left: int, *, proven: bool
+) -> None:
+    """In a child. A file that is cut short is reported like a sector that cannot be read."""
+    known = Proven()
+    if proven:
+        blob_file.open_map(file, DIGEST, known)
+    child = os.fork()
+    if child == 0:
+        blob_file.FileMap = lambda *given: (FileMap(*given), os.truncate(file, left))[0]
+        try:
+            blob_file.open_map(file, DIGEST, known)
+        except OSError as error:
+            os._exit(int(error.errno != errno.EIO))
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_map_past_the_end_of_its_file_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    with (tmp_path / "file").open("r+b") as opened:
+        mapped = FileMap(opened.fileno(), 1 << 20)
+    os.truncate(tmp_path / "file", 4096)
+    with pytest.raises(OSError, match="cannot read"):
+        blob_file._read_in(mapped, 8192, 1 << 20)
+
+
+def test_a_write_may_take_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: real(descriptor, data[:PIECE], at))
+    assert blob_file.open_map(write(tmp_path / "blob"), DIGEST, Proven()) == DATA
+
+
+def test_buffers_are_used_again_unless_somebody_holds_a_view() -> None:
+    buffers = Buffers()
+    first = buffers.take(1000)
+    buffers.give_back(first)
+    assert buffers.take(600) is first
+    view = memoryview(first)[5:10]
+    buffers.give_back(first)
+    assert buffers.take(1000) is not first
+    view.release()
+    buffers.give_back(first)
+    assert buffers.take(100) is not first, "a buffer far too large"
+    assert buffers.take(1000) is first
+
+
+def test_a_view_that_a_fill_kept_stays_as_it_was(tmp_path: Path) -> None:
+    tier, kept = LocalTier(tmp_path / "c"), []
+
+    def fill(allocate: Allocate) -> None:
+        room = allocate(len(DATA))
+        room[:] = DATA
+        kept.append(room[:])
+
+    tier.get_or_fill(BlobKey("origin", "x", "v", "all"), fill)
+    tier.get_or_fill(BlobKey("origin", "y", "v", "all"), filler(bytes(len(DATA))))
+    assert kept[0] == DATA

@@ -1,0 +1,174 @@
+"""Asking servers that fail, change their parts or stand still: what is asked of whom, and how often."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import valkey
+from clusters import PATIENCE, Clock, Server, ServerCluster, running_cluster, running_server, standing_clock, until  # noqa: F401
+from valkey.cluster import ValkeyCluster
+
+from dataload.cache.cluster import client
+from dataload.cache.cluster.client import Client, TroubleError
+from dataload.cache.cluster.url import Address
+from dataload.runtime.counters import Counters
+
+Clients = Callable[[str], Client]
+
+
+@pytest.fixture
+def clients(clock: Clock) -> Clients:
+    return lambda url: Client(Address.parse(url), Counters(), clock)
+
+
+def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
+    three_primaries: ServerCluster, clients: Clients, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SECONDS", 0.5)
+    one = clients(three_primaries.url)
+    names = [f"{number}" for number in range(30)]
+    for name in names:
+        one.set(name, b"x")
+    gone = three_primaries.primaries[0]
+    here = [name for name in names if three_primaries.owner(name) is not gone]
+    lost = [name for name in names if name not in here]
+    asked, execute = [], ValkeyCluster._execute_command
+
+    def spy(self: Any, node: Any, *args: Any, **options: Any) -> Any:
+        asked.append(node.port)
+        return execute(self, node, *args, **options)
+
+    monkeypatch.setattr(ValkeyCluster, "_execute_command", spy)
+    gone.stop()
+    for _ in range(3):
+        for name in lost:
+            with pytest.raises(TroubleError):
+                one.get(name)
+        assert [one.get(name) for name in here] == [b"x"] * len(here)
+    assert one.health.state == "normal"
+    clock.now += 1.5
+    with pytest.raises(TroubleError):
+        one.get(lost[0])
+    clock.now += 1.5
+    assert one.get(here[0]) == b"x"
+    with pytest.raises(TroubleError):
+        one.get(lost[0])  # It is left alone for longer, though others have answered.
+    assert asked.count(gone.port) == 2
+    gone.go_on()
+
+    def asked_again() -> bool:
+        clock.now += 100
+        with suppress(TroubleError):
+            return one.get(lost[0]) == b"x"
+        return False
+
+    until(asked_again)
+
+
+def test_who_was_a_primary_is_left_for_who_is_one(cluster_server: Server, tmp_path: Path, clients: Clients) -> None:
+    with Server(tmp_path / "other") as other:
+        one = clients(f"{cluster_server.url},{other.address}")
+        one.set("a", b"x")
+        cluster_server.ask("REPLICAOF", "127.0.0.1", other.port)
+        with pytest.raises(TroubleError):
+            one.set("b", b"x")
+        assert one.health.state == "degraded"
+        one.set("b", b"x")
+        assert other.ask("GET", "b") == b"x"
+
+
+def test_a_write_that_takes_too_long_keeps_nobody_from_reading(
+    cluster_server: Server, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = clients(cluster_server.url)
+    one.set("a", b"x")
+
+    def slow(*_: Any, **__: Any) -> None:
+        raise valkey.TimeoutError("Timeout writing to socket")
+
+    monkeypatch.setattr(valkey.Valkey, "set", slow)
+    with pytest.raises(TroubleError):
+        one.set("b", b"x")
+    assert one.health.state == "degraded"
+    assert one.get("a") == b"x"
+    with pytest.raises(TroubleError):
+        one.add("c", b"", 1.0)
+    assert one.health.state == "off", "what is small arrives, if anybody is there"
+
+
+def test_nodes_are_asked_all_at_once_whether_they_answer(
+    cluster_server: Server, clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the first of those that do is taken, in the order of the URL."""
+    nobody = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
+    together, hello = threading.Barrier(4), client._hello
+
+    def meet(*args: Any) -> Any:
+        together.wait(PATIENCE)
+        return hello(*args)
+
+    monkeypatch.setattr(client, "_hello", meet)
+    one = clients("valkey://" + ",".join([*nobody, cluster_server.address]))
+    one.set("a", b"x")
+    assert cluster_server.ask("GET", "a") == b"x"
+
+
+def test_who_waits_for_a_connection_that_fails_does_not_try_it_again(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = clients("valkey://127.0.0.1:1")
+    tried, allowed = [], []
+    allows = one.health.reads.allows
+    monkeypatch.setattr(one.health.reads, "allows", lambda: allowed.append(1) or allows())
+
+    def fails(*_: Any) -> None:
+        tried.append(1)
+        until(lambda: len(allowed) == 4)
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(client, "connect", fails)
+
+    def get(_: int) -> None:
+        with suppress(TroubleError):
+            one.get("a")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(get, range(4)))
+    assert len(tried) == 1
+
+
+class Nodes:
+    """Stands in for a client of a cluster that has changed since the last one."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        number = next(numbers)
+        self.node = type("Node", (), {"host": f"10.0.0.{number}", "port": 1, "name": f"10.0.0.{number}:1"})
+
+    def get_nodes(self) -> list[Any]:
+        return [self.node]
+
+    def get_node_from_key(self, _: str) -> Any:
+        return self.node
+
+    def get(self, _: str) -> None:
+        raise OSError("it is gone")
+
+    def close(self) -> None:
+        pass
+
+
+def test_nodes_that_are_gone_are_forgotten(clients: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter(range(100))
+    monkeypatch.setattr(client, "connect", lambda *_: Nodes(numbers))
+    one = clients("valkey://127.0.0.1:1")
+    for _ in range(5):
+        with pytest.raises(TroubleError):
+            one.get("a")
+    assert one._known == [("10.0.0.4", 1)]
+    assert [*one._nodes] == ["10.0.0.4:1"]

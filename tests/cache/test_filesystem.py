@@ -1,0 +1,518 @@
+"""`tiercache` as a filesystem: what it serves, what it costs the origin, and what it does when the origin fails."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import resource
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pandas as pd
+import pytest
+
+from dataload.cache.blocks.reader import Object
+from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.cache.origin.origin import Origin
+from dataload.demo.server import S3Server
+from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
+
+SPAWN = multiprocessing.get_context("spawn")
+BLOCK = 100_000
+DATA = bytes(range(251)) * 2000  # 502,000 bytes: five blocks and a bit
+
+
+def open_fs(bucket: Any, path: Path, **options: Any) -> TierCacheFileSystem:
+    settings = {"cache_dir": str(path / "cache"), "cache_bytes": "1GB", "block_bytes": BLOCK, **options}
+    return fsspec.filesystem(
+        "tiercache", target_protocol="s3", target_options=bucket.options, skip_instance_cache=True, **settings
+    )
+
+
+@pytest.fixture
+def fs(bucket: Any, tmp_path: Path) -> TierCacheFileSystem:
+    bucket.put("folder/data.bin", DATA)
+    bucket.put("folder/deep/other.bin", b"other")
+    bucket.put("folder/empty.bin", b"")
+    bucket.server.reset()
+    return open_fs(bucket, tmp_path)
+
+
+def test_any_range_is_right(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    for start, stop in [
+        (0, 1),
+        (0, BLOCK),
+        (1, BLOCK + 1),
+        (BLOCK - 1, 3 * BLOCK + 1),
+        (0, len(DATA)),
+        (500_000, 600_000),
+    ]:
+        assert fs.cat_file(path, start=start, end=stop) == DATA[start:stop]
+    assert fs.cat_file(path, start=-7) == DATA[-7:]
+    assert fs.cat_file(path, end=-7) == DATA[:-7]
+    assert fs.cat_file(path) == DATA
+    assert fs.cat_ranges([path, path], [5, 200_000], [9, 400_000]) == [DATA[5:9], DATA[200_000:400_000]]
+    assert fs.cat_file(f"{bucket.name}/folder/empty.bin") == b""
+
+
+def test_a_file_reads_seeks_and_ends(fs: TierCacheFileSystem, bucket: Any) -> None:
+    with fs.open(bucket.url("folder/data.bin")) as file:
+        assert file.read(3) == DATA[:3]
+        assert file.seek(-5, os.SEEK_END) == len(DATA) - 5
+        assert file.read(100) == DATA[-5:]
+        assert file.read(100) == b""
+        file.seek(BLOCK - 2)
+        buffer = bytearray(4)
+        assert file.readinto(buffer) == 4
+        assert buffer == DATA[BLOCK - 2 : BLOCK + 2]
+        assert file.tell() == BLOCK + 2
+        assert file.read_buffer(10).to_pybytes() == DATA[BLOCK + 2 : BLOCK + 12]
+        with pytest.raises(ValueError, match="seek"):
+            file.seek(-1)
+    with pytest.raises(ValueError, match="closed"):
+        file.read(1)
+
+
+def test_text_mode(fs: TierCacheFileSystem, bucket: Any) -> None:
+    with fs.open(bucket.url("folder/deep/other.bin"), "rt") as file:
+        assert file.read() == "other"
+
+
+def test_listing(fs: TierCacheFileSystem, bucket: Any) -> None:
+    name = bucket.name
+    assert fs.ls(f"{name}/folder", detail=False) == [
+        f"{name}/folder/data.bin",
+        f"{name}/folder/deep",
+        f"{name}/folder/empty.bin",
+    ]
+    assert fs.find(name) == [f"{name}/folder/data.bin", f"{name}/folder/deep/other.bin", f"{name}/folder/empty.bin"]
+    assert fs.glob(f"{name}/folder/*.bin") == [f"{name}/folder/data.bin", f"{name}/folder/empty.bin"]
+    assert [folder for folder, _, _ in fs.walk(name)] == [name, f"{name}/folder", f"{name}/folder/deep"]
+    assert fs.info(bucket.url("folder/data.bin"))["size"] == len(DATA)
+    assert fs.isfile(f"{name}/folder/data.bin")
+    assert fs.isdir(f"{name}/folder")
+    assert fs.exists(f"{name}/folder/deep/other.bin")
+    assert not fs.exists(f"{name}/nothing")
+    assert fs.modified(f"{name}/folder/data.bin") is not None
+    assert fs.unstrip_protocol(f"{name}/x") == f"tiercache://{name}/x"  # which this filesystem reads, not another
+    assert fs.info(fs.unstrip_protocol(f"{name}/folder/data.bin"))["size"] == len(DATA)
+
+
+def test_bytes_leave_the_origin_once(fs: TierCacheFileSystem, bucket: Any, tmp_path: Path) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    for _ in range(3):
+        assert fs.cat_file(path) == DATA
+    assert open_fs(bucket, tmp_path).cat_file(path, start=1000) == DATA[1000:]
+    assert bucket.server.stats()["get_bytes"] == len(DATA)
+    assert bucket.server.stats()["get_requests"] == 6
+    stats = fs.stats()
+    assert (stats["misses"], stats["hits"], stats["requests_origin"], stats["bytes_origin"]) == (6, 12, 6, len(DATA))
+
+
+def test_prefetch(fs: TierCacheFileSystem, bucket: Any) -> None:
+    fs.prefetch(f"{bucket.name}/folder", wait=True)
+    sent = bucket.server.stats()["get_bytes"]
+    assert sent == len(DATA) + 5
+    assert fs.cat_file(f"{bucket.name}/folder/data.bin") == DATA
+    assert bucket.server.stats()["get_bytes"] == sent
+
+
+def test_a_prefetch_fetches_only_what_there_is_room_for(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(bucket, tmp_path, cache_bytes=len(DATA) // 2, block_bytes=1000)
+    sent = bucket.server.stats()["get_bytes"]
+    fs.prefetch(bucket.url("x"), wait=True)
+    fetched = bucket.server.stats()["get_bytes"] - sent
+    assert 0.8 * len(DATA) // 2 < fetched < len(DATA) // 2
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert bucket.server.stats()["get_bytes"] - sent == len(DATA), "all that was fetched before is kept"
+
+
+def test_a_prefetch_onto_a_disk_that_is_full_fetches_no_more(bucket: Any, small_disk: Path) -> None:
+    """Whatever it was told it may take."""
+    data = DATA * (-(-(4 << 20) // len(DATA)))
+    bucket.put("large", data)
+    fs = open_fs(bucket, small_disk / "cache", cache_bytes="1GB", block_bytes="64KiB")
+    sent = bucket.server.stats()["get_bytes"]
+    fs.prefetch(bucket.url("large"), wait=True)
+    assert bucket.server.stats()["get_bytes"] - sent < 2 << 20
+    assert fs.stats()["errors"]["local"]
+    assert fs.cat_file(bucket.url("large")) == data
+
+
+def test_pandas_reads_a_chained_url(bucket: Any, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": range(1000), "b": [str(i) for i in range(1000)]})
+    frame.to_parquet(tmp_path / "x.parquet")
+    bucket.put("x.parquet", (tmp_path / "x.parquet").read_bytes())
+    options = {"s3": bucket.options, "tiercache": {"cache_dir": str(tmp_path / "cache")}}
+    for _ in range(2):
+        found = pd.read_parquet(f"tiercache::{bucket.url('x.parquet')}", storage_options=options)
+        pd.testing.assert_frame_equal(found, frame)
+
+
+def test_archives_of_the_same_names_are_told_apart(tmp_path: Path) -> None:
+    cache = {"cache_dir": str(tmp_path / "cache")}
+    for name in "ab":
+        with zipfile.ZipFile(tmp_path / f"{name}.zip", "w") as archive:
+            archive.writestr(zipfile.ZipInfo("x.bin"), name)
+    one, other = (Origin(fsspec.filesystem("zip", fo=str(tmp_path / f"{name}.zip"))) for name in "ab")
+    assert one.identity != other.identity
+    for name in "ab":
+        with fsspec.open(f"tiercache::zip://x.bin::file://{tmp_path}/{name}.zip", tiercache=cache) as file:
+            assert file.read() == name.encode()
+
+
+def test_a_file_replaced_mid_read_on_an_origin_without_etags(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"1" * 2 * BLOCK)
+    fs = TierCacheFileSystem(
+        fs=fsspec.filesystem("file"), cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True
+    )
+    with fs.open(str(tmp_path / "x.bin")) as file:
+        assert file.read(BLOCK) == b"1" * BLOCK
+        (tmp_path / "new.bin").write_bytes(b"2" * 2 * BLOCK)
+        (tmp_path / "new.bin").rename(tmp_path / "x.bin")
+        with pytest.raises(ObjectChanged, match=r"x\.bin"):
+            file.read(BLOCK)
+    assert fs.cat_file(str(tmp_path / "x.bin")) == b"2" * 2 * BLOCK  # it asks anew by itself
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_other_origins(protocol: str, tmp_path: Path) -> None:
+    target = fsspec.filesystem(protocol)
+    root = f"/{tmp_path.name}" if protocol == "memory" else str(tmp_path)
+    target.pipe_file(f"{root}/x.bin", DATA)
+    fs = TierCacheFileSystem(fs=target, cache_dir=str(tmp_path / "cache"), block_bytes=BLOCK, skip_instance_cache=True)
+    assert fs.cat_file(f"{root}/x.bin", start=BLOCK - 1, end=BLOCK + 1) == DATA[BLOCK - 1 : BLOCK + 1]
+    assert fs.cat_file(f"{root}/x.bin") == DATA
+    assert fs.stats()["bytes_origin"] == len(DATA)
+
+
+# Processes
+
+
+def test_it_pickles_and_works_in_a_spawned_child(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    assert pickle.loads(pickle.dumps(fs)).cat_file(path) == DATA
+    sent = bucket.server.stats()["get_requests"]
+    with SPAWN.Pool(1) as pool:
+        assert pool.apply(read_all, (fs, path)) == DATA
+        pool.close()
+        pool.join()
+    assert bucket.server.stats()["get_requests"] == sent
+
+
+def read_all(fs: TierCacheFileSystem, path: str) -> bytes:
+    return fs.cat_file(path)
+
+
+def test_it_works_in_a_forked_child(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = f"{bucket.name}/folder/data.bin"
+    assert fs.cat_file(path, end=10) == DATA[:10]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if fs.cat_file(path) == DATA else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert fs.cat_file(path) == DATA
+    assert bucket.server.stats()["get_bytes"] == len(DATA)
+
+
+# Failures
+
+
+def test_a_missing_object_and_a_missing_bucket(fs: TierCacheFileSystem, bucket: Any) -> None:
+    for url in (bucket.url("nothing"), "s3://no-such-bucket/x"):
+        with pytest.raises(OriginNotFound, match="does not exist"):
+            fs.open(url)
+        with pytest.raises(FileNotFoundError):
+            fs.info(url)
+
+
+def test_a_folder_is_not_opened(fs: TierCacheFileSystem, bucket: Any) -> None:
+    with pytest.raises(IsADirectoryError):
+        fs.open(bucket.url("folder"))
+
+
+def test_an_object_replaced_mid_read(fs: TierCacheFileSystem, bucket: Any) -> None:
+    file = fs.open(bucket.url("folder/data.bin"))
+    first = file.read(BLOCK)
+    bucket.put("folder/data.bin", DATA[::-1])
+    assert first == DATA[:BLOCK]
+    with pytest.raises(ObjectChanged, match=r"folder/data\.bin bytes 100000-199999"):
+        file.read(BLOCK)
+    fs.invalidate_cache()
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA[::-1]
+
+
+def test_after_a_change_the_next_open_reads_the_new_version(fs: TierCacheFileSystem, bucket: Any) -> None:
+    fs.info(bucket.url("folder/data.bin"))
+    bucket.put("folder/data.bin", DATA[::-1])
+    with pytest.raises(ObjectChanged):
+        fs.cat_file(bucket.url("folder/data.bin"))
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA[::-1]
+
+
+def test_what_info_gives_is_the_callers(fs: TierCacheFileSystem, bucket: Any) -> None:
+    fs.info(bucket.url("folder/data.bin"))["size"] = 1
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+
+
+def test_a_listing_saves_a_request_for_each_object(fs: TierCacheFileSystem, bucket: Any) -> None:
+    for path in fs.find(bucket.name):
+        fs.open(path).close()
+    assert bucket.server.stats()["head_requests"] == 0
+
+
+def test_trouble_is_not_absence(tmp_path: Path) -> None:
+    nobody = {
+        "key": "x",
+        "secret": "x",
+        "endpoint_url": "http://127.0.0.1:9",
+        "config_kwargs": {"retries": {"total_max_attempts": 1}},
+    }
+    fs = fsspec.filesystem(
+        "tiercache",
+        target_protocol="s3",
+        target_options=nobody,
+        cache_dir=str(tmp_path / "c"),
+        skip_instance_cache=True,
+    )
+    fs.fs.retries = 1
+    for ask in (fs.exists, fs.isfile, fs.isdir, fs.ls, fs.find, fs.info, fs.modified):
+        with pytest.raises(OriginError, match=r"127\.0\.0\.1:9"):
+            ask("bucket/x")
+
+
+def test_reads_do_not_wait_behind_a_prefetch(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+    release = threading.Event()
+    engine = fs.blocks.origin.engine
+    parts = engine.parts
+
+    def held(path: str, *rest: Any) -> Any:
+        assert "data.bin" in path or release.wait(60)
+        return parts(path, *rest)
+
+    monkeypatch.setattr(engine, "parts", held)
+    for number in range(40):
+        bucket.put(f"many/{number}", b"x")
+    fs.prefetch(f"{bucket.name}/many")
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+    release.set()
+    fs.prefetch(f"{bucket.name}/many", wait=True)
+
+
+def test_many_blocks_need_few_descriptors(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(bucket, tmp_path, block_bytes=1000)
+    fs.cat_file(bucket.url("x"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 100, hard))
+    try:
+        assert fs.cat_file(bucket.url("x")) == DATA
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert fs.stats()["errors"]["local"] == 0
+
+
+def test_what_is_immutable_is_asked_about_once(bucket: Any, tmp_path: Path) -> None:
+    """Also by those who come later; where there is no ETag, too."""
+    bucket.put("x.bin", DATA)
+    (tmp_path / "x.bin").write_bytes(DATA)
+    etag = bucket.client.head_object(Bucket=bucket.name, Key="x.bin")["ETag"]
+    path, elsewhere = f"{bucket.name}/x.bin", {"cache_dir": str(tmp_path / "other"), "skip_instance_cache": True}
+    for _ in range(2):
+        bucket.server.reset()
+        fs = open_fs(bucket, tmp_path, consistency="immutable")
+        assert (fs.cat_file(path), fs.size(path), fs.ukey(path)) == (DATA, len(DATA), etag)
+        local = TierCacheFileSystem("file", **elsewhere, consistency="immutable")
+        assert local.cat_file(str(tmp_path / "x.bin"), end=10) == DATA[:10]
+        assert local.isdir(str(tmp_path))
+    asked = bucket.server.stats()
+    assert (asked["head_requests"], asked["list_requests"], asked["get_requests"]) == (0, 0, 0)
+    assert local.stats()["requests_origin"] == 0
+
+
+def test_consistency_open_asks_at_every_open(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", b"old")
+    settled, fresh = (open_fs(bucket, tmp_path, consistency=rule) for rule in ("generation", "open"))
+    for fs in (settled, fresh):
+        assert fs.cat_file(bucket.url("x")) == b"old"
+    bucket.put("x", b"new")
+    assert settled.cat_file(bucket.url("x")) == b"old"
+    assert fresh.cat_file(bucket.url("x")) == b"new"
+
+
+class Faults:
+    """Spoils the bodies of the first `count` object GETs."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.kind = ""
+
+    def wrap(self, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+        def spoiled(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            if environ["REQUEST_METHOD"] != "GET" or not environ.get("HTTP_RANGE") or self.count == 0:
+                return app(environ, start_response)
+            self.count -= 1
+            if self.kind == "503":
+                start_response("503 Slow Down", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>SlowDown</Code><Message>Reduce your request rate</Message></Error>"]
+            body = b"".join(app(environ, start_response))
+            return [body[: len(body) // 2]]
+
+        return spoiled
+
+
+@pytest.fixture
+def faults(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    faults = Faults()
+    monkeypatch.setattr(server._http, "app", faults.wrap(server._http.app))
+    yield faults
+
+
+@pytest.mark.parametrize("kind", ["503", "short"])
+def test_a_passing_fault_is_retried(fs: TierCacheFileSystem, bucket: Any, faults: Faults, kind: str) -> None:
+    faults.kind, faults.count = kind, 2
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+    assert faults.count == 0
+
+
+def test_a_lasting_fault_is_raised_and_nothing_is_kept(
+    fs: TierCacheFileSystem, bucket: Any, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 2)
+    faults.kind, faults.count = "short", 10**9
+    with pytest.raises(OriginError, match=r"folder/data\.bin bytes 0-99999"):
+        fs.cat_file(bucket.url("folder/data.bin"), end=BLOCK)
+    faults.count = 0
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+
+
+@pytest.mark.parametrize("came", [7, BLOCK - 1, BLOCK + 1, 3 * BLOCK])
+def test_other_bytes_than_asked_for_are_noticed(
+    fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any, came: int
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 2)
+    monkeypatch.setattr(fs.blocks.origin.engine, "parts", lambda *_: iter([b"x" * (came - 3), b"", b"xxx"]))
+    with pytest.raises(OriginError, match=f"{came} bytes came instead of {BLOCK}"):
+        fs.cat_file(bucket.url("folder/data.bin"), end=1)
+    assert fs.blocks.tier.stats()["misses"] == 1
+    monkeypatch.undo()
+    assert fs.cat_file(bucket.url("folder/data.bin")) == DATA
+
+
+def test_a_mistake_of_ours_is_not_the_origins(fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+    def broken(*_: Any) -> bytes:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(fs.blocks.origin.engine, "parts", broken)
+    with pytest.raises(TypeError, match="a bug"):
+        fs.cat_file(bucket.url("folder/data.bin"))
+
+
+# Settings
+
+
+def test_writing_is_refused(fs: TierCacheFileSystem, bucket: Any) -> None:
+    path = bucket.url("new")
+    for write in (
+        lambda: fs.open(path, "wb"),
+        lambda: fs.pipe_file(path, b""),
+        lambda: fs.rm(path),
+        lambda: fs.mkdir(path),
+        lambda: fs.touch(path),
+        lambda: fs.mv(path, path),
+    ):
+        with pytest.raises(ConfigError, match="read-only"):
+            write()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"policy": "fifo"},
+        {"consistency": "eventual"},
+        {"engine": "warp"},
+        {"cluster": "host:6379"},
+        {"cache_bytes": "many"},
+        {"cache_bytes": 0},
+        {"block_bytes": "-1MB"},
+    ],
+)
+def test_settings_that_cannot_work(bucket: Any, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        open_fs(bucket, tmp_path, **wrong)
+
+
+def test_an_origin_is_needed() -> None:
+    with pytest.raises(ConfigError, match="needs an origin"):
+        fsspec.filesystem("tiercache")
+    with pytest.raises(ConfigError, match="no filesystem for warp"):
+        fsspec.filesystem("tiercache", target_protocol="warp")
+
+
+def test_credentials_stay_out_of_sight(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", b"body")
+    secret = "pa55word-in-the-clear"
+    fs = fsspec.filesystem(
+        "tiercache",
+        target_protocol="s3",
+        target_options={**bucket.options, "key": secret, "secret": secret},
+        cache_dir=str(tmp_path / "cache"),
+        skip_instance_cache=True,
+    )
+    assert fs.cat_file(bucket.url("x")) == b"body"
+    assert secret not in repr(fs) + repr(fs.blocks.origin) + repr(fs.blocks.tier) + str(fs.stats())
+    for file in (tmp_path / "cache").rglob("*"):
+        assert not file.is_file() or secret.encode() not in file.read_bytes()
+
+
+def test_credentials_in_urls_stay_out_of_sight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "hunter2"
+    url = f"http://user:{secret}@127.0.0.1:9/x.bin?X-Amz-Signature={secret}&y=1"
+    fs = fsspec.filesystem("tiercache", target_protocol="http", cache_dir=str(tmp_path / "c"), skip_instance_cache=True)
+    with caplog.at_level(logging.DEBUG, "dataload"), pytest.raises(OriginError) as failed:
+        fs.cat_file(url)
+    name = fs.blocks.key(Object(url, 1, "v"), "all").name
+    assert secret not in str(failed.value) + caplog.text + name
+    assert "127.0.0.1:9/x.bin" in name
+
+
+def test_one_name_for_two_addresses(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    bucket.server.reset()
+    for host in ("127.0.0.1", "localhost"):
+        address = bucket.options["endpoint_url"].replace("127.0.0.1", host)
+        fs = fsspec.filesystem(
+            "tiercache",
+            target_protocol="s3",
+            target_options={**bucket.options, "endpoint_url": address},
+            cache_dir=str(tmp_path / "cache"),
+            origin_id="the store",
+            skip_instance_cache=True,
+        )
+        assert fs.cat_file(bucket.url("x")) == DATA
+    assert bucket.server.stats()["get_bytes"] == len(DATA)
+
+
+def test_threads_share_one_fetch(fs: TierCacheFileSystem, bucket: Any) -> None:
+    start = threading.Barrier(8)
+    found = []
+
+    def read() -> None:
+        start.wait(30)
+        found.append(fs.cat_file(bucket.url("folder/data.bin")))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [DATA] * 8
+    assert bucket.server.stats()["get_bytes"] == len(DATA)

@@ -1,0 +1,379 @@
+"""A disk that fails: never an exception, always the right bytes, and back to work when it is well again."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+from tiers import LIMIT, data_of, key, put
+
+from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, Breaker, Health
+from dataload.cache.local import default_limit, fsck
+from dataload.cache.local.index import SMALL_MAP_BYTES, Index
+from dataload.cache.local.key_locks import KeyLocks
+from dataload.cache.local.tier import LocalTier
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_breaker_tries_again_after_pauses_that_grow() -> None:
+    clock, changes = Clock(), []
+    breaker = Breaker(2, clock, lambda: changes.append(breaker.tripped))
+    breaker.failed()
+    breaker.worked()
+    breaker.failed()
+    assert breaker.allows()
+    assert changes == []
+    breaker.failed()
+    pause = FIRST_PAUSE
+    for _ in range(10):
+        breaker.failed()  # what was under way does not lengthen the pause
+        clock.now += pause * 0.75
+        assert not breaker.allows()
+        clock.now += pause * 0.25
+        assert breaker.allows()
+        assert not breaker.allows(), "two at a time"
+        breaker.failed()
+        pause = min(2 * pause, LONGEST_PAUSE)
+    clock.now += LONGEST_PAUSE
+    assert breaker.allows()
+    breaker.worked()
+    assert breaker.allows()
+    assert changes == [True, False]
+    breaker.failed(for_good=True)
+    assert not breaker.allows()
+    clock.now += FIRST_PAUSE
+    assert breaker.allows()
+
+
+def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    health = Health("/c", Clock())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(10):
+            health.writes.failed()
+        for _ in range(10):
+            health.reads.failed()
+        assert health.state == "off"
+        health.writes.worked()
+        health.writes.failed()
+        health.reads.worked()
+        health.writes.worked()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 4
+    assert health.stats() == {"state": "normal", "normal": 1, "degraded": 2, "off": 1}
+
+
+# One call after the other fails
+
+CALLS = (
+    *((os, name) for name in ("open", "posix_fallocate", "pwrite", "write", "fsync", "rename", "replace", "unlink")),
+    *((os, name) for name in ("mkdir", "stat", "fstat", "listdir", "chmod")),
+    *((fcntl, "fcntl"), (fcntl, "flock"), (mmap, "mmap"), (Index, "_ready")),
+)
+ERRNOS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EDQUOT)
+
+
+@contextmanager
+def failing(fails: Callable[[int], bool], code: int) -> Iterator[list[str]]:
+    """Calls into the operating system and LMDB fail where `fails` says so of their number; the names of all calls."""
+    made: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in CALLS:
+            patch.setattr(owner, name, counted(getattr(owner, name), name, made, fails, code))
+        yield made
+
+
+def counted(real: Callable[..., Any], name: str, made: list[str], fails: Callable[[int], bool], code: int) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:
+        anonymous = name == "mmap" and arguments[0] == -1
+        about_us = not isinstance(arguments[0], (str, Path)) or "cache" in str(arguments[0])
+        if about_us and not anonymous:
+            made.append(name)
+            if fails(len(made) - 1):
+                raise lmdb.DiskError(os.strerror(code)) if name == "_ready" else OSError(code, os.strerror(code))
+        return real(*arguments, **options)
+
+    return call
+
+
+def use(tier: LocalTier) -> None:
+    """A first fill, hits, a miss, an eviction."""
+    for name in ("x/0", "x/3", "x/0", "z/5"):
+        put(tier, name)
+    for name in ("x/0", "y/3"):
+        assert tier.get(key(name)) in (None, data_of(name))
+
+
+def calls_of_a_use(path: Path) -> int:
+    with failing(lambda _: False, 0) as made:
+        use(LocalTier(path, LIMIT, "lru"))
+    return len(made)
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_every_call_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lasting: bool) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # hundreds of them take their time
+    monkeypatch.setattr(Index, "sync", Index.used_bytes)
+    total = calls_of_a_use(tmp_path / "cache")
+    assert total > 100
+    for number, code in zip(range(0, total, 3 if lasting else 1), itertools.cycle(ERRNOS), strict=False):
+        path = tmp_path / f"cache-{number}"
+        clock = Clock()
+        tier = LocalTier(path, LIMIT, "lru", clock)
+        with failing(lambda at, n=number: at == n or (lasting and at > n), code):
+            use(tier)
+        for _ in range(3):
+            clock.now += 2 * LONGEST_PAUSE
+            use(tier)
+        assert tier.stats()["health"]["state"] == "normal", f"call {number}"
+        put(tier, "z/5")
+        assert tier.get(key("z/5")) is not None, f"call {number}"
+        fsck.verify(tier.folder, repair=True)
+        assert fsck.verify(tier.folder).problems == [], f"call {number}"
+        assert tier.folder.index.used_bytes() <= LIMIT
+
+
+def test_a_call_that_never_works_again(tmp_path: Path) -> None:
+    for owner, name in CALLS:
+        path = tmp_path / f"cache-{name}"
+        put(LocalTier(path, LIMIT, "lru"), "x/0")
+        clock = Clock()
+        tier = LocalTier(path, LIMIT, "lru", clock)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, counted(getattr(owner, name), name, [], lambda _: True, errno.EIO))
+            for _ in range(3):
+                use(tier)
+                clock.now += 2 * LONGEST_PAUSE
+        clock.now += 2 * LONGEST_PAUSE
+        use(tier)
+        clock.now += 2 * LONGEST_PAUSE
+        use(tier)
+        assert tier.stats()["health"]["state"] == "normal", name
+
+
+# What the states mean
+
+
+def test_degraded_serves_what_it_has_and_leaves_the_disk_alone(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", clock)
+    put(tier, "x/0")
+    with pytest.MonkeyPatch.context() as patch:
+        calls: list[str] = []
+        real = counted(os.posix_fallocate, "posix_fallocate", calls, lambda _: True, errno.ENOSPC)
+        patch.setattr(os, "posix_fallocate", real)
+        for _ in range(5):
+            put(tier, "x/3")
+        assert len(calls) == 1
+        assert tier.stats()["health"]["state"] == "degraded"
+        assert tier.get(key("x/0")) == data_of("x/0")
+        assert tier.get(key("x/3")) is None
+        assert tier.stats()["unkept"] == 4
+        clock.now += FIRST_PAUSE
+        put(tier, "x/3")
+        put(tier, "x/3")
+        assert len(calls) == 2
+    clock.now += 2 * FIRST_PAUSE
+    put(tier, "x/3")
+    assert tier.stats()["health"]["state"] == "normal"
+    assert tier.get(key("x/3")) == data_of("x/3")
+
+
+def test_off_passes_the_tier_over(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", 10 * LIMIT, "lru", clock)
+    names = [f"x/{number}" for number in range(6)]
+    for name in names:
+        put(tier, name)
+    with failing(lambda _: True, errno.EIO) as calls:
+        for name in names[:READ_FAILURES]:
+            assert tier.get(key(name)) is None
+        assert tier.stats()["health"]["state"] == "off"
+        calls.clear()
+        for name in names:
+            put(tier, name)
+        assert calls == []
+    assert tier.get(key("x/0")) is None
+    clock.now += FIRST_PAUSE
+    assert tier.get(key("x/0")) == data_of("x/0")
+    assert tier.stats()["health"]["state"] == "normal"
+
+
+def test_a_cache_that_cannot_be_opened_is_off_at_once(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", LIMIT)
+    with failing(lambda _: True, errno.EIO):
+        assert tier.get(key("x/0")) is None
+    assert tier.stats()["health"]["state"] == "off"
+
+
+def test_a_miss_ends_being_off_too(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", clock)
+    with failing(lambda _: True, errno.ENOSPC):
+        put(tier, "x/0")
+    assert tier.stats()["health"]["state"] == "off"
+    clock.now += FIRST_PAUSE
+    put(tier, "x/0")
+    assert tier.stats()["health"]["state"] == "normal"
+    assert tier.get(key("x/0")) == data_of("x/0")
+
+
+def test_one_bad_blob_is_no_bad_disk(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru")
+    put(tier, "x/0")
+    file = tier.folder.path_of(key("x/0").digest)
+    for _ in range(10):
+        file.write_bytes(b"damaged")
+        put(tier, "x/0")
+    file.write_bytes(b"damaged")
+    for _ in range(10):
+        assert tier.get(key("x/0")) is None
+    assert tier.stats()["health"]["state"] == "normal"
+    assert tier.stats()["errors"] >= 20
+
+
+def test_a_use_that_cannot_be_written_down_is_still_a_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru")
+    put(tier, "x/0")
+    monkeypatch.setattr("dataload.cache.local.tier.FLUSH_SECONDS", 0)
+    tier.flush()
+
+    def touch(*_: object) -> None:
+        raise lmdb.MapFullError("full")
+
+    monkeypatch.setattr(Index, "touch", touch)
+    for _ in range(3):
+        assert tier.get(key("x/0")) == data_of("x/0")
+    assert tier.stats()["health"]["state"] == "degraded"
+    assert tier.stats()["errors"] == 1
+
+
+def test_a_disk_that_does_not_say_how_full_it_is(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", None, "lru", clock)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", counted(shutil.disk_usage, "", [], lambda _: True, errno.EIO))
+        for _ in range(3):
+            put(tier, "x/0")
+            clock.now += 2 * LONGEST_PAUSE
+        assert tier.stats()["health"]["state"] == "off"
+    put(tier, "x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")
+    assert tier.stats()["health"]["state"] == "normal"
+
+
+def test_a_folder_that_others_are_long_in_opening_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", clock)
+    tier.path.mkdir()
+    (tier.path / "locks").touch()
+    monkeypatch.setattr("dataload.cache.local.directory.SETUP_SECONDS", 0)
+    with KeyLocks(str(tier.path / "locks")).hold(b"\xff" * 32, timeout=0):
+        put(tier, "x/0")
+        assert tier.stats()["health"]["state"] == "off"
+        assert not (tier.path / "index").exists()
+    clock.now += 2 * LONGEST_PAUSE
+    put(tier, "x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")
+
+
+def test_a_tier_is_open_to_other_threads_when_its_limit_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, fix, open_by_then = LocalTier(tmp_path / "cache"), default_limit.fix, []
+    monkeypatch.setattr(default_limit, "fix", lambda *told: (open_by_then.append(tier._folder), fix(*told))[1])
+    put(tier, "x/0")
+    assert open_by_then == [None]
+
+
+def test_where_address_space_is_short_the_index_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = lmdb.open
+
+    def short(path: str, *, map_size: int, **options: Any) -> Any:
+        if map_size > SMALL_MAP_BYTES:
+            raise lmdb.MemoryError("Cannot allocate memory")
+        return real(path, map_size=map_size, **options)
+
+    monkeypatch.setattr(lmdb, "open", short)
+    tier = LocalTier(tmp_path / "cache", LIMIT)
+    put(tier, "x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")
+
+
+# A real disk
+
+
+def fill_up(disk: Path) -> Path:
+    other = disk / "other"
+    with other.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(bytes(1 << 12))
+    return other
+
+
+def test_a_disk_that_is_full_at_first_and_freed_later(small_disk: Path) -> None:
+    clock = Clock()
+    other = fill_up(small_disk)
+    tier = LocalTier(small_disk / "c", 1 << 19, "lru", clock)
+    for name in ("x/0", "x/3", "x/0"):
+        put(tier, name)
+        clock.now += 2 * LONGEST_PAUSE
+    assert tier.limit == 1 << 19
+    assert tier.stats()["health"]["state"] == "off"
+    other.unlink()
+    put(tier, "x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")
+    assert tier.stats()["health"]["state"] == "normal"
+
+
+def test_a_disk_with_next_to_no_room_kills_nobody(small_disk: Path) -> None:
+    """Memory that is mapped from a file for which the disk has no room is a SIGBUS, here in a child."""
+    for pages in range(1, 40):
+        other = fill_up(small_disk)
+        os.truncate(other, other.stat().st_size - pages * mmap.PAGESIZE)
+        child = os.fork()
+        if child == 0:
+            try:
+                use(LocalTier(small_disk / "c", LIMIT, "lru"))
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0, f"{pages} pages free"
+        other.unlink()
+        shutil.rmtree(small_disk / "c")
+
+
+def test_a_disk_that_fills_up_and_is_freed(small_disk: Path) -> None:
+    clock = Clock()
+    tier = LocalTier(small_disk / "c", 1 << 19, "lru", clock)
+    put(tier, "x/0")
+    other = fill_up(small_disk)
+    for number in range(20):
+        put(tier, f"y/{number}")
+        assert tier.get(key("x/0")) == data_of("x/0")
+        clock.now += 2 * LONGEST_PAUSE
+    assert tier.stats()["health"]["state"] == "degraded"
+    other.unlink()
+    put(tier, "z/3")
+    assert tier.get(key("z/3")) == data_of("z/3")
+    assert tier.stats()["health"]["state"] == "normal"
+    assert fsck.verify(tier.folder).problems == []

@@ -1,0 +1,854 @@
+"""The local tier where processes die: at each named step, at random ones, in a lock, in a read, as workers."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import itertools
+import os
+import random
+import shutil
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiers
+from nightly import NIGHTLY
+from tiers import FORKSERVER, LIMIT, PATIENCE, assert_sound, data_of, key, look, put
+
+from dataload.cache.local import failpoints, fsck
+from dataload.cache.local.tier import LocalTier
+from dataload.cache.tier import Allocate
+
+KILLS = 1000 if NIGHTLY else 200
+KILLS_A_ROUND = 20
+SAMPLES = 5000 if NIGHTLY else 400
+
+
+@pytest.fixture(autouse=True)
+def _fork_server() -> Iterator[None]:
+    with tiers.fork_server():
+        yield
+
+
+# At each named step
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is done to a cache when the kill comes.
+
+    before: brings the folder into its state, in a process that ends well.
+    act: is killed somewhere; done again, it goes through.
+    survivors: what is kept whenever the kill comes.
+    hurt: whether the damage that `before` did is still there, which only `act` is to mend.
+    """
+
+    before: Callable[[Path], object]
+    act: Callable[[LocalTier], object]
+    survivors: frozenset[str] = frozenset()
+    hurt: Callable[[Path], bool] = lambda _: False
+    limit: int = LIMIT
+
+
+DAMAGED = b"damaged"
+
+
+def keep(path: Path, *names: str, limit: int = LIMIT) -> None:
+    for name in names:
+        put(LocalTier(path, limit, "lru"), name)
+
+
+def nothing(path: Path) -> None:
+    """A folder that is not there yet."""
+
+
+def three(path: Path) -> None:
+    keep(path, "x/0", "x/2", "y/0")
+
+
+def full(path: Path) -> None:
+    """Three blobs, two of which must go for one of 66,000 bytes."""
+    keep(path, "x/0", "x/3", "y/3")
+
+
+def three_one_damaged(path: Path) -> None:
+    three(path)
+    tiers.files_of(path)[key("x/0").digest].write_bytes(DAMAGED)
+
+
+def three_one_gone(path: Path) -> None:
+    three(path)
+    tiers.files_of(path)[key("x/0").digest].unlink()
+
+
+def is_damaged(path: Path) -> bool:
+    return any(file.read_bytes() == DAMAGED for file in tiers.files_of(path).values())
+
+
+def is_gone(path: Path) -> bool:
+    return key("x/0").digest not in tiers.files_of(path)
+
+
+def three_one_unknown(path: Path) -> None:
+    """A file without a row, as when the index was lost under a living process."""
+    three(path)
+    tier = LocalTier(path, LIMIT, "lru")
+    tier.folder.index.drop(key("x/0").digest)
+
+
+def is_unknown(path: Path) -> bool:
+    tier = LocalTier(path, LIMIT, "lru")
+    rows = tier.folder.index.rows()
+    return key("x/0").digest in tiers.files_of(path).keys() - {row.digest for row in rows}
+
+
+def index_damaged(path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        three(path)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    (path / "index" / "data.mdb").write_bytes(DAMAGED * 2000)
+
+
+def killed_before(path: Path, scenario: str, step: str) -> None:
+    """What another scenario leaves behind that was killed at its first arrival at a step."""
+    pid = os.fork()
+    if pid == 0:
+        SCENARIOS[scenario].before(path)
+        act(path, scenario, 1, step)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+
+
+def fill(tier: LocalTier) -> None:
+    put(tier, "x/0")
+
+
+def fill_large(tier: LocalTier) -> None:
+    put(tier, "z/5")
+
+
+def fill_huge(tier: LocalTier) -> None:
+    put(tier, "huge")
+
+
+def fail(tier: LocalTier) -> None:
+    tiers.put_half(tier, "z/0")
+
+
+def evict_all(tier: LocalTier) -> None:
+    fsck.evict(tier.folder)
+
+
+def evict_folder(tier: LocalTier) -> None:
+    fsck.evict(tier.folder, path="bucket/x")
+
+
+def repair(tier: LocalTier) -> None:
+    fsck.verify(tier.folder, repair=True)
+
+
+def read_and_fill(tier: LocalTier) -> None:
+    look(tier, "x/0")
+    put(tier, "z/0")
+
+
+def again(tier: LocalTier) -> None:
+    """What most others do, one after the other."""
+    for name in ("x/0", "z/5", "x/3"):
+        put(tier, name)
+
+
+XXY = frozenset({"x/0", "x/2", "y/0"})
+SCENARIOS = {
+    "a first fill": Scenario(nothing, fill),
+    "a fill beside others": Scenario(three, fill_large, limit=2 * LIMIT, survivors=XXY),
+    "a fill that evicts": Scenario(full, fill_large),
+    "a fill that fails": Scenario(three, fail, survivors=XXY),
+    "a fill that does not fit": Scenario(three, fill_huge, survivors=XXY),
+    "a damaged blob": Scenario(three_one_damaged, fill, XXY - {"x/0"}, is_damaged),
+    "a missing blob": Scenario(three_one_gone, fill, XXY - {"x/0"}, is_gone),
+    "evicting all": Scenario(three, evict_all),
+    "evicting a folder": Scenario(three, evict_folder, survivors=frozenset({"y/0"})),
+    "an unknown blob": Scenario(three_one_unknown, read_and_fill, XXY - {"x/0"}, is_unknown),
+    "repairing": Scenario(three_one_damaged, repair, XXY - {"x/0"}, is_damaged),
+    "a damaged index": Scenario(index_damaged, fill),
+    **{
+        f"after a kill at {step!r}": Scenario(functools.partial(killed_before, scenario=name, step=step), again)
+        for name, step in (
+            ("a fill that evicts", "fill: reserved"),
+            ("a fill that evicts", "fill: published"),
+            ("a fill that evicts", "evict: unlinked"),
+            ("a damaged blob", "discard: unlinked"),
+        )
+    },
+}
+
+
+def act(path: Path, scenario: str, number: int, step: str) -> None:
+    """Do what a scenario does, and die at the `number`-th arrival at a step."""
+    tiers.die_at(number, step)
+    chosen = SCENARIOS[scenario]
+    chosen.act(LocalTier(path, chosen.limit, "lru"))
+
+
+def record(path: Path, scenario: str, steps_to: Connection) -> None:
+    seen: list[str] = []
+    failpoints.watch(seen.append)
+    SCENARIOS[scenario].act(LocalTier(path, SCENARIOS[scenario].limit, "lru"))
+    steps_to.send(seen)
+
+
+class Prepared:
+    """What the scenarios start from, made once, and how often each comes to each step."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._arrivals: dict[str, Counter[str]] = {}
+
+    def arrivals(self, name: str) -> Counter[str]:
+        if name not in self._arrivals:
+            self._arrivals[name] = self._rehearse(name)
+        return self._arrivals[name]
+
+    def copy(self, name: str, to: Path) -> None:
+        if (self._root / name).exists():
+            shutil.copytree(self._root / name, to)
+
+    def _rehearse(self, name: str) -> Counter[str]:
+        assert tiers.run(SCENARIOS[name].before, self._root / name) == 0
+        self.copy(name, self._root / "rehearsal" / name)
+        receiver, sender = FORKSERVER.Pipe(duplex=False)
+        with receiver, sender:
+            assert tiers.run(record, self._root / "rehearsal" / name, name, sender) == 0
+            return Counter(receiver.recv())
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    return Prepared(tmp_path_factory.mktemp("prepared"))
+
+
+@pytest.mark.parametrize("step", failpoints.STEPS)
+def test_a_kill_at_each_step_breaks_nothing(tmp_path: Path, prepared: Prepared, step: str) -> None:
+    """Each scenario that comes to the step is killed there, the first time and the last time that it comes."""
+    often = {name: prepared.arrivals(name)[step] for name in SCENARIOS}
+    moments = [(name, number) for name, last in often.items() if last for number in {1, last}]
+    assert moments, f"no scenario comes to {step!r}: add one"
+    for name, number in moments:
+        path = tmp_path / f"{name} {number}"
+        prepared.copy(name, path)
+        assert_a_kill_breaks_nothing(path, name, number, step)
+
+
+def assert_a_kill_breaks_nothing(path: Path, name: str, number: int, step: str) -> None:
+    scenario = SCENARIOS[name]
+    assert tiers.run(act, path, name, number, step) == -signal.SIGKILL
+    try:
+        problems = fsck.verify(LocalTier(path, scenario.limit, "lru").folder).problems
+        if problems and scenario.hurt(path):
+            assert [names_x0(problem) for problem in problems] == [True]
+        else:
+            assert assert_sound(path, scenario.limit) >= scenario.survivors
+        scenario.act(LocalTier(path, scenario.limit, "lru"))
+        assert assert_sound(path, scenario.limit) >= scenario.survivors
+    except AssertionError as error:
+        raise AssertionError(f"{name}, killed at arrival {number} at {step!r}") from error
+
+
+def names_x0(problem: str) -> bool:
+    return key("x/0").name in problem or key("x/0").digest.hex() in problem
+
+
+def test_a_kill_is_no_reason_to_start_anew(tmp_path: Path) -> None:
+    """What a process had published when it was killed is kept."""
+    path = tmp_path / "c"
+    assert tiers.run(three, path) == 0
+    assert tiers.run(act, path, "a fill that fails", 1, "fill: locked") == -signal.SIGKILL
+    assert assert_sound(path, LIMIT) == XXY
+
+
+# What a killed filler leaves to those who live
+
+
+def die_in_fill(path: Path, name: str) -> None:
+    tiers.die_at(1, "fill: filled")
+    put(LocalTier(path, LIMIT, "lru"), name)
+
+
+def open_once(path: Path) -> None:
+    assert LocalTier(path, LIMIT, "lru").folder
+
+
+def test_who_takes_over_and_fails_leaves_nothing(tmp_path: Path) -> None:
+    """The dead one's files are swept while its heir holds the lock; then the heir's fill fails before it has room."""
+    path = tmp_path / "c"
+    assert tiers.run(die_in_fill, path, "x/0") == -signal.SIGKILL
+
+    def fails(_: Allocate) -> None:
+        assert tiers.run(open_once, path) == 0
+        raise tiers.OriginError
+
+    tier = tier_that_did_not_sweep(path, "x/0")
+    with pytest.raises(tiers.OriginError):
+        tier.get_or_fill(key("x/0"), fails)
+    del tier
+    assert assert_sound(path, LIMIT) == set()
+
+
+def test_who_takes_over_and_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    assert tiers.run(take_over_and_die, path, "x/0") == -signal.SIGKILL
+    assert assert_sound(path, LIMIT) == set()
+
+
+def take_over_and_die(path: Path, name: str) -> None:
+    tier = tier_that_did_not_sweep(path, name)
+
+    def dies(_: Allocate) -> None:
+        forked(open_once, path)
+        tiers.kill_myself()
+
+    tier.get_or_fill(key(name), dies)
+
+
+def test_who_takes_over_keeps_the_limit(tmp_path: Path) -> None:
+    """The dead one's half-written file takes room on the disk until it is removed."""
+    tier = tier_that_did_not_sweep(tmp_path / "c", "z/5")
+
+    def fills(allocate: Allocate) -> None:
+        room = allocate(len(data_of("z/5")))
+        assert_within(tier, LIMIT)
+        room[:] = data_of("z/5")
+
+    assert tier.get_or_fill(key("z/5"), fills) == data_of("z/5")
+    assert_within(tier, LIMIT)
+
+
+def test_two_may_clear_what_a_dead_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who opens the cache sweeps the dead one's files while another fills the same blob and clears them, too."""
+    path = tmp_path / "c"
+    assert tiers.run(die_in_fill, path, "x/0") == -signal.SIGKILL
+    unlink = os.unlink
+
+    def unlink_after_another(file: Any, *, dir_fd: int | None = None) -> None:
+        unlink(file, dir_fd=dir_fd)
+        unlink(file, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink_after_another)
+        open_once(path)
+    assert assert_sound(path, LIMIT) == set()
+
+
+def test_what_a_dead_process_reserved_is_evicted_with_its_file(tmp_path: Path) -> None:
+    tier = tier_that_did_not_sweep(tmp_path / "c", "z/5")
+    put(tier, "y/5")
+    assert look(tier, "y/5")
+    assert_within(tier, LIMIT)
+
+
+def tier_that_did_not_sweep(path: Path, name: str) -> LocalTier:
+    """A tier that was open before another process was killed in its fill of `name`."""
+    tier = LocalTier(path, LIMIT, "lru")
+    assert tier.folder
+    forked(die_in_fill, path, name)
+    return tier
+
+
+def forked(target: Callable[..., object], *arguments: object) -> None:
+    """Run something in a forked child to its end, be it a kill."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            target(*arguments)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def fork_to_wait(over: Any) -> None:
+    """Fork a child that lives until `over` is set; returns when it has let go of what is its parent's."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, b"here")
+        over.wait(2 * PATIENCE)
+        os._exit(0)
+    os.read(reading, 4)
+
+
+def assert_within(tier: LocalTier, limit: int) -> None:
+    """What is used and reserved is within the limit, and covers what is on the disk. The world must stand still."""
+    used = tier.folder.index.used_bytes()
+    assert used == sum(row.size for row in tier.folder.index.rows())
+    on_disk = tiers.bytes_in(tier.path.glob("blobs/*/*")) + tiers.bytes_in(tier.path.glob("tmp/*/*"))
+    assert on_disk <= used <= limit, f"{on_disk} bytes on disk, {used} used and reserved, limit {limit}"
+
+
+# At random moments
+
+NAMES = [f"{folder}/{number}" for folder in "xy" for number in range(8)]
+
+
+def load(path: Path, policy: str, seed: int, die_at: int, report: Connection) -> None:
+    """Two threads ask, fill, fail and evict until the process dies: at its `die_at`-th step, or by another's hand."""
+    faulthandler.register(signal.SIGUSR1)
+    if die_at:
+        tiers.die_at(die_at)
+    tier = LocalTier(path, LIMIT, policy)
+    telling = threading.Lock()
+
+    def work(thread: int) -> None:
+        chance = random.Random(f"{seed} {thread}")
+        try:
+            while True:
+                do_something(tier, chance)
+                with telling:
+                    report.send_bytes(b"done")
+        except BaseException as error:
+            report.send_bytes(f"{type(error).__name__}: {error}".encode())
+            raise
+
+    other = threading.Thread(target=work, args=(1,), daemon=True)
+    other.start()
+    work(0)
+
+
+def do_something(tier: LocalTier, chance: random.Random) -> None:
+    name, dice = chance.choice(NAMES), chance.random()
+    if dice < 0.7:
+        put(tier, name)
+    elif dice < 0.8:
+        look(tier, name)
+    elif dice < 0.87:
+        tiers.put_half(tier, name)
+    elif dice < 0.92:
+        fsck.evict(tier.folder, path=f"bucket/{name.partition('/')[0]}")
+    elif dice < 0.96:
+        fsck.evict(tier.folder, keep_bytes=LIMIT // 2)
+    else:
+        fsck.verify(tier.folder, repair=True)  # It may find what those killed since the last opening left.
+
+
+class Victim:
+    """A process under load that dies at a random moment: at a step it counts itself, or after some operations."""
+
+    def __init__(self, path: Path, policy: str, seed: int) -> None:
+        chance = random.Random(seed)
+        at_step = chance.random() < 0.5
+        self.operations = 0 if at_step else chance.randrange(1, 30)
+        self.reports, sender = FORKSERVER.Pipe(duplex=False)
+        with sender:
+            die_at = chance.randrange(1, 120) if at_step else 0
+            self.process = tiers.start(load, path, policy, seed, die_at, sender)
+
+    def hear(self) -> bool:
+        """One report; False when it is dead."""
+        try:
+            report = self.reports.recv_bytes()
+        except EOFError:
+            return False
+        assert report == b"done", report.decode()
+        self.operations -= 1
+        if self.operations == 0:
+            os.kill(self.process.pid, signal.SIGKILL)
+        return True
+
+    def bury(self) -> None:
+        self.reports.close()
+        assert tiers.end(self.process) == -signal.SIGKILL
+
+    def end(self) -> None:
+        self.process.kill()
+        self.bury()
+
+
+@pytest.mark.timeout(1200 if NIGHTLY else 120)
+@pytest.mark.parametrize("policy", ["pin", "lru"])
+def test_kills_at_random_moments_break_nothing(tmp_path: Path, policy: str) -> None:
+    """Three processes at a time; who dies is replaced, so that others are at work when a newcomer sweeps up."""
+    seeds = itertools.count(1)
+    for _ in range(KILLS // 2 // KILLS_A_ROUND):
+        kill_some(tmp_path / "c", policy, list(itertools.islice(seeds, KILLS_A_ROUND)))
+        assert_sound(tmp_path / "c", LIMIT, policy)
+
+
+def kill_some(path: Path, policy: str, seeds: list[int]) -> None:
+    """Start a process for each seed, three at a time, and hear them until all are dead."""
+    alive: dict[Any, Victim] = {}
+    try:
+        while seeds or alive:
+            while seeds and len(alive) < 3:
+                victim = Victim(path, policy, seeds.pop())
+                alive[victim.reports] = victim
+            ready = wait(list(alive), PATIENCE) or where_they_hang(alive)
+            for reports in ready:
+                if not alive[reports].hear():
+                    alive.pop(reports).bury()
+    finally:
+        for victim in alive.values():
+            victim.end()
+
+
+def where_they_hang(alive: dict[Any, Victim]) -> list[Any]:
+    """Has every process print where its threads are, which takes a moment."""
+    for victim in alive.values():
+        os.kill(victim.process.pid, signal.SIGUSR1)
+    wait(list(alive), timeout=2)
+    raise AssertionError("all hang: see their tracebacks")
+
+
+# One fill
+
+PROCESSES, THREADS = 8, 4
+
+
+class Race:
+    """What the processes share that ask for one cold key at once: its fills, and who has come so far."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.fills = FORKSERVER.Value("i", 0)
+        self.second = FORKSERVER.Semaphore(0)
+        self.asking = FORKSERVER.Semaphore(0)
+        self.over = FORKSERVER.Event()
+
+    def fill(self, allocate: Allocate) -> None:
+        room = allocate(len(data_of("x/0")))
+        with self.fills.get_lock():
+            self.fills.value += 1
+            first = self.fills.value == 1
+        if first:
+            for _ in range(PROCESSES * THREADS):
+                assert self.asking.acquire(timeout=PATIENCE)
+            self.hold_up()
+        else:
+            self.second.release()
+        room[:] = data_of("x/0")
+
+    def hold_up(self) -> None:
+        """What the first filler does while all others ask."""
+        if self.kind == "killed":
+            tiers.kill_myself()
+        elif self.kind == "child lives, killed":
+            fork_to_wait(self.over)
+            tiers.kill_myself()
+        elif self.kind == "child ends":
+            forked(gc.collect)
+        # Time for a second one to start, which must not.
+        assert not self.second.acquire(timeout=0.3)
+
+
+def ask(path: Path, race: Race, answers: Connection) -> None:
+    tier = LocalTier(path, LIMIT, "pin")
+    right: list[bool] = []
+
+    def one() -> None:
+        race.asking.release()
+        right.append(tier.get_or_fill(key("x/0"), race.fill) == data_of("x/0"))
+
+    threads = [threading.Thread(target=one) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers.send(right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fills"), [("undisturbed", 1), ("killed", 2), ("child ends", 1), ("child lives, killed", 2)]
+)
+def test_a_cold_key_is_filled_once(tmp_path: Path, kind: str, fills: int) -> None:
+    """Once in all; once more when the filler is killed. A forked child neither keeps its lock nor drops it."""
+    race = Race(kind)
+    receiver, sender = FORKSERVER.Pipe(duplex=False)
+    processes = [tiers.start(ask, tmp_path / "c", race, sender) for _ in range(PROCESSES)]
+    try:
+        codes = [tiers.end(process) for process in processes]
+        assert assert_sound(tmp_path / "c", LIMIT, "pin", alone=False) == {"x/0"}
+    finally:
+        race.over.set()
+    killed = fills - 1
+    assert sorted(codes) == [-signal.SIGKILL] * killed + [0] * (PROCESSES - killed)
+    with receiver, sender:
+        assert [receiver.recv() for _ in range(PROCESSES - killed)] == [[True] * THREADS] * (PROCESSES - killed)
+    assert race.fills.value == fills
+
+
+# The limit
+
+
+class Stepper:
+    """A process under load whose every step waits for our answer."""
+
+    def __init__(self, path: Path, policy: str, seed: int) -> None:
+        self.dialogue, theirs = FORKSERVER.Pipe()
+        with theirs:
+            self.process = tiers.start(load_in_steps, path, policy, seed, theirs)
+
+    def states(self) -> set[str]:
+        """What its threads do, as proc(5) has it: T is stopped."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return {task.read_text().rpartition(")")[2].split()[0] for task in tasks}
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.dialogue.close()
+        assert tiers.end(self.process) == -signal.SIGKILL, "it died of itself"
+
+
+class _Listening:
+    """Where `load` reports to when nobody counts its operations."""
+
+    def send_bytes(self, report: bytes) -> None:
+        assert report == b"done"
+
+
+def load_in_steps(path: Path, policy: str, seed: int, dialogue: Connection) -> None:
+    telling = threading.Lock()
+
+    def watcher(name: str) -> None:
+        with telling:
+            dialogue.send_bytes(name.encode())
+            dialogue.recv_bytes()
+
+    failpoints.watch(watcher)
+    load(path, policy, seed, 0, _Listening())
+
+
+class Watchdog:
+    """A process that has others go on when we do not get there: one of them was stopped with a mutex that we wait for.
+
+    Not a thread: LMDB waits for its mutexes with the interpreter's lock held.
+    """
+
+    def __init__(self) -> None:
+        self._dialogue, theirs = FORKSERVER.Pipe()
+        with theirs:
+            self._process = tiers.start(watch_over, theirs)
+
+    @contextmanager
+    def standing_still(self, steppers: list[Stepper]) -> Iterator[None]:
+        """Every thread of these processes is stopped, wherever it is. Raises TimeoutError when they had to go on."""
+        for stepper in steppers:
+            stepper.signal(signal.SIGSTOP)
+        while any(stepper.states() - {"T"} for stepper in steppers):
+            os.sched_yield()
+        self._dialogue.send([stepper.process.pid for stepper in steppers])
+        try:
+            yield
+        finally:
+            self._dialogue.send("done")
+            barked = self._dialogue.recv()
+            for stepper in steppers:
+                stepper.signal(signal.SIGCONT)
+            if barked:
+                raise TimeoutError
+
+    def end(self) -> None:
+        self._dialogue.close()
+        assert tiers.end(self._process) == 0
+
+
+def watch_over(dialogue: Connection) -> None:
+    try:
+        while True:
+            stopped = dialogue.recv()
+            barks = not dialogue.poll(1)
+            for pid in stopped if barks else ():
+                os.kill(pid, signal.SIGCONT)
+            assert dialogue.recv() == "done"
+            dialogue.send(barks)
+    except EOFError:
+        pass
+
+
+def assert_within_at_this_moment(watchdog: Watchdog, tier: LocalTier, steppers: list[Stepper]) -> None:
+    """Count while all stand still; once more if one was stopped inside the index with the lock that we need."""
+    while True:
+        try:
+            with watchdog.standing_still(steppers):
+                assert_within(tier, LIMIT)
+        except TimeoutError:
+            continue
+        return
+
+
+@pytest.mark.timeout(1200 if NIGHTLY else 120)
+@pytest.mark.parametrize("policy", ["pin", "lru"])
+def test_the_limit_holds_at_every_moment(tmp_path: Path, policy: str) -> None:
+    """At each step of one process all others are stopped wherever they are, and every byte is counted. Some die."""
+    tier = LocalTier(tmp_path / "c", LIMIT, policy)
+    put(tier, "x/1")
+    chance, seeds, seen = random.Random(policy), itertools.count(1), set[str]()
+    alive: list[Stepper] = []
+    watchdog = Watchdog()
+    try:
+        for number in range(SAMPLES):
+            alive += [Stepper(tier.path, policy, next(seeds)) for _ in range(3 - len(alive))]
+            speaking = wait([stepper.dialogue for stepper in alive], PATIENCE)
+            assert speaking, "all hang"
+            speaker: Any = chance.choice(speaking)
+            seen.add(speaker.recv_bytes().decode())
+            assert_within_at_this_moment(watchdog, tier, alive)
+            speaker.send_bytes(b"go on")
+            if number % 20 == 19:
+                alive.pop(chance.randrange(3)).end()
+    finally:
+        for stepper in alive:
+            stepper.end()
+        watchdog.end()
+    assert {"fill: reserved", "fill: published", "evict: unlinked", "recover: swept"} <= seen
+    del tier
+    assert_sound(tmp_path / "c", LIMIT, policy)
+
+
+# Views
+
+
+def evict_by_filling(tier: LocalTier) -> None:
+    put(tier, "z/5")
+    put(tier, "y/5")
+    fsck.evict(tier.folder, path="bucket/y")
+
+
+def mend(tier: LocalTier) -> None:
+    """Replace the file by a damaged one, which the next fill removes."""
+    file = tier.folder.path_of(key("x/0").digest)
+    file.with_suffix(".damaged").write_bytes(DAMAGED)
+    file.with_suffix(".damaged").rename(file)
+
+
+@pytest.mark.parametrize("leave", [evict_all, evict_folder, evict_by_filling, mend])
+def test_a_view_outlives_its_blob_and_its_name(tmp_path: Path, leave: Callable[[LocalTier], None]) -> None:
+    """Another process lets the blob go and fills its name with other bytes; who reads the old ones notices nothing."""
+    path = tmp_path / "c"
+    tier = LocalTier(path, LIMIT, "lru")
+    put(tier, "x/0")
+    view = tier.get(key("x/0"))
+    assert tiers.run(let_go_and_fill_anew, path, leave) == 0
+    assert view == data_of("x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")[::-1]
+    assert view == data_of("x/0")
+
+
+def let_go_and_fill_anew(path: Path, leave: Callable[[LocalTier], None]) -> None:
+    tier = LocalTier(path, LIMIT, "lru")
+    leave(tier)
+
+    def fill_other(allocate: Allocate) -> None:
+        allocate(len(data_of("x/0")))[:] = data_of("x/0")[::-1]
+
+    assert tier.get_or_fill(key("x/0"), fill_other) == data_of("x/0")[::-1]
+
+
+# Workers
+
+
+class Reading:
+    """A dataset of blobs, read through a tier that may have been open before the workers started."""
+
+    def __init__(self, tier: LocalTier, fills: Path) -> None:
+        self.tier = tier
+        self.fills = fills
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> bytes:
+        name = f"x/{number}"
+
+        def fill(allocate: Allocate) -> None:
+            with self.fills.open("a") as file:
+                file.write(f"{name}\n")
+            tiers.fill_of(name)(allocate)
+
+        return bytes(self.tier.get_or_fill(key(name), fill))
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["anew", "persistent"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_workers_read_through_their_parents_tier(tmp_path: Path, method: str, persistent: bool) -> None:
+    from torch.utils.data import DataLoader
+
+    reading = Reading(LocalTier(tmp_path / "c", 10 * LIMIT), tmp_path / "fills")
+    assert reading[0] == data_of("x/0")
+    loader = DataLoader(
+        reading, batch_size=3, num_workers=2, multiprocessing_context=method, persistent_workers=persistent
+    )
+    expected = [data_of(f"x/{number}") for number in range(len(reading))]
+    for _ in range(2):
+        assert [blob for batch in loader for blob in batch] == expected
+        assert reading[11] == expected[11]
+    del loader
+    assert sorted((tmp_path / "fills").read_text().split()) == sorted(f"x/{number}" for number in range(len(reading)))
+    put(reading.tier, "y/0")
+    assert fsck.verify(reading.tier.folder).problems == []
+
+
+def test_a_fork_within_a_fill_changes_nothing(tmp_path: Path) -> None:
+    """The child lets go of all that its parent has open; the parent's draft and folder stay."""
+    tier = LocalTier(tmp_path / "c", LIMIT)
+
+    def fill(allocate: Allocate) -> None:
+        room = allocate(len(data_of("x/0")))
+        forked(child_of_a_filler, tier)
+        assert len(list(tier.path.glob("tmp/*/*"))) == 1
+        room[:] = data_of("x/0")
+
+    assert tier.get_or_fill(key("x/0"), fill) == data_of("x/0")
+    assert tier.get(key("x/0")) == data_of("x/0")
+    assert assert_sound(tmp_path / "c", LIMIT, alone=False) == {"x/0", "y/0"}
+
+
+def child_of_a_filler(tier: LocalTier) -> None:
+    put(tier, "y/0")
+    gc.collect()
+
+
+def test_what_a_killed_child_was_filling_is_swept_while_its_parent_lives(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c", LIMIT, "lru")
+    put(tier, "x/0")
+    forked(die_in_parents_tier, tier)
+    assert tiers.run(assert_sound_beside_others, tier.path) == 0
+    put(tier, "y/0")
+    assert look(tier, "x/0")
+
+
+def die_in_parents_tier(tier: LocalTier) -> None:
+    tiers.die_at(1, "fill: filled")
+    put(tier, "y/0")
+
+
+def assert_sound_beside_others(path: Path) -> None:
+    assert assert_sound(path, LIMIT, alone=False) == {"x/0"}
+
+
+def test_a_living_child_does_not_stand_in_for_its_killed_parent(tmp_path: Path) -> None:
+    """What proves the parent alive ends with the parent, so that its folder is swept."""
+    over = FORKSERVER.Event()
+    try:
+        assert tiers.run(fork_and_die, tmp_path / "c", over) == -signal.SIGKILL
+        assert assert_sound(tmp_path / "c", LIMIT) == {"x/0"}
+    finally:
+        over.set()
+
+
+def fork_and_die(path: Path, over: Any) -> None:
+    tier = LocalTier(path, LIMIT, "lru")
+    put(tier, "x/0")
+    fork_to_wait(over)
+    tiers.kill_myself()

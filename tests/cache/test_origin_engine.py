@@ -1,0 +1,655 @@
+"""Who moves the bytes: the same ones whoever it is, named with its reason, and right on a bad day."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from email.utils import formatdate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from dataload.benchmarks import s3
+from dataload.benchmarks.origin import Origin as Server
+from dataload.benchmarks.systems.base import BUCKET
+from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.cache.origin import obstore
+from dataload.cache.origin.origin import Origin
+from dataload.cache.origin.version import version_of
+from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
+
+ENGINES = ("obstore", "fsspec")
+BLOCK = 64 << 10
+DATA = np.random.default_rng(5).bytes(3 * BLOCK + 17)
+
+
+def open_fs(cache_dir: Path, options: dict[str, Any], **arguments: Any) -> TierCacheFileSystem:
+    given = {"cache_dir": str(cache_dir), "block_bytes": BLOCK, "skip_instance_cache": True} | arguments
+    return fsspec.filesystem("tiercache", target_protocol="s3", target_options=options, **given)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_move_the_same_bytes_and_are_named(bucket: Any, tmp_path: Path, engine: str) -> None:
+    bucket.put("a b/ü+x.bin", DATA)
+    fs = open_fs(tmp_path, bucket.options, engine=engine)
+    assert fs.cat_file(bucket.url("a b/ü+x.bin")) == DATA
+    stats = fs.stats()
+    assert (stats["engine"], stats["engine_reason"]) == (engine, "asked for")
+    assert stats["bytes_origin"] == len(DATA)
+
+
+def test_auto_takes_obstore(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert fs.stats()["engine"] == "obstore"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"profile": "work"}, "s3fs was given profile"),
+        ({"config_kwargs": {"s3": {"addressing_style": "path"}}}, "s3fs was given s3"),
+        ({"client_kwargs": {"verify": False, "region_name": "us-east-1"}}, "s3fs was given verify"),
+        ({"s3_additional_kwargs": {"SSECustomerAlgorithm": "AES256"}}, "s3fs was given s3_additional_kwargs"),
+    ],
+)
+def test_what_obstore_cannot_be_told_is_left_to_s3fs(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    fs = open_fs(tmp_path, options)
+    assert (fs.stats()["engine"], fs.stats()["engine_reason"]) == ("fsspec", reason)
+    with pytest.raises(ConfigError, match=f"engine='obstore' cannot be used: {reason}"):
+        open_fs(tmp_path, options, engine="obstore").stats()
+
+
+def test_other_stores_are_read_by_their_filesystem(tmp_path: Path) -> None:
+    fs = fsspec.filesystem("tiercache", target_protocol="memory", cache_dir=str(tmp_path))
+    assert fs.stats()["engine"] == "fsspec"
+    assert "is not s3fs" in fs.stats()["engine_reason"]
+
+
+def in_a_child(work: Callable[[], bytes]) -> bytes:
+    """What `work` returns in a forked child."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writing, work())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answer:
+        said = answer.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def test_a_forked_child_does_without_obstore(bucket: Any, tmp_path: Path) -> None:
+    """Its threads are not there: a request would hang for ever."""
+    bucket.put("x", DATA)
+    bucket.put("y", DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options)
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+    def work() -> bytes:
+        right = fs.cat_file(bucket.url("y")) == DATA[::-1]
+        return f"{right} {fs.stats()['engine']}".encode()
+
+    assert in_a_child(work) == b"True fsspec"
+    assert fs.stats()["engine"] == "obstore"
+
+
+def test_a_forked_child_never_lets_go_of_a_store(bucket: Any, tmp_path: Path) -> None:
+    """It would wait for threads that are its parent's."""
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    assert fs.cat_file(bucket.url("x")) == DATA
+    engine = fs.blocks.origin.engine
+    [store] = engine._stores.values()
+    held = sys.getrefcount(store)
+    assert in_a_child(lambda: str(sys.getrefcount(store) - held).encode()) == b"1"
+
+
+def test_credentials_of_the_session_are_used_and_asked_for_again(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody names a key: the session finds one, which may be another tomorrow."""
+    bucket.put("x", DATA)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setattr(obstore, "CREDENTIALS_LAST", -obstore.CREDENTIALS_LAST)
+    asked = []
+    ask = obstore._Credentials.__call__
+    monkeypatch.setattr(obstore._Credentials, "__call__", lambda self: asked.append(ask(self)) or asked[-1])
+    options = {name: value for name, value in bucket.options.items() if name not in ("key", "secret")}
+    fs = open_fs(tmp_path, options, engine="obstore")
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert len(asked) == 4, "they had expired before each of the four blocks"
+    assert {each["access_key_id"] for each in asked} == {"from-the-environment"}
+
+
+def test_anonymous_requests_are_not_signed(bucket: Any, tmp_path: Path) -> None:
+    bucket.put("x", DATA)
+    bucket.client.put_object_acl(Bucket=bucket.name, Key="x", ACL="public-read")
+    options = {name: value for name, value in bucket.options.items() if name not in ("key", "secret")}
+    fs = open_fs(tmp_path, options | {"anon": True}, engine="obstore")
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_version_that_is_named_is_read(bucket: Any, tmp_path: Path, engine: str) -> None:
+    bucket.client.put_bucket_versioning(Bucket=bucket.name, VersioningConfiguration={"Status": "Enabled"})
+    old = bucket.client.put_object(Bucket=bucket.name, Key="x", Body=DATA)["VersionId"]
+    bucket.put("x", DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options | {"version_aware": True}, engine=engine)
+    assert fs.cat_file(f"{bucket.url('x')}?versionId={old}") == DATA
+    assert fs.cat_file(bucket.url("x"), version_id=old) == DATA
+    with fs.open(bucket.url("x"), version_id=old) as file:
+        assert file.read() == DATA
+    assert fs.cat_file(bucket.url("x")) == DATA[::-1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_object_that_was_replaced_is_named(bucket: Any, tmp_path: Path, engine: str) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options, engine=engine)
+    assert fs.cat_file(bucket.url("x"), end=10) == DATA[:10]
+    bucket.put("x", DATA[::-1])
+    with pytest.raises(ObjectChanged, match=f"{bucket.name}/x"):
+        fs.cat_file(bucket.url("x"))
+
+
+@pytest.mark.parametrize("key", ["a//b", "a/./b", "/x", "tab\there"])
+def test_a_name_that_obstore_would_change_is_read_by_s3fs(bucket: Any, tmp_path: Path, key: str) -> None:
+    bucket.put(key, DATA)
+    bucket.put("x", DATA[::-1])
+    fs = open_fs(tmp_path, bucket.options)
+    assert fs.cat_file(f"{bucket.name}/{key}") == DATA
+    assert fs.stats()["engine"] == "obstore", "others are still read by it"
+
+
+def test_the_environment_changes_nothing_that_s3fs_was_told(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read by obstore, too, which would believe it more."""
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options, engine="obstore")
+    fs.info(bucket.url("x"))
+    for name, value in {
+        "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9",
+        "AWS_ENDPOINT": "http://127.0.0.1:9",
+        "AWS_SESSION_TOKEN": "another's",
+        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "true",
+        "AWS_S3_EXPRESS": "true",
+        "AWS_SKIP_SIGNATURE": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert fs.stats()["engine"] == "obstore"
+
+
+class _Told:
+    """What s3fs looks like to who sets up a store: what botocore resolved, and an answer to HeadBucket."""
+
+    def __init__(self, endpoint_url: str, answer: Any) -> None:
+        self.answer = answer
+        self.s3 = SimpleNamespace(meta=SimpleNamespace(endpoint_url=endpoint_url, region_name=None, config=None))
+        self.s3.meta.config = SimpleNamespace(s3=None, proxies=None)
+        self.session = SimpleNamespace(get_config_variable=lambda _: None)
+        self.req_kw: dict[str, str] = {}
+        self.anon, self.key, self.secret, self.token = False, "key", "secret", None
+
+    def connect(self) -> None:
+        pass
+
+    def call_s3(self, _: str, **__: Any) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def refusal(headers: dict[str, str]) -> PermissionError:
+    error = PermissionError("Forbidden")
+    error.__cause__ = Exception()
+    error.__cause__.response = {"ResponseMetadata": {"HTTPHeaders": headers}}  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("endpoint_url", "answer", "host"),
+    [
+        (
+            "https://s3.amazonaws.com",
+            {"ResponseMetadata": {"HTTPHeaders": {"x-amz-bucket-region": "eu-west-1"}}},
+            "eu-west-1",
+        ),
+        ("https://s3.us-east-2.amazonaws.com", refusal({"x-amz-bucket-region": "ap-south-1"}), "ap-south-1"),
+        ("https://s3.amazonaws.com", refusal({}), "us-east-1"),
+        ("https://bucket.vpce-1a.s3.us-east-1.vpce.amazonaws.com", None, None),
+        ("http://minio:9000", None, None),
+    ],
+)
+def test_a_bucket_is_asked_for_where_it_lies(endpoint_url: str, answer: Any, host: str | None) -> None:
+    """At Amazon in its region, also when the bucket itself may not be looked at; elsewhere where the user said."""
+    store = obstore._store_of(_Told(endpoint_url, answer), "b")
+    expected = f"https://s3.{host}.amazonaws.com" if host else endpoint_url
+    assert store.config["endpoint"] == expected
+
+
+@pytest.mark.parametrize("setting", ["addressing_style", "use_accelerate_endpoint", "proxies"])
+def test_what_only_botocore_was_told_is_left_to_it(setting: str) -> None:
+    told = _Told("http://minio:9000", None)
+    if setting == "proxies":
+        told.s3.meta.config.proxies = {"http": "http://proxy"}
+    else:
+        told.s3.meta.config.s3 = {setting: "virtual" if setting == "addressing_style" else True}
+    with pytest.raises(obstore.UnsuitableError, match=setting):
+        obstore._store_of(told, "b")
+    with pytest.raises(obstore.UnsuitableError, match="arn:aws"):
+        obstore._store_of(_Told("http://minio:9000", None), "arn:aws:s3:::x")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_object_that_is_gone_and_a_bucket_that_is_none(bucket: Any, tmp_path: Path, engine: str) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options, engine=engine)
+    fs.info(bucket.url("x"))
+    bucket.client.delete_object(Bucket=bucket.name, Key="x")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        fs.cat_file(bucket.url("x"))
+
+
+# Ahead
+
+
+def counted_reads(fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What is asked of the origin from now on: first byte, and the byte behind the last."""
+    asked: list[tuple[int, int]] = []
+    read_into = fs.blocks.origin.read_into
+
+    def noting(rooms: list[memoryview], path: str, start: int, version: str) -> None:
+        asked.append((start, start + sum(map(len, rooms))))
+        read_into(rooms, path, start, version)
+
+    monkeypatch.setattr(fs.blocks.origin, "read_into", noting)
+    return asked
+
+
+def test_blocks_fetched_ahead_share_requests(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks in two runs; of a run, only what is not kept is fetched."""
+    monkeypatch.setattr("dataload.cache.blocks.reader.RUN_BYTES", 2 * BLOCK)
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    asked = counted_reads(fs, monkeypatch)
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert sorted(asked) == [(0, 2 * BLOCK), (2 * BLOCK, len(DATA))]
+    assert fs.cat_file(bucket.url("x")) == DATA
+    assert len(asked) == 2
+
+
+def test_of_a_run_only_what_is_not_kept_is_fetched(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    fs.cat_file(bucket.url("x"), start=BLOCK, end=BLOCK + 1)
+    asked = counted_reads(fs, monkeypatch)
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert asked == [(0, BLOCK), (2 * BLOCK, len(DATA))]
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
+def test_runs_of_small_blocks_are_short(bucket: Any, tmp_path: Path) -> None:
+    """Each block of a run takes a level of calls and a descriptor."""
+    bucket.put("x", DATA * 4)
+    fs = open_fs(tmp_path, bucket.options, block_bytes=512)
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert fs.stats()["requests_origin"] == -(-4 * len(DATA) // (16 * 512))
+
+
+def test_two_that_fetch_ahead_fetch_once(bucket: Any, tmp_path: Path) -> None:
+    for number in range(6):
+        bucket.put(f"many/{number}", DATA[number:])
+    bucket.server.reset()
+    one, other = (open_fs(tmp_path, bucket.options) for _ in range(2))
+    one.prefetch(bucket.url("many"))
+    other.prefetch(bucket.url("many"), wait=True)
+    one.prefetch(bucket.url("many"), wait=True)
+    assert bucket.server.stats()["get_bytes"] == sum(len(DATA[number:]) for number in range(6))
+
+
+def test_a_run_that_fails_keeps_nothing_and_is_asked_for_again(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+    with monkeypatch.context() as patch:
+
+        def fails(*_: Any) -> None:
+            raise OriginError("down")
+
+        patch.setattr(fs.blocks.origin, "read_into", fails)
+        with pytest.raises(OriginError, match="down"):
+            fs.prefetch(bucket.url("x"), wait=True)
+    assert list(tmp_path.glob("blobs/*/*")) == []
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
+def test_no_more_requests_are_under_way_than_agreed(
+    slow_store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.blocks.reader.RUN_BYTES", 4096)
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), block_bytes=4096, engine="fsspec")
+    origin, busy, most = fs.blocks.origin, [], []
+    get = origin.engine.get
+
+    def counting(*asked: Any) -> Any:
+        busy.append(asked)
+        most.append(len(busy))
+        try:
+            return get(*asked)
+        finally:
+            busy.pop()
+
+    origin.engine.get = counting
+    fs.prefetch([f"{BUCKET}/{number}.bin" for number in range(8)], wait=True)
+    assert 2 <= max(most) <= 16
+
+
+def test_who_waits_for_the_origin_hears_a_signal(slow_store: Server, tmp_path: Path) -> None:
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine="obstore")
+    fs.ls(BUCKET)
+    slow_store.behave(stalled=1.0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fs.cat_file(f"{BUCKET}/0.bin", end=10)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        slow_store.behave(stalled=0.0)
+
+
+# On a bad day
+
+
+@pytest.fixture
+def slow_store(tmp_path: Path) -> Iterator[Server]:
+    folder = tmp_path / "objects" / BUCKET
+    folder.mkdir(parents=True)
+    for number in range(8):
+        (folder / f"{number}.bin").write_bytes(DATA[number:])
+    with Server(tmp_path / "objects") as server:
+        yield server
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fault", ["slow_down", "reset", "short", "all"])
+def test_faults_in_passing_change_no_byte(
+    slow_store: Server, tmp_path: Path, engine: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_PAUSE", 0.001)
+    odds = dict.fromkeys(("slow_down", "reset", "short"), 0.1) if fault == "all" else {fault: 0.3}
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine=engine)
+    fs.ls(BUCKET)
+    slow_store.behave(**odds, seed=3)
+    names = [f"{BUCKET}/{number}.bin" for number in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(fs.cat_file, names)) == [DATA[number:] for number in range(8)]
+    blocks = sum(-(-len(DATA[number:]) // BLOCK) for number in range(8))
+    assert blocks <= fs.stats()["requests_origin"] < 3 * blocks  # botocore answers a SlowDown itself
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_origin_that_stays_down_is_one_error(
+    slow_store: Server, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 3)
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_PAUSE", 0.001)
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine=engine)
+    fs.ls(BUCKET)
+    slow_store.behave(reset=1.0)
+    with pytest.raises(OriginError, match=rf"{BUCKET}/0\.bin bytes 0-9: ") as raised:
+        fs.blocks.origin.read(f"{BUCKET}/0.bin", 0, 10, fs.ukey(f"{BUCKET}/0.bin"))
+    assert "\n" not in str(raised.value)
+    assert fs.stats()["requests_origin"] == 3
+
+
+def test_a_body_that_stalls_is_asked_for_again(
+    slow_store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore, "STALL_SECONDS", 1)
+    fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine="obstore")
+    fs.ls(BUCKET)
+    slow_store.behave(stalled=0.5, seed=1)
+    assert fs.cat_file(f"{BUCKET}/0.bin") == DATA
+    assert fs.stats()["requests_origin"] > 4
+
+
+class _Whole(http.server.BaseHTTPRequestHandler):
+    """A store that has never heard of ranges."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(DATA)
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("ETag", '"one"')
+        self.send_header("Last-Modified", formatdate(0, usegmt=True))
+        self.send_header("Content-Length", str(len(DATA)))
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+class _Refusing(_Whole):
+    """A store that knows its objects, and sends none."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.send_response(400)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+
+class _Denying(_Whole):
+    """Lets nobody in."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+
+
+@contextmanager
+def serving(kind: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_store_has_decided_is_not_asked_for_again(tmp_path: Path, engine: str) -> None:
+    _Refusing.asked = 0
+    with serving(_Refusing) as url:
+        fs = open_fs(tmp_path, s3.storage_options(url), engine=engine)
+        with pytest.raises(OriginError, match=r"bucket/x bytes 0-65535: .*Bad Request"):
+            fs.cat_file("bucket/x")
+    assert _Refusing.asked == 4  # once for each block
+
+
+def test_who_is_not_let_in_is_told_so_and_not_that_nothing_is_there() -> None:
+    with serving(_Denying) as url, pytest.raises(OriginError, match="denied access, check the credentials") as raised:
+        Origin(fsspec.filesystem("http", skip_instance_cache=True)).info(f"{url}/x")
+    assert not isinstance(raised.value, OriginNotFound)
+
+
+@pytest.mark.parametrize("cause", [OSError("it does not exist"), None])
+def test_what_other_clients_do_not_find_is_not_there(cause: OSError | None) -> None:
+    """That of HTTP says it of all trouble; others' have a cause, too, and mean it."""
+    error = FileNotFoundError("bucket/x")
+    error.__cause__ = cause
+    with pytest.raises(OriginNotFound), Origin(fsspec.filesystem("memory")).naming("bucket/x"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error", [UnicodeDecodeError("utf-8", b"", 0, 1, "no text"), json.JSONDecodeError("no", "", 0)]
+)
+def test_a_strange_answer_is_no_wrong_option(error: ValueError) -> None:
+    with pytest.raises(type(error)), Origin(fsspec.filesystem("memory")).asking("bucket/x"):
+        raise error
+
+
+@pytest.mark.parametrize("size", [777, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+def test_parts_of_any_size_come_to_lie_where_they_belong(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    bucket.put("x", DATA)
+    fs = open_fs(tmp_path, bucket.options)
+
+    def parts(path: str, start: int, stop: int, version: str) -> Iterator[bytes]:
+        return (DATA[at : min(at + size, stop)] for at in range(start, stop, size))
+
+    monkeypatch.setattr(fs.blocks.origin.engine, "parts", parts)
+    fs.prefetch(bucket.url("x"), wait=True)
+    assert fs.cat_file(bucket.url("x")) == DATA
+
+
+@pytest.mark.parametrize("came", [9, 11])
+def test_a_range_that_is_read_alone_is_as_long_as_asked_for(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, came: int
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 1)
+    bucket.put("x", DATA)
+    origin = open_fs(tmp_path, bucket.options).blocks.origin
+    monkeypatch.setattr(origin.engine, "get", lambda *_: b"x" * came)
+    with pytest.raises(OriginError, match=f"{came} bytes came instead of 10"):
+        origin.read(bucket.url("x"), 0, 10, "any")
+
+
+class _Endless(_Whole):
+    """Sends the whole of a large object for each range, as fast as the other side takes it."""
+
+    size = 64 << 20
+    status = 200
+    asked = sent = 0
+
+    def setup(self) -> None:
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
+        super().setup()
+
+    def do_GET(self) -> None:
+        type(self).asked += 1
+        self.do_HEAD()
+        with suppress(ConnectionError):
+            for first in range(0, self.size, BLOCK):
+                self.wfile.write(self.block(first // BLOCK))
+                type(self).sent += BLOCK
+
+    def do_HEAD(self) -> None:
+        self.send_response(self.status)
+        self.send_header("ETag", '"one"')
+        self.send_header("Last-Modified", formatdate(0, usegmt=True))
+        self.send_header("Content-Length", str(self.size))
+        self.end_headers()
+
+    @staticmethod
+    def block(number: int) -> bytes:
+        return number.to_bytes(8) * (BLOCK // 8)
+
+
+@contextmanager
+def without_ranges(kind: str, cache_dir: Path, block_bytes: int) -> Iterator[tuple[TierCacheFileSystem, str]]:
+    """A filesystem in front of a store that sends its object whole; "s3" or "http"; and what it is called."""
+    _Endless.asked = _Endless.sent = 0
+    with serving(_Endless) as url:
+        if kind == "s3":
+            fs = open_fs(cache_dir, s3.storage_options(url), block_bytes=block_bytes)
+            yield fs, "bucket/x"
+            fs.fs.close_session(fs.fs.loop, fs.fs.s3)
+        else:
+            target = fsspec.filesystem("http", skip_instance_cache=True)
+            given = {"cache_dir": str(cache_dir), "block_bytes": block_bytes, "skip_instance_cache": True}
+            yield TierCacheFileSystem(fs=target, **given), f"{url}/x"
+            target.close_session(target.loop, target._session)
+
+
+SLACK = 8 << 20  # what lies in the buffers of connections when they are closed
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_a_store_that_ignores_ranges_is_read_to_the_end_of_the_range(tmp_path: Path, kind: str) -> None:
+    size = 2 * BLOCK
+    with without_ranges(kind, tmp_path, size) as (fs, path):
+        for first in (0, size):
+            blocks = _Endless.block(first // BLOCK) + _Endless.block(first // BLOCK + 1)
+            assert fs.cat_file(path, first, first + size) == blocks
+        assert _Endless.asked <= 3, "each block once, and once by an engine that cannot read it"
+        assert fs.stats()["bytes_origin"] == 2 * size
+        with pytest.raises(OriginError, match=rf"x bytes {2 * size}-{3 * size - 1}: the store ignores Range"):
+            fs.cat_file(path, 2 * size, 3 * size)
+        assert _Endless.asked <= 4, "the store will not change its mind"
+    assert _Endless.sent < 3 * size + SLACK < _Endless.size // 4
+    if kind == "s3":
+        why = "the store answers a range with the whole object, which obstore refuses"
+        assert fs.stats()["engine_reason"] == why
+
+
+@pytest.mark.parametrize("kind", ["s3", "http"])
+def test_reading_many_blocks_does_not_read_as_many_objects(tmp_path: Path, kind: str) -> None:
+    size = 4 << 20
+    with without_ranges(kind, tmp_path, size) as (fs, path):
+        with pytest.raises(OriginError, match="ignores Range"):
+            fs.cat_file(path)
+        asked = _Endless.asked
+        assert asked <= 2 * _Endless.size // size
+    assert _Endless.sent < 2 * _Endless.size, "a block read costs no object"
+
+
+def test_a_client_that_returns_more_than_a_range_is_asked_once(tmp_path: Path) -> None:
+    class Generous(MemoryFileSystem):
+        protocol = "generous"
+        cachable = False
+        asked = 0
+
+        def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+            type(self).asked += 1
+            return super().cat_file(path)
+
+    generous = Generous()
+    generous.pipe_file("/generous/x", DATA)
+    with pytest.raises(OriginError, match="/generous/x bytes 0-9: the store ignores Range"):
+        Origin(generous).read("/generous/x", 0, 10, version_of(generous.info("/generous/x")))
+    assert Generous.asked == 1

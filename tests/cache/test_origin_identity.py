@@ -1,0 +1,266 @@
+"""The name of a store in cache keys: another one for every place that bytes come from, and no credentials in it."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec
+import pyarrow.fs
+import pytest
+import s3fs
+from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.implementations.dirfs import DirFileSystem
+
+from dataload.cache.origin.identity import PLACES, identity_of
+from dataload.cache.origin.origin import Origin
+from dataload.errors import ConfigError
+
+KEYS = [base64.b64encode(secret).decode() for secret in (b"the first secret", b"the second secret")]
+VARIABLES = (
+    "AWS_CONFIG_FILE",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_PROFILE",
+    "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "AZURE_STORAGE_SAS_TOKEN",
+    "STORAGE_EMULATOR_HOST",
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+
+
+def named(protocol: str, **options: Any) -> str:
+    return Origin(fsspec.filesystem(protocol, **options, skip_instance_cache=True)).identity
+
+
+def connection_string(account: str, key: str = KEYS[0], **more: str) -> str:
+    parts = {"DefaultEndpointsProtocol": "https", "AccountName": account, "AccountKey": key, **more}
+    return ";".join(f"{name}={value}" for name, value in parts.items())
+
+
+@pytest.fixture
+def adlfs() -> Any:
+    return pytest.importorskip("adlfs", reason="adlfs is not installed: Azure's accounts are not told apart here")
+
+
+@pytest.mark.usefixtures("adlfs")
+@pytest.mark.parametrize("protocol", ["abfs", "az"])
+def test_azure_accounts_are_told_apart_by_their_connection_strings(protocol: str) -> None:
+    one, other = (named(protocol, connection_string=connection_string(name)) for name in ("one", "other"))
+    assert one != other
+    assert one == named(protocol, connection_string=connection_string("one", KEYS[1])), "a key is no place"
+    assert one == named(protocol, account_name="one", account_key=KEYS[0])
+    assert one == named(protocol, account_name="one", anon=True)
+    assert one == named(protocol, account_name="one", sas_token="sv=1&sig=abc")
+    assert one != named(protocol, connection_string=connection_string("one", EndpointSuffix="core.chinacloudapi.cn"))
+
+
+@pytest.mark.usefixtures("adlfs")
+def test_azure_accounts_are_told_apart_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for account in ("one", "other"):
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", account)
+        found.append(named("abfs", anon=True))
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    for account in ("one", "other"):
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection_string(account))
+        found.append(named("abfs"))
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+
+
+@pytest.mark.usefixtures("adlfs")
+def test_azure_accounts_behind_one_host_are_told_apart() -> None:
+    def at(account: str) -> str:
+        return named("abfs", account_name=account, account_host="127.0.0.1:10000", anon=True)
+
+    def emulated(account: str) -> str:
+        endpoint = f"http://127.0.0.1:10000/{account}"
+        return named("abfs", connection_string=connection_string(account, BlobEndpoint=endpoint))
+
+    assert at("one") != at("other")
+    assert emulated("one") != emulated("other")
+
+
+@pytest.mark.usefixtures("adlfs")
+def test_no_credential_of_azure_is_in_its_name() -> None:
+    told = connection_string("one", KEYS[0])
+    sas = "BlobEndpoint=http://127.0.0.1:1/one;SharedAccessSignature=sv=1&sig=abc"
+    for options in (
+        {"connection_string": told},
+        {"connection_string": sas},
+        {"account_name": "one", "sas_token": "abc"},
+    ):
+        origin = Origin(fsspec.filesystem("abfs", **options, skip_instance_cache=True))
+        for said in (origin.identity, repr(origin), origin.address):
+            assert not any(secret in said for secret in (KEYS[0], "abc", "AccountKey"))
+
+
+class Accounts(ThreadingHTTPServer):
+    """As much of Azure's blob storage as reading takes: each account has one blob, of which its name is the content."""
+
+    daemon_threads = True
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = urlsplit(self.path).path.split("/")[1].encode()
+            self.send_response(206 if self.command == "GET" else 200)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Content-Range", f"bytes 0-{len(content) - 1}/{len(content)}")
+            self.send_header("ETag", '"the same"')
+            self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+            self.send_header("x-ms-blob-type", "BlockBlob")
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+
+@pytest.mark.usefixtures("adlfs")
+@pytest.mark.parametrize("consistency", ["immutable", "generation"])
+def test_an_azure_account_is_not_served_the_bytes_of_another(tmp_path: Path, consistency: str) -> None:
+    with Accounts(("127.0.0.1", 0), Accounts.Handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            for account in ("uno", "due", "uno"):
+                endpoint = f"http://127.0.0.1:{server.server_port}/{account}"
+                below = {"connection_string": connection_string(account, BlobEndpoint=endpoint)}
+                options = {
+                    "cache_dir": str(tmp_path / "cache"),
+                    "consistency": consistency,
+                    "skip_instance_cache": True,
+                }
+                fs = fsspec.filesystem("tiercache", target_protocol="abfs", target_options=below, **options)
+                assert fs.cat_file("container/blob") == account.encode()
+        finally:
+            server.shutdown()
+    assert fs.stats()["bytes_origin"] == 0, "the third time it is there"
+
+
+def test_emulators_of_google_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gcsfs", reason="gcsfs is not installed: Google's emulators are not told apart here")
+    found = [named("gcs", token="anon"), named("gs", token="anon", endpoint_url="http://127.0.0.1:1")]
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:2")
+    found.append(named("gcs", token="anon"))
+    assert len({place.partition("://")[2] for place in found}) == 3
+
+
+def test_endpoints_of_s3_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    where = {"http://127.0.0.1:1": {"endpoint_url": "http://127.0.0.1:1"}}
+    where["http://127.0.0.1:2"] = {"client_kwargs": {"endpoint_url": "http://127.0.0.1:2"}}
+    found = {place: named("s3", **options) for place, options in where.items()}
+    found["http://127.0.0.1:3"] = Origin(
+        s3fs.S3FileSystem(True, "http://127.0.0.1:3", skip_instance_cache=True)
+    ).identity
+    config = "[profile {0}]\nservices = {0}\n[services {0}]\ns3 =\n  endpoint_url = {1}\n"
+    (tmp_path / "config").write_text(config.format("four", "http://127.0.0.1:4"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    found["http://127.0.0.1:4"] = named("s3", profile="four", anon=True)
+    for number, name in enumerate(("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"), 5):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{number}")
+        found[f"http://127.0.0.1:{number}"] = named("s3", anon=True)
+    assert found == {place: f"s3://{place}" for place in found}
+
+
+def test_hosts_and_accounts_of_servers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hdfs(*args: Any, **options: Any) -> str:
+        return PLACES["hdfs"](Made(*args, **options))
+
+    class Made:
+        """What an HDFS filesystem was made with: to make one takes a cluster, and Java."""
+
+        def __init__(self, host: str = "default", port: int = 0, **options: Any) -> None:
+            self.storage_args = () if host == "default" else (host, port)
+            self.storage_options = options
+
+    assert len({hdfs("one"), hdfs("other"), hdfs("one", 9000), hdfs("default"), hdfs(extra_conf={"a": "b"})}) == 5
+    assert hdfs("one", kerb_ticket="/tmp/krb5cc_1", user="a") == hdfs("one", user="b")
+    before = hdfs()
+    monkeypatch.setenv("HADOOP_CONF_DIR", "/etc/other")
+    assert hdfs() != before
+    one, other = (named("webhdfs", host=host, port=9870) for host in ("one", "other"))
+    assert one != other
+    assert named("http") == named("http", headers={"Authorization": "x"})
+    assert named("http") != named("http", client_kwargs={"base_url": "http://other"})
+
+
+def test_what_lies_below_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder, or what is put together from parts, in a store that the environment names."""
+    found = []
+    for endpoint in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        below = s3fs.S3FileSystem(anon=True, skip_instance_cache=True)
+        found.append(identity_of(DirFileSystem("bucket/folder", below)))
+        s3fs.S3FileSystem.clear_instance_cache()
+        found.append(named("reference", fo={"x": ["bucket/x"]}, remote_protocol="s3", remote_options={"anon": True}))
+    assert len(set(found)) == 4
+
+
+@pytest.mark.parametrize("given", ["fs", "option"])
+def test_a_filesystem_of_pyarrow_is_named_by_what_it_was_told(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(endpoint: str, key: str) -> str:
+        told = {"endpoint_override": endpoint} if given == "option" else {}
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        made = pyarrow.fs.S3FileSystem(region="us-east-1", access_key=key, secret_key=key, **told)
+        return Origin(ArrowFSWrapper(made)).identity
+
+    assert at("http://127.0.0.1:1", "a") == at("http://127.0.0.1:1", "b")
+    assert at("http://127.0.0.1:1", "a") != at("http://127.0.0.1:2", "a")
+
+
+def test_what_says_nothing_of_itself_needs_a_name() -> None:
+    class Mute:
+        def __reduce_ex__(self, _: Any) -> Any:
+            raise TypeError("cannot pickle")
+
+    class Wrapping(fsspec.AbstractFileSystem):
+        protocol = "wrapping"
+
+        def __init__(self, inner: Any, **options: Any) -> None:
+            super().__init__(**options)
+
+    with pytest.raises(ConfigError, match=r"Mute cannot be told from others: name it with origin_id"):
+        _ = Origin(Wrapping(Mute())).identity
+    assert Origin(Wrapping(Mute()), "mine").identity == "mine"
+
+
+NAMES = """
+import os, sys, pickle
+from dataload.cache.origin.identity import identity_of
+print(*map(identity_of, pickle.load(sys.stdin.buffer)), flush=True)
+os._exit(0)  # pyarrow's S3 may crash at the end of a process
+"""
+
+
+def test_names_are_the_same_in_all_processes(tmp_path: Path) -> None:
+    made = [
+        s3fs.S3FileSystem(anon=True),
+        DirFileSystem(str(tmp_path), fsspec.filesystem("file")),
+        ArrowFSWrapper(pyarrow.fs.S3FileSystem(region="us-east-1", endpoint_override="http://127.0.0.1:1")),
+        fsspec.filesystem("reference", fo={"a": [str(tmp_path)]}),
+    ]
+    for seed in ("1", "2"):
+        environment = {"PYTHONHASHSEED": seed, "AWS_DEFAULT_REGION": "us-east-1", "PYTHONPATH": ":".join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", NAMES], input=pickle.dumps(made), capture_output=True, check=True, env=environment
+        )
+        assert done.stdout.decode().split() == [identity_of(filesystem) for filesystem in made]

@@ -1,0 +1,245 @@
+"""Which folders can hold a cache, who may look into it, and what is planted there by others."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow.parquet as pq
+import pytest
+from tiers import LIMIT, key, look, put
+
+from dataload.cache.config import CacheConfig
+from dataload.cache.local import blob_file, fsck, preflight
+from dataload.cache.local.key_locks import KeyLocks
+from dataload.cache.local.tier import LocalTier
+from dataload.cli import app
+from dataload.dataset import make_dataset
+from dataload.errors import ConfigError, CorruptEntry
+
+MOUNTS = """\
+22 21 0:40 / {home} rw - {kind} server:/export rw
+23 21 0:41 / {home}\\040local rw - xfs /dev/nvme0n1 rw
+21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
+"""
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has `tmp_path` be on a filesystem of some type."""
+    mounts, real = tmp_path / "mountinfo", preflight.filesystem_of
+    monkeypatch.setattr(preflight, "filesystem_of", lambda path: real(path, mounts))
+
+    def mount(kind: str) -> None:
+        mounts.write_text(MOUNTS.format(home=tmp_path, kind=kind))
+
+    return mount
+
+
+NETWORK = ["nfs4", "cifs", "9p", "fuse", "fuse.sshfs", "ceph", "lustre"]
+FORMERLY_MISSED = ["wekafs", "panfs", "pvfs2", "ocfs2", "gfs2", "virtiofs", "of-next-year"]
+
+
+@pytest.mark.parametrize("kind", [*NETWORK, *FORMERLY_MISSED])
+def test_only_filesystems_known_to_be_local_hold_a_cache(
+    tmp_path: Path, mounted: Callable[[str], None], kind: str
+) -> None:
+    mounted(kind)
+    says = rf"{tmp_path}/c is on a filesystem of type {kind}, .*local disk.*allow_network_filesystem=True"
+    with pytest.raises(ConfigError, match=says):
+        put(LocalTier(tmp_path / "c"), "x/0")
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay"])
+def test_local_filesystems_hold_a_cache(tmp_path: Path, mounted: Callable[[str], None], kind: str) -> None:
+    mounted(kind)
+    put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_a_filesystem_that_cannot_be_told_holds_no_cache(tmp_path: Path, mounted: Callable[[str], None]) -> None:
+    with pytest.raises(ConfigError, match="a filesystem of unknown type"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_any_filesystem_holds_a_cache_where_the_user_says_so(
+    tmp_path: Path, mounted: Callable[[str], None], table_of: Any
+) -> None:
+    """Said to the filesystem or to a dataset, and so to their pickled copies."""
+    mounted("wekafs")
+    (tmp_path / "x.bin").write_bytes(b"some bytes")
+    told = {"cache_dir": str(tmp_path / "c"), "allow_network_filesystem": True}
+    fs = fsspec.filesystem("tiercache", target_protocol="file", skip_instance_cache=True, **told)
+    assert fs.cat_file(str(tmp_path / "x.bin")) == b"some bytes"
+    copy = pickle.loads(pickle.dumps(fs))
+    assert copy.cat_file(str(tmp_path / "x.bin")) == b"some bytes"
+    assert copy.stats()["hits"] == 1
+    pq.write_table(table_of(0, 10), tmp_path / "x.parquet")
+    for cluster in (None, "valkey://127.0.0.1:1"):
+        dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(**told, cluster=cluster))
+        again = pickle.loads(pickle.dumps(dataset.blocks.tier))
+        put(again, "x/0")
+        assert again.health.state == "normal"
+
+
+def test_commands_look_at_a_cache_on_any_filesystem_when_told_to(
+    tmp_path: Path, mounted: Callable[[str], None]
+) -> None:
+    mounted("ext4")
+    put(LocalTier(tmp_path / "c"), "x/0")
+    mounted("wekafs")
+    options = ["cache", "stats", "--cache-dir", str(tmp_path / "c")]
+    with pytest.raises(ConfigError, match="wekafs"):
+        app.app(options, standalone_mode=False)
+    app.app([*options, "--allow-network-filesystem"], standalone_mode=False)
+
+
+def test_the_innermost_mount_counts(tmp_path: Path) -> None:
+    home, mounts = tmp_path / "home", tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS.format(home=home, kind="nfs4"))
+    for name, kind in (("home", "nfs4"), ("home local", "xfs"), ("homes", "ext4")):
+        (tmp_path / name).mkdir()
+        assert preflight.filesystem_of(tmp_path / name, mounts) == kind
+    (tmp_path / "link").symlink_to(home)
+    assert preflight.filesystem_of(tmp_path / "link", mounts) == "nfs4"
+    assert preflight.filesystem_of(home, tmp_path / "none") == ""
+    assert preflight.filesystem_of(tmp_path)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, filled: bool) -> None:
+    if filled:
+        put(LocalTier(tmp_path / "c"), "x/0")
+    else:
+        (tmp_path / "c").mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "c").stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"belongs to user \d+, this process runs as \d+"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_root_too_is_refused_in_a_folder_of_another_user(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a folder away")
+    (tmp_path / "c").mkdir()
+    os.chown(tmp_path / "c", 12345, 12345)
+    with pytest.raises(ConfigError, match="belongs to user 12345, this process runs as 0"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+@pytest.mark.parametrize("made_by_user", [False, True])
+def test_nobody_else_may_look_into_a_cache(tmp_path: Path, *, made_by_user: bool) -> None:
+    path, mask = tmp_path / "c", os.umask(0)
+    try:
+        if made_by_user:
+            path.mkdir(mode=0o777)
+        tier = LocalTier(path)
+        put(tier, "x/0")
+        modes = {entry: entry.stat().st_mode & 0o777 for entry in [path, *path.rglob("*")]}
+    finally:
+        os.umask(mask)
+    assert {mode for entry, mode in modes.items() if entry.is_dir()} == {0o700}
+    assert {mode for entry, mode in modes.items() if entry.is_file()} == {0o600}
+
+
+@pytest.mark.parametrize("name", preflight.OUR_NAMES)
+def test_planted_links_are_refused(tmp_path: Path, name: str) -> None:
+    path, elsewhere = tmp_path / "c", tmp_path / "elsewhere"
+    put(LocalTier(path), "x/0")
+    shutil.move(path / name, elsewhere)
+    (path / name).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=f"symbolic link, {name}"):
+        put(LocalTier(path), "x/0")
+
+
+def test_a_link_planted_just_after_the_look_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that anybody may write to, until it becomes a cache."""
+    path, victim = tmp_path / "c", tmp_path / "victim"
+    monkeypatch.setattr(preflight, "check", lambda path, **_: (path / "locks").symlink_to(victim))
+    with pytest.raises(ConfigError, match="symbolic links"):
+        put(LocalTier(path), "x/0")
+    assert not victim.exists()
+    victim.touch()
+    with pytest.raises(OSError, match="symbolic links"), KeyLocks(str(path / "locks")).hold(bytes(32), timeout=0):
+        pass
+
+
+def test_nothing_is_written_through_links(tmp_path: Path) -> None:
+    tier, victim, folder = LocalTier(tmp_path / "c", LIMIT), tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("precious")
+    folder.mkdir()
+    target = tier.folder.path_of(key("x/0").digest)
+    target.parent.symlink_to(folder)
+    put(tier, "x/0")
+    assert list(folder.iterdir()) == []
+    target.parent.unlink()
+    target.parent.mkdir()
+    target.symlink_to(victim)
+    tier = LocalTier(tmp_path / "c", LIMIT)
+    put(tier, "x/0")
+    assert not target.is_symlink()
+    assert look(tier, "x/0")
+    (tmp_path / "draft").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        blob_file.create(tmp_path / "draft")
+    assert victim.read_text() == "precious"
+
+
+def test_links_in_tmp_are_not_swept(tmp_path: Path) -> None:
+    put(LocalTier(tmp_path / "c"), "x/0")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("the only copy")
+    (tmp_path / "c" / "tmp" / "0-0").symlink_to(tmp_path / "folder")
+    (tmp_path / "c" / "tmp" / "1-1").mkdir()
+    (tmp_path / "c" / "tmp" / "1-1" / "what is this").write_text("")
+    (tmp_path / "c" / "tmp" / "stray").write_text("")
+    tier = LocalTier(tmp_path / "c", LIMIT)
+    assert look(tier, "x/0")
+    put(tier, "huge")
+    assert fsck.evict(tier.folder, path="bucket/x") > 0
+    assert (tmp_path / "folder" / "thesis.tex").exists()
+
+
+def test_the_first_format_is_refused_by_name(tmp_path: Path) -> None:
+    put(LocalTier(tmp_path / "c"), "x/0")
+    (tmp_path / "c" / "FORMAT").write_text(json.dumps({"format": 0}))
+    with pytest.raises(ConfigError, match="has format 0, this version reads 3: remove it or name another"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+@pytest.mark.parametrize("found", ["", "{", "[]", "{}", "7"])
+def test_a_format_that_cannot_be_read_is_refused(tmp_path: Path, found: str) -> None:
+    put(LocalTier(tmp_path / "c"), "x/0")
+    (tmp_path / "c" / "FORMAT").write_text(found)
+    with pytest.raises(ConfigError, match="has format unreadable"):
+        put(LocalTier(tmp_path / "c"), "x/0")
+
+
+def test_a_format_that_a_power_failure_took_back_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+    )
+    tier = LocalTier(tmp_path / "c")
+    assert tier.folder
+    assert synced[:2] == ["locks.FORMAT", "c"]
+
+
+def test_a_cache_that_cannot_be_opened_just_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(LocalTier(tmp_path / "c"), "x/0")
+
+    def mkdir(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(ConfigError, match="cannot be opened just now"):
+        fsck.open_existing(tmp_path / "c")
+
+
+def test_corrupt_entries_are_no_user_error(tmp_path: Path) -> None:
+    assert issubclass(CorruptEntry, OSError)

@@ -1,0 +1,163 @@
+"""A process that stands still (SIGSTOP, a frozen cgroup) holds nobody up for long, wherever it was stopped."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiers import LIMIT, assert_sound, fork_server, key, look, put
+
+from dataload.cache.local import failpoints, fsck, index
+from dataload.cache.local.tier import LocalTier
+
+NAMES = ("x/0", "x/2", "x/3")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> Iterator[None]:
+    with fork_server():
+        yield
+
+
+@contextmanager
+def stopped(act: Callable[[LocalTier], object], path: Path) -> Iterator[None]:
+    """A process that stops itself in the middle of something, until the block ends."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act(LocalTier(path, LIMIT, "lru"))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGCONT)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def stop_myself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stop_in_a_transaction(tier: LocalTier) -> None:
+    with tier.folder.index._transaction(write=True):
+        stop_myself()
+
+
+def stop_at(step: str, act: Callable[[LocalTier], object]) -> Callable[[LocalTier], None]:
+    def until_there(tier: LocalTier) -> None:
+        arrivals = itertools.count()
+        failpoints.watch(lambda name: stop_myself() if name == step and next(arrivals) == 0 else None)
+        act(tier)
+
+    return until_there
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> LocalTier:
+    tier = LocalTier(tmp_path / "c", LIMIT, "lru")
+    for name in NAMES:
+        put(tier, name)
+    return tier
+
+
+def test_hits_do_not_wait_for_a_process_stopped_in_the_index(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits(_: float) -> None:
+        raise AssertionError("a hit waited for another process")
+
+    with stopped(stop_in_a_transaction, tier.path):
+        monkeypatch.setattr(index.time, "sleep", waits)
+        for _ in range(1000):
+            tier._flush_at = 0.0  # Every hit would note uses.
+            assert all(look(tier, name) for name in NAMES)
+        monkeypatch.undo()
+    assert "errors" not in tier.stats()
+    tier.flush()
+
+
+def test_a_fill_gives_up_on_a_process_stopped_in_the_index(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads without caching, the next ones at once; when the other goes on, fills are kept again."""
+    now = [time.monotonic()]
+    tier.health.writes._clock = lambda: now[0]
+    with stopped(stop_in_a_transaction, tier.path):
+        put(tier, "y/0")
+        assert tier.health.state == "degraded"
+        waited = tier.stats()["errors"]
+        for name in ("y/1", "y/2", "y/3"):
+            put(tier, name)
+        assert tier.stats()["errors"] == waited, "each of them waited"
+        assert all(look(tier, name) for name in NAMES)
+        assert not look(tier, "y/0")
+    now[0] += 100
+    put(tier, "y/0")
+    assert tier.health.state == "normal"
+    assert look(tier, "y/0")
+    assert fsck.verify(tier.folder).problems == []
+
+
+def test_a_process_that_comes_later_reads_what_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "c"
+    child = os.fork()
+    if child == 0:
+        mine = LocalTier(path, LIMIT, "lru")
+        for name in NAMES:
+            put(mine, name)
+        stop_in_a_transaction(mine)
+        os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    late = LocalTier(path, LIMIT, "lru")
+    assert all(look(late, name) for name in NAMES)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("step", ["evict: unlinked", "evict: dropped"])
+def test_a_process_stopped_in_an_eviction_holds_nobody_up(tier: LocalTier, step: str) -> None:
+    """Files are removed outside transactions: others go on filling, evicting and reading."""
+    evicting = stop_at(step, lambda other: fsck.evict(other.folder, keep_bytes=LIMIT // 4))
+    with stopped(evicting, tier.path):
+        for name in ("y/0", "y/1", "y/2", "z/0"):
+            put(tier, name)
+            assert look(tier, name)
+        assert tier.health.state == "normal"
+        assert "errors" not in tier.stats()
+    path = tier.path
+    del tier
+    assert assert_sound(path, LIMIT)
+
+
+def test_no_transaction_handles_more_than_its_share(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of many blobs is evicted and scanned by many short transactions."""
+    monkeypatch.setattr(index, "BATCH_ROWS", 2)
+    rows: list[int] = []
+    real_row, real_transaction = index.Index._row, index.Index._transaction
+
+    @contextmanager
+    def transaction(self: index.Index, **options: Any) -> Iterator[Any]:
+        rows.append(0)
+        with real_transaction(self, **options) as txn:
+            yield txn
+
+    def row(self: index.Index, txn: object, digest: bytes) -> object:
+        rows[-1] += 1
+        return real_row(self, txn, digest)
+
+    monkeypatch.setattr(index.Index, "_transaction", transaction)
+    monkeypatch.setattr(index.Index, "_row", row)
+    monkeypatch.setattr("dataload.cache.local.directory.EVICTED_AT_ONCE", 2)
+    for number in range(10):
+        put(tier, f"a/{6 * number + 1}")
+    tier.lease(key(f"a/{6 * number + 1}") for number in range(10))
+    assert len(tier.folder.index.rows()) == 13
+    fsck.evict(tier.folder)
+    assert tier.folder.index.rows() == []
+    assert max(rows) <= 8  # the first batch of a scan

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import make_dataset
+from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.config import CacheConfig
+from dataload.cache.filesystem import open_source
+from dataload.cache.local.tier import LocalTier
+from dataload.catalog.footer_cache import (
+    RUN,
+    RUNS_AT_ONCE,
+    _name,
+    _runs,
+    read_footer,
+    read_footers,
+    run_digest,
+    stored_footer,
+)
+from dataload.catalog.manifest import Manifest
+from dataload.dataset import Dataset
+from dataload.errors import DataError
+from dataload.formats.base import Footer
+from dataload.formats.detect import parse_footer
+
+FILES = 24
+
+
+@pytest.fixture
+def opened(bucket: Any, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Dataset]:
+    """A dataset in runs of about four files."""
+    monkeypatch.setattr("dataload.catalog.footer_cache.RUN", 4)
+    return lambda url: make_dataset(url, storage_options=bucket.options, cache=cache)
+
+
+def runs_of(dataset: Dataset) -> set[Object]:
+    return {group.kept.run for group in dataset.row_groups}
+
+
+def fetched(bucket: Any) -> int:
+    return int(bucket.server.stats()["get_requests"])
+
+
+def objects(count: int) -> list[Object]:
+    return [Object(f"bucket/part-{number:05d}.parquet", 1, "v") for number in range(count)]
+
+
+def test_a_run_has_a_few_dozen_files_and_all_have_one() -> None:
+    many = objects(10_000)
+    runs = list(_runs(many))
+    assert [obj for run in runs for obj in run] == many
+    assert RUN / 1.3 < len(many) / len(runs) < RUN * 1.3
+    assert list(_runs([])) == []
+
+
+def test_one_file_more_or_less_changes_one_run() -> None:
+    many = objects(10_000)
+    before = {tuple(run) for run in _runs(many)}
+    for number in range(0, 10_000, 97):
+        after = {tuple(run) for run in _runs(many[:number] + many[number + 1 :])}
+        assert len(after - before) <= 1
+
+
+def test_one_file_more_fetches_the_footers_of_its_run(
+    opened: Callable[[str], Dataset], bucket: Any, dataset_of: Callable[..., str]
+) -> None:
+    first = opened(dataset_of([[3, 1]] * FILES))
+    assert fetched(bucket) == FILES
+    second = opened(dataset_of([[3, 1]] * FILES + [[5]]))
+    [run] = runs_of(second) - runs_of(first)
+    assert fetched(bucket) == len({group.file for group in second.row_groups if group.kept.run == run})
+    assert second.num_rows == first.num_rows + 5
+
+
+def test_no_more_footers_are_in_memory_than_are_looked_at(
+    opened: Callable[[str], Dataset], dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tables with thousands of columns each is some megabytes, and ten times as much once it is understood."""
+    parsed: list[weakref.ref[Any]] = []
+    most = 0
+
+    def parse(footer: memoryview, obj: Object) -> Footer:
+        nonlocal most
+        found = parse_footer(footer, obj)
+        parsed.append(weakref.ref(found))
+        most = max(most, sum(one() is not None for one in parsed))
+        return found
+
+    monkeypatch.setattr("dataload.catalog.footer_cache.parse_footer", parse)
+    opened(dataset_of([[3, 1]] * FILES))
+    assert len(parsed) == FILES
+    assert most <= 2 * RUNS_AT_ONCE
+
+
+def test_progress_has_each_file_fetched_or_kept(
+    opened: Callable[[str], Dataset], bucket: Any, dataset_of: Callable[..., str]
+) -> None:
+    dataset = opened(dataset_of([[3]] * FILES))
+    files = [group.file for group in dataset.row_groups]
+    seen: list[Object] = []
+    read_footers(files, dataset.blocks, lambda _: None, seen.append)
+    assert sorted(seen, key=lambda file: file.path) == files
+    assert fetched(bucket) == FILES
+
+
+def test_footers_are_told_apart(opened: Callable[[str], Dataset], dataset_of: Callable[..., str]) -> None:
+    dataset = opened(dataset_of([[number + 1] * (1 + number % 3) for number in range(FILES)]))
+    for group in dataset.row_groups:
+        assert stored_footer(group.kept, dataset.blocks) is not None
+        assert read_footer(group.file, group.kept, dataset.blocks).lengths[group.number] == group.rows
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 2000)])
+def test_a_run_that_is_gone_or_damaged_is_done_without(
+    opened: Callable[[str], Dataset], bucket: Any, dataset_of: Callable[..., str], damage: Callable[[Path], Any]
+) -> None:
+    dataset = opened(dataset_of([[3], [4], [5]]))
+    tier, group = dataset.blocks.tier, dataset.row_groups[1]
+    assert isinstance(tier, LocalTier)
+    damage(tier.folder.path_of(run_digest(group.kept.run, dataset.blocks)))
+    before = fetched(bucket)
+    for _ in range(2):
+        assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
+    assert fetched(bucket) - before == 1
+    errors = dataset.blocks.stats()["errors"]["local"]
+    read_footer(group.file, group.kept, dataset.blocks)
+    assert dataset.blocks.stats()["errors"]["local"] == errors
+
+
+def test_of_a_run_that_another_host_has_nothing_is_fetched(
+    opened: Callable[[str], Dataset], bucket: Any, dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = opened(dataset_of([[3], [4], [5]]))
+    tier, group = dataset.blocks.tier, dataset.row_groups[1]
+    assert isinstance(tier, LocalTier)
+    path = tier.folder.path_of(run_digest(group.kept.run, dataset.blocks))
+    whole = tier.get(dataset.blocks.key(group.kept.run, "footers"))
+    path.unlink()
+    monkeypatch.setattr(tier, "bring", lambda _: [whole])  # and there is no room for it here
+    before = fetched(bucket)
+    assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
+    assert fetched(bucket) == before
+
+
+def test_where_one_cannot_be_read_the_others_are_not_waited_for(
+    bucket: Any, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, (first, *others) = open_source(bucket.url(), bucket.options, cache), objects(1000)
+    first_asked, begun, asked = threading.Event(), threading.Event(), []
+
+    def name(run: list[Object]) -> Object:
+        if run == others:
+            assert first_asked.wait(60)
+            begun.set()
+        return _name(run)
+
+    def fetch(obj: Object, _: Blocks) -> bytes:
+        asked.append(obj)
+        if obj == first:
+            first_asked.set()
+            assert begun.wait(60)
+            raise DataError(obj.path)
+        threading.Event().wait(0.01)
+        return b""
+
+    monkeypatch.setattr("dataload.catalog.footer_cache._runs", lambda _: [[first], others])
+    monkeypatch.setattr("dataload.catalog.footer_cache._name", name)
+    monkeypatch.setattr("dataload.catalog.footer_cache.FOOTERS_IN_FLIGHT", 1)
+    monkeypatch.setattr("dataload.catalog.footer_cache.fetch_footer", fetch)
+    with pytest.raises(DataError, match="part-00000"):
+        read_footers([first, *others], blocks, lambda _: None)
+    assert len(asked) < 500
+
+
+def test_a_part_of_a_manifest_still_says_where_footers_are(
+    opened: Callable[[str], Dataset], dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.catalog.footer_cache.RUN", 1)
+    dataset = opened(dataset_of([[number] for number in range(1, 8)]))
+    part = Manifest.from_bytes(dataset.manifest.only([1, 4, 6]).to_bytes())
+    for group in part.row_groups:
+        assert stored_footer(group.kept, dataset.blocks) is not None
+        assert read_footer(group.file, group.kept, dataset.blocks).lengths == [group.rows]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_what_is_held_is_of_the_columns_that_are_read(tmp_path: Path, kind: str) -> None:
+    """So that labels of large images are fetched many at a time."""
+    table = pa.table({"label": range(100), "image": [os.urandom(20_000) for _ in range(100)]})
+    path = tmp_path / f"x.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    dataset = make_dataset(str(path), cache=None)
+    [group] = dataset.row_groups
+    footer = read_footer(group.file, group.kept, dataset.blocks)
+    assert footer.held_bytes(0, ["label", "image"]) == pytest.approx(2_000_000, rel=0.01)
+    assert footer.held_bytes(0, ["label"]) < 2000

@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import make_dataset
+from dataload.cache.config import CacheConfig
+from dataload.cache.filesystem import open_source
+from dataload.catalog.manifest import Manifest, resolve
+from dataload.errors import ConfigError, DataError, OriginNotFound
+
+
+def manifest_of(bucket: Any, cache: CacheConfig, folder: str = "data") -> Manifest:
+    return resolve(bucket.url(folder), open_source(bucket.url(), bucket.options, cache))
+
+
+def test_files_row_groups_and_rows_come_in_order(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
+    dataset = make_dataset(dataset_of([[3, 4], [5], [0, 2]]), storage_options=bucket.options, cache=cache)
+    assert [(group.number, group.rows) for group in dataset.row_groups][:3] == [(0, 3), (1, 4), (0, 5)]
+    assert len(dataset) == dataset.num_rows == 14
+    assert [row["row_id"].item() for row in dataset.__getitems__(range(14))] == list(range(14))
+    assert dataset.schema.names == ["row_id", "half", "vector", "text"]
+
+
+def test_a_file_a_folder_a_glob_and_a_list_name_the_same(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
+    url = dataset_of([[3], [4]])
+    sources = [url, f"{url}/*.parquet", [f"{url}/part-001.parquet", f"{url}/part-000.parquet"], [url, url]]
+    found = {make_dataset(source, storage_options=bucket.options, cache=cache).fingerprint for source in sources}
+    assert len(found) == 1
+    one = make_dataset(f"{url}/part-001.parquet", storage_options=bucket.options, cache=cache)
+    assert len(one) == 4
+    assert one.fingerprint not in found
+
+
+def test_footers_are_read_once_a_host(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+    url = dataset_of([[3], [4], [5]])
+    first = make_dataset(url, storage_options=bucket.options, cache=cache)
+    assert bucket.server.stats()["get_requests"] == 3
+    second = make_dataset(url, storage_options=bucket.options, cache=cache)
+    assert bucket.server.stats()["get_requests"] == 3
+    assert second.manifest == first.manifest
+
+
+def test_a_changed_object_changes_the_fingerprint(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
+    before = make_dataset(dataset_of([[3], [4]]), storage_options=bucket.options, cache=cache)
+    after = make_dataset(dataset_of([[3], [5]]), storage_options=bucket.options, cache=cache)
+    assert after.fingerprint != before.fingerprint
+    assert len(after) == 8
+
+
+def test_a_manifest_survives_its_bytes(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+    manifest = make_dataset(dataset_of([[3, 0], [4]]), storage_options=bucket.options, cache=cache).manifest
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+NESTED = pa.table(
+    {
+        "id": [1, 2, 3],
+        "image": [{"bytes": b"x" * size, "info": {"path": "a" * size, "width": size}} for size in (1, 20, 300)],
+        "pairs": pa.array([[("k", 1)], [], [("l", 2)]], pa.map_(pa.string(), pa.int64())),
+        "boxes": [[{"x": 1, "tag": "t"}], [], [{"x": 2, "tag": "u" * 50}]],
+        "kind": pa.array(["a", "b", "a"]).dictionary_encode(),
+        "vector": pa.array([[1.0, 2.0]] * 3, pa.list_(pa.float32(), 2)),
+        "tokens": [[1], [1, 2], []],
+    }
+)
+
+
+def test_struct_members_are_columns(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put_table("data/x.parquet", NESTED)
+    manifest = manifest_of(bucket, cache)
+    members = ["image.bytes", "image.info.path", "image.info.width"]
+    assert manifest.schema.names == ["id", *members, "pairs", "boxes", "kind", "vector", "tokens"]
+    assert manifest.schema.field("image.info.width").type == pa.int64()
+    assert manifest.select(None) == manifest.schema.names
+    assert manifest.select(["tokens", "image", "id"]) == ["tokens", *members, "id"]
+    assert manifest.select(["image.info", "image.bytes"]) == [*members[1:], members[0]]
+    manifest.check_columns(["image.info", "image.info.path", "kind"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        (["id", "id"], "'id' 2 times"),
+        (["image", "image.info.path"], "'image.info.path' 2 times"),
+        (["image.byte"], "'image.byte'.*did you mean 'image.bytes'"),
+        (["imag"], "'imag' is not in the dataset"),
+        ([""], "'' is not in the dataset"),
+    ],
+)
+def test_columns_that_cannot_be_chosen(bucket: Any, cache: CacheConfig, columns: list[str], says: str) -> None:
+    bucket.put_table("data/x.parquet", NESTED)
+    with pytest.raises(ConfigError, match=says):
+        manifest_of(bucket, cache).select(columns)
+
+
+def test_sizes_of_ragged_columns(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put_table("data/x.parquet", NESTED, row_group_size=2, use_dictionary=["kind"])
+    manifest = manifest_of(bucket, cache)
+    assert manifest.ragged == ("image.bytes", "image.info.path", "pairs", "boxes", "kind", "tokens")
+    body = bucket.client.get_object(Bucket=bucket.name, Key="data/x.parquet")["Body"].read()
+    footer = pq.read_metadata(pa.BufferReader(body))
+    for group in manifest.row_groups:
+        of = footer.row_group(group.number)
+        chunks = [of.column(number) for number in range(of.num_columns)]
+        for name, size in zip(manifest.ragged, group.sizes, strict=True):
+            mine = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{name}.")]
+            kind = manifest.schema.field(name).type
+            if pa.types.is_list(kind) and pa.types.is_integer(kind.value_type):  # of numbers, however they are encoded
+                assert size == sum(chunk.num_values for chunk in mine) * kind.value_type.bit_width // 8
+            else:
+                assert size == sum(chunk.total_uncompressed_size for chunk in mine) > 0
+    assert manifest.row_groups[1].sizes[0] > 300
+
+
+def test_a_manifest_is_small(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put_table("data/x.parquet", pa.table({"a": range(1000), "text": ["x"] * 1000}), row_group_size=1)
+    manifest = manifest_of(bucket, cache)
+    assert len(manifest.to_bytes()) < 20 * len(manifest.row_groups)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+
+
+def test_long_footers(bucket: Any, cache: CacheConfig) -> None:
+    wide = pa.table({f"column {number} {'x' * 200}": np.arange(10) for number in range(500)})
+    bucket.put_table("wide/x.parquet", wide, row_group_size=5)
+    dataset = make_dataset(bucket.url("wide"), storage_options=bucket.options, cache=cache)
+    assert len(dataset) == 10
+    assert len(dataset.schema) == 500
+
+
+def test_hidden_and_folder_objects_are_passed_over(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
+    url = dataset_of([[3]])
+    for key in ("data/_SUCCESS", "data/.part.crc", "data/_temporary/x.parquet", "data/"):
+        bucket.put(key, b"")
+    assert len(make_dataset(url, storage_options=bucket.options, cache=cache)) == 3
+
+
+def test_without_a_cache(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    dataset = make_dataset(dataset_of([[3]]), storage_options=bucket.options, cache=None)
+    assert dataset[2]["row_id"] == 2
+
+
+def test_a_local_folder(tmp_path: Path, cache: CacheConfig) -> None:
+    pa.parquet.write_table(pa.table({"a": [1, 2]}), tmp_path / "x.parquet")
+    assert make_dataset(tmp_path / "x.parquet", cache=cache)[1]["a"] == 2
+
+
+def test_a_tiercache_url(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    options = {"s3": bucket.options, "tiercache": {"cache_dir": str(tmp_path / "c")}}
+    assert len(make_dataset(f"tiercache::{dataset_of([[3]])}", storage_options=options)) == 3
+    assert (tmp_path / "c" / "FORMAT").exists()
+
+
+# Bad input: each names the thing and says what to do
+
+
+def refused(error: type[Exception], says: str, *args: Any, **kwargs: Any) -> None:
+    with pytest.raises(error, match=says) as caught:
+        make_dataset(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_bucket(bucket: Any, cache: CacheConfig) -> None:
+    refused(
+        OriginNotFound, "no-such-bucket.*check", "s3://no-such-bucket/x", storage_options=bucket.options, cache=cache
+    )
+
+
+def test_an_empty_prefix(bucket: Any, cache: CacheConfig) -> None:
+    for url in (bucket.url("nothing/here"), bucket.url("*.parquet")):
+        refused(OriginNotFound, f"{bucket.name}.*check", url, storage_options=bucket.options, cache=cache)
+
+
+@pytest.mark.parametrize("body", [b"", b"PAR1", b"a,b\n1,2\n", b"x" * 100_000])
+def test_a_file_that_is_no_parquet(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, body: bytes
+) -> None:
+    url = dataset_of([[3]])
+    bucket.put("data/notes.csv", body)
+    refused(DataError, r"notes\.csv is not a Parquet file", url, storage_options=bucket.options, cache=cache)
+
+
+def test_a_parquet_file_cut_short(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put("data/cut.parquet", b"PAR1" + (10**6).to_bytes(4, "little") + b"PAR1")
+    refused(DataError, r"cut\.parquet is cut short", bucket.url("data"), storage_options=bucket.options, cache=cache)
+    bucket.put("data/cut.parquet", b"PAR1" + b"x" * 50 + (50).to_bytes(4, "little") + b"PAR1")
+    refused(DataError, r"cut\.parquet", bucket.url("data"), storage_options=bucket.options, cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"a": [1.5], "b": ["x"]}, "column 'a': double"),
+        ({"a": [1]}, "column 'b': missing"),
+        ({"a": [1], "b": ["x"], "c": [1]}, "column 'c': int64"),
+        ({"b": ["x"], "a": [1]}, "another order"),
+    ],
+)
+def test_schemas_that_differ(bucket: Any, cache: CacheConfig, other: dict[str, Any], says: str) -> None:
+    bucket.put_table("data/0.parquet", pa.table({"a": [1], "b": ["x"]}))
+    bucket.put_table("data/1.parquet", pa.table(other))
+    refused(
+        DataError,
+        rf"1\.parquet and .*0\.parquet.*{says}",
+        bucket.url("data"),
+        storage_options=bucket.options,
+        cache=cache,
+    )
+
+
+def test_a_column_that_does_not_exist(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+    url = dataset_of([[3]])
+    options = {"storage_options": bucket.options, "cache": cache}
+    refused(ConfigError, "'rowid'.*did you mean 'row_id'", url, columns=["rowid"], **options)
+    refused(ConfigError, "'zzz'.*'row_id', 'half'", url, columns=["zzz"], **options)
+
+
+def test_an_unwritable_cache(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    unwritable = CacheConfig(cache_dir=str(tmp_path / "file" / "cache"))
+    refused(
+        ConfigError, "file/cache cannot be used", dataset_of([[3]]), storage_options=bucket.options, cache=unwritable
+    )
+
+
+def test_a_glob_below_a_hidden_folder(bucket: Any, cache: CacheConfig) -> None:
+    import pyarrow as pa
+
+    bucket.put_table("_made/.today/x.parquet", pa.table({"a": [1]}))
+    for url in (bucket.url("_made/.today/*.parquet"), bucket.url("_made/.today")):
+        assert len(make_dataset(url, storage_options=bucket.options, cache=cache)) == 1
+
+
+def test_nullability_does_not_matter(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put_table("data/0.parquet", pa.table({"a": [1]}))
+    bucket.put_table("data/1.parquet", pa.table({"a": [2]}, pa.schema([pa.field("a", pa.int64(), nullable=False)])))
+    assert len(make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache)) == 2
+
+
+def test_a_damaged_page_names_its_file(bucket: Any, cache: CacheConfig) -> None:
+    table = pa.table({"a": [str(number) for number in range(1000)]})
+    bucket.put_table("data/x.parquet", table, compression="snappy", use_dictionary=False)
+    body = bytearray(bucket.client.get_object(Bucket=bucket.name, Key="data/x.parquet")["Body"].read())
+    body[100:1500] = b"\xff" * 1400
+    bucket.put("data/x.parquet", bytes(body))
+    dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache)
+    with pytest.raises(DataError, match=r"data/x\.parquet row group 0 cannot be decoded"):
+        dataset[0]
+
+
+def test_a_type_that_batches_cannot_hold(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put_table("data/x.parquet", pa.table({"fine": [1], "odd": [["x"]]}))
+    url = bucket.url("data")
+    refused(DataError, "'odd'.*list", url, storage_options=bucket.options, cache=cache)
+    assert make_dataset(url, columns=["fine"], storage_options=bucket.options, cache=cache)[0]["fine"] == 1
+
+
+@pytest.mark.parametrize("source", ["warp://x/y", []])
+def test_a_source_that_names_nothing(source: Any, cache: CacheConfig) -> None:
+    with pytest.raises(ConfigError):
+        make_dataset(source, cache=cache)

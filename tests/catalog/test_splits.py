@@ -1,0 +1,173 @@
+"""Parts of a dataset: disjoint, together everything, near the fractions, and always the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataload import make_dataset
+from dataload.cache.blocks.reader import Object
+from dataload.cache.config import CacheConfig
+from dataload.catalog.footer_cache import Kept
+from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.catalog.splits import split
+from dataload.errors import ConfigError
+
+KEPT = Kept(Object("bucket", 0, "run"), 0)
+
+
+def manifest_of(files: Sequence[Sequence[int]]) -> Manifest:
+    groups = [
+        RowGroup(Object(f"bucket/{name}.parquet", 1, "v"), KEPT, number, rows, 10 * rows)
+        for name, counts in enumerate(files)
+        for number, rows in enumerate(counts)
+    ]
+    return Manifest(pa.schema({"a": pa.int64()}), tuple(groups), "whole")
+
+
+def fractions_of(weights: Sequence[int]) -> list[float]:
+    return [weight / sum(weights) for weight in weights]
+
+
+@given(
+    files=st.lists(st.lists(st.integers(0, 50), max_size=5), min_size=1, max_size=8),
+    weights=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    seed=st.integers(0, 5),
+)
+def test_parts(files: list[list[int]], weights: list[int], seed: int) -> None:
+    whole, fractions = manifest_of(files), fractions_of(weights)
+    filled = sum(rows > 0 for counts in files for rows in counts)
+    if filled < len(fractions):
+        with pytest.raises(ConfigError, match=f"{len(fractions)} parts .* has {filled} with rows"):
+            split(whole, fractions, seed)
+        return
+    parts = split(whole, fractions, seed)
+    together = [group for part in parts for group in part.row_groups]
+    assert len(together) == len(whole.row_groups)
+    assert set(together) == set(whole.row_groups)
+    place = {group: at for at, group in enumerate(whole.row_groups)}
+    for part in parts:
+        assert part.num_rows > 0
+        assert [place[group] for group in part.row_groups] == sorted(place[group] for group in part.row_groups)
+        assert part.schema == whole.schema
+    assert len({part.fingerprint for part in parts}) == len(parts)
+    assert split(whole, fractions, seed) == parts
+
+
+@given(
+    rows=st.lists(st.integers(1, 50), min_size=20, max_size=60),
+    weights=st.lists(st.integers(3, 5), max_size=3, min_size=2),
+)
+def test_parts_are_as_near_the_fractions_as_row_groups_allow(rows: list[int], weights: list[int]) -> None:
+    whole, fractions = manifest_of([rows]), fractions_of(weights)
+    ends = list(itertools.accumulate(part.num_rows for part in split(whole, fractions, 0)))
+    for end, wanted in zip(ends, itertools.accumulate(fractions), strict=True):
+        assert abs(end - wanted * sum(rows)) <= max(rows) / 2 + 1e-6
+
+
+def test_a_small_part_has_a_row_group() -> None:
+    parts = split(manifest_of([[1000] * 10]), [0.998, 0.001, 0.001], 0)
+    assert [len(part.row_groups) for part in parts] == [8, 1, 1]
+    parts = split(manifest_of([[1000] * 10]), [0.001, 0.001, 0.998], 0)
+    assert [len(part.row_groups) for part in parts] == [1, 1, 8]
+
+
+def test_it_is_the_same_for_ever() -> None:
+    """Fixed once and for all: who goes on training must not find what it has learnt among what it is judged by."""
+    train, val = split(manifest_of([[3, 4, 5], [6, 7], [8, 9, 10]]), [0.7, 0.3], 7)
+    assert [(group.file.path, group.number) for group in val.row_groups] == [
+        ("bucket/0.parquet", 0),
+        ("bucket/0.parquet", 2),
+        ("bucket/1.parquet", 1),
+    ]
+    assert (train.fingerprint, val.fingerprint) == (
+        "ebece4278d3d60c6b9ce2c5f48d977c3",
+        "c6c42caff1092b650d32183a995107d4",
+    )
+
+
+def test_another_seed_splits_otherwise() -> None:
+    whole = manifest_of([[1] * 20])
+    found = {tuple(group.number for group in split(whole, [0.5, 0.5], seed)[0].row_groups) for seed in range(5)}
+    assert len(found) == 5
+
+
+def test_no_part_is_a_run_of_files() -> None:
+    train, val = split(manifest_of([[10] * 10 for _ in range(10)]), [0.5, 0.5], 0)
+    assert {group.file for group in train.row_groups} == {group.file for group in val.row_groups}
+
+
+def test_row_groups_keep_their_order_when_files_come() -> None:
+    """Of the old ones in the first part all but a few at the border stay there."""
+    files = [[10] * 10 for _ in range(10)]
+    before, after = (split(manifest_of(some), [0.5, 0.5], 0)[0] for some in (files, [*files, [10] * 10]))
+    old = {group for group in after.row_groups if group.file.path != "bucket/10.parquet"}
+    assert len(old & set(before.row_groups)) >= 0.9 * len(before.row_groups)
+
+
+def test_one_part_is_the_whole() -> None:
+    whole = manifest_of([[1, 0, 2]])
+    assert split(whole, [1.0], 0) == [whole]
+
+
+def test_a_part_can_be_split() -> None:
+    whole = manifest_of([[5] * 12])
+    parts = split(whole, [0.5, 0.5], 0)
+    quarters = [quarter for part in parts for quarter in split(part, [0.5, 0.5], 0)]
+    assert sorted(group.number for quarter in quarters for group in quarter.row_groups) == list(range(12))
+    assert len({manifest.fingerprint for manifest in [whole, *parts, *quarters]}) == 7
+
+
+@pytest.mark.parametrize(
+    ("fractions", "says"),
+    [
+        ([], "sum to 1, not 0"),
+        ([0.5, 0.4], r"\[0\.5, 0\.4\].*not 0\.9"),
+        ([0.9, 0.10001], "not 1.00001"),
+        ([1.0, 0.0], "positive"),
+        ([1.5, -0.5], "positive"),
+        ([0.5, math.nan], "positive"),
+        ([1, 1], "not 2"),
+    ],
+)
+def test_fractions_that_cannot_work(fractions: list[float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        split(manifest_of([[1] * 10]), fractions, 0)
+    assert "\n" not in str(caught.value)
+
+
+def test_sums_need_only_be_near_one() -> None:
+    assert len(split(manifest_of([[1] * 10]), [0.1] * 10, 0)) == 10
+    assert len(split(manifest_of([[1] * 10]), [1 / 3, 1 / 3, 0.3333333], 0)) == 3
+
+
+def test_datasets(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+    whole = make_dataset(
+        dataset_of([[3, 4], [5], [2, 6]]), columns=["half", "row_id"], storage_options=bucket.options, cache=cache
+    )
+    train, val = whole.split([0.7, 0.3], seed=3)
+    rows = [row["row_id"].item() for part in (train, val) for row in part.__getitems__(range(len(part)))]
+    assert sorted(rows) == list(range(20))
+    assert train.blocks is val.blocks is whole.blocks
+    assert train.schema.names == ["half", "row_id"]
+    assert len({whole.fingerprint, train.fingerprint, val.fingerprint}) == 3
+    again = pickle.loads(pickle.dumps(val))
+    assert again.fingerprint == val.fingerprint
+    assert again[0]["row_id"] == val[0]["row_id"]
+    assert [part.fingerprint for part in whole.split([0.7, 0.3], seed=3)] == [train.fingerprint, val.fingerprint]
+    assert len({whole.split([0.7, 0.3], seed=seed)[0].fingerprint for seed in range(10)}) > 1
+
+
+def test_nulls_are_filled_in_parts(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put_table("data/x.parquet", pa.table({"a": [1, None, None, 4]}), row_group_size=1)
+    whole = make_dataset(bucket.url("data"), fill_null=-1, storage_options=bucket.options, cache=cache)
+    found = [part[number]["a"].item() for part in whole.split([0.5, 0.5]) for number in range(2)]
+    assert sorted(found) == [-1, -1, 1, 4]

@@ -1,0 +1,531 @@
+"""The commands as a person types them: what they print, and what they exit with."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from clusters import until
+from rich.console import Console
+
+from dataload import CacheConfig, ConfigError, make_dataset, make_loader
+from dataload.benchmarks.origin import Origin
+from dataload.cache.blocks.reader import Object
+from dataload.cache.local import fsck
+from dataload.catalog.footer_cache import _runs
+from dataload.cli import app
+from dataload.cli.console import Lines, duration, table
+from dataload.cli.progress_bar import bar
+from dataload.rows.row_group_cache import RowBlobs
+
+Run = Callable[..., CompletedProcess[str]]
+
+
+def runs(url: str, *names: str) -> list[str]:
+    """Of these files of a folder, in order, those with which a run of footers begins, whose names are drawn."""
+    folder = url.removeprefix("s3://")
+    return [run[0].path.rpartition("/")[2] for run in _runs(Object(f"{folder}/{name}", 1, "v") for name in names)]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, str]:
+    """What the environment says, but for where S3 is."""
+    return {
+        "AWS_ACCESS_KEY_ID": "testing",
+        "AWS_SECRET_ACCESS_KEY": "testing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "XDG_CACHE_HOME": str(tmp_path / "home"),
+        "COLUMNS": "80",
+    }
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings: dict[str, str]) -> Run:
+    """`dataload …`, in this process."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+
+    def dataload(*words: str) -> CompletedProcess[str]:
+        monkeypatch.setattr("sys.argv", ["dataload", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            app.main()
+        return CompletedProcess(words, int(str(end.value.code)), *capsys.readouterr())
+
+    return dataload
+
+
+@pytest.fixture
+def at_bucket(run: Run, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """With S3 found through the usual AWS environment."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.endpoint_url)
+    return run
+
+
+def test_warm_stats_verify_evict(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url, cache = dataset_of([[300, 200], [100]]), ("--cache-dir", str(tmp_path / "c"))
+    size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
+
+    warmed = at_bucket("warm", url, *cache)
+    assert warmed.returncode == 0, warmed.stderr
+    assert warmed.stdout.startswith("2 objects, 600 rows")
+    sent = bucket.server.stats()["get_bytes"]
+    assert size <= sent <= 2 * size  # these files are hardly more than their footers
+
+    again = json.loads(at_bucket("warm", url, *cache, "--json").stdout)
+    assert (again["objects"], again["rows"], again["bytes"], again["bytes_origin"]) == (2, 600, size, 0)
+    assert bucket.server.stats()["get_bytes"] == sent
+
+    held = json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)
+    # A block for each file, the records of each row group, the manifest, and the footers.
+    blobs = 6 + len(runs(url, "part-000.parquet", "part-001.parquet"))
+    assert held["blobs"] == blobs
+    assert held["cache_dir"] == cache[1]
+    assert f": {blobs} blobs, " in at_bucket("cache", "stats", *cache).stdout
+
+    assert at_bucket("cache", "verify", *cache).returncode == 0
+    [blob] = [path for path in (tmp_path / "c" / "blobs").glob("*/*") if path.stat().st_size > 10_000][:1]
+    blob.write_bytes(blob.read_bytes()[::-1])
+    found = at_bucket("cache", "verify", *cache)
+    assert found.returncode == 1
+    assert "footer" in found.stdout
+    assert at_bucket("cache", "verify", *cache, "--repair").returncode == 1
+    report = json.loads(at_bucket("cache", "verify", *cache, "--json").stdout)
+    assert (report["blobs"], report["problems"]) == (blobs - 1, [])
+
+    part = at_bucket("cache", "evict", f"{url}/part-000.parquet", *cache, "--json")
+    assert json.loads(part.stdout)["bytes"] > 0
+    assert 0 < json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["blobs"] < blobs - 1
+    assert at_bucket("cache", "evict", f"{url}/part-000.parquet", *cache).returncode == 1
+    assert at_bucket("cache", "evict", "--all", *cache).returncode == 0
+    assert json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["bytes"] == 0
+
+
+def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str]) -> None:
+    url = dataset_of([[300, 200], [100, 400]])
+    size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
+    said = at_bucket("plan", url)
+    assert said.returncode == 0, said.stderr
+    assert "2 objects" in said.stdout
+    assert "1,000 rows in 4 row groups" in said.stdout
+    for what in ("variance ratio", "first batch   waits for", "later epochs  fetch nothing", "window        of "):
+        assert what in said.stdout
+    assert max(map(len, said.stdout.splitlines())) <= 80
+    costly = json.loads(
+        at_bucket("plan", url, "--bandwidth", "1kB", "--latency", "0", "--price", "0.5", "--json").stdout
+    )
+    fetched = costly["footers"]["bytes"] + costly["first_epoch"]["bytes"]
+    assert costly["first_epoch_seconds"] == fetched / 1000
+    assert costly["first_epoch_cost"] == fetched / 1e9 * 0.5
+    found = json.loads(at_bucket("plan", url, "--window", "2", "--batch-size", "350", "--json").stdout)
+    assert (found["objects"], found["bytes"], found["rows"], found["row_groups"]) == (2, size, 1000, 4)
+    assert (found["trade"]["window"], found["trade"]["first_row_groups"]) == (2, 3)
+    json_of_all = json.loads(at_bucket("warm", url, "--json").stdout)
+    assert json_of_all["requests_origin"] == found["first_epoch"]["requests"]
+    assert (
+        found["decoded_bytes"]
+        > json.loads(at_bucket("plan", url, "--columns", "row_id", "--json").stdout)["decoded_bytes"]
+    )
+
+
+def test_the_default_cache_is_the_users(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    assert at_bucket("warm", dataset_of([[10]])).returncode == 0
+    assert (tmp_path / "home" / "dataload" / "FORMAT").exists()
+
+
+def test_storage_options(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    options = json.dumps({**bucket.options, "anon": False})
+    assert at_bucket("warm", dataset_of([[10]]), "--storage-options", options).returncode == 0
+
+
+def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    done = at_bucket("warm", dataset_of([[5000]]), "--cache-dir", str(tmp_path / "c"), "--cache-bytes", "20kB")
+    assert done.returncode == 1
+    assert "0 of 1 row groups are there: the cache is full" in done.stderr
+    assert (
+        json.loads(at_bucket("cache", "stats", "--cache-dir", str(tmp_path / "c"), "--json").stdout)["bytes"] <= 20_000
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["warm", "s3://no-such-bucket/x"], "no-such-bucket"),
+        (["warm", "{bucket}/nothing"], "no objects at"),
+        (["warm", "{bucket}/notes.txt"], "not a Parquet file"),
+        (["warm", "{bucket}/differ"], "differ in column 'a'"),
+        (["warm", "warp://x"], "warp"),
+        (["warm", "{bucket}/differ", "--cache-dir", "/proc/nowhere"], "/proc/nowhere cannot be used"),
+        (["warm", "{bucket}/differ", "--cache-bytes", "lots"], "cache_bytes='lots'"),
+        (["warm", "{bucket}/differ", "--storage-options", "[1]"], "--storage-options"),
+        (["warm"], "url"),
+        (["warm", "a", "--no-such-option"], "no-such-option"),
+        (["fly"], "fly"),
+        (["cache", "stats", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
+        (["cache", "verify", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
+        (["cache", "evict", "--all", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
+        (["cache", "evict"], "either a URL or --all"),
+        (["cache", "evict", "--keep-bytes", "1GB"], "either a URL or --all"),
+        (["cache", "evict", "s3://x", "--all"], "either a URL or --all"),
+        (["cache", "evict", "s3://x", "--keep-bytes", "1GB"], "--keep-bytes goes with --all"),
+        (["cache", "fly"], "fly"),
+        (["evict", "--all"], "evict"),
+        (["warm", ""], "URL is empty"),
+        (["doctor", ""], "URL is empty"),
+        (["plan", "s3://"], "Cannot traverse all of S3"),
+        (["plan", "{bucket}/diff*"], "a glob names objects, not folders"),
+        (["warm", "{bucket}/differ", "--storage-options", '{"foo": 1}'], "'foo'"),
+        (["warm", "{bucket}/differ", "--storage-options", '{"endpoint_url": "foo"}'], "Invalid endpoint: foo"),
+        (["warm", "{bucket}/differ/0.parquet", "--columns", '["a, b"]'], "column 'a, b' is not in the dataset"),
+        (["warm", "{bucket}/differ/0.parquet", "--columns", "[1]"], "--columns=[1]"),
+        (["bench", "--workers", "a"], "--workers=a"),
+        (["bench", "--compare", "/nowhere"], "--compare=/nowhere"),
+        (["plan", "a", "--bandwidth", "fast"], "bandwidth='fast'"),
+        (["warm", "a", "--shard", "first"], "--shard=first"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(
+    at_bucket: Run, bucket: Any, tmp_path: Path, words: list[str], says: str
+) -> None:
+    import pyarrow as pa
+
+    bucket.put("notes.txt", b"just notes")
+    bucket.put_table("differ/0.parquet", pa.table({"a": [1]}))
+    bucket.put_table("differ/1.parquet", pa.table({"a": ["x"]}))
+    done = at_bucket(*(word.replace("{bucket}", f"s3://{bucket.name}") for word in words))
+    assert done.returncode == 2, done.stderr
+    assert says.lower() in done.stderr.lower()
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert not list((tmp_path / "home").glob("dataload/tmp/*")), "something was left half-written"
+
+
+@pytest.mark.parametrize("words", [[""], ["tiercache::"], ["warp://x"], [], ["s3://x", "--all"], ["--keep-bytes", "1"]])
+def test_a_slip_evicts_nothing(
+    at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, words: list[str]
+) -> None:
+    cache = ("--cache-dir", str(tmp_path / "c"))
+    at_bucket("warm", dataset_of([[100]]), *cache)
+    held = at_bucket("cache", "stats", *cache).stdout
+    assert at_bucket("cache", "evict", *words, *cache).returncode == 2
+    assert at_bucket("cache", "stats", *cache).stdout == held
+
+
+def test_evict_by_glob_and_by_chained_url(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url, cache = dataset_of([[100], [100], [100]]), ("--cache-dir", str(tmp_path / "c"))
+    at_bucket("warm", url, *cache)
+
+    def held() -> int:
+        return int(json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["blobs"])
+
+    first, second = "part-001.parquet", "part-002.parquet"
+    begun, before = runs(url, "part-000.parquet", first, second), held()
+    assert at_bucket("cache", "evict", f"{url}/part-*1.parquet", *cache).returncode == 0
+    assert held() == before - 2 - begun.count(first), "its block, its records, and the footers that it names"
+    assert at_bucket("cache", "evict", f"tiercache::{url}/part-002.parquet", *cache).returncode == 0
+    assert held() == before - 4 - begun.count(first) - begun.count(second)
+
+
+def test_a_name_is_a_name_though_it_looks_like_a_glob(at_bucket: Run, bucket: Any, tmp_path: Path) -> None:
+    for name in ("a*b", "aab", "x**y"):
+        bucket.put_table(f"odd/{name}.parquet", pa.table({"a": [1, 2]}))
+    url, cache = f"s3://{bucket.name}/odd", ("--cache-dir", str(tmp_path / "c"))
+    at_bucket("warm", url, *cache)
+
+    def held() -> int:
+        return int(json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["blobs"])
+
+    left, begun = held(), runs(url, "a*b.parquet", "aab.parquet", "x**y.parquet")
+    for name, named in ("a*b", 1), ("x**y", 0):
+        left -= 2 + named + begun.count(f"{name}.parquet")
+        assert at_bucket("cache", "evict", f"{url}/{name}.parquet", *cache).returncode == 0
+        assert held() == left, "its own, and the manifest and footers that it names"
+    done = at_bucket("cache", "evict", f"{url}/z**y", *cache)
+    assert (done.returncode, "is no glob" in done.stderr) == (2, True)
+
+
+def test_warm_goes_on_beside_one_who_is_slow(
+    at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits too long for another keeps nothing of that one row group; the cache is as good as before."""
+    make = RowBlobs.make
+    monkeypatch.setattr(RowBlobs, "make", lambda self, number: make(self, number) and number != 1)
+    done = at_bucket("warm", dataset_of([[100]] * 4), "--cache-dir", str(tmp_path / "c"), "--json")
+    assert json.loads(done.stdout)["row_groups_kept"] == 3
+    assert done.returncode == 1
+    assert "3 of 4 row groups are there: others were at the rest" in done.stderr
+
+
+def test_a_server_that_is_gone_is_no_dataset_that_is_not_there(run: Run, tmp_path: Path) -> None:
+    done = run("plan", "http://127.0.0.1:1/x.parquet", "--cache-dir", str(tmp_path / "c"))
+    assert done.returncode == 1
+    assert "Connect call failed" in done.stderr
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_warm_fetches_nothing_in_vain(
+    at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, there: bool
+) -> None:
+    url = dataset_of([[20_000]] * 60)
+    cache = ("--cache-dir", str(tmp_path / "c"), "--cache-bytes", "3MB")
+    if there:
+        at_bucket("warm", url, *cache)
+    before = bucket.server.stats()["get_bytes"]
+    done = at_bucket("warm", url, *cache, "--json")
+    figures = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert 0 < figures["row_groups_kept"] < 10
+    size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
+    assert bucket.server.stats()["get_bytes"] - before < size / 2, "all of it was fetched, though it cannot be kept"
+
+
+def test_warm_says_what_its_part_is(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url, cache = dataset_of([[100], [100], [100], [100]]), ("--cache-dir", str(tmp_path / "c"))
+    whole = json.loads(at_bucket("warm", url, *cache, "--json").stdout)
+    part = json.loads(at_bucket("warm", url, "--shard", "0/2", *cache, "--json").stdout)
+    assert (part["objects"], part["rows"], part["row_groups"], part["row_groups_kept"]) == (2, 200, 2, 2)
+    assert part["bytes"] < whole["bytes"]
+
+
+def test_a_column_whose_name_has_a_comma(at_bucket: Run, bucket: Any, tmp_path: Path) -> None:
+    bucket.put_table("odd/0.parquet", pa.table({"a, b": [1, 2], "c": [3, 4]}))
+    url, cache = f"s3://{bucket.name}/odd", ("--cache-dir", str(tmp_path / "c"))
+    assert at_bucket("warm", url, "--columns", '["a, b"]', *cache).returncode == 0
+
+
+def test_a_folder_of_somebody_else(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))  # root may look anywhere
+
+    monkeypatch.setattr(Path, "exists", denied)
+    done = run("cache", "stats", "--cache-dir", "/elsewhere/cache")
+    assert done.returncode == 2
+    assert "/elsewhere/cache cannot be opened" in done.stderr
+
+
+def test_without_a_command_the_help_is_shown(run: Run) -> None:
+    done = run()
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "Commands" in done.stdout
+    assert done.stdout.count("\n") > 10
+
+
+def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["dataload", "--debug", "cache", "stats", "--cache-dir", "/nowhere"])
+    with pytest.raises(ConfigError, match="no cache at /nowhere"):
+        app.main()
+
+
+COMMANDS = ["plan", "warm", "doctor", "report", "demo", "bench", "cache"]
+CACHE_COMMANDS = ["stats", "verify", "evict"]
+
+
+def test_help(run: Run) -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert f"  {command} " in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2], "what a command does fits into a line"
+
+
+@pytest.mark.parametrize("words", [("cache",), ("cache", "--help")], ids=str)
+def test_help_of_cache_names_its_commands(run: Run, words: tuple[str, ...]) -> None:
+    done = run(*words)
+    assert (done.returncode, done.stderr) == (0 if "--help" in words else 2, "")
+    for command in CACHE_COMMANDS:
+        assert f"  {command} " in done.stdout
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *(f"cache {name}" for name in CACHE_COMMANDS)])
+def test_help_of_a_command_fits_into_80_columns(run: Run, command: str) -> None:
+    done = run(*command.split(), "--help")
+    assert done.returncode == 0
+    assert "--json" in done.stdout or command == "cache"
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+LIGHT = """
+import sys
+from dataload.cli.app import main
+sys.argv = ["dataload", {words}]
+try:
+    main()
+finally:
+    heavy = {{"torch", "pyarrow", "numpy", "fsspec", "lmdb", "pandas"}} & set(sys.modules)
+    assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("words", ['"--help"', '"warm", "--help"', '"--show-completion", "bash"'])
+def test_help_is_quick_for_it_imports_little(words: str) -> None:
+    environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1", "SHELL": "/bin/bash"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT.format(words=words)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert "Assertion" not in done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Iterator[Origin]:
+    """Many files, each of one row group."""
+    folder = tmp_path / "origin" / "bucket" / "data"
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(0)
+    for number in range(FILES):
+        table = pa.table({"x": [noise.bytes(1000) for _ in range(100)]})
+        pq.write_table(table, folder / f"{number:03d}.parquet", compression="none")
+    with Origin(tmp_path / "origin") as running:
+        yield running
+
+
+FILES = 60
+
+
+def test_warming_goes_on_where_it_was_interrupted(
+    run: Run, origin: Origin, settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = sum(path.stat().st_size for path in (tmp_path / "origin").rglob("*.parquet"))
+    origin.behave(latency=0.1)
+    where = {"AWS_ENDPOINT_URL": origin.endpoint_url}
+    words = ("warm", "s3://bucket/data")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    started = subprocess.Popen(
+        [sys.executable, "-m", "dataload", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**environment, **settings, **where},
+    )
+    until(lambda: origin.stats()["get_requests"] >= FILES + 20)  # the footers, and some of the rows
+    started.send_signal(signal.SIGINT)
+    out, err = started.communicate(timeout=60)
+    assert (started.returncode, out) == (130, "")
+    assert err == "dataload: interrupted: what is there stays; the same command goes on from there\n"
+
+    origin.behave(latency=0)
+    before = origin.stats()["get_bytes"]
+    monkeypatch.setenv(*next(iter(where.items())))
+    done = run(*words, "--json")
+    assert (done.returncode, json.loads(done.stdout)["rows"]) == (0, FILES * 100)
+    after = origin.stats()["get_bytes"]
+    assert 0.1 * size < after - before < 0.8 * size
+    footers = FILES * (8 << 10)
+    assert size <= after <= 1.02 * size + footers
+    run(*words)
+    assert origin.stats()["get_bytes"] == after
+
+
+def test_warm_what_comes_first(at_bucket: Run, dataset_of: Callable[..., str], bucket: Any, tmp_path: Path) -> None:
+    """What the first so many row groups of an epoch are, a loader of that epoch finds."""
+    url, cache = dataset_of([[300, 200], [100, 400]]), str(tmp_path / "c")
+    done = at_bucket(
+        "warm", url, "--epoch", "3", "--seed", "7", "--window", "2", "--first", "2", "--cache-dir", cache, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    dataset = make_dataset(url, storage_options=bucket.options, cache=CacheConfig(cache))
+    needed = list(make_loader(dataset, 10, seed=7, window=2).sampler.blocks_from(3, 0))
+    kept = [group for group in range(4) if dataset.rowstore.blobs.find(group) is not None]
+    assert kept == sorted(needed[:2])
+    assert json.loads(done.stdout)["rows"] == sum(dataset.row_groups[group].rows for group in kept)
+
+
+def test_what_is_evicted_goes_bit_by_bit(
+    at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that it can be said how far it is, and others need not wait long."""
+    assert at_bucket("warm", dataset_of([[300, 200], [100, 400]]), "--cache-dir", str(tmp_path / "c")).returncode == 0
+    folder = fsck.open_existing(tmp_path / "c")
+    held, gone = folder.index.used_bytes(), list[int]()
+    monkeypatch.setattr(fsck, "EVICTED_AT_ONCE", held // 20)
+    assert fsck.evict(folder, keep_bytes=held // 2, progress=gone.append) == sum(gone)
+    assert len(gone) >= 3
+    assert 0 < folder.index.used_bytes() <= held // 2
+    assert fsck.evict(folder) > 0
+    assert folder.index.used_bytes() == 0
+
+
+def test_a_plan_that_cannot_be(at_bucket: Run, dataset_of: Callable[..., str]) -> None:
+    done = at_bucket("plan", dataset_of([[300, 200], [100, 400]]), "--cache-bytes", "10kB")
+    assert done.returncode == 1
+    assert "none: this cache is too small" in done.stdout
+    assert "lower window" in " ".join(done.stdout.split())
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_doctor_of_a_dataset(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url, cache = dataset_of([[100]]), ("--cache-dir", str(tmp_path / "c"), "--cache-bytes", "1MB")
+    done = at_bucket("doctor", url, *cache)
+    assert done.returncode == 0, done.stdout
+    for check in ("cache filesystem", "ranks", "credentials", "If-Match"):
+        assert f"ok       {check}:" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert not (tmp_path / "c").exists(), "who looks makes nothing"
+    found = at_bucket("doctor", f"{url}/nothing", *cache, "--json")
+    assert found.returncode == 1
+    assert json.loads(found.stdout)["checks"]["credentials"]["advice"] == "check bucket, prefix and endpoint"
+    # Batches as large as this dataset's rows make them.
+    workers = at_bucket("doctor", url, *cache, "--num-workers", "4", "--batch-size", str(10**9), "--json")
+    assert "--shm-size" in json.loads(workers.stdout)["checks"]["shared memory"]["advice"]
+
+
+def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    lines = Lines("warming", 10_000_000, clock=lambda: now[0])
+    for second in (0.5, 2, 3, 20):
+        now[0] = second
+        lines.advance(1_000_000)
+    assert capsys.readouterr().err == (
+        "warming: 2.0 MB of 10.0 MB (20%), 1.0 MB/s, 8.0 s to go\n"
+        "warming: 4.0 MB of 10.0 MB (40%), 200.0 kB/s, 30 s to go\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counted", "total", "says"),
+    [
+        ("", 10**9, r"warming ━+╸ + 0.4/1.0 GB 100.0 MB/s 0:00:06"),
+        ("files", 10**9, r"warming ━+╸ + 400000000/1000000000 files 100,000,000/s 0:00:06"),
+    ],
+)
+def test_a_bar_on_a_terminal(counted: str, total: int, says: str) -> None:
+    """With rate, and the time that is left, in one line of 80 columns."""
+    now = [0.0]
+    console = Console(file=io.StringIO(), width=80, get_time=lambda: now[0])
+    shown = bar(console, counted)
+    task = shown.add_task("warming", total=total)
+    for second in range(1, 5):
+        now[0] = second
+        shown.advance(task, 10**8)
+    with console.capture() as printed:
+        console.print(shown.get_renderable())
+    [line] = printed.get().splitlines()
+    assert len(line.rstrip()) <= 80
+    assert re.fullmatch(says, line.rstrip())
+
+
+def test_texts_are_folded_beside_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert table([("a", "one two three four five"), ("long", "x")]) == ("a     one two three\n      four five\nlong  x")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0.01, "under 0.1 s"), (4.21, "4.2 s"), (45, "45 s"), (600, "10 min"), (9000, "2.5 h")]
+)
+def test_durations(seconds: float, says: str) -> None:
+    assert duration(seconds) == says

@@ -1,0 +1,104 @@
+"""The demo, whole: what it promises, what it leaves behind, and what a kill costs the next run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from dataload.cache.local import fsck
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "dataload", "demo", "--json", *words]
+
+
+def demo(*words: str) -> dict[str, Any]:
+    done = subprocess.run(command(*words), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """No process of a demo's outlives it, and no file but a kept cache's."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    yield
+    assert not [process for process in ranks_and_launchers() if process.is_running()]
+    left = [path.name for path in scratch.iterdir() if not path.name.startswith(("torchelastic", "pymp"))]
+    assert left == []
+
+
+def ranks_and_launchers() -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "dataload.demo.worker" in (process.info["cmdline"] or [])
+    ]
+
+
+FEW = ("--rows", "10000")
+
+
+def test_every_promise() -> None:
+    found = demo()
+    assert found["problems"] == []
+    assert found["rows"] >= 50_000
+    assert found["epochs"][0]["s3_bytes"] <= 1.02 * found["dataset_bytes"]
+    assert [epoch["s3_requests"] for epoch in found["epochs"][1:]] == [0, 0]
+    assert found["accuracy"] >= 0.95
+
+
+def test_shuffled_labels_teach_nothing() -> None:
+    control = demo("--shuffled-labels", *FEW)
+    assert control["problems"] == []
+    assert control["accuracy"] < 0.2
+    assert control["epochs"][0]["s3_bytes"] <= 1.02 * control["dataset_bytes"]
+
+
+def test_a_rank_killed_in_the_first_epoch_and_runs_on_the_kept_cache(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    kept = ("--keep", "--cache-dir", str(cache), *FEW)
+    running = subprocess.Popen(command(*kept), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    victim = rank_at_work(cache, running)
+    os.kill(victim.pid, signal.SIGKILL)
+    _, err = running.communicate(timeout=120)
+    assert running.returncode == 1
+    assert err.count("\n") == 1
+    assert "rank" in err
+
+    again = demo(*kept)
+    assert again["problems"] == []
+    report = fsck.verify(fsck.open_existing(cache))
+    assert report.problems == []
+    assert report.bytes > 0.99 * again["dataset_bytes"]  # pictures are stored as they are, in Parquet and decoded
+
+    once_more = demo(*kept)
+    assert [epoch["s3_requests"] for epoch in once_more["epochs"]] == [0, 0, 0]
+    assert once_more["accuracy"] == again["accuracy"]
+    assert once_more["orders"] == again["orders"]
+
+
+def rank_at_work(cache: Path, running: subprocess.Popen[str]) -> psutil.Process:
+    """A rank's process, once both are at work and some of the data, but not all, is in the cache."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and running.poll() is None:
+        ranks = [process for process in ranks_and_launchers() if "torch.distributed.run" not in process.info["cmdline"]]
+        blobs = len(list((cache / "blobs").glob("*/*")))
+        if len(ranks) == 2 and blobs > 12:
+            return ranks[1]
+        time.sleep(0.05)  # polling another program's progress; nothing is measured
+    raise AssertionError("the ranks never got to work")

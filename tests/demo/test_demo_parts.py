@@ -1,0 +1,426 @@
+"""The demo's parts: the server counts what it sends, the data are what they say, the promises can be broken."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from dataclasses import replace
+
+import boto3
+import botocore.exceptions
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import s3fs
+import torch
+from rich.console import Console
+
+from dataload.demo import checks, dataset, model, runner, worker
+from dataload.demo.server import S3Server, classify
+from dataload.errors import DataloadError
+
+BODY = bytes(range(256)) * 4096  # 1 MiB
+# moto lets only signed requests in, but does not look at the signature.
+SIGNED = {
+    "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20200101/us-east-1/s3/aws4_request, "
+    "SignedHeaders=host, Signature=0"
+}
+
+
+@pytest.fixture(autouse=True)
+def no_aws(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+
+
+def client_of(server):
+    options = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+    return boto3.client("s3", endpoint_url=server.endpoint_url, **options)
+
+
+@pytest.fixture
+def own():
+    """A server of the test's own with one object, bucket/folder/object, and nothing counted yet."""
+    with S3Server() as server:
+        client = client_of(server)
+        client.create_bucket(Bucket="bucket")
+        client.put_object(Bucket="bucket", Key="folder/object", Body=BODY)
+        client.close()
+        server.reset()
+        yield server
+
+
+def counted(server):
+    stats = server.stats()
+    return stats["get_requests"], stats["get_bytes"]
+
+
+# ---- server
+
+
+def test_counts_agree_with_boto3(own):
+    client = client_of(own)
+    assert client.get_object(Bucket="bucket", Key="folder/object")["Body"].read() == BODY
+    assert counted(own) == (1, len(BODY))
+    part = client.get_object(Bucket="bucket", Key="folder/object", Range="bytes=100-299")
+    assert part["Body"].read() == BODY[100:300]
+    assert part["ContentRange"] == f"bytes 100-299/{len(BODY)}"
+    assert counted(own) == (2, len(BODY) + 200)
+    client.head_object(Bucket="bucket", Key="folder/object")
+    client.list_objects_v2(Bucket="bucket")
+    client.put_object(Bucket="bucket", Key="other", Body=b"abc")
+    assert own.stats() == {
+        "get_requests": 2,
+        "get_bytes": len(BODY) + 200,
+        "head_requests": 1,
+        "list_requests": 1,
+        "other_requests": 1,
+    }
+    client.close()
+
+
+def test_counts_agree_with_s3fs(own):
+    filesystem = s3fs.S3FileSystem(**own.storage_options, skip_instance_cache=True)
+    assert filesystem.ls("bucket/folder") == ["bucket/folder/object"]
+    starts = [0, 1000, 500_000]
+    ends = [10, 2000, len(BODY)]
+    parts = filesystem.cat_ranges(["bucket/folder/object"] * 3, starts, ends)
+    assert parts == [BODY[start:end] for start, end in zip(starts, ends, strict=True)]
+    assert counted(own) == (3, sum(map(len, parts)))
+    filesystem.pipe_file("bucket/new", BODY * 6)  # more than one part of an upload
+    assert filesystem.cat_file("bucket/new") == BODY * 6
+    assert {(sent.path, sent.range) for sent in own.requests if sent.method == "GET" and sent.range} == {
+        ("/bucket/folder/object", f"bytes={start}-{end - 1}") for start, end in zip(starts, ends, strict=True)
+    }
+
+
+def test_failed_requests_are_counted_with_what_they_sent(own):
+    client = client_of(own)
+    with pytest.raises(botocore.exceptions.ClientError, match="NoSuchKey"):
+        client.get_object(Bucket="bucket", Key="missing")
+    with pytest.raises(botocore.exceptions.ClientError, match="PreconditionFailed"):
+        client.get_object(Bucket="bucket", Key="folder/object", IfMatch='"other"')
+    assert [sent.status for sent in own.requests] == [404, 412]
+    assert own.stats()["get_requests"] == 2
+    assert own.stats()["get_bytes"] == sum(sent.num_bytes for sent in own.requests) < 2000
+    client.close()
+
+
+def test_one_connection_serves_many_requests(own):
+    connection = http.client.HTTPConnection("127.0.0.1", int(own.endpoint_url.rpartition(":")[2]))
+    connection.connect()
+    ours = connection.sock.getsockname()
+    for method, path, body in (
+        ("GET", "/bucket/folder/object", None),
+        ("PUT", "/bucket/small", b"x" * 1000),
+        ("HEAD", "/bucket/small", None),
+        ("GET", "/bucket/missing", None),
+        ("DELETE", "/bucket/small", None),
+        ("GET", "/bucket/folder/object", None),
+    ):
+        connection.request(method, path, body, SIGNED)
+        answer = connection.getresponse()
+        content = answer.read()
+        assert connection.sock is not None, f"closed after {method} {path}"
+        assert connection.sock.getsockname() == ours
+    assert content == BODY
+    connection.close()
+
+
+def test_uploads_may_come_in_chunks(own):
+    connection = http.client.HTTPConnection("127.0.0.1", int(own.endpoint_url.rpartition(":")[2]))
+    for key in ("first", "second"):
+        connection.request("PUT", f"/bucket/{key}", iter([b"abc", b"defg"]), SIGNED)  # no length: chunked
+        assert connection.getresponse().read() == b""
+        connection.request("GET", f"/bucket/{key}", headers=SIGNED)
+        assert connection.getresponse().read() == b"abcdefg"
+    connection.close()
+
+
+def test_other_processes_read_the_counts(own):
+    client = client_of(own)
+    client.get_object(Bucket="bucket", Key="folder/object")["Body"].read()
+    client.close()
+    with urllib.request.urlopen(own.stats_url) as answer:
+        read = json.load(answer)
+    assert read == own.stats()
+    assert read["get_requests"] == 1
+    own.reset()
+    assert counted(own) == (0, 0)
+    assert own.requests == []
+
+
+def test_nothing_of_a_server_outlives_it():
+    before = set(threading.enumerate())
+    with S3Server() as server:
+        port = int(server.endpoint_url.rpartition(":")[2])
+        idle = http.client.HTTPConnection("127.0.0.1", port)
+        idle.request("PUT", "/bucket", headers=SIGNED)
+        idle.getresponse().read()
+        assert idle.sock is not None
+        assert set(threading.enumerate()) - before
+    assert set(threading.enumerate()) <= before
+    assert idle.sock.recv(1) == b""
+    idle.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    with S3Server() as server:
+        client = client_of(server)
+        assert client.list_buckets()["Buckets"] == []
+        client.close()
+
+
+@pytest.mark.parametrize("sent", [1000, 0])
+def test_faults_can_be_put_in_front(sent):
+    """A body cut short reaches the client as such, and only what was sent is counted; a crash is a 500."""
+
+    def faulty(app):
+        def wrapped(environ, start_response):
+            if environ["PATH_INFO"].endswith("crash"):
+                raise RuntimeError("on purpose")
+            body = b"".join(app(environ, start_response))
+            return [body[:sent]] if environ["REQUEST_METHOD"] == "GET" else [body]
+
+        return wrapped
+
+    with S3Server(wrap=faulty) as server:
+        client = client_of(server)
+        client.create_bucket(Bucket="bucket")
+        client.put_object(Bucket="bucket", Key="object", Body=BODY)
+        client.close()
+        connection = http.client.HTTPConnection("127.0.0.1", int(server.endpoint_url.rpartition(":")[2]))
+        connection.request("GET", "/bucket/object", headers=SIGNED)
+        with pytest.raises(http.client.IncompleteRead):
+            connection.getresponse().read()
+        assert counted(server) == (1, sent)
+        connection.close()
+        connection.request("GET", "/bucket/crash")
+        assert connection.getresponse().status == 500
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "query", "kind"),
+    [
+        ("GET", "/bucket/key", "", "get"),
+        ("GET", "/bucket/a/b", "x-id=GetObject&versionId=null", "get"),
+        ("GET", "/bucket/key", "tagging", "other"),
+        ("GET", "/bucket", "list-type=2&prefix=a", "list"),
+        ("GET", "/bucket/", "", "list"),
+        ("GET", "/", "", "list"),
+        ("HEAD", "/bucket/key", "", "head"),
+        ("PUT", "/bucket/key", "partNumber=1&uploadId=x", "other"),
+    ],
+)
+def test_requests_are_told_apart(method, path, query, kind):
+    assert classify(method, path, query) == kind
+
+
+# ---- data
+
+
+def test_digits_are_the_same_bytes_each_time():
+    first = dict(dataset.files(600, 3, 2))
+    assert first == dict(dataset.files(600, 3, 2))
+    assert first != dict(dataset.files(600, 3, 2, seed=1))
+    assert len(set(first.values())) == 3
+
+
+def test_files_hold_what_they_say():
+    files = list(dataset.files(600, 3, 2))
+    assert [name for name, _ in files] == ["digits-00.parquet", "digits-01.parquet", "digits-02.parquet"]
+    tables = []
+    for _, content in files:
+        file = pq.ParquetFile(io.BytesIO(content))
+        assert file.metadata.num_row_groups == 2
+        column = file.metadata.row_group(0).column(0)
+        assert column.compression == "UNCOMPRESSED"
+        assert not column.is_stats_set
+        assert len(content) < 1.1 * 200 * dataset.PIXELS
+        tables.append(file.read())
+        assert tables[-1].schema == dataset.SCHEMA
+    ids = np.concatenate([table["row_id"].to_numpy() for table in tables])
+    assert np.array_equal(ids, np.arange(600))
+    labels = np.concatenate([table["label"].to_numpy() for table in tables])
+    assert set(labels) == set(range(10))
+
+
+def test_default_dataset_is_large_enough():
+    train, _ = dataset.load_split()
+    (table,) = dataset.augmented(train, 500, 1)
+    a_row = len(dataset.parquet_bytes(table, 500)) / 500
+    assert 190e6 < 50_000 * a_row < 220e6
+
+
+def test_no_original_is_in_both_parts():
+    train, held_out = dataset.load_split(seed=3)
+    assert sorted([*train.originals, *held_out.originals]) == list(range(1797))
+    assert len(held_out.originals) == 360
+    shares = np.bincount(held_out.labels) / np.bincount(np.concatenate([train.labels, held_out.labels]))
+    assert np.all(np.abs(shares - dataset.HELD_OUT) < 0.02)
+
+
+def plain_images():
+    """Ten originals, one a label, each of one grey level, which noise cannot take for another."""
+    levels = np.arange(1, 11, dtype=np.uint8)
+    return dataset.Digits(np.repeat(levels[:, None] * 20, dataset.PIXELS, axis=1), np.arange(10), np.arange(10))
+
+
+def rows_of(tables):
+    """(pixels uint8[n, 64, 64], labels int64[n])"""
+    tables = list(tables)
+    pixels = [table["image"].combine_chunks().values.to_numpy().reshape(-1, 64, 64) for table in tables]
+    return np.concatenate(pixels), np.concatenate([table["label"].to_numpy() for table in tables])
+
+
+def test_labels_belong_to_their_images_unless_shuffled():
+    pixels, labels = rows_of(dataset.augmented(plain_images(), 400, 2))
+    assert np.array_equal(pixels[:, 32, 32] // 20 - 1, labels)
+    same_pixels, shuffled = rows_of(dataset.augmented(plain_images(), 400, 2, shuffled_labels=True))
+    assert np.array_equal(same_pixels, pixels)
+    assert np.array_equal(np.bincount(shuffled), np.bincount(labels))
+    assert np.mean(shuffled == labels) < 0.2
+
+
+def test_images_are_shifted_a_few_pixels_each_way():
+    pixels, _ = rows_of(dataset.augmented(plain_images(), 400, 1))
+    outside = pixels < 20  # noise on nothing
+    assert outside[:, 0].all(axis=1).any()
+    assert outside[:, -1].all(axis=1).any()
+    assert not outside[:, dataset.MAX_SHIFT : -dataset.MAX_SHIFT, dataset.MAX_SHIFT : -dataset.MAX_SHIFT].any()
+    assert len(np.unique(outside.reshape(400, -1), axis=0)) > 100
+
+
+def test_model_learns_from_a_part_of_the_data():
+    torch.manual_seed(0)
+    train, held_out = dataset.load_split()
+    pixels, labels = rows_of(dataset.augmented(train, 8192, 1))
+    images, answers = torch.from_numpy(pixels.reshape(-1, dataset.PIXELS)), torch.from_numpy(labels)
+    net = model.DigitNet()
+    optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
+    before = images.clone()
+    for start in range(0, len(images), 128):
+        optimizer.zero_grad()
+        model.loss(net, {"image": images[start : start + 128], "label": answers[start : start + 128]}).backward()
+        optimizer.step()
+    assert torch.equal(images, before)
+    assert model.accuracy(net, torch.from_numpy(held_out.images), torch.from_numpy(held_out.labels)) > 0.8
+
+
+# ---- report
+
+
+EPOCH = checks.Epoch(1000.0, 0, 0, 1.0, 0.1, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("fetched", "later_requests", "whole", "kept"),
+    [
+        ((10, 102), 0, False, [True, True]),
+        ((10, 103), 0, False, [False, True]),
+        ((10, 100), 1, False, [True, False]),
+        ((0, 0), 0, True, [True, True]),
+        ((1, 100), 0, True, [False, True]),
+    ],
+)
+def test_traffic_promises(fetched, later_requests, whole, kept):
+    requests, num_bytes = fetched
+    epochs = [
+        replace(EPOCH, s3_requests=requests, s3_bytes=num_bytes),
+        EPOCH,
+        replace(EPOCH, s3_requests=later_requests, s3_bytes=0),
+    ]
+    assert [promise.kept for promise in checks.traffic_promises(epochs, 100, whole=whole)] == kept
+
+
+@pytest.mark.parametrize(
+    ("orders", "kept"),
+    [
+        ([[2, 0, 1], [1, 0, 2]], [True, True]),
+        ([[2, 0, 1], [1, 0, 1]], [False, True]),
+        ([[2, 0, 1], [1, 0]], [False, True]),
+        ([[2, 0, 1], [2, 0, 1]], [True, False]),
+        ([[2, 0, 1], [0, 1, 2]], [True, False]),  # file order is no shuffle
+    ],
+)
+def test_order_promises(orders, kept):
+    assert [promise.kept for promise in checks.order_promises([np.array(order) for order in orders], 3)] == kept
+
+
+def test_accuracy_promise_turns_round_for_the_control():
+    assert [checks.accuracy_promise(share, shuffled_labels=False).kept for share in (0.94, 0.95)] == [False, True]
+    assert [checks.accuracy_promise(share, shuffled_labels=True).kept for share in (0.2, 0.19)] == [False, True]
+
+
+def test_epochs_are_differences_of_the_servers_totals():
+    record = {"rows_per_second": 5.0, "hits": 3, "misses": 1, "stall_fraction": 0.5, "accuracy": 0.9}
+    history = [record | {"get_requests": 7.0, "get_bytes": 70.0}, record | {"get_requests": 9.0, "get_bytes": 90.0}]
+    first, second = checks.read_epochs(history, {"get_requests": 10, "get_bytes": 99})
+    assert (first.s3_requests, first.s3_bytes) == (7, 70)
+    assert (second.s3_requests, second.s3_bytes) == (3, 29)
+    assert first.hit_rate == 0.75
+
+
+def test_report_fits_a_terminal_and_names_what_broke():
+    epochs = [replace(EPOCH, rows_per_second=123456.7, s3_requests=1234, s3_bytes=999_900_000)] * 3
+    promises = [checks.Promise("all is well", kept=True), checks.Promise("one is not", kept=False)]
+    result = checks.Result(50_000, 206_321_744, epochs, ["a", "b", "c"], promises, 30.0)
+    assert result.problems == ["one is not"]
+    output = io.StringIO()
+    checks.show(result, Console(file=output, width=80))
+    lines = output.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if "999.9 MB" in line and "123,457" in line]
+    assert [line.split(maxsplit=1) for line in lines[-3:-1]] == [["kept", "all is well"], ["BROKEN", "one is not"]]
+
+
+# ---- processes
+
+
+def test_failing_ranks_are_named_and_gone(own, tmp_path):
+    job = worker.Job(
+        url="s3://bucket/nowhere",
+        storage_options=own.storage_options,
+        stats_url=own.stats_url,
+        cache_dir=str(tmp_path / "cache"),
+        cache_bytes=10**9,
+        scratch=str(tmp_path),
+        epochs=1,
+        batch_size=4,
+        seed=0,
+    )
+    with pytest.raises(DataloadError, match=r"ranks failed: .*OriginNotFound: .*nowhere"):
+        runner.run_ranks(job)
+
+
+def test_launcher_that_will_not_end_is_killed(monkeypatch):
+    monkeypatch.setattr(runner, "PATIENCE", 0.2)
+    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    launcher = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
+    with launcher.stdout:
+        launcher.stdout.readline()
+        with pytest.raises(KeyboardInterrupt), runner._ended(launcher):
+            raise KeyboardInterrupt
+    assert launcher.returncode == -9
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        (
+            "noise\n[rank1]: Traceback (most recent call last):\n[rank1]:   x: y\n[rank1]: KeyError: 'a'\n",
+            "[rank1]: KeyError: 'a'",
+        ),
+        ("E1 api.py] failed (exitcode: -9) local_rank: 1 (pid: 5) of binary\n", "rank 1 ended with code -9"),
+        ("", "torchrun ended with code 3"),
+    ],
+)
+def test_failures_are_told_in_one_line(log, reason):
+    assert runner.failure(log, 3) == reason

@@ -1,0 +1,286 @@
+"""Arrow IPC, files and streams: the rows that were written, the bytes that are needed, errors by name."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pytest
+import tqdm
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nightly import NIGHTLY
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cache.filesystem import open_source
+from dataload.catalog.footer_cache import read_footer
+from dataload.catalog.manifest import list_objects
+from dataload.errors import ConfigError, DataError
+from dataload.formats import arrow_ipc
+
+BATCH, BATCHES = 8, 5
+
+
+def rows(first: int, count: int) -> pa.RecordBatch:
+    numbers = range(first, first + count)
+    kinds = pa.array([f"kind {number % 3}" for number in range(3)])
+    return pa.record_batch(
+        {
+            "id": pa.array(numbers, pa.int64()),
+            "none": pa.nulls(count),
+            "text": [f"row {number}" * (number % 4) for number in numbers],
+            "kind": pa.DictionaryArray.from_arrays(pa.array([number % 3 for number in numbers], pa.int8()), kinds),
+            "point": pa.array([{"x": number / 2, "name": {"long": f"n{number}"}} for number in numbers]),
+            "view": pa.array([f"{number} is more than twelve characters" for number in numbers], pa.string_view()),
+            "vector": pa.array([[number, number + 1] for number in numbers], pa.list_(pa.float32(), 2)),
+            "either": pa.UnionArray.from_sparse(
+                pa.array([0] * count, pa.int8()), [pa.array(numbers), pa.array([""] * count)]
+            ),
+            "runs": pa.RunEndEncodedArray.from_arrays(pa.array([count], pa.int32()), pa.array([7], pa.int64())),
+            "tokens": pa.array([[number] * (number % 3) for number in numbers], pa.list_(pa.int32())),
+        }
+    )
+
+
+CHOSEN = ["tokens", "point", "id", "kind", "view", "text", "vector"]
+BATCHES_OF_ROWS = [rows(number * BATCH, BATCH) for number in range(BATCHES)]
+
+
+def written(batches: list[pa.RecordBatch], form: str = "file", **options: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    new = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
+    with new(sink, batches[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.fixture
+def stored(bucket: Any, cache: CacheConfig) -> Callable[..., Any]:
+    """The dataset of one file, or of several, with these contents."""
+
+    def store(*contents: bytes, **options: Any) -> Any:
+        for number, content in enumerate(contents):
+            bucket.put(f"data/part-{number}.arrow", content)
+        bucket.server.reset()
+        return make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache, **options)
+
+    return store
+
+
+def plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_the_rows_are_those_that_were_written(stored: Callable[..., Any], form: str, compression: str | None) -> None:
+    content = written(BATCHES_OF_ROWS, form, compression=compression)
+    dataset = stored(content, content, columns=CHOSEN)
+    assert [group.rows for group in dataset.row_groups] == [BATCH] * BATCHES * 2
+    wanted = [row for batch in BATCHES_OF_ROWS * 2 for row in batch.select(CHOSEN).to_pylist()]
+    order = np.random.default_rng(0).permutation(len(wanted))
+    for row, number in zip(dataset.__getitems__(order), order, strict=True):
+        point = wanted[number].pop("point")
+        flat = {"point.x": point["x"], "point.name.long": point["name"]["long"]}
+        assert {name: plain(value) for name, value in row.items()} == wanted[number] | flat
+
+
+@pytest.mark.parametrize("version", [pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5])
+def test_older_metadata(stored: Callable[..., Any], version: Any) -> None:
+    batches = [batch.drop_columns(["either", "runs"]) for batch in BATCHES_OF_ROWS]
+    dataset = stored(written(batches, metadata_version=version), columns=CHOSEN)
+    assert [plain(row["tokens"]) for row in dataset.__getitems__(range(9))] == [
+        [number] * (number % 3) for number in range(9)
+    ]
+
+
+def test_feather(stored: Callable[..., Any], tmp_path: Path) -> None:
+    pyarrow.feather.write_feather(pa.table({"id": range(10)}), tmp_path / "x", chunksize=4)
+    dataset = stored((tmp_path / "x").read_bytes())
+    assert [group.rows for group in dataset.row_groups] == [4, 4, 2]
+    assert [plain(row["id"]) for row in dataset.__getitems__(range(10))] == list(range(10))
+
+
+def test_what_hugging_face_saves(
+    bucket: Any, cache: CacheConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"id": list(range(25)), "text": [str(number) for number in range(25)]}
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # it would start a thread
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved", num_shards=2)
+    for file in (tmp_path / "saved").iterdir():
+        bucket.put(f"saved/{file.name}", file.read_bytes())
+    loader = make_loader(
+        bucket.url("saved/*.arrow"),
+        5,
+        storage_options=bucket.options,
+        cache_dir=cache.cache_dir,
+        cache_bytes=cache.cache_bytes,
+    )
+    seen = [(int(number), text) for batch in loader for number, text in zip(batch["id"], batch["text"], strict=True)]
+    assert sorted(seen) == [(number, str(number)) for number in range(25)]
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_large_columns_that_are_not_read_are_not_fetched(bucket: Any, stored: Callable[..., Any], form: str) -> None:
+    noise = np.random.default_rng(0)
+    batches = [
+        pa.record_batch({"a": range(100_000), "b": noise.random(100_000), "c": range(100_000)}) for _ in range(4)
+    ]
+    dataset = stored(written(batches, form), columns=["b"])
+    indexed = bucket.server.stats()["get_bytes"]
+    assert [plain(row["b"]) for row in dataset.__getitems__([5, 300_001])] == [
+        batches[0]["b"][5].as_py(),
+        batches[3]["b"][1].as_py(),
+    ]
+    fetched = bucket.server.stats()["get_bytes"] - indexed
+    if form == "file":
+        assert indexed < 100_000
+        assert fetched == 2 * batches[0]["b"].nbytes
+    else:  # Of a stream the first block is read, before it is known how large its batches are.
+        assert indexed < 100_000 + (4 << 20)
+        assert fetched == batches[0]["b"].nbytes
+
+
+def test_small_batches_are_fetched_together(bucket: Any, stored: Callable[..., Any]) -> None:
+    dataset = stored(written(BATCHES_OF_ROWS), columns=["id"])
+    assert len(dataset.__getitems__(range(len(dataset)))) == BATCH * BATCHES
+    assert bucket.server.stats()["get_requests"] <= 2
+
+
+def test_dictionaries_that_grow(stored: Callable[..., Any]) -> None:
+    """In a stream the later ones take the place of the earlier, or add to them; in a file they add to them."""
+    words = [["a"], ["a", "bb"], ["a", "bb", "ccc"]]
+    batches = [
+        pa.record_batch({"c": pa.DictionaryArray.from_arrays(pa.array([len(some) - 1], pa.int32()), pa.array(some))})
+        for some in words
+    ]
+    for form, deltas in (("file", True), ("stream", True), ("stream", False)):
+        dataset = stored(written(batches, form, emit_dictionary_deltas=deltas))
+        assert [row["c"] for row in dataset.__getitems__([2, 0, 1])] == ["ccc", "a", "bb"]
+
+
+def test_dictionaries_of_other_columns_are_not_fetched(bucket: Any, stored: Callable[..., Any]) -> None:
+    noise = np.random.default_rng(0)
+    words = pa.array([noise.bytes(100).hex() for _ in range(10_000)])
+    batches = [
+        pa.record_batch(
+            {
+                "n": pa.array(noise.random(100_000)),
+                "c": pa.DictionaryArray.from_arrays(pa.array(noise.integers(0, 10_000, 100_000, np.int32)), words),
+            }
+        )
+        for _ in range(2)
+    ]
+    for compression in (None, "lz4"):
+        content = written(batches, compression=compression)
+        dataset = stored(content, columns=["n"])
+        before = bucket.server.stats()["get_bytes"]
+        assert dataset[100_001]["n"] == batches[1]["n"][1].as_py()
+        if compression is None:
+            assert bucket.server.stats()["get_bytes"] - before == batches[1]["n"].nbytes
+        both = stored(content)
+        assert both[100_001]["c"] == batches[1]["c"][1].as_py()
+
+
+def test_dictionaries_that_others_have_taken_the_place_of_are_not_fetched(stored: Callable[..., Any]) -> None:
+    words = [pa.array([f"{number} {word} " * 1000 for word in range(100)]) for number in range(8)]
+    batches = [
+        pa.record_batch({"c": pa.DictionaryArray.from_arrays(pa.array([7, 8], pa.int32()), some)}) for some in words
+    ]
+    dataset = stored(written(batches, "stream"))
+    footer = read_footer(dataset.row_groups[0].file, dataset.row_groups[0].kept, dataset.blocks)
+    assert footer.held_bytes(7, ["c"]) < 1.2 * footer.held_bytes(0, ["c"])
+    assert [row["c"] for row in dataset.__getitems__([15, 0])] == ["7 8 " * 1000, "0 7 " * 1000]
+
+
+def test_a_stream_that_goes_back_is_refused(stored: Callable[..., Any]) -> None:
+    """And not read for ever."""
+    content = bytearray(written(BATCHES_OF_ROWS[:2], "stream"))
+    second = 8 + int.from_bytes(content[4:8], "little")
+    metadata = memoryview(
+        bytes(content[second : second + 8 + int.from_bytes(content[second + 4 : second + 8], "little")])
+    )
+    message = arrow_ipc.Message(second, metadata)
+    struct.pack_into("<q", content, second + 8 + arrow_ipc._place(message._root, 3), -len(metadata))
+    with pytest.raises(DataError, match="message at bytes"):
+        stored(bytes(content))
+
+
+def test_files_without_rows(stored: Callable[..., Any]) -> None:
+    empty = BATCHES_OF_ROWS[0].slice(0, 0)
+    sink = pa.BufferOutputStream()
+    pa.ipc.new_file(sink, empty.schema).close()
+    dataset = stored(written([empty, BATCHES_OF_ROWS[0]]), sink.getvalue().to_pybytes(), columns=["id", "text"])
+    assert [group.rows for group in dataset.row_groups] == [0, BATCH]
+    assert [plain(row["id"]) for row in dataset.__getitems__([7, 0])] == [7, 0]
+
+
+def test_nothing_is_known_of_the_values_for_filters(stored: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="row group 0: by its statistics"):
+        stored(written(BATCHES_OF_ROWS), columns=["id"], filters=[("id", "<", 8)])
+
+
+def test_parquet_and_arrow_of_one_schema_are_one_dataset(bucket: Any, stored: Callable[..., Any]) -> None:
+    table = pa.table({"id": pa.array(range(3), pa.int64()), "text": ["a", "b", "c"]})
+    sink = pa.BufferOutputStream()
+    pa.parquet.write_table(table, sink)
+    dataset = stored(written(table.to_batches()), sink.getvalue().to_pybytes())
+    assert [row["text"] for row in dataset.__getitems__(range(6))] == ["a", "b", "c"] * 2
+
+
+def test_a_first_feather(stored: Callable[..., Any]) -> None:
+    with pytest.raises(DataError, match=r"part-0\.arrow is Feather of version 1: rewrite it"):
+        stored(b"FEA1" + bytes(40) + b"FEA1")
+
+
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_a_file_that_is_cut_short(stored: Callable[..., Any], form: str) -> None:
+    with pytest.raises(
+        DataError, match=r"part-0\.arrow .* (cut short|not a Parquet file, nor Arrow IPC|cannot be read)"
+    ):
+        stored(written(BATCHES_OF_ROWS, form)[:-100])
+
+
+def damaged(content: bytes, tmp_path: Path) -> None:
+    """Read through a cache, all of it."""
+    file = tmp_path / "data.arrow"
+    file.write_bytes(content)
+    dataset = make_dataset(str(file), columns=CHOSEN, cache=None)
+    if len(dataset):
+        dataset.__getitems__(range(len(dataset)))
+
+
+@settings(
+    max_examples=3000 if NIGHTLY else 60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_damage_is_an_error_that_names_the_file(form: str, data: st.DataObject, tmp_path: Path) -> None:
+    """Or goes unseen, where it is in the values."""
+    content = bytearray(written(BATCHES_OF_ROWS[:2], form))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        damaged(bytes(content), tmp_path)
+    except (DataError, ConfigError) as error:
+        assert "data.arrow" in str(error) or "column" in str(error)
+
+
+def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "data.arrow"
+    file.write_bytes(written(BATCHES_OF_ROWS))
+    blocks = open_source(str(file), None, None)
+    (obj,) = list_objects(str(file), blocks)
+    index = arrow_ipc.index_of_file(obj, blocks, lambda last: file.read_bytes()[-last:])
+    arrow_ipc.ArrowFooter.from_bytes(memoryview(index), obj)
+    with pytest.raises(DataError, match="message at bytes"):
+        arrow_ipc.ArrowFooter.from_bytes(memoryview(index), replace(obj, size=obj.size // 2))

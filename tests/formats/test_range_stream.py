@@ -1,0 +1,119 @@
+"""Ranges that are read while more of them are fetched, within a bound."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.memory import MemoryTier
+from dataload.cache.origin.origin import Origin
+from dataload.errors import DataError
+from dataload.formats import range_stream
+from dataload.formats.range_stream import RangeStream
+
+SIZE = 10_000
+CONTENT = np.random.default_rng(0).bytes(SIZE)
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Blocks, Object]:
+    path = tmp_path_factory.mktemp("stream") / "x"
+    path.write_bytes(CONTENT)
+    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 1000)
+    return blocks, Object.of(blocks.origin.info(str(path)))
+
+
+def opened(blocks: Blocks, obj: Object, ranges: list[tuple[int, int]], room: int) -> RangeStream:
+    return RangeStream(partial(blocks.submit, blocks.fetch, obj), obj, ranges, room)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_stream, "LARGEST_PIECE", 128)
+    monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 16)
+
+
+@given(
+    borders=st.lists(st.integers(0, SIZE), min_size=2, max_size=8, unique=True).map(sorted),
+    room=st.integers(1, 2 * SIZE),
+    data=st.data(),
+)
+def test_each_range_reads_forward_beside_the_others(origin: Any, borders: list[int], room: int, data: Any) -> None:
+    ranges = list(zip(borders[::2], borders[1::2], strict=False))
+    at = [start for start, _ in ranges]
+    with opened(*origin, ranges, room) as file:
+        for _ in range(data.draw(st.integers(1, 12))):
+            number = data.draw(st.integers(0, len(ranges) - 1))
+            size = data.draw(st.integers(0, ranges[number][1] - at[number]))
+            file.seek(at[number])
+            assert bytes(file.read_buffer(size)) == CONTENT[at[number] : at[number] + size]
+            assert file.tell() == at[number] + size
+            at[number] += size
+
+
+def test_it_holds_no_more_than_it_may(origin: Any) -> None:
+    ranges, held = [(0, 4000), (5000, 9000)], []
+    with opened(*origin, ranges, 1000) as file:
+        for _ in range(80):
+            assert len(file.read(50)) == 50
+            held.append(sum(len(piece.result()) for piece in file._pieces.values()))
+    assert max(held) <= 1000
+    assert min(held[:40]) > 500
+
+
+def test_what_fits_is_fetched_once(origin: Any) -> None:
+    blocks, obj = origin
+    before = blocks.stats()["bytes_origin"]
+    with opened(blocks, obj, [(100, 1100), (2000, 2100)], 2000) as file:
+        file.wait()
+        for _ in range(2):
+            file.seek(100)
+            assert file.read(1000) == CONTENT[100:1100]
+    assert blocks.stats()["bytes_origin"] == before + 1100
+
+
+def test_blocks_that_are_kept_are_read(origin: Any) -> None:
+    blocks, obj = origin
+    blocks.read(obj, 3000, 5000)
+    before = blocks.stats()["bytes_origin"]
+    with opened(blocks, obj, [(3500, 4500)], 2000) as file:
+        file.seek(3500)
+        assert file.read(1000) == CONTENT[3500:4500]
+    assert blocks.stats()["bytes_origin"] == before
+
+
+def test_more_pieces_than_threads_from_kept_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a block in a thread must not wait for a thread."""
+    monkeypatch.setattr(range_stream, "LARGEST_PIECE", 150)
+    (tmp_path / "x").write_bytes(CONTENT)
+    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 100)
+    obj = Object.of(blocks.origin.info(str(tmp_path / "x")))
+    blocks.read(obj, 0, SIZE)
+    with opened(blocks, obj, [(0, SIZE)], SIZE) as file:
+        assert file.read(SIZE) == CONTENT
+
+
+def test_bytes_of_no_range(origin: Any) -> None:
+    with opened(*origin, [(0, 100)], 1000) as file:
+        file.seek(-SIZE, 2)
+        assert file.read(10) == CONTENT[:10]
+        file.seek(95)
+        with pytest.raises(DataError, match="bytes 95 to 105 belong to no column"):
+            file.read(10)
+
+
+def test_a_failed_piece_is_told_where_it_is_read(tmp_path: Path) -> None:
+    blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 1000)
+    (tmp_path / "x").write_bytes(CONTENT)
+    obj = Object.of(blocks.origin.info(str(tmp_path / "x")))
+    (tmp_path / "x").unlink()
+    with opened(blocks, obj, [(0, 100)], 1000) as file, pytest.raises(OSError, match="x"):
+        file.read(10)

@@ -1,0 +1,171 @@
+"""However a loop ends while the origin does not answer: the program ends, soon, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from clusters import until
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.benchmarks.origin import Origin
+from dataload.cache.local import fsck
+from dataload.cache.local.tier import LocalTier
+
+ROWS, GROUPS = 10, 12
+
+PROGRAM = """
+import sys
+import numpy as np
+from dataload import CacheConfig, make_dataset, make_loader, rowstore
+
+if __name__ == "__main__":
+    options = {{"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}}
+    dataset = make_dataset("s3://bucket/data", storage_options=options, cache=CacheConfig(sys.argv[2], "1GB"))
+    dataset.rowstore.gather(np.arange(10))  # the first row group is kept
+    if {filled}:
+        rowstore.FILLED_BYTES = 0
+        dataset.rowstore.prefetch([0])
+        dataset.rowstore._filler.make(0)
+        dataset.rowstore._filler._process.ready.wait()
+    print("made", flush=True)
+    sys.stdin.readline()
+    loader = make_loader(dataset, 1, shuffle=False)
+    batches = iter(loader)
+    for number in range(5):
+        next(batches)
+    print("looping", flush=True)
+    {end}
+"""
+ENDS = {
+    "the end of the program": "pass",
+    "no loader": "del batches, loader, dataset",
+    "error": "raise RuntimeError",
+    "interrupted": "[next(batches) for _ in range(100)]",
+}
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Iterator[Origin]:
+    (tmp_path / "origin/bucket/data").mkdir(parents=True)
+    noise = np.random.default_rng(0)
+    with pq.ParquetWriter(tmp_path / "origin/bucket/data/x.parquet", pa.schema({"a": pa.binary()})) as writer:
+        for _ in range(GROUPS):
+            writer.write_table(pa.table({"a": pa.array([noise.bytes(60_000) for _ in range(ROWS)], pa.binary())}))
+    with Origin(tmp_path / "origin") as origin:
+        yield origin
+
+
+@pytest.mark.parametrize(
+    ("end", "filled"), [*((end, False) for end in ENDS), ("no loader", True), ("interrupted", True)]
+)
+def test_the_program_ends(origin: Origin, tmp_path: Path, end: str, filled: bool) -> None:
+    program = PROGRAM.format(end=ENDS[end], filled=filled)
+    command = [sys.executable, "-c", program, origin.endpoint_url, str(tmp_path / "cache")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as trainer:
+        assert trainer.stdout.readline() == "made\n", trainer.stderr.read()
+        started = psutil.Process(trainer.pid).children(recursive=True)
+        assert len(started) == filled
+        origin.behave(stalled=1.0)  # for an hour
+        trainer.stdin.write("\n")
+        trainer.stdin.flush()
+        assert trainer.stdout.readline() == "looping\n", trainer.stderr.read()
+        if end == "interrupted":
+            trainer.send_signal(signal.SIGINT)
+        said = trainer.communicate(timeout=15)[1]
+    assert trainer.returncode == {"error": 1, "interrupted": -signal.SIGINT}.get(end, 0)
+    assert said.count("Error") + said.count("Interrupt") == (trainer.returncode != 0), said
+    assert not [process for process in started if process.is_running()]
+
+
+def open_things() -> tuple[int, int, set[str]]:
+    """Descriptors and threads of this process, and what is in shared memory."""
+    descriptors, shared = (list(Path(folder).iterdir()) for folder in ("/proc/self/fd", "/dev/shm"))
+    return len(descriptors), threading.active_count(), {path.name for path in shared}
+
+
+def test_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    before: tuple[int, int, set[str]] | None = None
+    for number in range(50):
+        dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
+        loader = make_loader(dataset, 4, seed=number)
+        batches = iter(loader)
+        for _ in range(number % 5):
+            next(batches)
+        if number % 3:
+            with pytest.raises(ZeroDivisionError):
+                batches.throw(ZeroDivisionError())
+        del batches, loader, dataset
+        gc.collect()
+        if number == 20:  # what is opened once for all is open by now
+            before = open_things()
+    assert before is not None
+    descriptors, threads, shared = open_things()
+    assert descriptors <= before[0] + 10
+    assert threads <= before[1] + 30  # those that are still ending
+    until(lambda: not any(Path("/dev/shm", name).exists() for name in shared - before[2]))  # other tests may use it
+    assert not list((tmp_path / "cache/tmp").glob("*/*"))
+
+
+def test_a_fill_that_the_end_cut_off_leaves_no_row_behind(tmp_path: Path) -> None:
+    """Its file in tmp/ tells whoever opens the cache next which row to drop."""
+    program = """
+import sys, threading
+from dataload.cache.local.tier import LocalTier
+from dataload.runtime.executor import Threads
+from dataload.cache.tier import BlobKey
+filling = threading.Event()
+def fill(allocate):
+    allocate(100_000)
+    filling.set()
+    threading.Event().wait()
+tier = LocalTier(sys.argv[1], 10**6)
+threads = Threads(1, "filling")
+threads.submit(tier.get_or_fill, BlobKey("o", "x", "v", "all"), fill)
+filling.wait()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=60)
+    tier = LocalTier(tmp_path / "c", 10**6)
+    assert tier.folder.index.used_bytes() == 0
+    assert fsck.verify(tier.folder).problems == []
+
+
+def test_the_next_epoch_is_loaded_before_it_begins(origin: Origin, tmp_path: Path, monkeypatch: Any) -> None:
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
+    loader = make_loader(dataset, 4, window=2)
+    asked: list[int] = []
+    prefetch = dataset.rowstore.prefetch
+    monkeypatch.setattr(dataset.rowstore, "prefetch", lambda groups: (asked.extend(groups), prefetch(groups)))
+    for _ in loader:
+        pass
+    first = [group for _, group in loader.sampler.needs_from(1, 0)]
+    assert len(asked) > GROUPS
+    assert asked[GROUPS:] == first[: len(asked) - GROUPS]
+
+
+def test_an_iterator_that_is_collected_where_its_rows_are_being_looked_for(origin: Origin, tmp_path: Path) -> None:
+    """The garbage collector may close it in a thread that holds what its own thread is waiting for."""
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
+    batches = iter(make_loader(dataset, 4))
+    next(batches)
+    circle: list[Any] = [batches]
+    circle.append(circle)
+    del batches, circle
+    with dataset.rowstore._mutex:
+        gc.collect()
+    assert sum(len(batch["a"]) for batch in make_loader(dataset, 4)) == ROWS * GROUPS

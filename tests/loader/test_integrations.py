@@ -1,0 +1,219 @@
+"""The loader under Lightning and accelerate: two ranks each, in processes of their own, and what they saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import World, make_dataset, make_loader
+from dataload.errors import ConfigError
+from dataload.loader.integrations import TrainerSampler
+from dataload.samplers.sharded import ShardedSampler
+
+N = 301
+GROUPS = [40, 60, 7, 93, 50, 50, 1]
+Seen = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data")
+    first = 0
+    for number, count in enumerate(GROUPS):
+        ids = range(first, first + count)
+        pq.write_table(pa.table({"row_id": ids, "half": [row / 2 for row in ids]}), path / f"{number}.parquet")
+        first += count
+    return path
+
+
+def run_two_ranks(program: str, folder: Path, out: Path) -> Seen:
+    """What both ranks of tests/`program` wrote, by rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(__file__).parent.parent / "support" / program), str(folder), str(out)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def accelerated(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return run_two_ranks("accelerate_rank.py", folder, tmp_path_factory.mktemp("accelerate"))
+
+
+@pytest.fixture(scope="module")
+def lightning(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return run_two_ranks("lightning_rank.py", folder, tmp_path_factory.mktemp("lightning"))
+
+
+@pytest.fixture
+def epochs_of(folder: Path) -> Callable[[int], list[list[int]]]:
+    """The rows that each rank should get in an epoch."""
+
+    def wanted(epoch: int) -> list[list[int]]:
+        dataset = make_dataset(str(folder), cache=None)
+        loaders = [make_loader(dataset, 16, world=World(rank, 2)) for rank in range(2)]
+        return [[row for rows in loader.sampler.batches(epoch, 0) for row in rows.tolist()] for loader in loaders]
+
+    return wanted
+
+
+def once(ranks: list[list[int]]) -> bool:
+    """Each row over both ranks, one of them twice: the padding of an odd number."""
+    return Counter(chain(*ranks)).keys() == set(range(N)) and len(ranks[0]) == len(ranks[1]) == 151
+
+
+# accelerate
+
+
+def test_prepare_returns_the_loader_itself(accelerated: Seen) -> None:
+    assert all(all(rank["itself"]) for rank in accelerated)
+
+
+def test_gather_for_metrics_gives_each_row_once(accelerated: Seen) -> None:
+    for rank in accelerated:
+        assert len(rank["once"]) == 8
+        for setting, rows in rank["once"].items():
+            assert Counter(rows) == Counter(range(N)), setting
+
+
+def test_gather_for_metrics_of_a_resumed_epoch_and_without_the_tail(accelerated: Seen) -> None:
+    for rank in accelerated:
+        assert len(rank["from 101"]) == len(set(rank["from 101"])) == N - 101
+        assert len(rank["dropped"]) == len(set(rank["dropped"])) == N - N % 32
+
+
+def test_the_last_step_of_an_epoch_synchronises(accelerated: Seen) -> None:
+    for rank in accelerated:
+        assert rank["synchronised"] == [number % 4 == 3 or number == 9 for number in range(10)]
+        assert rank["weights alike"] == [True] * 3
+        assert rank["evaluated"] == N
+        assert rank["nothing active"]
+
+
+def test_accelerate_resumes_in_the_middle_of_an_epoch(accelerated: Seen, epochs_of: Any) -> None:
+    assert [rank["resumed"] for rank in accelerated] == [rank["wanted"] for rank in accelerated] == epochs_of(1)
+
+
+def test_skip_first_batches(accelerated: Seen) -> None:
+    for rank in accelerated:
+        assert rank["skipped"] == rank["unskipped"][3:]
+
+
+def test_batches_come_where_accelerate_wants_them(accelerated: Seen) -> None:
+    assert [(rank["device"], rank["asked for"]) for rank in accelerated] == [("meta", "cpu")] * 2
+
+
+# Lightning
+
+
+def test_lightning_shards_nothing_again(lightning: Seen, epochs_of: Any) -> None:
+    for epoch in range(3):
+        trained = [rank["trained"][str(epoch)] for rank in lightning]
+        assert trained == epochs_of(epoch)
+        assert once(trained)
+
+
+def test_lightning_validates_after_a_sanity_check(lightning: Seen) -> None:
+    for number, rank in enumerate(lightning):
+        batches = rank["validated"]
+        sanity, epochs = batches[:2], batches[2:]
+        assert len(epochs) == 6
+        assert sanity == epochs[:2] == epochs[2:4] == epochs[4:]
+        assert batches[0] == list(range(100 * number, 100 * number + 100))
+
+
+@pytest.mark.parametrize(("where", "left"), [("middle", slice(4 * 16, None)), ("last", slice(151, None))])
+def test_lightning_resumes(lightning: Seen, where: str, left: slice) -> None:
+    for rank in lightning:
+        wanted = {"1": rank["trained"]["1"][left], "2": rank["trained"]["2"]}
+        assert rank[where] == {epoch: rows for epoch, rows in wanted.items() if rows}
+
+
+@pytest.mark.parametrize("made", ["hook", "given", "workers"])
+def test_lightning_predicts(lightning: Seen, epochs_of: Any, made: str) -> None:
+    predicted = [[rows for rows, _ in rank[made]] for rank in lightning]
+    assert [list(chain(*batches)) for batches in predicted] == epochs_of(0)
+    assert all(rows == tracked for rank in lightning for rows, tracked in rank[made])
+
+
+def test_fabric(lightning: Seen, epochs_of: Any) -> None:
+    assert [rank["fabric"] for rank in lightning] == [list(pair) for pair in zip(*map(epochs_of, (0, 1)), strict=True)]
+    for rank in lightning:
+        assert rank["fabric resumed"] == rank["by hand"][2:]
+
+
+# In this process
+
+
+def test_epochs_counted_anew_go_on_from_the_restored_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ShardedSampler([9, 9], 1, 0)
+    state.seek(3, 5)
+
+    def epochs(*counted: int) -> list[tuple[int, int]]:
+        sampler = TrainerSampler([9, 9], 1, 0)
+        sampler.load_state_dict(state.state_dict())
+        found = []
+        for epoch in counted:
+            sampler.set_epoch(epoch)
+            found.append((sampler.epoch, sampler.cursor))
+        return found
+
+    for name in ("lightning.fabric.wrappers", "lightning_fabric.wrappers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert epochs(0, 1) == [(0, 0), (1, 0)]
+    monkeypatch.setitem(sys.modules, "lightning.fabric.wrappers", sys)
+    assert epochs(0, 1, 2) == [(3, 5), (4, 0), (5, 0)]
+    assert epochs(3, 4) == [(3, 5), (4, 0)]
+    assert epochs(4, 3) == [(4, 0), (3, 0)]
+
+
+def test_a_loader_made_before_the_ranks_were_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = make_dataset(str(folder), cache=None)
+    loader, told = make_loader(dataset, 16), make_loader(dataset, 16, world=World())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match=r"made for a single process, but this is rank 1 of 2.*train_dataloader"):
+        next(iter(loader))
+    assert len(list(told)) == 19
+
+
+def test_a_plain_loader_in_its_place_cannot_give_the_transform_its_generator(folder: Path) -> None:
+    loader = make_loader(make_dataset(str(folder), cache=None), 16, transform=lambda batch, rng: batch)
+    with pytest.raises(ConfigError, match="load_state_dict"):
+        loader.collate_fn(loader.dataset.__getitems__([1, 2]))
+
+
+def test_trainers_are_not_imported(folder: Path) -> None:
+    list(make_loader(make_dataset(str(folder), cache=None), 16))
+    assert not {"accelerate", "lightning", "lightning_fabric"} & sys.modules.keys()

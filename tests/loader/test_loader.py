@@ -1,0 +1,581 @@
+"""The loader as a trainer sees it: which rows, in which order, in which shape, from where it stopped."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError, DataError
+from dataload.loader.loader import Loader
+from dataload.samplers import window_size
+
+FILES = [[40, 60], [7, 0, 93], [50, 50, 1]]
+N = 301
+
+
+@pytest.fixture
+def dataset(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> Any:
+    return make_dataset(dataset_of(FILES), storage_options=bucket.options, cache=cache)
+
+
+def ids(batches: Iterable[Any]) -> list[int]:
+    return [int(row) for batch in batches for row in batch["row_id"]]
+
+
+def ranks(dataset: Any, world_size: int, batch_size: int, **options: Any) -> list[Loader]:
+    return [make_loader(dataset, batch_size, world=World(rank, world_size), **options) for rank in range(world_size)]
+
+
+# Which rows
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("shuffle", [True, "full", False])
+def test_each_row_once_an_epoch_over_all_ranks(dataset: Any, world_size: int, shuffle: Any) -> None:
+    loaders = ranks(dataset, world_size, 16, shuffle=shuffle, window=2)
+    epochs = []
+    for epoch in range(2):
+        found = []
+        for loader in loaders:
+            loader.set_epoch(epoch)
+            mine = ids(loader)
+            assert len(mine) == -(-N // world_size)
+            found += mine[: len(mine) - loader.padding]
+        assert Counter(found) == Counter(range(N))
+        epochs.append(found)
+    assert (epochs[0] == epochs[1]) == (shuffle is False)
+
+
+def test_drop_last_leaves_out_less_than_a_global_batch(dataset: Any) -> None:
+    loaders = ranks(dataset, 2, 16, drop_last=True)
+    batches = [[ids([batch]) for batch in loader] for loader in loaders]
+    assert [[len(batch) for batch in mine] for mine in batches] == [[16] * 9] * 2
+    assert [len(loader) for loader in loaders] == [9, 9]
+    seen = Counter(row for mine in batches for batch in mine for row in batch)
+    assert max(seen.values()) == 1
+    assert len(seen) == 288
+
+
+def test_rows_are_whole(dataset: Any) -> None:
+    for batch in make_loader(dataset, 32, window=3):
+        assert torch.equal(batch["half"], batch["row_id"] / 2)
+        assert torch.equal(batch["vector"], (batch["row_id"][:, None] + torch.arange(3)).float())
+        assert batch["text"] == [f"row {row}" for row in batch["row_id"]]
+
+
+def test_a_seed_is_an_order(dataset: Any) -> None:
+    first, again, other = (ids(make_loader(dataset, 16, seed=seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_a_global_batch_does_not_depend_on_the_world(dataset: Any) -> None:
+    one = [set(ids([batch])) for batch in make_loader(dataset, 32)]
+    pair = zip(*ranks(dataset, 2, 16), strict=True)
+    for alone, halves in zip(one, pair, strict=True):
+        assert alone <= set(ids(halves))
+
+
+def test_bytes_leave_the_origin_once(bucket: Any, dataset: Any) -> None:
+    size = sum(group.file.size for group in {group.file: group for group in dataset.row_groups}.values())
+    bucket.server.reset()
+    for loader in ranks(dataset, 2, 16):
+        for _ in range(3):
+            ids(loader)
+    assert bucket.server.stats()["get_bytes"] <= size
+    bucket.server.reset()
+    assert len(ids(make_loader(dataset, 16))) == N
+    assert bucket.server.stats()["get_requests"] == 0
+
+
+# Drop-in
+
+
+def test_it_is_a_dataloader_with_a_distributed_sampler(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, world=World(1, 2))
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader.sampler, DistributedSampler)
+    assert loader.batch_size == 16
+    assert len(loader) == 10 == len(list(loader))
+
+
+def test_a_plain_dataloader_takes_the_dataset(dataset: Any) -> None:
+    found = list(DataLoader(dataset, 64, shuffle=True))
+    assert sorted(ids(found)) == list(range(N))
+    assert found[0]["vector"].shape == (64, 3)
+    assert found[0]["row_id"].dtype == torch.int64
+    assert dataset[-1]["text"] == dataset[np.int8(-1)]["text"] == f"row {N - 1}"
+    with pytest.raises(IndexError):
+        dataset[N]
+
+
+def test_the_sampler_drops_into_a_plain_dataloader(dataset: Any) -> None:
+    ours = make_loader(dataset, 16, world=World(1, 2))
+    plain = DataLoader(dataset, 16, sampler=make_loader(dataset, 16, world=World(1, 2)).sampler)
+    assert ids(plain) == ids(ours)
+
+
+def test_rows_is_a_sequence_of_dicts(dataset: Any) -> None:
+    rows = dataset.__getitems__([5, 3, 300])
+    assert len(rows) == 3
+    assert [row["row_id"].item() for row in rows] == [5, 3, 300]
+    assert rows[-1]["text"] == "row 300"
+    assert [row["row_id"].item() for row in rows[:2]] == [5, 3]
+    assert rows.columns["half"].tolist() == [2.5, 1.5, 150]
+    with pytest.raises(IndexError):
+        rows[3]
+
+
+# Epochs and positions
+
+
+def test_each_loop_is_a_new_epoch(dataset: Any) -> None:
+    loader, by_hand = make_loader(dataset, 16), make_loader(dataset, 16)
+    first, second = ids(loader), ids(loader)
+    assert sorted(first) == sorted(second) == list(range(N))
+    assert first != second
+    by_hand.set_epoch(1)
+    assert ids(by_hand) == second
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_peek_changes_nothing(dataset: Any, workers: int) -> None:
+    whole = ids(make_loader(dataset, 16))
+    loader = make_loader(dataset, 16, num_workers=workers)
+    assert ids([next(iter(loader))]) == whole[:16]
+    loader.set_epoch(0)
+    assert ids([next(iter(loader))]) == whole[:16]
+    assert ids(loader) == whole
+
+
+def test_an_iterator_has_its_own_place(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    pairs = [(ids([left]), ids([right])) for left, right in zip(loader, loader, strict=True)]
+    assert [left for left, _ in pairs] == [right for _, right in pairs]
+    assert sorted(row for left, _ in pairs for row in left) == list(range(N))
+
+
+def test_the_state_is_that_of_the_latest_iterator(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    older = iter(loader)
+    for _ in range(5):
+        next(older)
+    assert loader.state_dict()["cursor"] == 80
+    newer = iter(loader)
+    next(newer)
+    next(older)
+    assert loader.state_dict()["cursor"] == 16
+    older.close()
+    newer.close()
+
+
+def test_persistent_workers_serve_one_iterator(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, num_workers=1, persistent_workers=True)
+    older = iter(loader)
+    next(older)
+    newer = iter(loader)
+    next(newer)
+    with pytest.raises(RuntimeError, match="one iterator at a time"):
+        next(older)
+    newer.close()
+
+
+def test_the_state_after_a_whole_epoch_begins_the_next(dataset: Any) -> None:
+    loader, resumed = make_loader(dataset, 16), make_loader(dataset, 16)
+    ids(loader)
+    resumed.load_state_dict(loader.state_dict())
+    assert ids(resumed) == ids(loader)
+
+
+def test_set_epoch_repeats_an_epoch(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    first = ids(loader)
+    loader.set_epoch(0)
+    assert ids(loader) == first
+
+
+def test_a_loop_that_takes_only_len_batches_moves_on(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    first = ids(batch for _, batch in zip(range(len(loader)), loader, strict=False))
+    second = ids(loader)
+    assert sorted(first) == sorted(second) == list(range(N))
+    assert first != second
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 5, 9])
+def test_resume_goes_on_where_it_stopped(dataset: Any, stop: int, workers: int) -> None:
+    whole = make_loader(dataset, 16, world=World(1, 2))
+    whole.set_epoch(3)
+    wanted = ids(whole) + ids(whole)
+
+    loader = make_loader(dataset, 16, world=World(1, 2), num_workers=workers)
+    loader.set_epoch(3)
+    batches = iter(loader)
+    begun = ids(next(batches) for _ in range(stop))
+    state = json.loads(json.dumps(loader.state_dict()))
+    batches.close()
+
+    resumed = make_loader(dataset, 16, world=World(1, 2), num_workers=workers)
+    resumed.load_state_dict(state)
+    assert begun + ids(resumed) + ids(resumed) == wanted
+
+
+def test_resume_in_another_world_loses_and_repeats_nothing(dataset: Any) -> None:
+    found = []
+    states = []
+    for loader in ranks(dataset, 2, 16):
+        batches = iter(loader)
+        found += ids(next(batches) for _ in range(4))
+        states.append(json.dumps(loader.state_dict()))
+        batches.close()
+    assert states[0] == states[1]
+    assert len(states[0]) < 4096
+    for loader in ranks(dataset, 3, 8):
+        loader.load_state_dict(json.loads(states[0]))
+        rest = ids(loader)
+        found += rest
+    spare = Counter(found) - Counter(range(N))
+    assert set(found) == set(range(N))
+    assert sum(spare.values()) <= 2
+
+
+def test_padding_of_a_resumed_epoch(dataset: Any) -> None:
+    first = make_loader(dataset, 16)
+    batches = iter(first)
+    found = ids(next(batches) for _ in range(8))
+    state = first.state_dict()
+    batches.close()
+    for loader in ranks(dataset, 3, 8):
+        loader.load_state_dict(state)
+        padding = loader.padding
+        rest = ids(loader)
+        found += rest[: len(rest) - padding]
+    assert Counter(found) == Counter(range(N))
+
+
+def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    batches = iter(loader)
+    for _ in range(len(loader)):
+        next(batches)
+    state = loader.state_dict()
+    batches.close()
+    resumed = make_loader(dataset, 16)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(0)
+    assert ids(resumed) == []
+    resumed.load_state_dict(state)
+    resumed.set_epoch(1)
+    assert len(ids(resumed)) == N
+
+
+def test_another_dataset_is_refused(
+    bucket: Any, dataset: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
+    state = make_loader(dataset, 16).state_dict()
+    other = make_dataset(dataset_of([[N]], "other"), storage_options=bucket.options, cache=cache)
+    with pytest.raises(ConfigError, match="dataset"):
+        make_loader(other, 16).load_state_dict(state)
+
+
+# Workers, transforms, shapes
+
+
+def augment(batch: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"row_id": batch["row_id"], "noise": rng.random(len(batch["row_id"]))}
+
+
+def test_a_batch_has_its_augmentation_at_any_worker_count(dataset: Any) -> None:
+    def noise(loader: Loader) -> list[tuple[int, float]]:
+        return [
+            (int(row), value) for batch in loader for row, value in zip(batch["row_id"], batch["noise"], strict=True)
+        ]
+
+    alone, helped, other = (
+        noise(make_loader(dataset, 16, transform=augment, num_workers=workers, seed=seed))
+        for workers, seed in ((0, 0), (2, 0), (0, 1))
+    )
+    assert alone == helped
+    assert sorted(value for _, value in alone) != sorted(value for _, value in other)
+    assert len({value for _, value in alone}) == N
+
+
+def where_am_i(batch: dict[str, Any]) -> dict[str, Any]:
+    worker = torch.utils.data.get_worker_info()
+    return {**batch, "worker": -1 if worker is None else worker.id}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 1, "multiprocessing_context": "spawn"},
+    ],
+)
+def test_workers(dataset: Any, options: dict[str, Any]) -> None:
+    plain = make_loader(dataset, 16)
+    loader = make_loader(dataset, 16, transform=where_am_i, **options)
+    for _ in range(2):
+        batches = list(loader)
+        assert ids(batches) == ids(plain)
+        assert {batch["worker"] for batch in batches} == set(range(options["num_workers"]))
+    del batches, loader
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_each_row_once_over_ranks_and_workers(dataset: Any, drop_last: bool) -> None:
+    """Five ranks with 0 to 2 workers each: as many batches on each, and those of a rank without workers."""
+    found, counts = [], set()
+    for rank in range(5):
+        options = {"world": World(rank, 5), "drop_last": drop_last}
+        loader = make_loader(dataset, 7, num_workers=rank % 3, **options)
+        batches = [ids([batch]) for batch in loader]
+        assert batches == [ids([batch]) for batch in make_loader(dataset, 7, **options)]
+        counts.add((len(batches), len(loader)))
+        rows = [row for batch in batches for row in batch]
+        found += rows[: len(rows) - make_loader(dataset, 7, **options).padding]
+    assert counts == {(8, 8) if drop_last else (9, 9)}
+    assert len(found) == len(set(found)) == (280 if drop_last else N)
+
+
+def test_the_default_window_is_that_of_the_footers(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make_loader(dataset, 16).sampler.order.window == len(dataset.row_groups) == 8
+    assert make_loader(dataset, 16, window=5).sampler.order.window == 5
+    monkeypatch.setattr(window_size, "MEMORY", sum(sorted(group.bytes for group in dataset.row_groups)[-6:]))
+    assert make_loader(Dataset(dataset.manifest, dataset.blocks), 16).sampler.order.window == 3
+
+
+def test_lightning_seeds_workers_after_the_loader_is_made(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, num_workers=1, transform=seeded)
+    loader.worker_init_fn = seed_by_hand
+    assert {batch["seed"] for batch in loader} == {123}
+
+
+def seed_by_hand(worker: int) -> None:
+    torch.manual_seed(123)
+
+
+def seeded(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "seed": torch.initial_seed()}
+
+
+def lists(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "lists": [torch.arange(int(row) % 5) for row in batch["row_id"]]}
+
+
+def test_lists_of_tensors_come_from_workers(dataset: Any) -> None:
+    for batch in make_loader(dataset, 300, transform=lists, num_workers=1):
+        assert [len(one) for one in batch["lists"]] == [int(row) % 5 for row in batch["row_id"]]
+
+
+def test_workers_count_what_they_fetch(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, num_workers=2)
+    ids(loader)
+    assert loader.stats().bytes_origin == sum(file.size for file in {group.file for group in dataset.row_groups})
+    assert loader.stats().requests_origin == 3
+
+
+def broken(batch: dict[str, Any]) -> dict[str, Any]:
+    if 150 in batch["row_id"]:
+        raise ValueError("a broken transform")
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_transform_raises_arrives(dataset: Any, workers: int) -> None:
+    with pytest.raises(ValueError, match="a broken transform"):
+        ids(make_loader(dataset, 16, transform=broken, num_workers=workers))
+    assert multiprocessing.active_children() == []  # No collection of garbage was needed.
+
+
+def test_collate_fn_gets_rows(dataset: Any) -> None:
+    loader = make_loader(dataset, 16, collate_fn=lambda rows: {"row_id": [row["row_id"] for row in rows]})
+    assert sorted(ids(loader)) == list(range(N))
+
+
+def test_columns_group_ragged(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+    url = dataset_of(FILES)
+    options = {"storage_options": bucket.options, "cache": cache}
+    batch = next(iter(make_loader(url, 4, columns=["half"], **options)))
+    assert set(batch) == {"half"}
+    batch = next(iter(make_loader(url, 4, columns=["half", "row_id"], group={"x": ["half"]}, **options)))
+    assert batch["x"].shape == (4, 1)
+
+
+def test_a_device(dataset: Any) -> None:
+    batch = next(iter(make_loader(dataset, 4, device="meta")))
+    assert batch["row_id"].device.type == "meta"
+    assert batch["text"][0].startswith("row")
+
+
+def test_stats(dataset: Any) -> None:
+    loader = make_loader(dataset, 16)
+    ids(loader)
+    stats = loader.stats()
+    assert (stats.epoch, stats.rows, stats.batches) == (0, N, 19)
+    assert 0 < stats.wait_seconds <= stats.seconds
+    assert 0 < stats.stall_fraction <= 1
+    assert stats.requests_origin == 3
+    assert stats.bytes_origin == sum(file.size for file in {group.file for group in dataset.row_groups})
+    ids(loader)
+    assert loader.stats().epoch == 1
+    assert loader.stats().bytes_origin == 0
+    assert loader.stats().hit_rate == 1
+    assert "epoch 1: 301 rows" in str(loader.stats())
+
+
+# Stopping
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_leaving_an_epoch_early(dataset: Any, workers: int) -> None:
+    loader = make_loader(dataset, 16, num_workers=workers)
+    whole = ids(make_loader(dataset, 16))
+    for _ in range(3):
+        for number, batch in enumerate(loader):
+            assert ids([batch]) == whole[16 * number : 16 * number + 16]
+            if number == 2:
+                break
+    with pytest.raises(RuntimeError, match="mine"):
+        for _batch in loader:
+            raise RuntimeError("mine")
+
+
+def test_threads_end_with_their_loader(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+    before = set(threading.enumerate())
+    loader = make_loader(dataset_of(FILES), 16, storage_options=bucket.options, cache=cache)
+    ids(loader)
+    pools = [thread for thread in threading.enumerate() if thread not in before and "dataload-" in thread.name]
+    assert pools
+    del loader
+    gc.collect()
+    for thread in pools:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_the_interpreter_exits_in_the_middle_of_an_epoch(
+    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path
+) -> None:
+    options = {"storage_options": bucket.options, "cache_dir": str(tmp_path / "c")}
+    program = f"""
+import dataload
+loader = dataload.make_loader({dataset_of(FILES)!r}, 4, **{options!r})
+batches = iter(loader)
+next(batches)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+# Bad input
+
+
+def test_a_cache_smaller_than_the_window_needs(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url = dataset_of(FILES)
+    options = {"storage_options": bucket.options, "cache_dir": str(tmp_path / "c"), "cache_bytes": 9000}
+    with pytest.raises(ConfigError, match=r"cache_bytes=9000 is too small: two windows of 4.*raise.*lower"):
+        make_loader(url, 16, window=4, **options)
+    with pytest.raises(ConfigError, match=r"cache_bytes=9000.*'full' needs the whole dataset"):
+        make_loader(url, 16, shuffle="full", **options)
+    assert len(ids(make_loader(url, 16, window=1, **{**options, "cache_bytes": 20_000}))) == N
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"prefetch": 0}, "prefetch"),
+        ({"columns": ["half"]}, "columns"),
+        ({"cache_dir": "/x"}, "cache_dir"),
+        ({"num_workers": 1, "in_order": False}, "in_order"),
+        ({"group": {"half": ["row_id"]}}, "'half'"),
+        ({"shuffle": "some"}, "shuffle"),
+        ({"window": 0}, "window"),
+        ({"ragged": "round"}, "ragged"),
+        ({"num_streams": 3, "world": World(0, 4, 0, 2)}, "num_streams"),
+        ({"group": {"x": ["nothing"]}}, "'x'"),
+    ],
+)
+def test_arguments_that_cannot_work(dataset: Any, wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        next(iter(make_loader(dataset, **{"batch_size": 16, **wrong})))
+
+
+def test_columns_are_a_list_of_names(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
+    url = dataset_of([[3]])
+    for wrong in ("half", []):
+        with pytest.raises(ConfigError, match="columns="):
+            make_dataset(url, columns=wrong, storage_options=bucket.options, cache=cache)
+
+
+def test_rows_outside_the_dataset(dataset: Any) -> None:
+    for wrong in ([], [-1], [N]):
+        with pytest.raises(IndexError, match=f"0 to {N - 1}"):
+            dataset.__getitems__(wrong)
+
+
+def test_nulls_name_file_row_group_and_column(bucket: Any, cache: CacheConfig) -> None:
+    import pyarrow as pa
+
+    bucket.put_table("data/x.parquet", pa.table({"a": [1, 2, 3, None]}), row_group_size=2)
+    options = {"storage_options": bucket.options, "cache": cache}
+    with pytest.raises(DataError, match=r"data/x\.parquet row group 1 column 'a' has 1 nulls"):
+        list(make_loader(bucket.url("data"), 4, **options))
+    assert sorted(next(iter(make_loader(bucket.url("data"), 4, fill_null=0, **options)))["a"].tolist()) == [0, 1, 2, 3]
+
+
+def test_more_ranks_than_one_and_no_number(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="RANK"):
+        make_loader(dataset, 16)
+
+
+@pytest.mark.parametrize(("transform", "workers"), [(None, 0), (where_am_i, 2)])
+def test_workers_are_for_code_of_the_users(dataset: Any, transform: Any, workers: int) -> None:
+    """All that the others do is copy."""
+    batches = iter(make_loader(dataset, 16, num_workers=2, transform=transform))
+    next(batches)
+    assert len(multiprocessing.active_children()) == workers
+    batches.close()
+
+
+def test_an_argument_in_the_wrong_place_is_refused_without_its_value(dataset: Any) -> None:
+    """It may hold a password."""
+    for wrong in ({"cluster": "valkey://user:hunter2@host"}, {"storage_options": {"secret": "hunter2"}}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: it belongs to make_dataset") as refused:
+            make_loader(dataset, 4, **wrong)
+        assert "hunter2" not in str(refused.value)
+
+
+def _as_it_is_in_a_worker(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_a_cache_nothing_is_fetched_for_nobody(workers: int, bucket: Any) -> None:
+    """What a worker cannot share is not loaded for it in advance."""
+    table = pa.table({"x": [np.random.default_rng(row).bytes(1000) for row in range(2000)]})
+    bucket.put_table("x.parquet", table, row_group_size=500)
+    dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=None)
+    bucket.server.reset()
+    given = {"num_workers": workers, "transform": _as_it_is_in_a_worker} if workers else {}
+    assert sum(len(batch["x"]) for batch in make_loader(dataset, 100, **given)) == 2000
+    assert bucket.server.stats()["get_bytes"] < 1.2 * table.nbytes

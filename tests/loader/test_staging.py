@@ -1,0 +1,211 @@
+"""Batches on their way to a device lie in one piece each, in memory made for that, before the thread that trains."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dataload import CacheConfig, make_loader
+from dataload.benchmarks import gpu
+from dataload.loader import loader
+from dataload.loader.device_copy import Copies, Staging, staging_for
+from dataload.loader.worker_transport import pack, unpack
+from dataload.rows.collate import map_tensors
+from dataload.train.profiling import traced
+
+ROWS, BATCH = 40, 8
+LARGE = 64 << 10  # bytes; smaller copies are of labels and the like
+
+
+def fixed(values: np.ndarray[Any, Any], *sizes: int) -> pa.Array:
+    array = pa.array(values.ravel())
+    for size in reversed(sizes):
+        array = pa.FixedSizeListArray.from_arrays(array, size)
+    return array
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> dict[str, Any]:
+    """A file with every kind of column that becomes tensors; between them, in a record, are others."""
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(0, 5, ROWS)
+    table = pa.table(
+        {
+            "number": np.arange(ROWS),
+            "other": np.arange(ROWS) * 2,
+            "far": np.arange(ROWS) * 3,
+            "flag": draw.integers(0, 2, ROWS).astype(bool),
+            "vector": fixed(draw.random((ROWS, 3), np.float32), 3),
+            "matrix": fixed(draw.integers(0, 99, (ROWS, 2, 5)), 2, 5),
+            "pixels": fixed(draw.integers(0, 255, (ROWS, 7)).astype(np.uint8), 7),
+            "flags": fixed(draw.integers(0, 2, (ROWS, 3)).astype(bool), 3),
+            "tokens": pa.array([draw.integers(0, 99, length).tolist() for length in lengths]),
+            "text": [f"row {number}" for number in range(ROWS)],
+        }
+    )
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=10)
+    return {
+        "source": str(tmp_path / "x.parquet"),
+        "batch_size": BATCH,
+        "cache": CacheConfig(str(tmp_path / "c"), "1GB"),
+    }
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(batch, lambda tensor: (found.append(tensor), tensor)[1])
+    return found
+
+
+class Seen:
+    """What is allocated for batches, and what is handed to the copies to the device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allocated: list[torch.Tensor] = []
+        self.copied: list[torch.Tensor] = []
+        self.threads: set[threading.Thread] = set()
+        empty, call = Staging.empty, Copies.__call__
+
+        def allocates(staging: Staging, *args: Any) -> torch.Tensor:
+            self.threads.add(threading.current_thread())
+            self.allocated.append(empty(staging, *args))
+            return self.allocated[-1]
+
+        def copies(one: Copies, batch: Any) -> Any:
+            self.copied += tensors_of(batch)
+            return call(one, batch)
+
+        monkeypatch.setattr(Staging, "empty", allocates)
+        monkeypatch.setattr(Copies, "__call__", copies)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return Seen(monkeypatch)
+
+
+def where(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+
+
+GROUPS = [None, {"x": ["number", "other"]}, {"x": ["far", "number"]}]
+
+
+@pytest.mark.parametrize("at_once", [1, 64])
+@pytest.mark.parametrize("ragged", ["list", "flat"])
+@pytest.mark.parametrize("group", GROUPS, ids=["no group", "neighbours", "others"])
+def test_columns_are_copied_once_to_where_the_device_takes_them_from(
+    source: dict[str, Any], seen: Seen, monkeypatch: pytest.MonkeyPatch, group: Any, ragged: str, at_once: int
+) -> None:
+    monkeypatch.setattr(loader, "gathered_at_once", lambda _: at_once)
+    batches = list(make_loader(**source, device="meta", group=group, ragged=ragged))
+    assert len(batches) == ROWS // BATCH
+    assert all(tensor.is_contiguous() for tensor in seen.copied)
+    assert where(seen.copied) <= where(seen.allocated)
+    assert threading.current_thread() not in seen.threads
+    copied = sum(tensor.nbytes for tensor in seen.copied)
+    offsets = 8 * (ROWS + len(batches)) if ragged == "flat" else 0  # which begin at 0 in each batch
+    assert copied <= sum(tensor.nbytes for tensor in seen.allocated) <= copied + offsets
+
+
+def half_of_it(batch: Any) -> Any:
+    return {**batch, "half": batch["matrix"][:, :, ::2], "turned": batch["matrix"].mT, "none": None}
+
+
+def only_rows(rows: Any) -> Any:
+    return dict(rows.columns)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("code", [{"transform": half_of_it}, {"collate_fn": only_rows}], ids=["transform", "collate"])
+def test_what_a_user_makes_has_no_gaps_either(source: dict[str, Any], seen: Seen, code: Any, workers: int) -> None:
+    batches = list(make_loader(**source, device="meta", num_workers=workers, **code))
+    assert len(batches) == ROWS // BATCH
+    assert len(seen.copied) >= 8 * len(batches)
+    for tensor in seen.copied:
+        assert tensor.is_contiguous() or tensor.mT.is_contiguous()  # dense
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ragged": "flat"}, {"group": GROUPS[1]}, {"transform": half_of_it}],
+    ids=["default", "ragged", "group", "transform"],
+)
+def test_the_batches_are_the_same(source: dict[str, Any], options: Any) -> None:
+    staged, plain = (list(make_loader(**source, pin_memory=pin, **options)) for pin in (True, None))
+    assert len(staged) == len(plain)
+    for one, other in zip(staged, plain, strict=True):
+        assert list(one) == list(other)
+        assert one["text"] == other["text"]
+        for found, wanted in zip(tensors_of(one), tensors_of(other), strict=True):
+            assert found.dtype == wanted.dtype
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("device", "pin_memory", "staged"),
+    [(None, None, False), ("cpu", None, False), ("meta", None, True), ("cuda", False, True), ("cpu", True, True)],
+)
+def test_nothing_is_staged_without_need(device: str | None, pin_memory: bool | None, staged: bool) -> None:
+    where = None if device is None else torch.device(device)
+    assert (staging_for(where, pin_memory) is not None) == staged
+
+
+def test_what_is_dense_and_staged_is_not_copied() -> None:
+    staging = Staging(pinned=False)
+    batch = {"x": torch.arange(6).view(2, 3), "y": [torch.arange(6).view(2, 3)[:, 1:]]}
+    found = staging.stage(batch)
+    assert found["x"] is batch["x"]
+    assert found["y"][0].is_contiguous()
+    assert torch.equal(found["y"][0], batch["y"][0])
+    channels_last = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert staging.stage(channels_last).is_contiguous(memory_format=torch.channels_last)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing can be pinned for one")
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 100_000], ids=["through the pipe", "through shared memory"])
+def test_a_batch_of_a_worker_is_pinned_in_one_piece(rows: int) -> None:
+    batch = {"x": torch.arange(rows), "y": [torch.arange(3), torch.arange(2)], "z": "text"}
+    found = unpack(pack(batch).pin_memory())
+    assert all(tensor.is_pinned() for tensor in tensors_of(found))
+    assert torch.equal(found["x"], batch["x"])
+    assert found["z"] == "text"
+
+
+@needs_gpu
+@pytest.mark.parametrize("workers", [0, 2])
+def test_copies_are_asynchronous_and_run_beside_the_step(tmp_path: Path, workers: int) -> None:
+    rows, width = 512, 3 * 128 * 128
+    pixels = fixed(np.random.default_rng(0).integers(0, 255, (rows, width)).astype(np.uint8), width)
+    pq.write_table(pa.table({"id": np.arange(rows), "pixels": pixels}), tmp_path / "x.parquet", row_group_size=64)
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    options: dict[str, Any] = {"transform": dict, "num_workers": workers} if workers else {}
+    batches = make_loader(str(tmp_path / "x.parquet"), 32, cache=cache, device="cuda", **options)
+    weights = torch.randn(4096, 4096, device="cuda")
+    for _ in batches:  # decodes, and warms up
+        torch.mm(weights, weights)
+    with traced(str(tmp_path / "trace"), 0) as step:
+        for batch in batches:
+            assert batch["pixels"].device.type == "cuda"
+            for _ in range(20):
+                torch.mm(weights, weights)
+            step()
+        torch.cuda.synchronize()
+    events = json.loads(next((tmp_path / "trace").iterdir()).read_text())["traceEvents"]
+    copies = [e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"] and e["args"]["bytes"] >= LARGE]
+    kernels = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
+    assert {e["name"] for e in copies} == {"Memcpy HtoD (Pinned -> Device)"}
+    hidden = sum(gpu.overlap(e["ts"], e["ts"] + e["dur"], kernels) for e in copies)
+    assert hidden > 0.5 * sum(e["dur"] for e in copies)

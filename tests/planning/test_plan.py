@@ -1,0 +1,378 @@
+"""What is foretold of bytes and requests is what a server then counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rich.filesize import decimal
+from typer.testing import CliRunner
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.benchmarks.origin import Origin
+from dataload.cache.blocks.reader import Object
+from dataload.cli.app import app
+from dataload.cli.commands.plan import lines
+from dataload.formats import range_stream
+from dataload.formats.detect import tail_bytes
+from dataload.loader import capacity
+from dataload.planning.plan import Plan, advice
+from dataload.planning.plan import plan as foretell
+from dataload.planning.simulate import Costs, Fetched, Reader
+from dataload.planning.warm import order_of, warm
+from dataload.rows import row_store
+from dataload.samplers.window_size import default_window, weigh_window
+
+noise = np.random.default_rng(0)
+
+
+def images(rows: int) -> pa.Table:
+    pixels = pa.array([noise.bytes(size) for size in noise.integers(4000, 12_000, rows).tolist()], pa.binary())
+    return pa.table({"image": pixels, "label": noise.integers(0, 10, rows)})
+
+
+def tabular(rows: int) -> pa.Table:
+    return pa.table({f"x{number}": noise.random(rows) for number in range(12)} | {"y": noise.integers(0, 2, rows)})
+
+
+def tokens(rows: int) -> pa.Table:
+    texts = [noise.integers(0, 30_000, size).astype(np.int32) for size in noise.integers(20, 200, rows).tolist()]
+    return pa.table({"tokens": pa.array(texts, pa.list_(pa.int32()))})
+
+
+def captions(rows: int) -> pa.Table:
+    """As Parquet's writers have it unless told otherwise: codes of a few values."""
+    texts = [f"{'hello world ' * repeats}{repeats}" for repeats in noise.integers(20, 200, rows).tolist()]
+    return pa.table({"caption": texts, "kind": [f"kind {number % 7}" for number in range(rows)], "id": range(rows)})
+
+
+# By name: what a row group is made by, its rows, row groups of each of two files, rows of a batch, the window.
+DATASETS: dict[str, tuple[Callable[[int], pa.Table], int, int, int, int]] = {
+    "images": (images, 80, 8, 8, 2),
+    "tabular": (tabular, 500, 20, 64, 3),
+    "tokens": (tokens, 200, 15, 32, 2),
+    "captions": (captions, 1000, 15, 32, 2),
+    "small": (tabular, 500, 150, 64, 8),  # a gather draws on several at once
+    "tiny": (images, 4, 150, 8, 8),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("origin")
+    for name, (make, rows, groups, _, _) in DATASETS.items():
+        (path / "bucket" / name).mkdir(parents=True)
+        for file in range(2):
+            parts = [make(rows) for _ in range(groups)]
+            with pq.ParquetWriter(path / "bucket" / name / f"{file}.parquet", parts[0].schema) as writer:
+                for part in parts:
+                    writer.write_table(part)
+    return path
+
+
+@pytest.fixture
+def origin(folder: Path) -> Iterator[Origin]:
+    with Origin(folder) as running:
+        yield running
+
+
+def planned(origin: Origin, name: str, cache: CacheConfig, columns: Any = None, **options: Any) -> tuple[Plan, Any]:
+    """And the dataset that it is the plan of."""
+    _, _, _, batch, window = DATASETS[name]
+    dataset = make_dataset(f"s3://bucket/{name}", storage_options=origin.storage_options, cache=cache, columns=columns)
+    manifest, blobs = dataset.manifest, dataset.rowstore.blobs
+    return foretell(manifest, blobs, dataset.blocks, order_of(manifest, window=window), batch, **options), dataset
+
+
+def counted(origin: Origin) -> Fetched:
+    """Since the last time."""
+    stats = origin.stats()
+    origin.reset()
+    return Fetched(stats["get_bytes"], stats["get_requests"])
+
+
+def files(origin: Origin, name: str) -> set[Object]:
+    dataset = make_dataset(f"s3://bucket/{name}", storage_options=origin.storage_options, cache=None)
+    return {group.file for group in dataset.row_groups}
+
+
+def settled(dataset: Any) -> None:
+    """What was asked for in advance is there."""
+    for asked in list(dataset.rowstore._asked.values()):
+        asked.contents.result(60)
+
+
+def epochs(origin: Origin, dataset: Any, name: str, count: int) -> list[Fetched]:
+    """What a loader has fetched in each epoch, as the server counts it."""
+    _, _, _, batch, window = DATASETS[name]
+    loader = make_loader(dataset, batch, window=window)
+    counted(origin)
+    found = []
+    for _ in range(count):
+        assert sum(len(next(iter(batch.values()))) for batch in loader) == len(dataset)
+        settled(dataset)
+        found.append(counted(origin))
+    return found
+
+
+def decoded(dataset: Any) -> int:
+    blobs = dataset.rowstore.blobs
+    return sum(len(blob) for group in range(len(dataset.row_groups)) for blob in blobs.find(group))
+
+
+@pytest.mark.parametrize("name", ["images", "tabular", "tokens", "captions"])
+def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a cache that all fits into, and in one that half of it does."""
+    found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "all"), "1GB"))
+    dataset.blocks.tier._limit = found.cache_bytes_needed
+    assert found.later_epoch == Fetched()
+    assert epochs(origin, dataset, name, 2) == [found.first_epoch, Fetched()]
+    assert dataset.blocks.stats()["refused"] == 0
+    used = dataset.blocks.tier.folder.index.used_bytes()
+    assert used <= found.cache_bytes_needed <= 1.1 * used
+    assert found.decoded_bytes == pytest.approx(decoded(dataset), rel=0.01)
+    assert found.is_estimate == (name == "captions")
+
+    monkeypatch.setattr(capacity, "RUN_BYTES", 1)  # a gather draws on few row groups, as it does of large data
+    monkeypatch.setattr(row_store, "LOADERS", 1)  # row groups find room in their order, not just by and large
+    limit = found.decoded_bytes // 2
+    found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "half"), limit), price=0.09)
+    _, _, _, batch, window = DATASETS[name]
+    costs = Costs(dataset.manifest, dataset.rowstore.blobs, dataset.blocks)
+    reader = Reader(costs, order_of(dataset.manifest, window=window), limit)
+    expected = list(islice(reader.epochs(batch), 4))
+    assert epochs(origin, dataset, name, 4) == expected
+    later = found.later_epoch
+    assert found.first_epoch == expected[0]
+    assert later is not None
+    assert later.bytes == pytest.approx(sum(one.bytes for one in expected[1:]) / 3, rel=0.01)
+    assert 0.3 < later.bytes / found.bytes < 0.8
+    assert found.later_epochs == tuple(expected[1:])
+    assert found.first_epoch_cost == pytest.approx((found.first_epoch.bytes + found.footers.bytes) / 1e9 * 0.09)
+    assert found.later_epoch_cost == pytest.approx(later.bytes / 1e9 * 0.09)
+    assert any("later epochs fetch nothing" in line for line in found.advice)
+
+
+@pytest.mark.parametrize("name", ["small", "tiny"])
+def test_of_many_row_groups_it_happens_by_and_large(origin: Origin, name: str, tmp_path: Path) -> None:
+    """Whatever the threads that load them do first: to 1 %, as docs/commands.md says, and this for small ones, too."""
+    _, dataset = planned(origin, name, CacheConfig(str(tmp_path / "a"), "1GB"))
+    limit = dataset.rowstore.blobs.num_bytes // 2
+    found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "b"), limit))
+    first, *later = epochs(origin, dataset, name, 4)
+    assert found.first_epoch is not None
+    assert found.later_epoch is not None
+    for what in ("bytes", "requests"):
+        assert getattr(found.first_epoch, what) == pytest.approx(getattr(first, what), rel=0.01)
+        assert getattr(found.later_epoch, what) == pytest.approx(np.mean([getattr(e, what) for e in later]), rel=0.01)
+    assert dataset.blocks.stats()["refused"] == 0
+
+
+@pytest.mark.parametrize("room", [6000, 3000])
+def test_what_a_stream_asks_for(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of columns that are held whole, and of those that are too large for that."""
+    monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 100)
+    monkeypatch.setattr(range_stream, "LARGEST_PIECE", 400)
+    asked = []
+
+    def fetch(start: int, stop: int) -> Future[memoryview]:
+        asked.append((start, stop))
+        found: Future[memoryview] = Future()
+        found.set_result(memoryview(bytes(stop - start)))
+        return found
+
+    ranges = [(0, 1000), (5000, 9100)]
+    with range_stream.RangeStream(fetch, Object("x", 10_000, "1"), ranges, room) as file:
+        for start, stop in ranges:
+            file.seek(start)
+            while file.tell() < stop:
+                file.read(min(50, stop - file.tell()))
+    assert sorted(asked) == range_stream.pieces(ranges, room)
+
+
+@pytest.mark.parametrize("name", ["images", "tabular", "captions"])
+def test_no_byte_of_the_data_is_read_for_it(origin: Origin, name: str, tmp_path: Path) -> None:
+    """Footers alone; and where files have codes of values, some of these: all that a bill has beside the row groups."""
+    counted(origin)
+    found, _ = planned(origin, name, CacheConfig(str(tmp_path / "a"), "1GB"))
+    assert counted(origin) == found.footers
+    again, _ = planned(origin, name, CacheConfig(str(tmp_path / "a"), "1GB"))
+    assert counted(origin) == Fetched()
+    assert again == found
+    if name == "images":
+        assert found.footers == Fetched(sum(map(tail_bytes, files(origin, name))), 2)
+        assert found.footers.bytes < found.bytes / 50
+
+
+@pytest.mark.parametrize("name", ["images", "captions"])
+def test_the_bill_of_warming_is_the_plan(origin: Origin, name: str, tmp_path: Path) -> None:
+    """Footers and all, on a host that has nothing; and what is to be done is shown as what it is."""
+    found, _ = planned(origin, name, CacheConfig(str(tmp_path / "a"), "1GB"))
+    assert found.first_epoch is not None
+    counted(origin)
+    options = ["--cache-dir", str(tmp_path / "b"), "--storage-options", json.dumps(origin.storage_options)]
+    assert CliRunner().invoke(app, ["warm", f"s3://bucket/{name}", *options]).exit_code == 0
+    assert counted(origin) == found.footers + found.first_epoch
+
+
+def test_a_footer_larger_than_what_is_tried_first(tmp_path: Path) -> None:
+    folder = tmp_path / "origin" / "bucket" / "wide"
+    folder.mkdir(parents=True)
+    table = pa.table({f"a column with a rather long name {number}": [1.0] for number in range(200)})
+    pq.write_table(table, folder / "wide.parquet")
+    with Origin(tmp_path / "origin") as running:
+        cache = CacheConfig(str(tmp_path / "c"), "1GB")
+        dataset = make_dataset("s3://bucket/wide", storage_options=running.storage_options, cache=cache)
+        found = foretell(dataset.manifest, dataset.rowstore.blobs, dataset.blocks, order_of(dataset.manifest), 8)
+        assert counted(running) == found.footers
+        assert found.footers.requests == 2
+
+
+def test_seconds_are_those_of_requests_and_bytes(origin: Origin, tmp_path: Path) -> None:
+    """Footers first; 64 of them at a time, and of what follows 16."""
+    cache = CacheConfig(str(tmp_path / "a"), "8MB")
+    found, _ = planned(origin, "small", cache, bandwidth=10**6, latency=10.0)
+    assert found.first_epoch is not None
+    waits = 1 + -(-found.first_epoch.requests // 16)
+    assert waits > 2
+    size = found.first_epoch.bytes + found.footers.bytes
+    assert found.first_epoch_seconds == pytest.approx(size / 10**6 + waits * 10)
+    first = found.first_batch.bytes + found.footers.bytes
+    assert found.first_batch_seconds == pytest.approx(first / 10**6 + 2 * 10)
+
+
+def test_what_is_held_at_a_time_is_decoded(origin: Origin, tmp_path: Path) -> None:
+    found, dataset = planned(origin, "captions", CacheConfig(str(tmp_path / "a"), "1GB"))
+    warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
+    sizes = [sum(map(len, dataset.rowstore.blobs.find(group))) for group in range(30)]
+    assert found.held_bytes == pytest.approx(4 * np.mean(sizes), rel=0.05)
+    assert found.held_bytes > 10 * found.trade.bytes
+
+
+def said(plan: Plan) -> dict[str, str]:
+    return {about or "more advice": line for about, line in lines(plan)}
+
+
+def test_what_is_printed(origin: Origin, tmp_path: Path) -> None:
+    found, _ = planned(origin, "captions", CacheConfig(str(tmp_path / "a"), "1GB"), price=0.09)
+    plan = replace(
+        found,
+        decoded_bytes=111_000_000,
+        cache_bytes_needed=222_000_000,
+        held_bytes=333_000_000,
+        footers=Fetched(44_000, 4),
+        first_batch=Fetched(55_000, 1),
+        first_batch_seconds=6.6,
+        first_epoch=Fetched(77_000_000, 8),
+        first_epoch_seconds=99.0,
+        first_epoch_cost=1234.5,
+        later_epoch_cost=0.0123,
+    )
+    printed = said(plan)
+    assert printed["decoded"].startswith("about 111.0 MB,")
+    assert printed["cache"].startswith("about 222.0 MB hold all of it; it may have 1.0 GB")
+    assert f"{decimal(found.trade.bytes)} as stored and about 333.0 MB decoded" in printed["window"]
+    assert printed["footers"] == "44.0 kB in 4 requests"
+    assert printed["first batch"] == "waits for 55.0 kB in 1 request, 6.6 s with the footers"
+    at = "at 1.0 GB/s and 0.1 s a request"
+    assert printed["first epoch"] == f"77.0 MB in 8 requests; with the footers 2 min {at}, for 1,234.50"
+    assert printed["later epochs"] == "fetch nothing, for 0.012"
+    some = (Fetched(90, 1), Fetched(110, 3))
+    printed = said(replace(plan, is_estimate=False, later_epoch=Fetched(100, 2), later_epochs=some))
+    assert printed["decoded"].startswith("111.0 MB,")
+    assert printed["first epoch"].startswith("about 77.0 MB")
+    fetched = "about 100 bytes in 2 requests, for 0.012; one takes 90 bytes, another 110 bytes"
+    assert printed["later epochs"] == fetched
+    printed = said(replace(plan, first_epoch=None, later_epoch=None, later_epochs=()))
+    assert printed["first epoch"] == printed["later epochs"] == "none: this cache is too small"
+    json.dumps(plan.to_json(), allow_nan=False)
+
+
+def test_each_advice_has_its_reason(origin: Origin, tmp_path: Path) -> None:
+    found, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "a"), "1GB"))
+    sizes = [group.bytes for group in dataset.row_groups]
+    usual = weigh_window(default_window([80] * 16, sizes), [80] * 16, sizes, 8)
+    calm = replace(found, trade=replace(usual, variance_ratio=2.0), first_epoch_seconds=599.0)
+    mixed = replace(usual, variance_ratio=2.0)
+    assert list(advice(calm, sizes, mixed)) == []
+    partial = replace(calm, later_epoch=Fetched(1, 1), cache_bytes_needed=7_000_000)
+    assert list(advice(partial, sizes, mixed)) == ["with cache_bytes=7.0 MB or more, later epochs fetch nothing"]
+    small = "row groups of 1.0 kB are small: write them of 1 MB or more, so that each is a request"
+    assert list(advice(calm, [1000, 1000], mixed)) == [small]
+    assert list(advice(calm, [1000], mixed)) == []
+    large = "a row group of 2.0 GB makes what needs it wait: write them of about 128 MB"
+    assert list(advice(calm, [2 * 10**9] * 2, mixed)) == [large]
+    narrow = replace(calm, trade=replace(mixed, window=1, variance_ratio=9.0))
+    other = f"window={usual.window} is the default, and costs least for what it buys"
+    assert list(advice(narrow, sizes, mixed)) == [other]
+    [sorted_rows] = advice(
+        replace(calm, trade=replace(mixed, variance_ratio=4.1)), sizes, replace(mixed, variance_ratio=4.1)
+    )
+    assert sorted_rows.startswith("are the rows sorted by label?")
+    assert list(advice(replace(calm, first_epoch_seconds=601.0), sizes, mixed)) == [
+        "fetch it before the GPUs are there: dataload warm"
+    ]
+
+
+def test_no_other_window_is_advised_where_nothing_would_change(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(32_000)}), tmp_path / "x.parquet", row_group_size=1000)
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    found = {}
+    for window in (dataset.window, 32, 2):
+        order = order_of(dataset.manifest, window=window)
+        plan = foretell(dataset.manifest, dataset.rowstore.blobs, dataset.blocks, order, 256)
+        found[window] = any("is the default" in line for line in plan.advice)
+    assert found == {29: False, 32: False, 2: True}
+
+
+def test_a_plan_of_no_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "x.parquet")
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    plan = foretell(dataset.manifest, dataset.rowstore.blobs, dataset.blocks, order_of(dataset.manifest), 256)
+    assert said(plan)["first batch"] == "none: there are no rows"
+
+
+@pytest.mark.parametrize("option", ["--price", "--latency"])
+@pytest.mark.parametrize("value", ["inf", "nan", "-1"])
+def test_what_cannot_be_reckoned_with_is_refused(option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["plan", "s3://bucket/x", option, value])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option}'" in done.output
+
+
+def test_columns_that_are_left_out_are_not_fetched(origin: Origin, tmp_path: Path) -> None:
+    found, dataset = planned(origin, "images", CacheConfig(str(tmp_path), "1GB"), columns=["label"])
+    whole, _ = planned(origin, "images", CacheConfig(str(tmp_path), "1GB"))
+    counted(origin)
+    warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
+    assert counted(origin) == found.first_epoch
+    assert found.first_epoch.bytes < 0.01 * whole.first_epoch.bytes
+
+
+def test_arrow_files_are_foretold_too(tmp_path: Path) -> None:
+    folder = tmp_path / "origin" / "bucket" / "arrow"
+    folder.mkdir(parents=True)
+    large = [images(120) for _ in range(3)]  # so large that their index is read without them
+    with pa.ipc.new_file(folder / "large.arrow", large[0].schema) as writer:
+        for part in large:
+            writer.write_table(part)
+    with Origin(tmp_path / "origin") as running:
+        url, options = "s3://bucket/arrow", running.storage_options
+        dataset = make_dataset(url, storage_options=options, cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+        blobs = dataset.rowstore.blobs
+        found = foretell(dataset.manifest, blobs, dataset.blocks, order_of(dataset.manifest), 8)
+        counted(running)
+        warm(blobs, range(3))
+        assert counted(running) == found.first_epoch
+        again = make_dataset(url, storage_options=options, cache=CacheConfig(str(tmp_path / "d"), "1GB"))
+        assert again.manifest == dataset.manifest
+        assert counted(running) == found.footers

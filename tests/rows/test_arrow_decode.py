@@ -1,0 +1,436 @@
+"""Every type a batch can hold comes out as pyarrow's own take gives it."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataload.errors import ConfigError, DataError
+from dataload.formats.schema import Layout, fields_of, flatten
+from dataload.rows.arrow_decode import Dense, decode
+from dataload.rows.collate import Batch, Flat, Rows, cut, map_tensors, to_batch
+from dataload.rows.open_row_groups import Shelf
+from dataload.rows.row_block import Records, pack
+
+NUMBERS = [
+    pa.int8(),
+    pa.int16(),
+    pa.int32(),
+    pa.int64(),
+    pa.uint8(),
+    pa.uint16(),
+    pa.uint32(),
+    pa.uint64(),
+    pa.float16(),
+    pa.float32(),
+    pa.float64(),
+    pa.bool_(),
+]
+
+
+def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
+    types = pa.types
+    if types.is_dictionary(kind):
+        return values_of(kind.value_type)
+    if types.is_boolean(kind):
+        return st.booleans()
+    if types.is_integer(kind):
+        signed = types.is_signed_integer(kind)
+        top = 2 ** (kind.bit_width - signed)
+        return st.integers(-top if signed else 0, top - 1)
+    if types.is_floating(kind):
+        top = float(np.finfo(kind.to_pandas_dtype()).max)  # without bounds most halves drawn overflow and are redrawn
+        numbers = st.floats(-top, top, width=kind.bit_width) | st.sampled_from([-math.inf, math.inf])
+        return numbers.map(np.float16) if types.is_float16(kind) else numbers
+    if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+        return st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    if types.is_fixed_size_binary(kind):
+        return st.binary(min_size=kind.byte_width, max_size=kind.byte_width)
+    if types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind):
+        return st.binary(max_size=8)
+    size = kind.list_size if types.is_fixed_size_list(kind) else None
+    return st.lists(values_of(kind.value_type), min_size=size or 0, max_size=4 if size is None else size)
+
+
+TYPES = [
+    *NUMBERS,
+    pa.string(),
+    pa.large_string(),
+    pa.binary(),
+    pa.large_binary(),
+    pa.binary(3),
+    pa.list_(pa.int32()),
+    pa.large_list(pa.float32()),
+    pa.list_(pa.int16(), 3),
+    pa.list_(pa.bool_(), 2),
+    pa.list_(pa.uint8(), 0),
+    pa.list_(pa.list_(pa.float64(), 2), 3),
+    pa.list_view(pa.int64()),
+    pa.large_list_view(pa.float32()),
+    pa.list_(pa.bool_()),
+    pa.string_view(),
+    pa.binary_view(),
+    pa.dictionary(pa.int8(), pa.string()),
+    pa.dictionary(pa.int16(), pa.float32()),
+]
+
+
+def packed(table: pa.Table, fill_null: Any = None) -> memoryview:
+    """The blob of a table."""
+    layout = Layout(fields_of(flatten(table.schema)))
+    memory = bytearray()
+
+    def allocate(size: int) -> memoryview:
+        memory.extend(b"\xaa" * size)
+        return memoryview(memory)
+
+    pack(decode(table, layout.fields, fill_null, "here"), len(table), layout, "here", allocate)
+    return memoryview(memory).toreadonly()
+
+
+def gather(tables: list[pa.Table], which: Any, rows: Any, fill_null: Any = None) -> Records:
+    """Row rows[i] of tables[which[i]] for each i."""
+    starts = np.concatenate(([0], np.cumsum([len(table) for table in tables])))
+    layout = Layout(fields_of(flatten(tables[0].schema)))
+    shelf = Shelf(len(tables), np.arange(len(tables) + 1), starts, layout)
+    for number, table in enumerate(tables):
+        shelf.put(number, [packed(table, fill_null)], keep=())
+    found = shelf.take(starts[which] + rows, which)
+    assert found is not None
+    return found
+
+
+def whole(table: pa.Table, fill_null: Any = None, **shape: Any) -> Batch:
+    """All rows of a table as a batch."""
+    rows = np.arange(len(table))
+    return to_batch(gather([table], np.zeros_like(rows), rows, fill_null), **shape)
+
+
+def plain(value: Any) -> Any:
+    """A value of a batch as Python has it."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return bytes(value) if isinstance(value, memoryview) else value
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_batch_holds_what_take_gives(kind: pa.DataType, data: st.DataObject) -> None:
+    parts = data.draw(st.lists(st.lists(values_of(kind), min_size=1, max_size=6), min_size=1, max_size=3))
+    tables = [pa.table({"c": pa.array(part, kind)}) for part in parts]
+    which = np.array(data.draw(st.lists(st.integers(0, len(parts) - 1), max_size=8)), np.int64)
+    rows = np.array([data.draw(st.integers(0, len(parts[part]) - 1)) for part in which], np.int64)
+
+    sliced = [
+        pa.concat_tables([table, table]).slice(len(table), len(table)) for table in tables
+    ]  # offsets that start late
+    for source in (tables, sliced):
+        found = to_batch(gather(source, which, rows))["c"]
+        wanted = [parts[part][row] for part, row in zip(which, rows, strict=True)]
+        assert len(found) == len(wanted)
+        assert [plain(value) for value in found] == wanted
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=str)
+def test_dtypes_and_shapes_follow_the_schema(kind: pa.DataType) -> None:
+    batch = whole(pa.table({"c": pa.nulls(2, kind)}).filter([False, False]))["c"]
+    assert len(batch) == 0
+    if kind in NUMBERS:
+        assert batch.dtype == torch.from_numpy(np.empty(0, kind.to_pandas_dtype())).dtype
+    if pa.types.is_fixed_size_list(kind):
+        assert batch.shape[:2] == (0, kind.list_size)
+
+
+def test_times_are_their_counts_and_decimals_floats() -> None:
+    moment = datetime(2026, 5, 17, 1, 2, 3, 4, UTC)
+    table = pa.table(
+        {
+            "date": pa.array([date(1970, 1, 3)], pa.date32()),
+            "day": pa.array([date(1970, 1, 3)], pa.date64()),
+            "second": pa.array([time(0, 1)], pa.time32("s")),
+            "time": pa.array([time(0, 0, 1)], pa.time64("ns")),
+            "moment": pa.array([moment], pa.timestamp("us", tz="UTC")),
+            "span": pa.array([timedelta(seconds=2)], pa.duration("ms")),
+            "price": pa.array([Decimal("12.50")], pa.decimal128(6, 2)),
+            "much": pa.array([Decimal("1e30")], pa.decimal256(40, 0)),
+        }
+    )
+    batch = whole(table)
+    found = {name: column.item() for name, column in batch.items()}
+    assert found == {
+        "date": 2,
+        "day": 2 * 86_400_000,
+        "second": 60,
+        "time": 10**9,
+        "moment": (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1),
+        "span": 2000,
+        "price": 12.5,
+        "much": 1e30,
+    }
+    assert {column.dtype for column in batch.values()} == {torch.int64, torch.float64}
+
+
+def test_structs_are_dotted_columns() -> None:
+    rows = [{"x": 1, "deep": {"y": "a"}}, {"x": 2, "deep": {"y": "b"}}]
+    kind = pa.struct([("x", pa.int64()), ("deep", pa.struct([("y", pa.string())]))])
+    table = pa.table({"s": pa.array(rows, kind), "z": [5, 6]})
+    batch = whole(table)
+    assert {name: [plain(value) for value in column] for name, column in batch.items()} == {
+        "s.x": [1, 2],
+        "s.deep.y": ["a", "b"],
+        "z": [5, 6],
+    }
+    holes = pa.table({"s": pa.array([rows[0], None], kind)})
+    with pytest.raises(DataError, match=r"'s\.x' has 1 nulls"):
+        whole(holes)
+    assert whole(holes, {"s.x": -1, "s.deep.y": "?"})["s.x"].tolist() == [1, -1]
+
+
+def test_names_that_fall_together() -> None:
+    with pytest.raises(DataError, match=r"two columns come to be called 's\.x'"):
+        flatten(pa.schema([("s", pa.struct([("x", pa.int8())])), ("s.x", pa.int8())]))
+
+
+def test_extension_types_are_their_storage() -> None:
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    table = pa.table({"t": tensors, "id": pa.array([b"0" * 16, b"1" * 16], pa.uuid())})
+    batch = whole(table)
+    assert batch["t"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert [bytes(value) for value in batch["id"]] == [b"0" * 16, b"1" * 16]
+
+
+def test_a_batch_is_of_views(tmp_path: Any) -> None:
+    table = pa.table({"image": [b"abc", b"de"], "a": [1.0, 2.0], "b": [3.0, 4.0]})
+    records = gather([table], np.zeros(2, np.int64), np.arange(2))
+    batch = to_batch(records, group={"x": ["a", "b"]})
+    assert np.shares_memory(batch["x"].numpy(), records.rows)
+    assert batch["x"].tolist() == [[1, 3], [2, 4]]
+    blob = np.frombuffer(records.blobs[0].heap(records.layout.ragged[0]), np.uint8)
+    assert all(np.shares_memory(np.frombuffer(image, np.uint8), blob) for image in batch["image"])
+    assert all(image.readonly for image in batch["image"])
+
+
+@pytest.mark.parametrize("ragged", ["list", "flat"])
+def test_cutting_gives_the_batches_of_its_parts(ragged: str) -> None:
+    table = pa.table({"n": [1, 2, 3], "l": [[1], [], [2, 3]], "b": [b"a", b"", b"bc"], "s": ["x", "yy", ""]})
+    records = gather([table], np.zeros(3, np.int64), np.arange(3))
+    parts = list(cut(to_batch(records, ragged=ragged), [2, 1]))
+    for part, wanted in zip(parts, [records[:2], records[2:]], strict=True):
+        other = to_batch(wanted, ragged=ragged)
+        assert part.keys() == other.keys()
+        for name, column in part.items():
+            if isinstance(column, Flat):
+                assert column.values.tolist() == other[name].values.tolist()
+                assert column.offsets.tolist() == other[name].offsets.tolist()
+            else:
+                assert [plain(value) for value in column] == [plain(value) for value in other[name]]
+
+
+@pytest.mark.parametrize("ragged", ["list", "flat"])
+def test_rows_are_indexed_like_a_list(ragged: str) -> None:
+    """Every kind of column, from both ends: bounds of flat columns do not wrap around."""
+    table = pa.table(
+        {
+            "a": [1.0, 2.0, 3.0],
+            "b": [4.0, 5.0, 6.0],
+            "number": [7, 8, 9],
+            "fixed": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int16(), 2)),
+            "list": [[1], [], [2, 3]],
+            "binary": [b"a", b"", b"bc"],
+            "text": ["x", "yy", ""],
+        }
+    )
+    wanted = [
+        {
+            "x": [row["a"], row["b"]],
+            **{name: row[name] for name in ("number", "fixed", "list", "text")},
+            "binary": row["binary"] if ragged == "list" else list(row["binary"]),
+        }
+        for row in table.to_pylist()
+    ]
+    records = gather([table], np.zeros(3, np.int64), np.arange(3))
+    rows = Rows(records, ragged, {"x": ["a", "b"]})
+
+    def plain_row(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: plain(value) for name, value in row.items()}
+
+    for index in (*range(-3, 3), np.int8(-1), np.uint8(2)):
+        assert plain_row(rows[index]) == wanted[index], index
+    for part in (slice(None), slice(-2, None), slice(-3, -1), slice(None, None, -1), slice(-1, None, -2), slice(5, 9)):
+        assert [plain_row(row) for row in rows[part]] == wanted[part], part
+    assert [plain_row(row) for row in rows] == wanted
+    for some, index in ((rows, 3), (rows, -4), (Rows(records[:0], ragged), 0), (Rows(records[:0], ragged), -1)):
+        with pytest.raises(IndexError, match=f"row {index} of a batch of {len(some)}"):
+            some[index]
+
+
+def test_dictionaries_come_as_their_values() -> None:
+    table = pa.table({"c": pa.array(["x", "y", "x"]).dictionary_encode()})
+    assert whole(table)["c"] == ["x", "y", "x"]
+
+
+def test_text_that_is_none() -> None:
+    broken = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
+    with pytest.raises(DataError, match="UTF-8"):
+        whole(pa.table({"c": broken}))
+
+
+def test_flat() -> None:
+    table = pa.table({"numbers": [[1, 2], [], [3]], "bytes": [b"ab", b"", b"c"], "text": ["a", "b", "c"]})
+    batch = to_batch(gather([table], np.array([0, 0]), np.array([2, 0])), ragged="flat")
+    numbers = batch["numbers"]
+    assert isinstance(numbers, Flat)
+    assert (numbers.values.tolist(), numbers.offsets.tolist()) == ([3, 1, 2], [0, 1, 3])
+    assert bytes(batch["bytes"].values.tolist()) == b"cab"
+    assert batch["text"] == ["c", "a"]
+
+
+def test_group() -> None:
+    table = pa.table({"a": [1.0, 2.0], "b": [3.0, 4.0], "c": [5, 6], "d": ["x", "y"]})
+    columns = gather([table], np.array([0, 0]), np.array([0, 1]))
+    batch = to_batch(columns, group={"x": ["b", "a"]})
+    assert batch["x"].tolist() == [[3.0, 1.0], [4.0, 2.0]]
+    assert batch["x"].stride(1) == 1
+    assert set(batch) == {"x", "c", "d"}
+    for members in (["a", "c"], ["a", "d"], ["a", "nothing"]):
+        with pytest.raises(ConfigError, match="'x'"):
+            to_batch(columns, group={"x": members})
+
+
+@pytest.mark.parametrize(
+    ("kind", "filling", "wanted"),
+    [(pa.int32(), -1, [1, -1]), (pa.string(), "?", ["1", "?"]), (pa.float32(), 0, [1, 0])],
+)
+def test_nulls(kind: pa.DataType, filling: Any, wanted: list[Any]) -> None:
+    table = pa.table({"c": pa.array([1 if filling != "?" else "1", None], kind)})
+    with pytest.raises(DataError, match=r"x\.parquet row group 3 column 'c' has 1 nulls: pass fill_null"):
+        decode(table, fields_of(table.schema), None, "x.parquet row group 3")
+    for fill_null in (filling, {"c": filling}):
+        column = whole(table, fill_null)["c"]
+        assert (column.tolist() if isinstance(column, torch.Tensor) else column) == wanted
+    with pytest.raises(DataError, match="'c' has 1 nulls"):
+        whole(table, {"other": 0})
+
+
+def test_a_filling_of_another_type() -> None:
+    with pytest.raises(DataError, match="'c': fill_null='text' is no int64"):
+        whole(pa.table({"c": pa.array([None], pa.int64())}), "text")
+
+
+@pytest.mark.parametrize(("kind", "filling"), [(pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")])
+def test_a_filling_that_would_become_another(kind: pa.DataType, filling: Any) -> None:
+    with pytest.raises(DataError, match=r"fill_null=.* is no"):
+        whole(pa.table({"c": pa.array([None], kind)}), filling)
+
+
+def test_decimals_are_filled_by_decimals_and_floats() -> None:
+    table = pa.table({"c": pa.array([None, Decimal("1.25")], pa.decimal128(10, 2))})
+    assert whole(table, Decimal("3.5"))["c"].tolist() == [3.5, 1.25]
+    assert whole(table, 3.5)["c"].tolist() == [3.5, 1.25]
+
+
+def test_nulls_inside_lists() -> None:
+    with pytest.raises(DataError, match="'c' has nulls inside"):
+        whole(pa.table({"c": [[1, None]]}), 0)
+
+
+@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 26, reason="pyarrow reads these from Parquet from 26 on")
+def test_nulls_of_fixed_size_lists_survive_parquet() -> None:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"c": pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2))}), file)
+    table = pq.read_table(file)
+    with pytest.raises(DataError, match="'c' has 1 nulls"):
+        whole(table)
+    assert whole(table, [9, 9])["c"].tolist() == [[1, 2], [9, 9], [3, 4]]
+    assert whole(table, 7)["c"].tolist() == [[1, 2], [7, 7], [3, 4]]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.string()),
+        pa.list_(pa.list_(pa.int8())),
+        pa.list_(pa.struct([("x", pa.int64())])),
+        pa.map_(pa.string(), pa.int8()),
+        pa.month_day_nano_interval(),
+        pa.null(),
+    ],
+    ids=str,
+)
+def test_other_types_are_refused_by_name(kind: pa.DataType) -> None:
+    with pytest.raises(DataError, match="column 'odd' has type"):
+        fields_of(pa.schema([("fine", pa.int8()), ("odd", kind)]))
+
+
+def test_map_tensors_reaches_everything() -> None:
+    batch = {
+        "a": torch.ones(2),
+        "b": [torch.ones(1), "text"],
+        "c": (torch.ones(1), b""),
+        "d": Flat(torch.ones(1), torch.ones(2)),
+    }
+    doubled = map_tensors(batch, lambda tensor: tensor * 2)
+    assert doubled["a"].tolist() == [2, 2]
+    assert doubled["b"][0].tolist() == [2]
+    assert doubled["b"][1] == "text"
+    assert doubled["c"][0].tolist() == [2]
+    assert isinstance(doubled["d"], Flat)
+    assert doubled["d"].values.tolist() == [2]
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.bool_(), pa.large_string()], ids=str)
+def test_memory_that_is_longer_than_its_values(kind: pa.DataType) -> None:
+    """By a byte, as a file may say that it is."""
+    column = pa.array(["0", "1", "0"]).cast(pa.int8()).cast(kind)
+    longer = [buffer and pa.py_buffer(buffer.to_pybytes() + b"x") for buffer in column.buffers()]
+    found = whole(pa.table({"c": pa.Array.from_buffers(kind, 3, longer).slice(1)}))["c"]
+    assert [str(int(value)) for value in found] == ["1", "0"]
+
+
+def test_flags_are_unpacked_from_where_they_begin() -> None:
+    table = pa.table({"flag": pa.array(np.arange(100_000) % 7 == 0)})
+    [column] = decode(table.slice(99_993, 5), fields_of(table.schema), None, "here").values()
+    assert isinstance(column, Dense)
+    assert column.values.tolist() == [number % 7 == 0 for number in range(99_993, 99_998)]
+    assert column.values.base is not None
+    assert column.values.base.nbytes < 100
+
+
+def test_decoding_does_without_pandas(tmp_path: Path) -> None:
+    """`to_numpy` imports it: most of a second in the way of the first batch, and in each process that decodes."""
+    columns = {str(kind): pa.array([True, None]).cast(pa.int8()).cast(kind) for kind in NUMBERS}
+    columns |= {"text": pa.array(["a", "b"]), "codes": pa.array(["a", "a"]).dictionary_encode()}
+    columns |= {"lists": pa.array([[1], []]), "pairs": pa.array([[1, 2]] * 2, pa.list_(pa.int8(), 2))}
+    table = pa.table(columns)
+    with pa.ipc.new_file(tmp_path / "rows.arrow", table.schema) as file:
+        for _ in range(2):
+            file.write(table.slice(0, 1))
+    program = f"""
+import sys
+import pyarrow as pa
+from dataload.rows.arrow_decode import decode
+from dataload.formats.schema import fields_of
+
+table = pa.ipc.open_file({str(tmp_path / "rows.arrow")!r}).read_all()
+fields = fields_of(table.schema)
+for rows in table, table.slice(0, 1):
+    print(len(decode(rows, fields, None, "here")))
+print("pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["16", "16", "False"], done.stderr

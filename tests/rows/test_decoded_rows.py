@@ -1,0 +1,173 @@
+"""Whatever a Parquet file holds, rows come out as pyarrow's own take gives them."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataload import CacheConfig, make_dataset
+from dataload.dataset import Dataset
+from dataload.formats import parquet, range_stream
+from dataload.rows import row_group_cache
+
+TYPES: list[pa.DataType] = [
+    pa.bool_(),
+    pa.int8(),
+    pa.uint16(),
+    pa.int32(),
+    pa.uint64(),
+    pa.float16(),
+    pa.float32(),
+    pa.float64(),
+    pa.decimal128(9, 3),
+    pa.date32(),
+    pa.timestamp("ns"),
+    pa.time64("us"),
+    pa.duration("ms"),
+    pa.list_(pa.float32(), 3),
+    pa.list_(pa.list_(pa.int16(), 2), 2),
+    pa.list_(pa.int64()),
+    pa.large_list(pa.uint8()),
+    pa.binary(),
+    pa.binary(4),
+    pa.string(),
+    pa.large_string(),
+    pa.dictionary(pa.int32(), pa.string()),
+    pa.struct([("x", pa.int32()), ("y", pa.string())]),
+]
+
+
+def value_of(kind: pa.DataType, rng: np.random.Generator) -> Any:
+    """One value, as pyarrow takes it."""
+    types = pa.types
+    if types.is_struct(kind):
+        return {field.name: value_of(field.type, rng) for field in kind}
+    if types.is_dictionary(kind):
+        return value_of(kind.value_type, rng)
+    if types.is_fixed_size_list(kind):
+        return [value_of(kind.value_type, rng) for _ in range(kind.list_size)]
+    if types.is_list(kind) or types.is_large_list(kind):
+        return [value_of(kind.value_type, rng) for _ in range(rng.integers(0, 4))]
+    if types.is_fixed_size_binary(kind):
+        return rng.bytes(kind.byte_width)
+    if types.is_binary(kind):
+        return rng.bytes(rng.integers(0, 9))
+    if types.is_string(kind) or types.is_large_string(kind):
+        return "".join(rng.choice(list("aé€😀"), rng.integers(0, 5)))
+    if types.is_boolean(kind):
+        return bool(rng.integers(2))
+    if types.is_floating(kind):
+        return np.float16(rng.standard_normal()) if types.is_float16(kind) else float(np.float32(rng.standard_normal()))
+    number = int(rng.integers(0, 100))
+    return Decimal(number) / 8 if types.is_decimal(kind) else number
+
+
+def table_of(kinds: list[pa.DataType], rows: int, seed: int) -> pa.Table:
+    rng = np.random.default_rng(seed)
+    columns = [pa.array([value_of(kind, rng) for _ in range(rows)], kind) for kind in kinds]
+    return pa.table(columns, [f"c{number}" for number in range(len(kinds))])
+
+
+def write(path: Path, table: pa.Table, groups: list[int]) -> None:
+    """The table's rows as row groups of these lengths."""
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for number, length in enumerate(groups):
+            writer.write_table(table.slice(sum(groups[:number]), length), row_group_size=max(1, length))
+
+
+def expected(table: pa.Table) -> dict[str, list[Any]]:
+    """The columns as Python has them: times as counts, decimals as floats, members of structs by dotted names."""
+    while any(pa.types.is_struct(kind) for kind in table.schema.types):
+        table = table.flatten()
+    columns = {}
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        if pa.types.is_temporal(column.type):
+            column = column.view(pa.int32() if column.type.bit_width == 32 else pa.int64())
+        elif pa.types.is_decimal(column.type):
+            column = column.cast(pa.float64())
+        columns[name] = column.to_pylist()
+    return columns
+
+
+def found(dataset: Dataset, rows: Any) -> dict[str, list[Any]]:
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.tolist()
+        return bytes(value) if isinstance(value, memoryview) else value
+
+    return {name: [plain(value) for value in column] for name, column in dataset.__getitems__(rows).columns.items()}
+
+
+@settings(max_examples=60)
+@given(
+    kinds=st.lists(st.sampled_from(TYPES), min_size=1, max_size=5),
+    groups=st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any),
+    blob_rows=st.sampled_from([1, 2, 4, 1 << 16]),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_rows_are_those_of_take(
+    tmp_path_factory: pytest.TempPathFactory,
+    kinds: list[pa.DataType],
+    groups: list[int],
+    blob_rows: int,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    write(folder / "x.parquet", table_of(kinds, sum(groups), seed), groups)
+    table = pq.read_table(folder / "x.parquet")
+    rows = data.draw(st.lists(st.integers(0, len(table) - 1), min_size=1, max_size=30))
+    kept = data.draw(st.booleans())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_group_cache, "BLOB_ROWS", blob_rows)
+        cache = CacheConfig(str(folder / "cache"), "1GB") if kept else None
+        dataset = make_dataset(str(folder / "x.parquet"), cache=cache)
+    assert found(dataset, rows) == expected(table.take(rows))
+
+
+def test_a_row_group_of_many_blobs_is_decoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that is the same in every row is one value in the file: the footer does not tell how much it becomes."""
+    monkeypatch.setattr(row_group_cache, "BLOB_ROWS", 64)
+    table = pa.table({"id": np.arange(1000), "text": ["long " * 50] * 1000, "own": [f"row {i}" for i in range(1000)]})
+    write(tmp_path / "x.parquet", table, [1000])
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
+    assert len(dataset.rowstore.blobs.row_starts) == 17
+    rows = np.random.default_rng(0).permutation(1000)
+    assert found(dataset, rows) == expected(table.take(rows))
+
+
+def test_a_file_without_rows(tmp_path: Path) -> None:
+    table = pa.table({"a": pa.array([], pa.int64()), "s": pa.array([], pa.string())})
+    pq.write_table(table, tmp_path / "0.parquet")
+    pq.write_table(pa.table({"a": [1], "s": ["x"]}), tmp_path / "1.parquet")
+    dataset = make_dataset(str(tmp_path), cache=None)
+    assert len(dataset) == 1
+    assert found(dataset, [0]) == {"a": [1], "s": ["x"]}
+
+
+@pytest.mark.parametrize(("columns", "rows", "requests"), [(50, 1000, 1), (2, 25_000, 8)])
+def test_chunks_are_fetched_together_or_as_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int, requests: int
+) -> None:
+    """400 kB of a row group either way, more than is held: many small columns are one request, large ones several."""
+    for name, value in (("SHARED_BYTES", 0), ("HELD_BYTES", 100_000), ("CHUNK_BYTES", 10_000), ("BUFFER_BYTES", 1000)):
+        monkeypatch.setattr(parquet, name, value)
+    monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
+    table = pa.table({f"c{number}": np.random.default_rng(number).random(rows) for number in range(columns)})
+    pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
+    footer = dataset.blocks.stats()["requests_origin"]
+    wanted = [rows - 1, 0, 7]
+    assert found(dataset, wanted) == expected(table.take(wanted))
+    assert requests <= dataset.blocks.stats()["requests_origin"] - footer <= 3 * requests

@@ -1,0 +1,341 @@
+"""Row groups are decoded once for each need, in the order of need, and no more are held than agreed."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from clusters import until
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.errors import ConfigError, OriginError
+from dataload.formats import parquet
+from dataload.rows import row_group_cache, row_store
+from dataload.rows.mmap_arena import Arena
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each row group was decoded."""
+    counts: Counter[int] = Counter()
+    read = parquet.ParquetFooter.open_row_group
+
+    def counting(footer: Any, obj: Any, number: int, *rest: Any) -> Any:
+        counts[number] += 1
+        return read(footer, obj, number, *rest)
+
+    monkeypatch.setattr(parquet.ParquetFooter, "open_row_group", counting)
+    return counts
+
+
+@pytest.fixture
+def dataset(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> Any:
+    return make_dataset(dataset_of([[5] * 200]), storage_options=bucket.options, cache=cache)
+
+
+@pytest.mark.parametrize(("window", "batch_size"), [(16, 10), (16, 100), (4, 16), (None, 64), (3, 400)])
+def test_an_epoch_decodes_each_row_group_once(dataset: Any, decoded: Any, window: int | None, batch_size: int) -> None:
+    loader = make_loader(dataset, batch_size, window=window)
+    assert sum(len(batch["row_id"]) for batch in loader) == 1000
+    assert decoded == Counter(range(200))
+
+
+def test_full_shuffle_decodes_each_row_group_once_in_all(dataset: Any, decoded: Any) -> None:
+    loader = make_loader(dataset, 50, shuffle="full")
+    for _ in range(2):
+        assert sum(len(batch["row_id"]) for batch in loader) == 1000
+    assert decoded == Counter(range(200))
+
+
+def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> None:
+    dataset.rowstore.prefetch([3, 1])
+    found = dataset.rowstore.gather(np.array([16, 5]))
+    assert found.rows["row_id"].tolist() == [16, 5]
+    assert decoded == Counter([3, 1])
+
+
+def test_the_first_asked_for_goes_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, loaded = dataset.rowstore, Counter[int]()
+    load = store._load
+    monkeypatch.setattr(store, "_load", lambda group, *rest: [loaded.update([group]), load(group, *rest)][1])
+    store.capacity = 2
+    for group in (0, 1, 0, 2, 1, 0):
+        store.gather(np.array([5 * group]))
+    assert loaded == Counter({0: 2, 1: 1, 2: 1})
+
+
+def test_what_one_gather_needs_stays(dataset: Any) -> None:
+    store = dataset.rowstore
+    store.capacity = 2
+    store.gather(np.array([0, 5]))
+    wanted = [12, 0, 7, 19]
+    assert store.gather(np.array(wanted)).rows["row_id"].tolist() == wanted
+
+
+def test_rows_are_decoded_once_a_host(dataset: Any, decoded: Any, cache: CacheConfig) -> None:
+    ours = dataset.rowstore.gather(np.arange(1000))
+    assert decoded == Counter(range(200))
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.rowstore.gather(np.arange(1000)).rows.tobytes() == ours.rows.tobytes()
+    assert decoded == Counter(range(200))
+
+
+def test_a_failed_decode_is_tried_again(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise OriginError("down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet.ParquetFooter, "open_row_group", fails)
+        with pytest.raises(OriginError, match="down"):
+            dataset.rowstore.gather(np.array([0]))
+    assert dataset.rowstore.gather(np.array([0])).rows["row_id"].tolist() == [0]
+
+
+def test_a_pickled_copy_reads_the_same(bucket: Any, cache: CacheConfig) -> None:
+    bucket.put_table("data/x.parquet", pa.table({"a": [1, None]}))
+    dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache, fill_null=7)
+    assert pickle.loads(pickle.dumps(dataset)).rowstore.gather(np.array([1, 0])).rows["a"].tolist() == [7, 1]
+
+
+def test_fewer_columns_come_from_the_records_of_all(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, decoded: Counter[int], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(row_group_cache, "BLOB_BYTES", 2000)  # several blobs a row group, more of them with all columns
+    url = dataset_of([[150, 40]])
+    whole = make_dataset(url, storage_options=bucket.options, cache=cache)
+    whole.rowstore.gather(np.arange(190))
+    assert decoded == Counter([0, 1])
+    few = make_dataset(url, columns=["text", "half"], storage_options=bucket.options, cache=cache)
+    assert len(few.rowstore.blobs.row_starts) < len(whole.rowstore.blobs.row_starts)
+    rows = np.random.default_rng(0).permutation(190)
+    assert few.__getitems__(rows).columns["text"] == [f"row {row}" for row in rows]
+    assert few.__getitems__(rows).columns["half"].tolist() == (rows / 2).tolist()
+    assert decoded == Counter([0, 1])
+    other = make_dataset(url, columns=["half"], storage_options=bucket.options, cache=cache, fill_null=0)
+    other.rowstore.gather(np.array([0]))
+    assert decoded == Counter([0, 1, 0])
+
+
+def test_open_rows_hold_no_descriptors(dataset: Any) -> None:
+    """Strings are among the columns, so that each blob stays mapped twice."""
+    dataset.rowstore.gather(np.arange(5))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    dataset.rowstore.capacity = 200
+    dataset.rowstore.gather(np.arange(1000))
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 50
+
+
+def test_a_row_group_that_could_not_be_mapped_is_tried_again(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "no map left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "put", fails)
+        with pytest.raises(OSError, match="no map left"):
+            dataset.rowstore.gather(np.array([0]))
+    assert dataset.rowstore.gather(np.array([0])).rows["row_id"].tolist() == [0]
+
+
+def test_more_row_groups_than_a_process_has_maps_for(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_store, "max_maps", lambda: 100)
+    dataset.rowstore.capacity = 200
+    for first in range(0, 1000, 50):
+        assert dataset.rowstore.gather(np.arange(first, first + 50)).rows["row_id"][0] == first
+    with pytest.raises(ConfigError, match=r"200 row groups takes more maps .* raise vm.max_map_count"):
+        dataset.rowstore.gather(np.arange(1000))
+
+
+def test_what_was_only_prefetched_is_not_begun_when_it_is_not_wanted(
+    dataset: Any, decoded: Counter[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go = dataset.rowstore, threading.Event()
+    load = store.blobs.load
+    monkeypatch.setattr(store.blobs, "load", lambda *asked: go.wait(60) and load(*asked))
+    store.capacity = 200
+    store.prefetch(range(200))
+    store.forget()
+    go.set()
+    assert store.gather(np.array([999])).rows["row_id"].tolist() == [999]
+    assert decoded == Counter([199])
+
+
+def test_what_waits_for_room_is_given_up_when_it_is_not_wanted_and_had_when_it_is_again(
+    dataset: Any, decoded: Counter[int]
+) -> None:
+    store = dataset.rowstore
+    store.capacity = 200
+    with store.blobs.fetched.hold(row_group_cache.FETCHED_BYTES):
+        store.prefetch(range(20))
+        asked = [one for group, one in store._asked.items() if group != 7]
+        store.forget()
+        store.prefetch([7])
+    assert len(store._asked[7].contents.result(60)) == 1
+    assert not wait([one.contents for one in asked], 60).not_done
+    assert all(one.gone for one in asked)
+    assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
+    assert decoded == Counter([3, 7])
+
+
+def test_what_another_loop_gives_up_is_still_had_by_who_waits_for_it(
+    dataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go = dataset.rowstore, threading.Event()
+    load = store.blobs.load
+    monkeypatch.setattr(store.blobs, "load", lambda *asked: go.wait(60) and load(*asked))
+    store.prefetch(range(row_store.LOADERS))  # Every thread is busy: the next row group has to wait.
+    found: list[int] = []
+    waiting = threading.Thread(target=lambda: found.extend(store.gather(np.array([999])).rows["row_id"]))
+    waiting.start()
+    while 199 not in store._asked:
+        threading.Event().wait(0.001)
+    store.forget()
+    go.set()
+    waiting.join(60)
+    assert found == [999]
+
+
+@pytest.fixture
+def asking(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gathers rows on a thread; `waits` is released each time when the gather begins to wait for a row group."""
+
+    class Asking:
+        def __init__(self) -> None:
+            self.waits = threading.Semaphore(0)
+            self.stop: Future[None] = Future()
+            self.found: list[int] = []
+            self.cancelled = False
+            self.stops: list[Future[None]] = []  # with which it was waited
+
+        def gather(self, rows: list[int]) -> threading.Thread:
+            thread = threading.Thread(target=self._gather, args=(rows,))
+            thread.start()
+            return thread
+
+        def _gather(self, rows: list[int]) -> None:
+            try:
+                self.found.extend(dataset.rowstore.gather(np.array(rows), self.stop).rows["row_id"].tolist())
+            except CancelledError:
+                self.cancelled = True
+
+    asking, loaded = Asking(), dataset.rowstore._loaded
+
+    def noted(asked: Any, stop: Any) -> Any:
+        asking.stops.append(stop)
+        asking.waits.release()
+        return loaded(asked, stop)
+
+    monkeypatch.setattr(dataset.rowstore, "_loaded", noted)
+    return asking
+
+
+def test_what_another_loop_gives_up_is_taken_over_while_every_loader_thread_is_busy(
+    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go, busy = dataset.rowstore, threading.Event(), threading.Semaphore(0)
+    load = store.blobs.load
+
+    def blocked(group: int, *rest: Any) -> Any:
+        if group < row_store.LOADERS:
+            busy.release()
+            go.wait()
+        return load(group, *rest)
+
+    monkeypatch.setattr(store.blobs, "load", blocked)
+    store.capacity = 200
+    try:
+        store.prefetch(range(row_store.LOADERS))
+        for _ in range(row_store.LOADERS):
+            busy.acquire()
+        waiting = asking.gather([999])
+        asking.waits.acquire()
+        store.forget()
+        waiting.join()
+        assert asking.found == [999]
+    finally:
+        go.set()
+
+
+def test_what_waits_for_room_and_is_waited_for_keeps_its_turn_when_another_loop_ends(
+    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, loads = dataset.rowstore, Counter[int]()
+    load, budget = store.blobs.load, store.blobs.fetched
+
+    def counting(group: int, *rest: Any) -> Any:
+        loads[group] += 1
+        return load(group, *rest)
+
+    monkeypatch.setattr(store.blobs, "load", counting)
+    with budget.hold(row_group_cache.FETCHED_BYTES):
+        waiting = asking.gather([35])
+        asking.waits.acquire()
+        until(lambda: budget._turns)
+        with budget._mutex:  # The thread that loads has let go of it: it waits for its turn.
+            pass
+        store.forget()
+        asking.waits.acquire()  # The gather was told, and wants the row group still.
+    waiting.join()
+    assert asking.found == [35]
+    assert loads == Counter([7])
+
+
+def test_a_loop_that_ends_does_not_take_over_what_it_gives_up_itself(dataset: Any, asking: Any) -> None:
+    store = dataset.rowstore
+    with store.blobs.fetched.hold(row_group_cache.FETCHED_BYTES):
+        waiting = asking.gather([35])
+        asking.waits.acquire()
+        asking.stop.set_result(None)
+        store.forget()
+        waiting.join()
+        assert asking.cancelled
+        assert all(one.unwanted() for one in store._asked.values())
+
+
+def test_a_loader_stops_waiting_before_it_gives_up_what_it_asked_for(
+    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go, stopped = dataset.rowstore, threading.Event(), list[bool]()
+    load, forget = store.blobs.load, store.forget
+    monkeypatch.setattr(store.blobs, "load", lambda group, *rest: [group == 0 or go.wait(), load(group, *rest)][1])
+    monkeypatch.setattr(store, "forget", lambda: [stopped.append(asking.stops[-1].done()), forget()])
+    batches = iter(make_loader(dataset, 5, shuffle=False))
+    try:
+        assert next(batches)["row_id"].tolist() == [0, 1, 2, 3, 4]
+        for _ in range(2):  # for the first row group, and for the second, which does not come
+            asking.waits.acquire()
+        batches.close()
+        assert stopped == [True]
+        assert all(one.unwanted() for one in store._asked.values())
+    finally:
+        go.set()
+
+
+def test_fillings_that_differ_anywhere_are_kept_apart(tmp_path: Any) -> None:
+    path, config = tmp_path / "x.arrow", CacheConfig(str(tmp_path / "cache"), "1GB")
+    table = pa.table({"e": pa.array([None], pa.list_(pa.float64(), 2000))})
+    with pa.ipc.new_file(path, table.schema) as file:  # pyarrow reads such nulls from Parquet only from 26 on
+        file.write(table)
+    zeros, other = np.zeros(2000), np.zeros(2000)
+    other[1000] = 5
+    assert make_dataset(str(path), cache=config, fill_null={"e": zeros})[0]["e"].sum() == 0
+    assert make_dataset(str(path), cache=config, fill_null={"e": other})[0]["e"].sum() == 5
+
+
+def test_counting_what_was_fetched_asks_for_no_engine(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c")))
+    dataset.blocks.origin._engine = None
+    assert dataset.blocks.counts()["requests_origin"] >= 0
+    assert dataset.rowstore.blobs.keeps
+    assert dataset.blocks.origin._engine is None
+    assert dataset.blocks.stats()["engine"]

@@ -1,0 +1,63 @@
+"""Threads that run calls, also where the system can start no more threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from dataload.runtime.executor import Threads
+
+TOO_LARGE = 1 << 47  # bytes of a stack that no process has addresses for
+PATIENCE = 60
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Make every start of a thread fail in the kernel, as at a limit of processes."""
+    before = threading.stack_size(TOO_LARGE)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=int).start()
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_call_that_no_thread_can_run_is_refused_and_never_runs() -> None:
+    threads, ran = Threads(2, "test"), []
+    with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+        threads.submit(ran.append, "refused")
+    assert threads.submit(ran.copy).result(PATIENCE) == []
+
+
+def test_the_threads_that_run_do_all_calls_where_no_more_can_be_started() -> None:
+    threads, may_end = Threads(3, "test"), threading.Event()
+    first = threads.submit(may_end.wait, PATIENCE)
+    with no_more_threads():
+        rest = [threads.submit(threading.current_thread) for _ in range(3)]
+    may_end.set()
+    assert first.result(PATIENCE)
+    assert len({one.result(PATIENCE) for one in rest}) == 1
+
+
+def test_threads_are_started_again_when_the_system_has_some() -> None:
+    """Calls that ran late, for want of threads, do not count as idle threads."""
+    threads, may_end = Threads(3, "test"), threading.Event()
+    first = threads.submit(may_end.wait, PATIENCE)
+    with no_more_threads():
+        late = [threads.submit(int) for _ in range(3)]
+    may_end.set()
+    assert [one.result(PATIENCE) for one in (first, *late)] == [True, 0, 0, 0]
+    together = threading.Barrier(3)
+    meeting = [threads.submit(together.wait, PATIENCE) for _ in range(3)]
+    assert sorted(one.result(PATIENCE) for one in meeting) == [0, 1, 2]
+
+
+def test_no_more_threads_are_started_than_calls_are_unfinished() -> None:
+    threads, together = Threads(8, "test-few"), threading.Barrier(2)
+    for one in [threads.submit(together.wait, PATIENCE) for _ in range(2)]:
+        one.result(PATIENCE)
+    assert sum(one.name.startswith("test-few") for one in threading.enumerate()) == 2

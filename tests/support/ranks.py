@@ -1,0 +1,116 @@
+"""Ranks in processes of their own, started in no time: forked off a process that has imported torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from contextlib import suppress
+from multiprocessing.connection import wait
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+SPAWN = multiprocessing.get_context("spawn")
+DEADLINE = 60  # seconds for all ranks together
+
+
+class LostError(Exception):
+    """What became of a rank that gave no answer: the negative number of the signal that ended it, or "hung"."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """As in every module, but the process that ranks are forked off lives on from test to test."""
+    us = psutil.Process()
+    before = {child.pid for child in us.children()}
+    yield
+    new = [child for child in us.children() if child.pid not in before and "tracker" not in " ".join(child.cmdline())]
+    assert not new
+    assert not any(child.children() for child in us.children() if child.pid in before)
+    assert not dist.is_initialized()
+
+
+@pytest.fixture(name="ranks", scope="module")
+def forked_ranks():
+    """ranks(number, function, *args, **kwargs): what it returned on each of so many ranks, or the exception it raised.
+
+    until: a rank whose answer is enough; the others are killed then, if they still run.
+    """
+    pipe, theirs = SPAWN.Pipe()
+    nursery = SPAWN.Process(target=_nurse, args=(theirs,))
+    nursery.start()
+    theirs.close()
+
+    def run(number, function, *args, until=None, **kwargs):
+        # As under torchrun: the store is the launcher's, so that no port has to be guessed.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
+        environ |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+        environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+        pipe.send((number, environ, until, function, args, kwargs))
+        assert pipe.poll(DEADLINE + 10), "the ranks' parent does not answer"
+        return [answer if isinstance(answer, LostError) else pickle.loads(answer) for answer in pipe.recv()]
+
+    yield run
+    pipe.send(None)
+    nursery.join(10)
+    if nursery.is_alive():
+        nursery.kill()
+        nursery.join()
+    assert nursery.exitcode == 0
+
+
+def _nurse(pipe):
+    import torch
+
+    import dataload.loader.loader
+    import dataload.train.harness  # noqa: F401 - so that no rank has to
+
+    torch.optim.SGD([torch.zeros(1)])  # an optimizer imports a good deal more
+    fork = multiprocessing.get_context("fork")
+    with suppress(EOFError):
+        while (job := pipe.recv()) is not None:
+            number, environ, until, *call = job
+            pairs = [fork.Pipe(duplex=False) for _ in range(number)]
+            processes = []
+            for rank, (_, answers) in enumerate(pairs):
+                own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(fork.Process(target=_rank, args=(answers, own, *call)))
+                processes[-1].start()
+                answers.close()
+            pipe.send(_answers([answers for answers, _ in pairs], processes, until))
+
+
+def _rank(answers, environ, function, args, kwargs):
+    os.environ.update(environ)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answer = function(*args, **kwargs)
+    except Exception as error:
+        answer = error
+    answers.send_bytes(pickle.dumps(answer))  # tensors by value: this process ends before somebody looks at them
+
+
+def _answers(pipes, processes, until):
+    found = {}
+    while len(found) < len(pipes) and until not in found:
+        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], DEADLINE)
+        if not ready:
+            break
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                found[rank] = pipe.recv_bytes()
+            except EOFError:
+                processes[rank].join()
+                found[rank] = LostError(processes[rank].exitcode)
+    for rank, process in enumerate(processes):
+        if rank not in found:
+            process.kill()
+        process.join()
+        pipes[rank].close()
+    return [found.get(rank, LostError("hung")) for rank in range(len(pipes))]

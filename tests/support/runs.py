@@ -1,0 +1,50 @@
+"""Statistics of runs that never were, written as ranks write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dataload.telemetry import stats_log
+from dataload.telemetry.loader_stats import LoaderStats
+
+BEGAN = 1_700_000_000.0
+SLOW_RANK = 2
+
+
+def write_pass(folder, rank, epoch, began, samples, ended=True):
+    """samples: for each second, what it adds to the stats, by name; a wait by its cause."""
+    stats = LoaderStats(epoch)
+    one = stats_log.Samples(folder, rank, stats)
+    one._origin["began"] = began
+    with one:
+        for number, sample in enumerate(samples, 1):
+            stats.batches += 1
+            stats.seconds += 1.0
+            for name, more in sample.items():
+                if name in stats.waits:
+                    stats.waits[name] += more
+                    stats.wait_seconds += more
+                else:
+                    setattr(stats, name, getattr(stats, name) + more)
+            one.take(last=ended and number == len(samples))
+        if not ended:
+            one._written = stats.seconds  # killed: nobody writes what has become of it
+    return stats
+
+
+def write_run(folder: Path, ranks: int = 4, epochs: int = 6, seconds: int = 30) -> None:
+    """The first epoch comes from the origin, some of the second from a cluster; later on one rank is slow."""
+    for epoch in range(epochs):
+        for rank in range(ranks):
+            samples = []
+            for second in range(seconds):
+                sample = {"rows": 1000 - (7 * second + 13 * rank) % 90, "hits": 40, "bytes_local": 30_000_000}
+                if epoch == 0:
+                    sample |= {"misses": 40, "bytes_origin": 25_000_000, "requests_origin": 4}
+                    sample |= {"origin": 0.2 + second % 3 / 10, "decode": 0.1}
+                if epoch == 1:
+                    sample |= {"misses": 4, "bytes_cluster": 5_000_000, "cluster": 0.02}
+                if epoch > 2 and rank == SLOW_RANK:
+                    sample |= {"disk": 0.3, "transform": 0.05}
+                samples.append(sample)
+            write_pass(folder, rank, epoch, BEGAN + epoch * (seconds + 4), samples)

@@ -1,0 +1,214 @@
+"""What a training loop waits for is charged to whoever made it wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.benchmarks.origin import Origin
+from dataload.cache.local import blob_file
+from dataload.loader import device_copy
+from dataload.rows import row_group_cache, row_store
+from dataload.telemetry.loader_stats import LoaderStats
+from dataload.telemetry.spans import recorded_by
+from dataload.telemetry.wait_timeline import CAUSES, TURNS_KEPT, Timeline, doing, waited
+
+ROWS, GROUPS = 10, 16
+
+
+def slowly(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(*args: Any, **options: Any) -> Any:
+        threading.Event().wait(seconds)
+        return call(*args, **options)
+
+    return slow
+
+
+class Slow:
+    """Something to be called that takes its time; picklable."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, batch: Any) -> Any:
+        threading.Event().wait(self.seconds)
+        return batch
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> Iterator[Origin]:
+    path = tmp_path / "origin"
+    (path / "bucket/data").mkdir(parents=True)
+    noise = np.random.default_rng(0)
+    with pq.ParquetWriter(path / "bucket/data/x.parquet", pa.schema({"a": pa.binary(), "b": pa.int64()})) as writer:
+        for _ in range(GROUPS):
+            pixels = pa.array([noise.bytes(60_000) for _ in range(ROWS)], pa.binary())
+            writer.write_table(pa.table({"a": pixels, "b": np.arange(ROWS)}))
+    with Origin(path) as origin:
+        yield origin
+
+
+@pytest.fixture
+def dataset(origin: Origin, tmp_path: Path) -> Any:
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    return make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
+
+
+def epoch(loader: Any) -> LoaderStats:
+    """Its statistics, compared with a clock of our own."""
+    waits, asked = 0.0, time.perf_counter()
+    for _ in loader:
+        waits += time.perf_counter() - asked
+        asked = time.perf_counter()
+    waits += time.perf_counter() - asked
+    stats = loader.stats()
+    assert set(stats.waits) == set(CAUSES)
+    assert sum(stats.waits.values()) == pytest.approx(stats.wait_seconds, rel=1e-6)
+    assert stats.wait_seconds <= waits
+    assert stats.wait_seconds == pytest.approx(waits, rel=0.05, abs=0.25)  # clocks may be interrupted
+    return stats
+
+
+def leading(stats: LoaderStats) -> str:
+    return max(stats.waits, key=stats.waits.__getitem__)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, filled: bool, monkeypatch: Any) -> None:
+    if filled:
+        monkeypatch.setattr(row_store, "FILLED_BYTES", 0)
+        dataset.rowstore.prefetch([])
+        dataset.rowstore._filler.make(0)
+        assert dataset.rowstore._filler._process.ready.wait(60)
+    origin.behave(latency=0.1, bytes_per_second=4e5 if filled else 1e6)  # a process that yields decodes late
+    options: dict[str, Any] = {"transform": Slow(0), "num_workers": num_workers} if num_workers else {}
+    stats = epoch(make_loader(dataset, 4, window=2, **options))
+    if filled:
+        dataset.rowstore._filler.end()
+    assert leading(stats) == "origin"
+    assert "origin is the limit: warm the cache first" in str(stats)
+
+
+def test_a_slow_disk(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blob_file, "write", slowly(blob_file.write, 0.05))
+    stats = epoch(make_loader(dataset, 4, window=2))
+    assert leading(stats) == "disk"
+    assert "put cache_dir on a faster one" in str(stats)
+
+
+def test_slow_decoding(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_group_cache, "decode", slowly(row_group_cache.decode, 0.05))
+    assert leading(epoch(make_loader(dataset, 4, window=2))) == "decode"
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_slow_transform(dataset: Any, num_workers: int) -> None:
+    stats = epoch(make_loader(dataset, 4, transform=Slow(0.02), num_workers=num_workers))
+    assert leading(stats) == "transform"
+    assert "use num_workers" in str(stats)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_slow_collate(dataset: Any, num_workers: int) -> None:
+    assert leading(epoch(make_loader(dataset, 4, collate_fn=Slow(0.02), num_workers=num_workers))) == "collate"
+
+
+def test_slow_copies_to_the_device(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copy, "map_tensors", slowly(device_copy.map_tensors, 0.02))
+    assert leading(epoch(make_loader(dataset, 4, device="cpu"))) == "transfer"
+
+
+def test_a_loop_that_does_not_wait_is_not_advised(dataset: Any) -> None:
+    batches = make_loader(dataset, 4)
+    sum(len(batch["b"]) for batch in batches)
+    for _ in batches:
+        threading.Event().wait(0.01)
+    assert batches.stats().stall_fraction < 0.05
+    assert "limit" not in str(batches.stats())
+
+
+def test_the_innermost_counts() -> None:
+    timeline = Timeline()
+    with timeline.here(), doing("decode"):
+        with doing("origin"):
+            threading.Event().wait(0.02)
+        threading.Event().wait(0.01)
+    first, last = timeline._turns[0][0], timeline._turns[-1][0]
+    spent = timeline.seconds(first, last)
+    assert sum(spent.values()) == pytest.approx(last - first)
+    assert spent["origin"] >= 0.02
+    assert spent["decode"] >= 0.01
+    assert timeline.longest() == "origin"
+
+
+def test_who_waits_takes_over_the_causes_of_who_is_waited_for() -> None:
+    other, mine = Timeline(), Timeline("collate")
+    since = time.perf_counter()
+    with mine.here():
+        with other.here(), doing("disk"):
+            threading.Event().wait(0.02)
+        threading.Event().wait(0.01)
+        waited(since, other, instead="origin")
+        until = time.perf_counter()
+    spent = mine.seconds(since, until)
+    assert spent["disk"] >= 0.02
+    assert spent["origin"] >= 0.01
+    assert mine.take(since, until) == spent
+    assert not mine.seconds(since, until).get("disk")
+
+
+def test_whoever_traces_sees_what_each_thread_is_at(dataset: Any) -> None:
+    seen: set[tuple[str, str]] = set()
+
+    @contextmanager
+    def recorder(name: str) -> Iterator[None]:
+        seen.add((threading.current_thread().name.partition("_")[0], name))
+        yield
+
+    with recorded_by(recorder):
+        epoch(make_loader(dataset, 4, transform=Slow(0)))
+    assert {
+        ("dataload-ahead", "collate"),
+        ("dataload-ahead", "transform"),
+        ("dataload-blocks-read", "origin"),
+        ("dataload-decode", "decode"),
+        ("dataload-decode", "disk"),
+    } <= seen
+
+
+def test_what_cannot_leave_a_worker_is_an_error(dataset: Any) -> None:
+    """And not a batch that is waited for in vain."""
+    with pytest.raises(TypeError, match="cannot pickle"):
+        next(iter(make_loader(dataset, 4, transform=lambda _: threading.Lock(), num_workers=1)))
+
+
+def test_what_is_long_ago_is_forgotten() -> None:
+    timeline = Timeline("collate")
+    begun = time.perf_counter()
+    for _ in range(20_000):
+        with timeline.doing("transform"):
+            pass
+    assert len(timeline._turns) <= 3 * TURNS_KEPT
+    assert sum(timeline.seconds(begun, time.perf_counter()).values()) > 0
+    since = time.perf_counter()
+    with timeline.doing("transform"):
+        threading.Event().wait(0.01)
+    spent = timeline.seconds(since, time.perf_counter())
+    assert spent["transform"] >= 0.01
+    assert sum(spent.values()) == pytest.approx(spent["transform"], rel=0.5)
+
+
+def test_nobody_keeps_a_timeline() -> None:
+    with doing("origin"):
+        waited(0.0, Timeline(), "disk")

@@ -1,0 +1,351 @@
+"""evaluate_over and find_batch_size, on one rank and on several."""
+
+from __future__ import annotations
+
+import gc
+import random
+from contextlib import nullcontext
+from itertools import count, pairwise, repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from regression import Rows, parameters_of, squared_error
+from torch import nn
+
+from dataload.dataset import make_dataset
+from dataload.errors import ConfigError
+from dataload.loader.loader import make_loader
+from dataload.rows.collate import Flat
+from dataload.train import batch_size, evaluation, rank_batches
+from dataload.train.checkpoint import alike, copied, generators
+from dataload.train.distributed import process_group
+from dataload.train.harness import evaluate_over, find_batch_size
+from dataload.world import World
+
+N = 301
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    large = np.random.default_rng(0).integers(1 << 55, size=N)  # of which float64 would lose the last bits
+    table = pa.table({"row_id": np.arange(N), "large": large, "x": np.random.default_rng(1).normal(size=N)})
+    pq.write_table(table, path / "a.parquet", row_group_size=40)
+    return str(path)
+
+
+def metrics(model, batch):
+    assert not model.training
+    assert not torch.is_grad_enabled()
+    return {
+        "large": batch["large"],
+        "odd": batch["row_id"] % 2 == 1,
+        "x": model(batch["x"][:, None].float()).squeeze(1),
+    }
+
+
+def evaluated(folder, batch_size, cursor=0, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    world = World.detect()
+    with process_group(world, torch.device("cpu")):
+        loader = make_loader(make_dataset(folder, cache=None), batch_size, **options)
+        if cursor:
+            loader.load_state_dict({**loader.state_dict(), "cursor": cursor})
+        found = evaluate_over(model, loader, metrics)
+    assert model.training
+    return found
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_ranks_count_as_one_process_does(ranks, folder, shuffle):
+    table = pq.read_table(folder)
+    alone = evaluated(folder, 16, shuffle=shuffle)
+    assert alone["rows"] == N
+    assert alone["odd"] == 150 / N
+    assert alone["large"] == sum(table["large"].to_pylist()) / N
+    for number in (2, 4):
+        for found in ranks(number, evaluated, folder, 16, shuffle=shuffle):
+            assert {**found, "x": None} == {**alone, "x": None}
+            assert found["x"] == pytest.approx(alone["x"], rel=1e-12)
+
+
+def test_what_is_left_of_an_epoch(ranks, folder):
+    """Which two ranks share without padding, and the epoch after it with."""
+    for found in ranks(2, evaluated, folder, 16, cursor=65, shuffle=False):
+        assert (found["rows"], found["odd"]) == (N - 65, 118 / (N - 65))
+
+
+def unevenly(batches):
+    with process_group(World.detect(), torch.device("cpu")):
+        own = [torch.ones(4)] * batches[World.detect().rank]
+        return evaluate_over(nn.Identity(), own, lambda model, batch: {"x": batch * 3})
+
+
+def test_ranks_may_have_more_or_nothing(ranks):
+    assert ranks(2, unevenly, (3, 1)) == [{"x": 3.0, "rows": 16}] * 2
+    assert ranks(2, unevenly, (0, 1)) == [{"x": 3.0, "rows": 4}] * 2
+    assert all("no rows" in str(error) for error in ranks(2, unevenly, (0, 0)))
+
+
+class Batches(list):
+    """The last `padding` of their rows repeat others."""
+
+    padding = 0
+
+
+def mean_of(values, size, padding=0):
+    batches = Batches(torch.cat([values, values[:padding]]).split(size))
+    batches.padding = padding
+    return evaluate_over(nn.Identity(), batches, lambda model, batch: {"x": batch})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_no_last_bit_depends_on_where_batches_end(dtype):
+    draw = torch.Generator().manual_seed(0)
+    values = (1000 * torch.randn(5 * evaluation.RUN - 77, generator=draw, dtype=torch.float64)).to(dtype)
+    expected = mean_of(values, len(values))
+    assert expected == {"x": pytest.approx(values.double().mean().item(), rel=1e-10), "rows": len(values)}
+    for size, padding in ((1000, 0), (1001, 3), (3 * evaluation.RUN, 5000), (len(values), 1), (7, 100)):
+        assert mean_of(values, size, padding) == expected
+
+
+def test_values_are_not_kept():
+    """Many batches of the same rows: what is alive does not grow."""
+    alive = []
+
+    def metrics(model, batch):
+        if next(numbers) in (10, 40):
+            alive.append(sum(one.numel() for one in gc.get_objects() if type(one) is torch.Tensor))
+        return {"x": batch + 1, "odd": batch % 2 == 1}
+
+    numbers = count()
+    found = evaluate_over(nn.Identity(), repeat(torch.arange(10_000), 41), metrics)
+    assert found == {"x": 5000.5, "odd": 0.5, "rows": 410_000}
+    assert alive[1] - alive[0] < 4 * evaluation.RUN
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"x": torch.tensor(1.0)}, r"'x' has shape \(\)"),
+        ({"x": torch.ones(3, 1)}, r"'x' has shape \(3, 1\)"),
+        ({"x": torch.ones(3), "y": torch.ones(2)}, "unequal numbers of rows"),
+        ({"rows": torch.ones(3)}, "a metric named 'rows'"),
+    ],
+)
+def test_metrics_have_one_value_for_each_row(values, message):
+    model = nn.Identity().train()
+    with pytest.raises(ConfigError, match=message):
+        evaluate_over(model, [torch.ones(3)], lambda model, batch: values)
+    assert model.training
+
+
+# ---- the size of a batch
+
+
+class Machine(nn.Module):
+    """Takes a time of its own for each batch, and has room for so many rows."""
+
+    def __init__(self, seconds, room=10**9):
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.seconds, self.room = seconds, room
+        self.now = 0.0
+        self.sizes = []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        if len(x) > self.room:
+            raise torch.OutOfMemoryError("full")
+        self.now += self.seconds(len(x))
+        return self.layer(x)
+
+
+def found(seconds, room=10**9, **options):
+    """What is found on this rank; and the sizes tried."""
+    rank = World.detect().rank
+    model = Machine(
+        seconds[rank] if isinstance(seconds, tuple) else seconds, room[rank] if isinstance(room, tuple) else room
+    )
+    batch_size.perf_counter = lambda: model.now
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    before, drawn = parameters_of(model).clone(), torch.get_rng_state()
+    size = find_batch_size(
+        model, optimizer, {"x": Rows(8).x, "y": Rows(8).y}, squared_error, precision="fp32", **options
+    )
+    assert torch.equal(parameters_of(model), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert not optimizer.state
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return size, sorted(set(model.sizes))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(batch_size, "perf_counter", batch_size.perf_counter)
+
+
+def overhead(rows):
+    """A step of 1 s, and 10 ms a row: doubled, 64 rows become 1.44 times as fast, 1024 rows 1.046 times."""
+    return 1 + rows / 100
+
+
+def steep(rows):
+    """At 64 rows all of the time goes by the row."""
+    return 0.5 + rows / 10
+
+
+def linear(rows):
+    return rows / 100
+
+
+class Mixed(nn.Module):
+    """A layer in training, and running statistics that are not; what it has drawn, its results do not show."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(3).eval()
+        self.layer = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+
+    def forward(self, x):
+        torch.rand(()), random.random(), np.random.rand()  # noqa: NPY002
+        return self.layer(self.frozen(x.float()))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        assert metadata["version"] == self._version
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+@pytest.mark.parametrize("wrong", [None, torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("training", [True, False])
+def test_all_is_as_it_was_whatever_goes_wrong(wrong, training):
+    torch.manual_seed(0)
+    model = Mixed()
+    model.layer.train(training)
+    optimizer = torch.optim.Adam(model.parameters())
+    before = copied({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": generators()})
+    modes = [module.training for module in model.modules()]
+    batches = count()
+
+    def loss(model, batch):
+        if next(batches) == 8 and wrong is not None:
+            raise wrong("as it happens")
+        return squared_error(model, batch)
+
+    batch = {"x": Rows(8).x, "y": Rows(8).y}
+    with nullcontext() if wrong is not RuntimeError else pytest.raises(RuntimeError, match="as it happens"):
+        find_batch_size(model, optimizer, batch, loss, start=4, limit=8, precision="fp32")
+    assert next(batches) == (10 if wrong is None else 9)
+    after = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": generators()}
+    assert alike([before, after])
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_it_stops_when_it_gets_no_faster():
+    assert found(overhead) == (1024, [2**i for i in range(12)])
+    assert found(overhead, gain=0.4)[0] == 128
+    assert found(linear)[0] == 1
+
+
+def test_it_stops_at_what_fits_and_at_the_limit():
+    assert found(overhead, room=300) == (256, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+    assert found(overhead, start=3, limit=20) == (12, [3, 6, 12])
+    with pytest.raises(ConfigError, match="a batch of 8 rows does not fit"):
+        found(overhead, room=7, start=8)
+
+
+class Bulky(torch.Tensor):
+    """Of which 32 rows go to the device."""
+
+    def to(self, *args, **kwargs):
+        if len(self) > 32:
+            raise torch.OutOfMemoryError("full")
+        return super().to(*args, **kwargs)
+
+
+def test_a_batch_that_does_not_even_go_to_the_device_does_not_fit():
+    model = Machine(overhead)
+    batch_size.perf_counter = lambda: model.now
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = {"x": Rows(8).x.as_subclass(Bulky), "y": Rows(8).y}
+    assert find_batch_size(model, optimizer, batch, squared_error, precision="fp32") == 32
+
+
+def test_ranks_find_the_same(ranks):
+    """The one with the least room decides, and the slowest."""
+    assert [size for size, _ in ranks(2, found, overhead, room=(300, 70))] == [64, 64]
+    assert [size for size, _ in ranks(2, found, (overhead, steep))] == [64, 64]
+
+
+def test_rows_of_any_kind_are_repeated():
+    batch = {"x": torch.arange(3), "name": ["a", "b", "c"], "more": {"y": torch.arange(3)}, "scale": torch.tensor(2.0)}
+    larger = batch_size._of_size(batch, 5, torch.device("cpu"))
+    assert larger["x"].tolist() == [0, 1, 2, 0, 1]
+    assert larger["name"] == ["a", "b", "c", "a", "b"]
+    assert larger["more"]["y"].tolist() == [0, 1, 2, 0, 1]
+    assert batch_size._of_size((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
+    assert batch_size._of_size(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
+
+
+class Pair(NamedTuple):
+    images: Any
+    label: Any
+
+
+@pytest.mark.parametrize(
+    ("column", "larger"),
+    [
+        (["a", "b", "c"], ["a", "b", "c", "a", "b"]),
+        (["a", None, "c"], ["a", None, "c", "a", None]),
+        (np.arange(3), np.array([0, 1, 2, 0, 1])),
+        ([torch.ones(2), torch.ones(0), torch.ones(1)], [torch.ones(n) for n in (2, 0, 1, 2, 0)]),
+        ({"deep": {"x": torch.arange(3), "of": None}}, {"deep": {"x": torch.tensor([0, 1, 2, 0, 1]), "of": None}}),
+        ([torch.arange(3), torch.ones(3)], [torch.tensor([0, 1, 2, 0, 1]), torch.ones(5)]),  # torch's of a pair a row
+        (Flat(torch.arange(4), torch.tensor([0, 1, 1, 4])), None),
+        *[(other, other) for other in (None, "train", "abc", b"abc", 3, torch.tensor(2.0), ["a", "b"], (), object())],
+    ],
+)
+@pytest.mark.parametrize("shape", [lambda x, y: {"x": x, "label": y}, lambda x, y: [x, y], lambda x, y: (x, y), Pair])
+def test_what_fit_takes_is_repeated(column, larger, shape):
+    """All that has one entry for each of the 3 rows."""
+    batch = shape(column, torch.arange(3))
+    assert rank_batches.num_rows(batch) == 3
+    found = batch_size._of_size(batch, 5, torch.device("cpu"))
+    assert type(found) is type(batch)
+    assert rank_batches.num_rows(found) == 5
+    first, label = found.values() if isinstance(found, dict) else found
+    assert label.tolist() == [0, 1, 2, 0, 1]
+    if isinstance(column, Flat):
+        rows = [first.values[start:end].tolist() for start, end in pairwise(first.offsets.tolist())]
+        assert rows == [[0], [], [1, 2, 3], [0], []]
+    else:
+        assert type(first) is type(column)
+        assert first is larger or np.array_equal(first, larger) if hasattr(first, "shape") else alike([first, larger])
+
+
+def test_strings_and_none_take_part_in_the_trial():
+    model = nn.Linear(3, 1).double()
+    seen = []
+
+    def loss(model, batch):
+        seen.append((batch["name"], batch["split"], batch["mask"]))
+        return squared_error(model, batch)
+
+    batch = {"x": Rows(2).x, "y": Rows(2).y, "name": ["a", "b"], "split": "train", "mask": None}
+    assert find_batch_size(model, torch.optim.SGD(model.parameters(), 0.1), batch, loss, start=3, limit=3) == 3
+    assert seen == [(["a", "b", "a"], "train", None)] * batch_size.REPEATS
+
+
+def test_a_batch_without_rows_has_none_to_repeat():
+    model = nn.Linear(3, 1)
+    with pytest.raises(ConfigError, match="this one has none"):
+        find_batch_size(model, torch.optim.SGD(model.parameters(), 0.1), {"x": torch.zeros(0, 3)}, squared_error)

@@ -1,0 +1,523 @@
+"""fit: the same parameters whatever the ranks and the accumulation."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from itertools import chain, count, zip_longest
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from regression import Rows, assert_close, build, in_order, parameters_of, squared_error, train_in_order
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dataload.errors import ConfigError
+from dataload.rows.collate import Flat
+from dataload.train import epoch_metrics, rank_batches
+from dataload.train.distributed import device_of
+from dataload.train.harness import fit
+from dataload.world import World
+
+
+class CrashError(Exception):
+    """Stands for what goes wrong in the user's code."""
+
+
+def test_two_ranks_train_like_one_with_twice_the_batch(ranks):
+    alone = train_in_order(8)
+    first, second = ranks(2, train_in_order, 4)
+    assert_close(first, alone)
+    assert torch.equal(first, second)
+    assert not torch.equal(alone, train_in_order(4))
+
+
+def test_accumulated_batches_train_like_one_large_batch(ranks):
+    whole = train_in_order(8)
+    assert_close(train_in_order(4, accumulate=2), whole)
+    assert_close(train_in_order(2, accumulate=4), whole)
+    assert_close(ranks(2, train_in_order, 2, accumulate=2)[1], whole)
+
+
+def steps_of(groups, clip=None):
+    """Two epochs of plain torch over 40 rows: one step on the mean loss of each group of rows."""
+    model, optimizer = build()
+    rows = Rows()
+    for group in groups * 2:
+        optimizer.zero_grad()
+        squared_error(model, {"x": rows.x[group], "y": rows.y[group]}).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_last_partial_step_averages_what_was_accumulated(ranks, clip):
+    expected = steps_of([slice(0, 16), slice(16, 32), slice(32, 40)], clip)
+    assert_close(train_in_order(8, accumulate=2, clip_grad_norm=clip), expected)
+    assert_close(ranks(2, train_in_order, 4, accumulate=2, clip_grad_norm=clip)[0], expected)
+
+
+@pytest.mark.parametrize("num_rows", [36, 42])
+def test_each_row_of_a_step_counts_alike(ranks, num_rows):
+    """Batches of one step may be of unequal sizes, the last ones."""
+    expected = train_in_order(16, num_rows)
+    assert_close(train_in_order(4, num_rows, accumulate=4), expected)
+    assert_close(ranks(2, train_in_order, 4, num_rows, accumulate=2)[1], expected)
+
+
+def train_unevenly(sizes, accumulate):
+    """Each rank has batches of its own, of so many rows each; returns parameters and the history."""
+    rank, rows = World.detect().rank, Rows()
+    x, y = (column.chunk(2)[rank].split([*sizes[rank], 20 - sum(sizes[rank])])[:-1] for column in (rows.x, rows.y))
+    batches = [{"x": own_x, "y": own_y} for own_x, own_y in zip(x, y, strict=True)]
+    model, optimizer = build()
+    options = {"epochs": 2, "accumulate": accumulate, "precision": "fp32", "progress": False}
+    history = fit(model, optimizer, batches, squared_error, **options)
+    return parameters_of(model), history
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ([4] * 5, [4] * 3),
+        ([4] * 2, [4] * 5),
+        ([4] * 5, [2] * 5),  # equally many, but smaller
+        ([4, 0, 4, 3], [0, 0, 2, 4, 4]),  # those without rows are passed over
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_may_have_other_batches(ranks, sizes, accumulate):
+    """As if one process had taken, in each step, what the ranks have in it."""
+    halves = torch.arange(40).chunk(2)
+    own = [half.split([*of_rank, 20 - sum(of_rank)])[:-1] for half, of_rank in zip(halves, sizes, strict=True)]
+    steps = list(zip_longest(*([batch for batch in batches if len(batch)] for batches in own), fillvalue=halves[0][:0]))
+    groups = [torch.cat(list(chain(*steps[i : i + accumulate]))) for i in range(0, len(steps), accumulate)]
+    first, second = ranks(2, train_unevenly, sizes, accumulate)
+    assert torch.equal(first[0], second[0])
+    assert_close(first[0], steps_of(groups))
+    assert [record["rows"] for record in first[1]] == [sum(map(sum, sizes))] * 2
+
+
+def test_a_rank_without_any_batch_is_refused_on_all(ranks):
+    for error in ranks(2, train_unevenly, ([4] * 3, []), 1):
+        assert isinstance(error, ConfigError)
+        assert "no batch on ranks [1]" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        (torch.zeros(3, 2), 3),
+        ([torch.zeros(3, 2), ["a", "b", "c"]], 3),
+        ({"x": {"image": torch.zeros(5, 2), "scale": torch.tensor(1.0)}, "label": torch.zeros(5)}, 5),
+        ({"x": {"text": ["a", "b", "c"]}, "of": "train"}, 3),
+        ([[torch.zeros(5), torch.zeros(5)], {"label": np.zeros(5)}, "train", 3], 5),
+        ({"text": ["a", "b", "c"], "of": None}, 3),
+        ({"x": Flat(torch.ones(2), torch.tensor([0, 1, 1, 2])), "label": torch.zeros(3)}, 3),
+        *[(empty, 0) for empty in (None, [], {}, {"x": []}, {"x": torch.zeros(0, 3)})],
+    ],
+)
+def test_rows_of_a_batch(batch, rows):
+    assert rank_batches.num_rows(batch) == rows
+
+
+def test_a_batch_that_says_nothing_of_its_rows_is_refused():
+    with pytest.raises(ConfigError, match="rows of a batch of type object cannot be counted"):
+        rank_batches.num_rows(object())
+
+
+def synchronised(accumulate):
+    model, optimizer = build()
+    seen = []
+
+    def loss(model, batch):
+        seen.append(model.require_backward_grad_sync)
+        return squared_error(model, batch)
+
+    fit(model, optimizer, in_order(4), loss, epochs=1, precision="fp32", accumulate=accumulate, progress=False)
+    return seen
+
+
+def test_gradients_cross_ranks_once_per_step(ranks):
+    assert ranks(2, synchronised, 2) == [[False, True, False, True, True]] * 2
+
+
+def test_scheduler_steps_with_the_optimizer():
+    model, optimizer = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    loader = in_order(8)
+    fit(model, optimizer, loader, squared_error, epochs=2, accumulate=2, scheduler=scheduler, progress=False)
+    assert optimizer.param_groups[0]["lr"] == 0.05 * 0.5**6
+
+
+def test_clipping_sees_unscaled_gradients():
+    model = nn.Linear(3, 1, bias=False)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    loader = DataLoader([{"x": torch.full((3,), 0.5)}] * 4, 4)
+
+    def loss(model, batch):
+        return model(batch["x"]).float().mean()
+
+    fit(model, optimizer, loader, loss, epochs=1, precision="fp16", clip_grad_norm=0.25, progress=False)
+    assert (model.weight - before).norm().item() == pytest.approx(0.25, rel=1e-3)
+
+
+# ---- process groups
+
+
+def group_after_failure(failing_rank):
+    """The name of the error that ended fit, whether a process group is left, and what a fit after it comes to."""
+    model, optimizer = build()
+
+    def loss(model, batch):
+        if World.detect().rank == failing_rank:
+            raise CrashError
+        return squared_error(model, batch)
+
+    try:
+        fit(model, optimizer, in_order(4), loss, epochs=1, precision="fp32", progress=False)
+    except Exception as error:
+        name, notes = type(error).__name__, error.__notes__
+    return name, notes, dist.is_initialized(), train_in_order(4)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_process_group_ends_with_an_exception(ranks, failing_rank):
+    results = ranks(2, group_after_failure, failing_rank)
+    # The other one's collective has lost the rank.
+    assert [name for name, *_ in results] == [
+        "CrashError" if rank == failing_rank else "RuntimeError" for rank in (0, 1)
+    ]
+    for rank, (_, notes, left, vector) in enumerate(results):
+        assert notes == [f"rank {rank} of 2, epoch 0, step 0"]
+        assert not left
+        assert_close(vector, train_in_order(8))
+
+
+def fit_in_a_group_of_ours():
+    store = dist.PrefixStore("ours", dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    dist.init_process_group("gloo", store=store, rank=World.detect().rank, world_size=2)
+    try:
+        vector = train_in_order(4)
+        return vector, dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_process_group_of_others_stays(ranks):
+    for vector, alive in ranks(2, fit_in_a_group_of_ours):
+        assert alive
+        assert_close(vector, train_in_order(8))
+
+
+def fit_own_data(fingerprints):
+    rank = World.detect().rank
+    model, optimizer = build()
+    loader = in_order(4, fingerprint=fingerprints[rank])
+    fit(model, optimizer, loader, squared_error, epochs=1, progress=False)
+
+
+def test_ranks_with_different_data_are_refused(ranks):
+    for error in ranks(2, fit_own_data, ("abc", "xyz")):
+        assert isinstance(error, ConfigError)
+        assert "fingerprint: 'abc' on ranks [0]; 'xyz' on ranks [1]" in str(error)
+    assert ranks(2, fit_own_data, ("abc", "abc")) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "asked", "own"),
+    [
+        (0, World(0, 1, 0, 1), None, "cpu"),
+        (4, World(5, 8, 1, 4), None, "cuda:1"),
+        (4, World(5, 8), "cuda:2", "cuda:2"),
+        (1, World(5, 8, 3, 4), "cuda", "cuda:0"),  # the launcher shows each rank its own
+        (1, World(5, 8), None, "cuda:0"),
+        (4, World(), None, "cuda:0"),
+    ],
+)
+def test_each_rank_has_a_device_of_its_own(monkeypatch, gpus, world, asked, own):
+    chosen = with_gpus(monkeypatch, gpus)
+    assert device_of(world, asked) == torch.device(own)
+    assert chosen == [torch.device(own)] * (own != "cpu")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world", "asked", "message"),
+    [
+        (4, World(5, 8), None, "rank 5 of 8 cannot tell which of the 4 GPUs here is its own"),
+        (4, World(5, 8), "cuda", "LOCAL_RANK, or pass device='cuda:N'"),
+        (0, World(), "cuda", "device='cuda': torch finds no GPU here"),
+        (0, World(), "cuda:1", "device='cuda:1': torch finds no GPU here"),
+    ],
+)
+def test_a_gpu_that_cannot_be_told_is_refused(monkeypatch, gpus, world, asked, message):
+    chosen = with_gpus(monkeypatch, gpus)
+    with pytest.raises(ConfigError, match=message):
+        device_of(world, asked)
+    assert not chosen
+
+
+def with_gpus(monkeypatch, number):
+    """As if there were so many; which of them is chosen goes into the list returned."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+def seen_by_hooks(accumulate):
+    """How often hooks of each kind were run; each with a tensor."""
+    model, optimizer = build()
+    calls = Counter()
+
+    def saw(kind):
+        def hook(module, *values):
+            assert isinstance(values[0][0], torch.Tensor)
+            calls[kind] += 1
+
+        return hook
+
+    model.register_forward_pre_hook(saw("before"))
+    model.register_forward_hook(saw("after"))
+    model[0].register_forward_hook(saw("layer"))
+    model[3].register_full_backward_hook(saw("backward"))
+    everywhere = nn.modules.module.register_module_forward_pre_hook(saw("any module"))
+    try:
+        options = {"precision": "fp32", "accumulate": accumulate, "progress": False}
+        fit(model, optimizer, in_order(4), squared_error, epochs=2, **options)
+    finally:
+        everywhere.remove()
+    return calls
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_of_modules_see_batches_alone(ranks, accumulate):
+    calls = dict.fromkeys(("before", "after", "layer", "backward"), 10)
+    assert ranks(2, seen_by_hooks, accumulate) == [{**calls, "any module": 10 * (5 + 1)}] * 2  # DDP is one
+
+
+class Writing(nn.Module):
+    """Writes into a buffer which rank it is of; remembers what was there before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+        self.register_buffer("rank", torch.tensor(7))
+        self.found = []
+
+    def forward(self, x):
+        self.found.append(self.rank.item())
+        self.rank.fill_(World.detect().rank)
+        return self.layer(x)
+
+
+def buffers_found():
+    model = Writing()
+    fit(model, torch.optim.SGD(model.parameters(), 0.1), in_order(4), squared_error, epochs=1, progress=False)
+    return model.found
+
+
+def test_each_step_begins_with_the_buffers_of_rank_0(ranks):
+    assert ranks(2, buffers_found) == [[7, 0, 0, 0, 0]] * 2
+
+
+# ---- loaders and history
+
+
+class Clock:
+    """Time that passes only when told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_history_counts_rows_time_and_waits(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(rank_batches, "perf_counter", clock)
+    monkeypatch.setattr(epoch_metrics, "perf_counter", clock)
+
+    class Slow:
+        def __iter__(self):
+            for batch in DataLoader(Rows(10), 4):
+                clock.now += 1
+                yield batch
+
+    def loss(model, batch):
+        clock.now += 3
+        return squared_error(model, batch), {"size": float(len(batch["x"])), "twice": torch.tensor(2.0)}
+
+    model, optimizer = build()
+    (record,) = fit(
+        model,
+        optimizer,
+        Slow(),
+        loss,
+        epochs=1,
+        evaluate=lambda model: {"mode": model.training, "rows": 7},
+        progress=False,
+    )
+    assert record == {
+        "epoch": 0,
+        "loss": record["loss"],
+        "size": (4 * 4 + 4 * 4 + 2 * 2) / 10,
+        "twice": 2.0,
+        "rows": 10,
+        "seconds": 12.0,
+        "rows_per_second": 10 / 12,
+        "wait_seconds": 3.0,
+        "stall_fraction": 0.25,
+        "mode": 0.0,
+        "evaluate.rows": 7.0,
+    }
+
+
+def losses_by_rank():
+    model, optimizer = build()
+    rank, steps = World.detect().rank, []
+
+    def loss(model, batch):
+        steps.append(len(steps))
+        own = {"double": 2 * rank, f"of {rank}": 5.0} | ({"at first": 3.0 + rank} if steps == [0] else {})
+        return squared_error(model, batch) * 0 + rank, own
+
+    (record,) = fit(model, optimizer, in_order(4), loss, epochs=1, precision="fp32", progress=False)
+    return {name: record[name] for name in ("loss", "double", "of 0", "of 1", "at first", "rows")}
+
+
+def test_history_averages_over_what_ranks_log(ranks):
+    wanted = {"loss": 0.5, "double": 1.0, "of 0": 5.0, "of 1": 5.0, "at first": 3.5, "rows": 40}
+    assert ranks(2, losses_by_rank) == [wanted] * 2
+
+
+def logging_as(name, at=0):
+    """The dict of an epoch in which one step logs a scalar of that name; and how many steps were begun."""
+    model, optimizer = build()
+    steps = count()
+
+    def loss(model, batch):
+        return squared_error(model, batch), {name: 0.5} if next(steps) == at else {}
+
+    loader = Remembering({"hits": 3, "waits": {"disk": 1.0}})
+    try:
+        return fit(model, optimizer, loader, loss, epochs=1, progress=False)[0], next(steps)
+    except ConfigError as error:
+        return str(error), next(steps)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["epoch", "loss", "rows", "seconds", "wait_seconds", "skipped_steps", "rows_per_second", "hits", "waits.disk"],
+)
+def test_a_scalar_with_the_name_of_a_figure_is_refused(name):
+    """In the first step that logs it."""
+    message, steps = logging_as(name, at=2)
+    assert f"loss_fn logs {name!r}" in message
+    assert "Reserved are epoch, hits, loss, rows, rows_per_second, seconds, skipped_steps, stall_fraction" in message
+    assert steps == 3
+
+
+def test_a_scalar_with_a_name_of_its_own_is_logged():
+    record, _ = logging_as("misses")
+    assert record.pop("misses") == 0.5
+    assert record.keys() <= epoch_metrics.reserved_names(Remembering({"hits": 3, "waits": {"disk": 1.0}}))
+
+
+class Remembering:
+    """A loader with the protocol of ours: epochs, state and statistics."""
+
+    def __init__(self, traffic):
+        self.traffic = traffic
+        self.calls = []
+        self.dataset = SimpleNamespace(fingerprint="f")
+
+    def __iter__(self):
+        self.calls.append("iter")
+        return iter(DataLoader(Rows(), 8))
+
+    def set_epoch(self, epoch):
+        self.calls.append(epoch)
+
+    def stats(self):
+        return self.traffic
+
+    def state_dict(self):
+        return {"epoch": np.int64(len(self.calls)), "fingerprint": "f"}
+
+    def load_state_dict(self, state):
+        self.calls.append(state)
+
+
+@pytest.mark.parametrize(
+    "traffic", [{"hits": 3, "bytes_origin": np.float64(7)}, SimpleNamespace(hits=3, bytes_origin=7)]
+)
+def test_loader_is_told_its_epoch_and_keeps_its_state(tmp_path, traffic):
+    first, second = Remembering(traffic), Remembering(traffic)
+    for loader, epochs in ((first, 2), (second, 3)):
+        model, optimizer = build()
+        history = fit(model, optimizer, loader, squared_error, epochs=epochs, checkpoint_dir=tmp_path, progress=False)
+    assert first.calls == [0, "iter", 1, "iter"]
+    assert second.calls == [{"epoch": 4, "fingerprint": "f"}, 2, "iter"]
+    assert [(record["hits"], record["bytes_origin"]) for record in history] == [(3, 7)] * 3
+    assert "misses" not in history[0]
+
+
+def test_batches_keep_their_strings_and_default_precision_is_bf16():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    seen = []
+
+    def loss(model, batch):
+        guess = model(batch["x"].float())
+        seen.append((batch["name"][0], guess.dtype))
+        return guess.float().mean()
+
+    fit(model, optimizer, in_order(40), loss, epochs=1, progress=False)
+    assert seen == [("row 0", torch.bfloat16)]
+
+
+def test_batches_may_be_tuples():
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader([(torch.ones(3), i) for i in range(6)], 4)
+
+    def loss(model, batch):
+        return model(batch[0]).mean() * batch[1].float().mean()
+
+    (record,) = fit(model, optimizer, loader, loss, epochs=1, progress=False)
+    assert record["rows"] == 6
+
+
+def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
+    model, optimizer = build()
+    fit(model, optimizer, in_order(1), squared_error, epochs=2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line[:9] for line in err.splitlines()] == ["epoch 1/2", "epoch 2/2"]
+    assert err.replace("\n", "").isprintable()
+    fit(model, optimizer, in_order(1), squared_error, epochs=1, progress=False)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8' is none of fp32, bf16, fp16"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"loader": []}, "the loader gave no batch"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(options, message):
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match=message):
+        fit(model, optimizer, options.pop("loader", in_order(8)), squared_error, epochs=1, progress=False, **options)

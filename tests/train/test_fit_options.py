@@ -1,0 +1,340 @@
+"""fit's options, each by what it changes."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from regression import assert_close, build, in_order, parameters_of, squared_error, train_in_order
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from dataload.dataset import make_dataset
+from dataload.errors import ConfigError
+from dataload.loader.loader import make_loader
+from dataload.telemetry.spans import stage
+from dataload.train import epoch_metrics, rank_batches
+from dataload.train.harness import evaluate_over, fit
+from dataload.world import World
+
+STAGES = {"wait for batch", "copy to device", "forward", "backward", "optimizer", "checkpoint", "decode"}
+
+# ---- what should not matter, and what training is for
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Digits of 8 x 8 pixels, in two folders: 1424 to learn from, 373 held out."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    path = tmp_path_factory.mktemp("digits")
+    for name, rows in (("train", order[:1424]), ("held-out", order[1424:])):
+        (path / name).mkdir()
+        pixels = pa.FixedSizeListArray.from_arrays(pa.array(images[rows].ravel() / 16), 64)
+        table = pa.table({"image": pixels, "label": labels[rows]})
+        pq.write_table(table, path / name / "a.parquet", row_group_size=100)
+    return path
+
+
+def cross_entropy(model, batch):
+    return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
+
+
+def twenty_steps(folder, batch_size, accumulate=1):
+    """In float64; 20 steps are two epochs of ten, and the last of an epoch is a small one."""
+    rank_batches.gather_count = None  # Of our own loader the ranks know, and need not ask each other.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
+    loader = make_loader(make_dataset(str(folder / "train"), cache=None), batch_size)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    options = {"epochs": 2, "precision": "fp32", "accumulate": accumulate, "progress": False}
+    fit(model, optimizer, loader, cross_entropy, **options)
+    return parameters_of(model), next(iter(optimizer.state.values()))["step"].item()
+
+
+def test_neither_ranks_nor_accumulation_change_what_is_learned(ranks, folder):
+    ((alone, steps),) = ranks(1, twenty_steps, folder, 144)
+    assert steps == 20
+    for number, accumulate in ((1, 4), (2, 1), (2, 4), (4, 1)):
+        for other, _ in ranks(number, twenty_steps, folder, 144 // number // accumulate, accumulate):
+            assert (other - alone).abs().max() < 1e-10, (number, accumulate)
+
+
+def learn_digits(folder):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 64, 10),
+    )
+    train, held_out = (make_dataset(str(folder / name), cache=None) for name in ("train", "held-out"))
+    loader, other = make_loader(train, 32, transform=single), make_loader(held_out, 64, transform=single, shuffle=False)
+
+    def evaluate(model):
+        return evaluate_over(
+            model, other, lambda model, batch: {"right": model(batch["image"]).argmax(1) == batch["label"]}
+        )
+
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    return fit(model, optimizer, loader, cross_entropy, epochs=6, precision="fp32", evaluate=evaluate, progress=False)[
+        -1
+    ]
+
+
+def single(batch):
+    return {**batch, "image": batch["image"].float()}
+
+
+def test_two_ranks_learn_digits(ranks, folder):
+    first, second = ranks(2, learn_digits, folder)
+    assert (first["rows"], first["evaluate.rows"]) == (1424, 373)
+    assert first["right"] == second["right"] >= 0.97
+
+
+# ---- what gets smaller
+
+
+def kept_for_backward(which):
+    """(numbers that forward keeps for backward, how often the layer was computed, the parameters) of two epochs."""
+    model = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(3, 1)).double()
+    torch.manual_seed(3)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    kept = []
+
+    def loss(model, batch):
+        def count(tensor):
+            kept.append(tensor.numel())
+            return tensor
+
+        with saved_tensors_hooks(count, lambda tensor: tensor):
+            return squared_error(model, batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    options = {"epochs": 2, "precision": "fp32", "activation_checkpointing": which, "progress": False}
+    fit(model, optimizer, in_order(8), loss, **options)
+    assert not any("forward" in vars(module) for module in model.modules())
+    return sum(kept), sum(block.calls for block in model[:4]), parameters_of(model)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 3))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.layers(x)
+
+
+@pytest.mark.parametrize("which", [Block, (Block, nn.Conv2d), lambda module: isinstance(module, Block)])
+def test_activations_are_computed_twice(which):
+    kept, calls, expected = kept_for_backward(None)
+    less, more, actual = kept_for_backward(which)
+    assert less < kept / 5
+    assert more == 2 * calls
+    assert torch.equal(actual, expected)
+
+
+def test_activation_checkpointing_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="no module of Sequential"):
+        train_in_order(8, activation_checkpointing=nn.Conv2d)
+
+
+def sent(comm_hook):
+    """The parameters, and the dtypes and numbers of elements that were reduced over ranks."""
+    import torch.distributed as dist
+
+    seen, reduce = set(), dist.all_reduce
+
+    def watched(tensor, *args, **kwargs):
+        seen.add((tensor.dtype, tensor.numel()))
+        return reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = watched
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = in_order(4)
+
+    def loss(model, batch):
+        return model(batch["x"].float().repeat(1, 22)[:, :64]).square().mean()
+
+    fit(model, optimizer, loader, loss, epochs=2, precision="fp32", comm_hook=comm_hook, progress=False)
+    return parameters_of(model), seen
+
+
+def test_gradients_cross_ranks_in_sixteen_bits(ranks):
+    exact = ranks(2, sent, None)[0][0]
+    (first, seen), (second, _) = ranks(2, sent, "fp16")
+    assert {kind for kind, _ in seen} == {torch.float16}
+    assert torch.equal(first, second)
+    assert 0 < (first - exact).abs().max() < 0.01
+
+
+def test_hooks_that_are_none_or_want_a_gpu_are_refused(ranks):
+    with pytest.raises(ConfigError, match="comm_hook='zip' is none of bf16, fp16, powersgd"):
+        train_in_order(8, comm_hook="zip")
+    for error in ranks(2, trained_with, comm_hook="bf16"):
+        assert isinstance(error, ConfigError)
+        assert "needs GPUs" in str(error)
+
+
+def trained_with(**options):
+    return train_in_order(4, **options)
+
+
+def test_powersgd_is_asked_for(ranks):
+    """It begins to compress after a thousand steps, and sends as DDP does before."""
+    for vector in ranks(2, trained_with, comm_hook="powersgd"):
+        assert_close(vector, train_in_order(8))
+
+
+def half_used(static_graph, accumulate=1):
+    model, optimizer = build()
+    model.add_module("unused", nn.Linear(2, 2).double())
+    layers = nn.Sequential(*list(model)[:-1])
+
+    def loss(replica, batch):
+        return ((replica(batch["x"]) - batch["y"]) ** 2).mean()
+
+    model.forward = lambda x: layers(x)
+    options = {"epochs": 2, "precision": "fp32", "static_graph": static_graph, "progress": False}
+    fit(model, optimizer, in_order(4 // accumulate), loss, accumulate=accumulate, **options)
+    return parameters_of(layers)
+
+
+def test_a_static_graph_may_leave_parameters_out(ranks):
+    for accumulate in (1, 2):
+        for vector in ranks(2, half_used, True, accumulate):
+            assert_close(vector, train_in_order(8))
+    assert all("did not receive grad" in str(error) for error in ranks(2, half_used, False))
+
+
+def compiled(on):
+    """The parameters, and how many graphs were handed to the compiler."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = Block().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    options = {"compile": {"backend": backend} if on else False, "precision": "fp32", "progress": False}
+    fit(model, optimizer, in_order(4), squared_error, epochs=1, **options)
+    return parameters_of(model), len(graphs)
+
+
+def test_compile(ranks):
+    for (vector, graphs), (expected, none) in zip(ranks(2, compiled, True), ranks(2, compiled, False), strict=True):
+        assert_close(vector, expected)
+        assert graphs > none == 0
+
+
+# ---- what a person sees
+
+
+def test_tensorboard_gets_the_figures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model, optimizer = build()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    options = {"epochs": 2, "precision": "fp32", "log_dir": tmp_path, "log_every": 2, "scheduler": scheduler}
+    history = fit(model, optimizer, in_order(4), squared_error, progress=False, **options)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    points = {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert points["step/learning rate"] == [(step, pytest.approx(0.05 * 0.5**step)) for step in range(2, 21, 2)]
+    assert points["epoch/loss"] == [(10, pytest.approx(history[0]["loss"])), (20, pytest.approx(history[1]["loss"]))]
+    assert points["epoch/rows"] == [(10, 40), (20, 40)]
+    for name in ("loss", "rows per second", "stall fraction", "memory"):
+        assert [step for step, value in points[f"step/{name}"] if value >= 0] == list(range(2, 21, 2)), name
+
+
+def test_rows_per_second_are_of_all_batches(tmp_path, monkeypatch):
+    """Of a loop in which a batch of 4 rows takes a second, and loading a quarter of one; each point is of 4 batches."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    now = [0.0]
+    for module in (rank_batches, epoch_metrics):
+        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+
+    def slowly(batches):
+        for batch in batches:
+            now[0] += 0.25
+            yield batch
+
+    def loss(model, batch):
+        now[0] += 0.75
+        return squared_error(model, batch)
+
+    model, optimizer = build()
+    options = {"epochs": 1, "accumulate": 2, "log_dir": tmp_path, "log_every": 2, "progress": False}
+    fit(model, optimizer, slowly(in_order(4)), loss, precision="fp32", **options)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    # One batch is always ahead: the first point has waited for five.
+    speeds = [(point.step, point.value) for point in events.Scalars("step/rows per second")]
+    assert speeds == [(2, pytest.approx(16 / 4.25)), (4, pytest.approx(4))]
+    stalls = [point.value for point in events.Scalars("step/stall fraction")]
+    assert stalls == [pytest.approx(1.25 / 4.25), pytest.approx(0.25)]
+
+
+def logged_by(folder):
+    train_in_order(4, log_dir=folder / World.detect().__repr__().replace(" ", ""))
+
+
+def test_only_rank_0_logs(ranks, tmp_path):
+    assert ranks(2, logged_by, tmp_path) == [None, None]
+    assert ["rank=0" in path.name for path in tmp_path.iterdir()] == [True]
+
+
+class Threaded:
+    """A loader with a thread of its own, which is at "decode" while the loop waits for it."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        with ThreadPoolExecutor(1) as pool:
+            for batch in self.loader:
+                yield pool.submit(self.decoded, batch).result()
+
+    def decoded(self, batch):
+        with stage("decode"):
+            return batch
+
+
+def test_profile_names_the_stages(tmp_path):
+    model, optimizer = build()
+    options = {"profile": tmp_path / "trace", "checkpoint_dir": tmp_path / "kept", "progress": False}
+    fit(model, optimizer, Threaded(in_order(4)), squared_error, epochs=2, precision="fp32", **options)
+    assert [file.name for file in (tmp_path / "trace").iterdir()] == ["rank0.pt.trace.json"]
+    events = json.loads((tmp_path / "trace" / "rank0.pt.trace.json").read_text())["traceEvents"]
+    spans = {name: [event for event in events if event["name"] == name and "dur" in event] for name in STAGES}
+    assert all(spans.values())
+    (trainer,) = {event["tid"] for name in STAGES - {"decode"} for event in spans[name]}
+    assert trainer not in {event["tid"] for event in spans["decode"]}
+    for event in spans["decode"][1:-1]:  # each within the loop's waiting for it
+        assert any(w["ts"] <= event["ts"] <= w["ts"] + w["dur"] for w in spans["wait for batch"])
+
+
+def test_without_a_profile_stages_cost_nothing():
+    assert stage("forward") is not None
+    with pytest.raises(ZeroDivisionError), stage("forward"):
+        1 / 0  # noqa: B018

@@ -1,0 +1,182 @@
+"""Each module trains in the mode that the user gave it, whatever is evaluated in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from regression import Rows, in_order, squared_error
+from torch import nn
+
+from dataload.train.harness import evaluate_over, find_batch_size, fit
+from dataload.train.module_modes import modes_kept
+
+OPTIONS = {"precision": "fp32", "progress": False}
+
+
+class CrashError(Exception):
+    """Stands for what goes wrong in the user's code."""
+
+
+def build():
+    """A model with two batch norms, of which the first is frozen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    model[1].eval()
+    return model, torch.optim.SGD(model.parameters(), 0.01)
+
+
+def modes_of(model):
+    return [module.training for module in model.modules()]
+
+
+FROZEN = modes_of(build()[0])
+
+
+def own_loop(model):
+    """Evaluates as loops written by hand do."""
+    assert not any(modes_of(model))
+    model.eval()
+    model.train()
+    return {}
+
+
+def over_rows(model):
+    return evaluate_over(model, in_order(4), lambda model, batch: {"guess": model(batch["x"]).squeeze(1)})
+
+
+def trained(evaluate=None, **options):
+    """The modes in each step and after the run; whether the statistics of both batch norms are as at the start."""
+    model, optimizer = build()
+    seen = []
+
+    def loss(replica, batch):
+        seen.append(modes_of(model))
+        assert replica.training
+        return squared_error(replica, batch)
+
+    fit(model, optimizer, in_order(4), loss, epochs=2, evaluate=evaluate, **OPTIONS, **options)
+    untouched = [bool((norm.running_mean == 0).all()) for norm in model[1:3]]
+    return seen, modes_of(model), untouched
+
+
+@pytest.mark.parametrize("evaluate", [None, own_loop, over_rows])
+def test_frozen_batch_norms_stay_frozen(evaluate):
+    assert trained(evaluate) == ([FROZEN] * 20, FROZEN, [True, False])
+
+
+def test_frozen_batch_norms_stay_frozen_on_two_ranks(ranks):
+    assert ranks(2, trained, own_loop) == [([FROZEN] * 10, FROZEN, [True, False])] * 2
+
+
+def test_frozen_batch_norms_stay_frozen_when_compiled():
+    assert trained(own_loop, compile={"backend": "eager"}) == ([FROZEN] * 20, FROZEN, [True, False])
+
+
+def modes_in_training(model):
+    seen = []
+
+    def loss(replica, batch):
+        seen.append((replica.training, modes_of(model)))
+        return squared_error(replica, batch)
+
+    fit(model, torch.optim.SGD(model.parameters(), 0.01), in_order(20), loss, epochs=1, **OPTIONS)
+    return seen
+
+
+def test_a_model_all_in_eval_mode_is_put_into_training_mode():
+    model = build()[0].eval()
+    assert modes_in_training(model) == [(True, [True] * 5)] * 2
+
+
+def train_only_the_head():
+    model = build()[0].eval()
+    model[3].train()
+    return modes_in_training(model)
+
+
+def test_one_module_in_training_mode_says_that_the_modes_are_meant(ranks):
+    """Also for the root, as `loss_fn` sees it: the model itself, or DDP around it."""
+    assert train_only_the_head() == [(False, [False] * 4 + [True])] * 2
+    assert ranks(2, train_only_the_head) == [[(False, [False] * 4 + [True])]] * 2
+
+
+def test_modes_outlive_an_evaluation_that_fails(tmp_path):
+    """And the evaluation with which a run goes on from its checkpoint."""
+    model, optimizer = build()
+    options = {"epochs": 2, "checkpoint_dir": tmp_path, **OPTIONS}
+
+    def crash(model):
+        raise CrashError
+
+    with pytest.raises(CrashError):
+        fit(model, optimizer, in_order(20), squared_error, evaluate=crash, **options)
+    assert modes_of(model) == FROZEN
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001"]
+    seen = []
+
+    def loss(model, batch):
+        seen.append(modes_of(model))
+        return squared_error(model, batch)
+
+    fit(model, optimizer, in_order(20), loss, evaluate=own_loop, **options)
+    assert seen == [FROZEN] * 2
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_evaluate_over_gives_each_module_its_own_mode_back(wrong):
+    model, _ = build()
+
+    def metrics(model, batch):
+        assert not any(modes_of(model))
+        if wrong:
+            raise CrashError
+        return {"one": torch.ones(len(batch["x"]))}
+
+    try:
+        evaluate_over(model, in_order(20), metrics)
+    except CrashError:
+        assert wrong
+    assert modes_of(model) == FROZEN
+
+
+def test_the_size_of_a_batch_is_tried_in_the_modes_of_training():
+    model, optimizer = build()
+    seen = []
+
+    def loss(model, batch):
+        seen.append(modes_of(model))
+        return squared_error(model, batch)
+
+    batch = {"x": Rows(8).x, "y": Rows(8).y}
+    find_batch_size(model, optimizer, batch, loss, start=4, limit=4, precision="fp32")
+    assert seen == [FROZEN] * 5
+
+
+class Merging(nn.Linear):
+    """Has its weights merged in eval mode, as some low-rank adapters do."""
+
+    merged = False
+
+    def train(self, mode=True):
+        self.merged = not mode
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_module_is_told_of_its_mode_by_its_own_method(mode):
+    model = nn.Sequential(Merging(3, 3), nn.Sequential(Merging(3, 3)))
+    model[1].train(mode)
+    with modes_kept(model):
+        model.train(not mode)
+    assert [model[0].merged, model[1][0].merged] == [False, not mode]
+    assert modes_of(model) == [True, True, mode, mode]
+
+
+def test_a_module_of_two_parents_keeps_its_own_mode():
+    shared = nn.Dropout()
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared)).eval()
+    model[1].training = True
+    with modes_kept(model):
+        model.eval()
+    assert modes_of(model) == [False, False, False, True]

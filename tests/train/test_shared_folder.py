@@ -1,0 +1,153 @@
+"""A checkpoint_dir that is not the same folder for all ranks: said at the start, and before anything is published."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from regression import build, in_order, squared_error, train_in_order
+
+from dataload.errors import ConfigError
+from dataload.train import checkpoint, shared_folder
+from dataload.train.checkpoint import Checkpoints
+from dataload.train.harness import fit
+from dataload.world import World
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fit_on_a_node_each(folder, **options):
+    """The same path on both ranks, and another folder."""
+    shared_folder.SECONDS = 0
+    node = folder / f"node {World.detect().rank}"
+    node.mkdir(parents=True)
+    os.chdir(node)
+    train_in_order(4, checkpoint_dir="run", **options)
+
+
+@pytest.mark.parametrize("timeout", [None, 30])
+def test_a_folder_of_each_node_is_refused_before_the_first_step(ranks, tmp_path, timeout):
+    answers = ranks(2, fit_on_a_node_each, tmp_path, timeout=timeout)
+    for error in answers:
+        assert isinstance(error, ConfigError)
+        assert str(error) == (
+            f"ranks see different folders as checkpoint_dir: rank 0 made an entry in 'run' on host "
+            f"{socket.gethostname()}, ranks [1] do not see it in 'run' on host {socket.gethostname()} (No such file or "
+            "directory). Give a folder on a filesystem that all nodes mount"
+        )
+        assert not hasattr(error, "__notes__")  # which a step adds
+    assert names(tmp_path / "node 0" / "run") == []
+
+
+def fit_with_an_old_checkpoint(folder):
+    (folder / "node 0" / "run" / "checkpoint-000001").mkdir(parents=True, exist_ok=True)
+    (folder / "node 1" / "run").mkdir(parents=True, exist_ok=True)
+    shared_folder.SECONDS = 0
+    train_in_order(4, checkpoint_dir=folder / f"node {World.detect().rank}" / "run")
+
+
+def test_the_ranks_may_have_paths_of_their_own(ranks, tmp_path):
+    """By which they are told when these lead to different folders."""
+    for error in ranks(2, fit_with_an_old_checkpoint, tmp_path):
+        assert isinstance(error, ConfigError)
+        assert f"ranks [1] do not see it in '{tmp_path}/node 1/run'" in str(error)
+        assert "(no such entry)" in str(error)
+
+
+def fit_by_links(folder, shown_at=None, hidden=False):
+    """Each rank has a link to the folder; that of rank 1 leads elsewhere before it has paused `shown_at` times.
+
+    And from the first step on, if hidden. Returns how often the ranks paused between two looks.
+    """
+    rank, pauses = World.detect().rank, []
+    link = folder / f"link {rank}"
+
+    def lead_to(name):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / f"{name} {rank}").symlink_to(folder / name)
+        (folder / f"{name} {rank}").rename(link)
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if rank == 1 and len(pauses) == shown_at:
+            lead_to("shared")
+
+    lead_to("elsewhere" if rank == 1 and shown_at else "shared")
+    shared_folder.sleep = pause
+    if hidden:
+        shared_folder.SECONDS = 0
+    model, optimizer = build()
+
+    def loss(model, batch):
+        if rank == 1 and hidden:
+            lead_to("elsewhere")
+        return squared_error(model, batch)
+
+    fit(model, optimizer, in_order(4), loss, epochs=1, checkpoint_dir=link, progress=False)
+    return len(pauses)
+
+
+def test_a_folder_that_a_node_sees_late_is_waited_for(ranks, tmp_path):
+    """As when a client of NFS has the folder's listing in its cache."""
+    assert ranks(2, fit_by_links, tmp_path, shown_at=3) == [3, 3]
+    assert names(tmp_path / "shared") == ["checkpoint-000001"]
+    assert names(tmp_path / "elsewhere") == []
+
+
+def test_a_checkpoint_that_lacks_files_is_not_published(ranks, tmp_path):
+    for error in ranks(2, fit_by_links, tmp_path, hidden=True):
+        assert isinstance(error, ConfigError)
+        assert f"{tmp_path}/link 0/.checkpoint-000001, as rank 0 sees it, lacks all or a part of __1_0.distcp" in str(
+            error
+        )
+    assert names(tmp_path / "shared") == [".checkpoint-000001"]
+
+
+def test_a_checkpoint_with_a_file_cut_short_is_not_published(tmp_path, monkeypatch):
+    written = checkpoint.dcp_save
+
+    def cut_short(*args, **kwargs):
+        written(*args, **kwargs)
+        (file,) = tmp_path.glob(".checkpoint-*/*.distcp")
+        os.truncate(file, file.stat().st_size - 1)
+
+    monkeypatch.setattr(checkpoint, "dcp_save", cut_short)
+    with pytest.raises(ConfigError, match=r"lacks all or a part of __0_0\.distcp"):
+        Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
+    assert names(tmp_path) == [".checkpoint-000001"]
+
+
+def fit_with_folder(folders, **options):
+    train_in_order(4, checkpoint_dir=folders[World.detect().rank], **options)
+
+
+def test_all_ranks_have_a_folder_or_none_has(ranks, tmp_path):
+    for error in ranks(2, fit_with_folder, (tmp_path, None)):
+        assert isinstance(error, ConfigError)
+        assert "whether there is a checkpoint_dir: True on ranks [0]; False on ranks [1]" in str(error)
+
+
+def test_a_folder_that_cannot_be_made_is_refused_on_all_ranks(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    for error in ranks(2, fit_with_folder, (tmp_path / "file" / "run",) * 2):
+        assert isinstance(error, ConfigError)
+        assert f"checkpoint_dir '{tmp_path}/file/run': rank 0, on host" in str(error)
+        assert "Not a directory" in str(error)
+
+
+def test_probes_of_the_killed_are_swept_away(ranks, tmp_path):
+    (tmp_path / f"{checkpoint.UNFINISHED}probe-0123").mkdir()
+    assert ranks(2, fit_with_folder, (tmp_path, tmp_path)) == [None, None]
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def test_one_process_makes_no_probe(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "mkdir", None)
+    Checkpoints(tmp_path / "run", 1)
+    assert not (tmp_path / "run").exists()

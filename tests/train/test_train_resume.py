@@ -1,0 +1,422 @@
+"""Checkpoints: which are there, which is gone on from, and that what is in them comes back as it was."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from collections import defaultdict
+from itertools import count
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from regression import Rows, build, in_order, parameters_of, squared_error
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from dataload.dataset import make_dataset
+from dataload.errors import ConfigError
+from dataload.loader.loader import make_loader
+from dataload.train import checkpoint
+from dataload.train.checkpoint import REST, Checkpoints, load
+from dataload.train.harness import fit
+from dataload.world import World
+
+
+class CrashError(Exception):
+    """Stands for what goes wrong in the user's code."""
+
+
+def train_with_noise(folder, epochs, crash_at=None, evaluate_crash_at=None, resume="auto"):
+    """Trains with dropout, global generators and a schedule of numpy numbers; returns (parameters, figures).
+
+    Evaluation draws, too.
+    """
+    world = World.detect()
+    model, optimizer = build(dropout=0.3)
+    torch.manual_seed(100 + world.rank)
+    np.random.seed(200 + world.rank)  # noqa: NPY002
+    random.seed(300 + world.rank)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float64(1 / (1 + step)))
+    sampler = DistributedSampler(Rows(), 2, world.rank) if world.world_size == 2 else None
+    loader = DataLoader(Rows(), 8, shuffle=sampler is None, sampler=sampler)
+    batches, evaluations = count(1), count(1)
+
+    def loss(model, batch):
+        if next(batches) == crash_at:
+            raise CrashError
+        scale = np.random.rand() + random.random()  # noqa: NPY002
+        return squared_error(model, batch) * scale
+
+    def evaluate(model):
+        if next(evaluations) == evaluate_crash_at:
+            raise CrashError
+        random.random(), torch.rand(())
+        return {"weight": np.float32(model[0].weight.sum())}
+
+    history = fit(
+        model,
+        optimizer,
+        loader,
+        loss,
+        epochs=epochs,
+        precision="fp32",
+        scheduler=scheduler,
+        evaluate=evaluate,
+        checkpoint_dir=folder,
+        resume=resume,
+        progress=False,
+    )
+    return parameters_of(model), [(record["epoch"], record["loss"], record["weight"]) for record in history]
+
+
+def crash_then_resume(folder, **crash):
+    with pytest.raises((CrashError, RuntimeError)):
+        train_with_noise(folder, 4, **crash)
+    assert (folder / "checkpoint-000002").is_dir()
+    return train_with_noise(folder, 4)
+
+
+# In the third of five-batch epochs, and after the second: what was saved then was not evaluated.
+@pytest.mark.parametrize("crash", [{"crash_at": 13}, {"evaluate_crash_at": 2}])
+def test_a_loader_without_state_is_resumed_at_the_end_of_an_epoch(tmp_path, crash):
+    expected, figures = train_with_noise(None, 4)
+    actual, again = crash_then_resume(tmp_path, **crash)
+    assert torch.equal(actual, expected)
+    assert again == figures
+    assert [epoch for epoch, *_ in figures] == [0, 1, 2, 3]
+
+
+def test_checkpoints_in_an_epoch_need_a_loader_with_a_state(tmp_path):
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match="checkpoint_every: this loader has no state_dict"):
+        fit(model, optimizer, in_order(8), squared_error, epochs=1, checkpoint_every=1, checkpoint_dir=tmp_path)
+
+
+class Drawing:
+    """A loader that can be resumed, and draws from torch's generator when it begins, as torch's own do.
+
+    Its state is of use to its own rank alone.
+    """
+
+    def __init__(self):
+        self.given = 0
+
+    def __iter__(self):
+        torch.rand(())
+        for batch in list(in_order(4))[self.given :]:
+            self.given += 1
+            yield batch
+        self.given = 0
+
+    def state_dict(self):
+        return {"given": self.given, "rank": World.detect().rank}
+
+    def load_state_dict(self, state):
+        assert state["rank"] == World.detect().rank
+        self.given = state["given"]
+
+
+def train_drawing(folder, crash_at=None):
+    model, optimizer = build(dropout=0.3)
+    batches = count()
+
+    def loss(model, batch):
+        if next(batches) == crash_at:
+            raise CrashError
+        return squared_error(model, batch)
+
+    options = {"epochs": 2, "precision": "fp32", "checkpoint_every": 3, "checkpoint_dir": folder, "progress": False}
+    fit(model, optimizer, Drawing(), loss, **options)
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("crash_at", [8, 11, 19])
+def test_loaders_may_draw_from_the_generators_when_they_begin(tmp_path, crash_at):
+    expected = train_drawing(tmp_path / "whole")
+    with pytest.raises(CrashError):
+        train_drawing(tmp_path / "cut", crash_at)
+    assert torch.equal(train_drawing(tmp_path / "cut"), expected)
+
+
+def drawing_resumed(folder):
+    with pytest.raises(CrashError):
+        train_drawing(folder, crash_at=4)
+    train_drawing(folder)
+
+
+def test_ranks_are_resumed_with_their_own_loaders(ranks, tmp_path):
+    assert ranks(2, drawing_resumed, tmp_path) == [None, None]
+    with pytest.raises(ConfigError, match=r"each of 2 ranks had a loader in a state of its own.* start 2 ranks, not 1"):
+        train_drawing(tmp_path)
+
+
+def train_from_files(folder, crash_at=None):
+    model, batches = nn.Linear(1, 1), count()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    loader = make_loader(make_dataset(str(folder / "rows.parquet"), cache=None), 4, drop_last=True)
+
+    def loss(model, batch):
+        if next(batches) == crash_at:
+            raise CrashError
+        return model(batch["id"].float()[:, None]).square().mean()
+
+    options = {"epochs": 2, "precision": "fp32", "checkpoint_every": 5, "progress": False}
+    return [record["rows"] for record in fit(model, optimizer, loader, loss, checkpoint_dir=folder / "run", **options)]
+
+
+def test_more_ranks_go_on_where_less_than_a_batch_of_theirs_is_left(ranks, tmp_path):
+    """Of 24 rows: 20 were trained on by one rank, 4 are left, and two ranks take 8 at a time."""
+    pq.write_table(pa.table({"id": range(24)}), tmp_path / "rows.parquet")
+    with pytest.raises(CrashError):
+        train_from_files(tmp_path, crash_at=5)
+    assert ranks(2, train_from_files, tmp_path) == [[20, 24]] * 2
+
+
+def test_skipped_steps_are_those_of_all_ranks(tmp_path):
+    """Two ranks, which have skipped the same ones, are gone on from by one."""
+
+    def run(folder, crash_at=None):
+        torch.manual_seed(0)
+        model, batches = nn.Linear(3, 1), count()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+        def loss(model, batch):
+            if next(batches) == crash_at:
+                raise CrashError
+            return model(batch["x"].float()).float().square().mean()
+
+        options = {"epochs": 1, "precision": "fp16", "checkpoint_every": 4, "checkpoint_dir": folder}
+        return fit(model, optimizer, Drawing(), loss, progress=False, **options)[0]
+
+    with pytest.raises(CrashError):
+        run(tmp_path, crash_at=4)
+    file = tmp_path / "checkpoint-000001" / REST
+    rest = torch.load(file, weights_only=True)
+    torch.save({**rest, "ranks": rest["ranks"] * 2}, file)
+    assert run(tmp_path)["skipped_steps"] == run(None)["skipped_steps"] > 0
+
+
+def test_ranks_are_resumed_with_their_own_generators(ranks, tmp_path):
+    expected = ranks(2, train_with_noise, None, 4)
+    actual = ranks(2, crash_then_resume, tmp_path, crash_at=8)  # in the third of three-batch epochs
+    for (vector, figures), (wanted, wanted_figures) in zip(actual, expected, strict=True):
+        assert torch.equal(vector, wanted)
+        assert figures == wanted_figures
+
+
+def test_resume_chooses_its_checkpoint(tmp_path):
+    done, _ = train_with_noise(tmp_path / "a", 2)
+    for source in (tmp_path / "a", tmp_path / "a" / "checkpoint-000002", str(tmp_path / "a")):
+        again, figures = train_with_noise(None, 2, resume=source)
+        assert torch.equal(again, done)
+        assert len(figures) == 2
+    assert len(train_with_noise(None, 1, resume=tmp_path / "a" / "checkpoint-000001")[1]) == 1
+    for missing in (tmp_path / "b", tmp_path / "a" / "other"):
+        with pytest.raises(ConfigError, match="no checkpoint there"):
+            train_with_noise(None, 2, resume=missing)
+
+
+def test_a_run_that_starts_anew_comes_after_the_one_before(tmp_path):
+    train_with_noise(tmp_path, 3)
+    anew, figures = train_with_noise(tmp_path, 1, resume=None)
+    assert len(figures) == 1
+    assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
+    assert torch.equal(train_with_noise(tmp_path, 1)[0], anew)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_last_ones_are_kept(tmp_path, keep):
+    kept = Checkpoints(tmp_path, keep)
+    for number in range(5):
+        kept.save({"model": {"x": torch.tensor(number)}}, {})
+    assert names(tmp_path) == [f"checkpoint-{number:06d}" for number in range(6 - keep, 6)]
+    with pytest.raises(ConfigError, match="keep=0"):
+        Checkpoints(tmp_path, 0)
+
+
+def test_what_was_half_written_or_half_removed_is_swept_away(tmp_path):
+    train_with_noise(tmp_path, 3)
+    (tmp_path / "checkpoint-000003").rename(tmp_path / ".checkpoint-000003")
+    (tmp_path / "mine").mkdir()
+    _, figures = train_with_noise(tmp_path, 2)
+    assert len(figures) == 2
+    assert names(tmp_path) == ["checkpoint-000002", "mine"]
+
+
+class Evil:
+    """A pickle of it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("file", [REST, ".metadata"])
+def test_checkpoints_run_no_code(tmp_path, file):
+    train_with_noise(tmp_path, 1)
+    with (tmp_path / "checkpoint-000001" / file).open("wb") as out:
+        (torch.save if file == REST else pickle.dump)({"history": Evil(tmp_path / "owned")}, out)
+    with pytest.raises(pickle.UnpicklingError):
+        train_with_noise(tmp_path, 2)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_values_that_are_no_tensors_are_not_read_from_dcp(tmp_path):
+    """Which would unpickle them: so there are none among its files."""
+    train_with_noise(tmp_path, 1)
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    known = FileSystemReader(tmp_path / "checkpoint-000001").read_metadata().state_dict_metadata
+    assert {type(value) for value in known.values()} == {TensorStorageMetadata}
+
+
+def test_the_model_is_read_by_torch_alone(tmp_path):
+    model, optimizer = build()
+    fit(model, optimizer, in_order(8), squared_error, epochs=1, checkpoint_dir=tmp_path, progress=False)
+    again = build()[0]
+    state = {"model": again.state_dict()}
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "checkpoint-000001")
+    assert torch.equal(parameters_of(again), parameters_of(model))
+
+
+def test_checkpoint_of_another_setup_is_refused(tmp_path):
+    train_with_noise(tmp_path, 1)
+    model, optimizer = build()
+    with pytest.raises(ConfigError, match="both have: scheduler"):
+        fit(model, optimizer, in_order(8), squared_error, epochs=2, checkpoint_dir=tmp_path, progress=False)
+
+
+class Odd(nn.Linear):
+    """Has a state that can be written, but is read back by running code."""
+
+    def get_extra_state(self):
+        return {"seen": [defaultdict(int)]}
+
+
+def save_odd(folder):
+    model = Odd(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def loss(model, batch):
+        return model(batch["x"].float()).float().mean()
+
+    fit(model, optimizer, in_order(4), loss, epochs=1, checkpoint_dir=folder, progress=False)
+
+
+def test_what_could_not_be_read_back_is_not_saved(ranks, tmp_path):
+    for error in ranks(2, save_odd, tmp_path):
+        assert isinstance(error, ConfigError)
+        assert "make plain data of parts.model._extra_state.seen.0 (defaultdict)" in str(error)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_metadata_that_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint._PlainUnpickler, "MODULES", ())
+    with pytest.raises(pickle.UnpicklingError, match="no business with torch"):
+        Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(1)}}, {})
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def schedules(optimizer):
+    every = torch.optim.lr_scheduler
+    chained = [every.ConstantLR(optimizer), every.ExponentialLR(optimizer, 0.9)]
+    return [
+        every.MultiStepLR(optimizer, [2, 4]),
+        every.OneCycleLR(optimizer, 0.1, total_steps=10),
+        every.CosineAnnealingWarmRestarts(optimizer, 3),
+        every.SequentialLR(optimizer, chained, [2]),
+        every.SequentialLR(
+            optimizer, [every.ConstantLR(optimizer), every.MultiStepLR(optimizer, np.arange(1, 4))], [3]
+        ),
+    ]
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_states_come_back_as_they_were(tmp_path, number):
+    """Of schedulers, of 16-bit and channels-last tensors, and of optimizers whose state is not all tensors."""
+
+    def parts():
+        model = nn.Conv2d(2, 3, 2).to(torch.bfloat16, memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(model.parameters(), amsgrad=True, capturable=False)
+        return {"model": model, "optimizer": optimizer, "scheduler": schedules(optimizer)[number]}
+
+    first, second = parts(), parts()
+    first["model"](torch.ones(1, 2, 4, 4).bfloat16()).sum().backward()
+    first["optimizer"].step()
+    first["scheduler"].step()
+    Checkpoints(tmp_path, 1).save({name: part.state_dict() for name, part in first.items()}, {"more": [1]})
+    assert load(tmp_path / "checkpoint-000001", second) == {"more": [1]}
+    for name in ("model", "optimizer"):
+        torch.testing.assert_close(second[name].state_dict(), first[name].state_dict(), rtol=0, atol=0)
+    assert second["scheduler"].state_dict() == first["scheduler"].state_dict()
+    for _ in range(6):
+        rates = []
+        for part in (first, second):
+            part["optimizer"].step()
+            part["scheduler"].step()
+            rates.append(part["scheduler"].get_last_lr())
+        assert rates[0] == rates[1]
+    moment = second["optimizer"].state_dict()["state"][0]["exp_avg"]
+    assert moment.is_contiguous(memory_format=torch.channels_last)
+
+
+class Upgraded(nn.Module):
+    """Before version 2 it kept the inverse of its scale."""
+
+    _version = 2
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale))
+
+    def _load_from_state_dict(self, state, prefix, metadata, *others):
+        if metadata.get("version", 1) < self._version:
+            state[prefix + "scale"] = 1 / state[prefix + "scale"]
+        super()._load_from_state_dict(state, prefix, metadata, *others)
+
+
+def test_modules_are_told_the_version_of_their_state(tmp_path):
+    Checkpoints(tmp_path, 1).save({"model": nn.Sequential(Upgraded(4.0)).state_dict()}, {})
+    again = nn.Sequential(Upgraded())
+    load(tmp_path / "checkpoint-000001", {"model": again})
+    assert again[0].scale == 4
+
+
+def test_the_scale_of_sixteen_bit_losses_is_resumed(tmp_path):
+    def run(epochs, checkpoint_dir=None):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        loader = DataLoader([{"x": torch.ones(3), "y": torch.ones(1)}] * 16, 4)
+        kinds = set()
+
+        def loss(model, batch):
+            guess = model(batch["x"])
+            kinds.add(guess.dtype)
+            return ((guess.float() - batch["y"]) ** 2).mean()
+
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        options = {"precision": "fp16", "checkpoint_dir": checkpoint_dir, "progress": False}
+        history = fit(model, optimizer, loader, loss, epochs=epochs, **options)
+        assert kinds == {torch.float16}
+        return model.weight.detach(), history
+
+    weight, history = run(4)
+    assert history[-1]["loss"] < history[0]["loss"] / 10
+    run(2, tmp_path)
+    saved = torch.load(tmp_path / "checkpoint-000002" / REST, weights_only=True)
+    assert saved["parts"]["scaler"]["_growth_tracker"] > 0
+    again, _ = run(4, tmp_path)
+    assert torch.equal(again, weight)
