@@ -36,8 +36,8 @@ from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
 from dataload.loader.loader import Loader, make_loader
 from dataload.rows.collate import map_tensors
-from dataload.train.loss_monitor import Losses
-from dataload.train.optimizer_step import Steps
+from dataload.train.loss_monitor import LossMonitor
+from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.profiling import traced
 
 ROUNDS = 7  # of each kind, in turns
@@ -108,8 +108,8 @@ def measure(size: Size, device: torch.device, dataset: Dataset) -> Iterator[Row]
     cuda = device.type == "cuda"
     loader = make_loader(dataset, size.batch, drop_last=True, device=device if cuda else None)
     model = Classifier(size).to(device)
-    steps = Steps(model, torch.optim.AdamW(model.parameters()), loss, device, "bf16")
-    losses = Losses(0)
+    steps = OptimizerStep(model, torch.optim.AdamW(model.parameters()), loss, device, "bf16")
+    losses = LossMonitor(0)
     *_, resident = loader  # a whole epoch, which decodes
     with closing(forever(loader)) as endless:
 
@@ -137,7 +137,7 @@ def forever(loader: Loader) -> Generator[Any, None, None]:
         yield from loader
 
 
-def run(steps: Steps, losses: Losses, batches: Iterable[Any]) -> float:
+def run(steps: OptimizerStep, losses: LossMonitor, batches: Iterable[Any]) -> float:
     """Seconds a step."""
     if steps.device.type == "cuda":
         torch.cuda.synchronize()
@@ -150,7 +150,7 @@ def run(steps: Steps, losses: Losses, batches: Iterable[Any]) -> float:
     return (perf_counter() - started) / number
 
 
-def take(steps: Steps, losses: Losses, batch: Any) -> None:
+def take(steps: OptimizerStep, losses: LossMonitor, batch: Any) -> None:
     rows = len(batch["label"])
     losses.add(steps.add(batch, rows, rows, last=True)[0], "benchmark")
 
@@ -169,7 +169,7 @@ def pinned_speed(batch: Tensor, device: torch.device) -> float:
     return batch.nbytes / best
 
 
-def copies(steps: Steps, losses: Losses, batches: Iterator[Any], size: Size, ceiling: float) -> list[Row]:
+def copies(steps: OptimizerStep, losses: LossMonitor, batches: Iterator[Any], size: Size, ceiling: float) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         with traced(folder, 0) as step:
             for batch in islice(batches, size.steps):
@@ -205,7 +205,7 @@ def overlap(start: float, end: float, spans: list[tuple[float, float]]) -> float
     return covered
 
 
-def waits(steps: Steps, losses: Losses, batch: Any) -> Row:
+def waits(steps: OptimizerStep, losses: LossMonitor, batch: Any) -> Row:
     torch.cuda.set_sync_debug_mode("error")
     try:
         take(steps, losses, batch)

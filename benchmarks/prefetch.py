@@ -39,7 +39,7 @@ from dataload.cache.local.tier import LocalTier
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.dataset import Dataset, make_dataset
 from dataload.loader.loader import Loader, make_loader
-from dataload.rows.background_decoder import Filler
+from dataload.rows.background_decoder import BackgroundDecoder
 from dataload.world import World
 
 IN_FLIGHT = 16
@@ -145,7 +145,7 @@ def burn(place: Place) -> Table:
     table = Table("alone, steps/s", "beside a filler, steps/s", "of that", "filler, MB/s")
     for _ in range(3):
         with place.dataset() as dataset:
-            filler = Filler(dataset.rowstore.blobs)
+            filler = BackgroundDecoder(dataset.rowstore.blobs)
             while not filler.make(0):
                 time.sleep(0.05)
             asked = [Thread(target=filler.make, args=(group,)) for group in range(1, len(dataset.row_groups))]

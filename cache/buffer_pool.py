@@ -7,7 +7,7 @@ import mmap
 KEPT_BYTES = 48 << 20  # of a process, for fills to come
 
 
-class Buffers:
+class BufferPool:
     """Buffers for fills. Any thread may take one, and give it back when it is done."""
 
     def __init__(self) -> None:

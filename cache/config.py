@@ -9,7 +9,7 @@ from pathlib import Path
 import bitmath
 import platformdirs
 
-from dataload.cache.cluster.url import Address
+from dataload.cache.cluster.url import ClusterUrl
 from dataload.errors import ConfigError
 
 POLICIES = ("pin", "lru")
@@ -63,7 +63,7 @@ class CacheConfig:
             object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
-            Address.parse(self.cluster)
+            ClusterUrl.parse(self.cluster)
         if not isinstance(self.in_flight, int) or self.in_flight < 1:
             raise ConfigError(f"in_flight={self.in_flight!r} must be a number of requests, at least one")
         for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):

@@ -14,7 +14,7 @@ WRITE_FAILURES = 1  # what is not kept costs a fetch, trying costs as much
 log = logging.getLogger(__name__)
 
 
-class Breaker:
+class CircuitBreaker:
     """Whether to try something, by how it went: always, until it fails `after` times in a row; then once a pause."""
 
     def __init__(self, after: int, clock: Callable[[], float], changed: Callable[[], object]) -> None:
@@ -74,8 +74,8 @@ class Health:
         self._place = place
         self._state = "normal"
         self._counts = {"normal": 0, "degraded": 0, "off": 0}
-        self.reads = Breaker(READ_FAILURES, clock, self._changed)
-        self.writes = Breaker(WRITE_FAILURES, clock, self._changed)
+        self.reads = CircuitBreaker(READ_FAILURES, clock, self._changed)
+        self.writes = CircuitBreaker(WRITE_FAILURES, clock, self._changed)
 
     @property
     def state(self) -> str:

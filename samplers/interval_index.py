@@ -11,7 +11,7 @@ FEW = 256  # numbers that a binary search finds sooner
 GUIDES = 2  # at least so many for each piece
 
 
-class Lookup:
+class IntervalIndex:
     """Finds pieces. starts: where each begins, from 0 on, and where the last one ends, ascending: int64 [k + 1].
 
     Notes: a binary search costs more than all the rest of an order, mostly in mispredicted branches. So guess by the

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.runtime.cached_property import cached_property
-from dataload.samplers.interval_index import Lookup
+from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.permutation import KeyedPermutation
 
 Int64 = npt.NDArray[np.int64]
@@ -33,8 +33,8 @@ class Window:
         return numbers
 
     @cached_property
-    def _lookup(self) -> Lookup:
-        return Lookup(self._starts - self._starts[0])
+    def _lookup(self) -> IntervalIndex:
+        return IntervalIndex(self._starts - self._starts[0])
 
     @cached_property
     def _shifts(self) -> Int64:

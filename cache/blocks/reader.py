@@ -19,7 +19,7 @@ from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
 from dataload.cache.tier import Allocate, BlobKey, NoRoomError, Span, Tier
 from dataload.errors import ConfigError
-from dataload.runtime.executor import Threads, awaited
+from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.runtime.forks import ForkAware
 from dataload.telemetry.wait_timeline import doing
 
@@ -58,7 +58,7 @@ class Blocks(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._pools: dict[str, Threads] = {}
+        self._pools: dict[str, DaemonExecutor] = {}
         self._ahead = threading.BoundedSemaphore(IN_FLIGHT)
 
     @classmethod
@@ -228,10 +228,10 @@ class Blocks(ForkAware):
             with self._ahead:
                 self.origin.read_into(together, obj.path, start, obj.version)
 
-    def _pool(self, use: str) -> Threads:
+    def _pool(self, use: str) -> DaemonExecutor:
         pool = self._pools.get(use)
         if pool is None:
             threads = IN_FLIGHT if use == "read" else AHEAD_THREADS
-            made = Threads(threads, f"dataload-blocks-{use}")
+            made = DaemonExecutor(threads, f"dataload-blocks-{use}")
             pool = self._pools.setdefault(use, made)  # Another thread may have come first.
         return pool

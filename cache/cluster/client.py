@@ -11,10 +11,10 @@ from concurrent.futures import wait
 from contextlib import suppress
 from typing import Any
 
-from dataload.cache.cluster.url import PASSWORD, USERNAME, Address, Node
-from dataload.cache.health import Breaker, Health
+from dataload.cache.cluster.url import PASSWORD, USERNAME, ClusterUrl, Node
+from dataload.cache.health import CircuitBreaker, Health
 from dataload.runtime.counters import Counters
-from dataload.runtime.executor import Threads
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
 
@@ -26,7 +26,7 @@ EXPIRE_OWN = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('pexpire'
 log = logging.getLogger(__name__)
 
 
-class TroubleError(Exception):
+class ClusterUnavailable(Exception):
     """It cannot be asked just now."""
 
 
@@ -40,7 +40,7 @@ class Client:
     Notes: each method raises TroubleError, and nothing else.
     """
 
-    def __init__(self, address: Address, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, address: ClusterUrl, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self.health = Health(str(address), clock)
         self._address = address
         self._counters = counters
@@ -50,7 +50,7 @@ class Client:
         self._failures = 0
         self._client: Any = None
         self._known: list[Node] = []
-        self._nodes: dict[str, Breaker] = {}
+        self._nodes: dict[str, CircuitBreaker] = {}
 
     def get(self, name: str) -> Any:
         """The value, bytes; None: there is none."""
@@ -84,12 +84,12 @@ class Client:
             client = self._connected()
             breaker = self._breaker_of(client, name)
             if breaker is not self.health.reads and not breaker.allows():  # That one was asked before connecting.
-                raise TroubleError
+                raise ClusterUnavailable
             try:
                 answer = getattr(client, command)(*args, **options)
             except Exception as error:  # A client that several threads use while nodes come and go raises anything.
                 self._failed(command, client, breaker, error, large=large)
-                raise TroubleError from error
+                raise ClusterUnavailable from error
         breaker.worked()
         return answer
 
@@ -98,18 +98,18 @@ class Client:
         if client is not None:
             return client
         if not self.health.reads.allows():
-            raise TroubleError
+            raise ClusterUnavailable
         with self._connecting:
             if self._client is None:
                 if self._failures != failures:  # while this waited for its turn
-                    raise TroubleError
+                    raise ClusterUnavailable
                 try:
                     self._client = connect(self._address, self._known)
                 except Exception as error:
                     self._failures += 1
                     self.report("connecting", error)
                     self.health.reads.failed(for_good=True)
-                    raise TroubleError from error
+                    raise ClusterUnavailable from error
                 self._known = nodes_of(self._client)
                 known = {f"{host}:{port}" for host, port in self._known}
                 self._nodes = {name: breaker for name, breaker in self._nodes.items() if name in known}
@@ -117,7 +117,7 @@ class Client:
                     self.health.reads.worked()
             return self._client
 
-    def _breaker_of(self, client: Any, name: str) -> Breaker:
+    def _breaker_of(self, client: Any, name: str) -> CircuitBreaker:
         """Of who has that key: the server, or a node of the cluster."""
         if not _is_cluster(client):
             return self.health.reads
@@ -125,9 +125,9 @@ class Client:
         with suppress(Exception):
             node = client.get_node_from_key(name).name
         found = self._nodes.get(node)
-        return found or self._nodes.setdefault(node, Breaker(1, self._clock, lambda: None))
+        return found or self._nodes.setdefault(node, CircuitBreaker(1, self._clock, lambda: None))
 
-    def _failed(self, command: str, client: Any, breaker: Breaker, error: Exception, *, large: bool) -> None:
+    def _failed(self, command: str, client: Any, breaker: CircuitBreaker, error: Exception, *, large: bool) -> None:
         import valkey
         from valkey.exceptions import ClusterDownError
 
@@ -148,7 +148,7 @@ class Client:
             client.close()
 
 
-def connect(address: Address, known: Iterable[Node] = ()) -> Any:
+def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
     """Valkey's client of the cluster, or of the one server, that answers there; of a primary, if any does.
 
     known: nodes that the cluster was seen to have, to be asked when those of the address are gone.
@@ -166,7 +166,7 @@ def connect(address: Address, known: Iterable[Node] = ()) -> Any:
         **address.options,
     }
     nodes = list(dict.fromkeys([*address.nodes, *known]))
-    threads = Threads(ASKED_AT_ONCE, "dataload-blocks-connect")
+    threads = DaemonExecutor(ASKED_AT_ONCE, "dataload-blocks-connect")
     asked = [threads.submit(_hello, node, options) for node in nodes]
     failure: Exception = ConnectionError(f"{address} does not answer")
     replica = None

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from dataload.cache.cluster.client import Client, TroubleError
-from dataload.runtime.executor import Threads
+from dataload.cache.cluster.client import Client, ClusterUnavailable
+from dataload.runtime.executor import DaemonExecutor
 from dataload.telemetry.wait_timeline import doing
 
 LEASE_SECONDS = 3.0  # that others wait for one that died
@@ -29,12 +29,12 @@ class Leases:
         self._clock = clock
         self._held: dict[bytes, str] = {}  # by what is in them, different each time
         self._changed = threading.Condition()
-        self._renewing = Threads(1, "dataload-blocks-lease")
+        self._renewing = DaemonExecutor(1, "dataload-blocks-lease")
 
     def take(self, name: str) -> bytes | None:
         """What `end` has to be told; None: another has it. Raises TroubleError."""
         if self._client.health.writes.tripped:
-            raise TroubleError
+            raise ClusterUnavailable
         token = os.urandom(8)
         if not self._client.add(name, token, LEASE_SECONDS):
             return None
@@ -48,13 +48,13 @@ class Leases:
         with self._changed:
             name = self._held.pop(token)
             self._changed.notify()
-        with suppress(TroubleError):
+        with suppress(ClusterUnavailable):
             self._client.expire(name, token, 0)
 
     def wait(self, name: str) -> None:
         """Until another's has ended, or has lasted too long."""
         until, pause = self._clock() + WAIT_SECONDS, SOONEST_LOOK
-        with suppress(TroubleError), doing("cluster"):
+        with suppress(ClusterUnavailable), doing("cluster"):
             while self._clock() < until and self._client.get(name) is not None:
                 time.sleep(pause)
                 pause = min(2 * pause, LATEST_LOOK)
@@ -67,5 +67,5 @@ class Leases:
                     return
                 held = list(self._held.items())
             for token, name in held:
-                with suppress(TroubleError):
+                with suppress(ClusterUnavailable):
                     self._client.expire(name, token, LEASE_SECONDS)

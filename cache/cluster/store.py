@@ -25,15 +25,15 @@ from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
-from dataload.cache.buffer_pool import Buffers
-from dataload.cache.cluster.client import Client, TroubleError
+from dataload.cache.buffer_pool import BufferPool
+from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.cache.cluster.leases import Leases
-from dataload.cache.cluster.url import Address
+from dataload.cache.cluster.url import ClusterUrl
 from dataload.cache.local import blob_file
 from dataload.cache.tier import BlobKey
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters, charge
-from dataload.runtime.executor import PATIENCE_SECONDS, Threads
+from dataload.runtime.executor import PATIENCE_SECONDS, DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
@@ -54,7 +54,7 @@ class Cluster(ForkAware):
         if importlib.util.find_spec("valkey") is None:
             raise ConfigError("cluster: needs the package valkey: pip install 'dataload[cluster]'")
         self.url = url
-        self.address = Address.parse(url)
+        self.address = ClusterUrl.parse(url)
         self._clock = clock
         self.after_fork_in_child()
         super().__init__()
@@ -66,11 +66,13 @@ class Cluster(ForkAware):
         self._leases = Leases(self._client, self._clock)
         self._by_folder: dict[str, Counters] = {}
         self._reading = threading.BoundedSemaphore(TRANSFERS)
-        self._buffers = Buffers()
+        self._buffers = BufferPool()
         self._behind = threading.Condition()
         self._behind_bytes = 0
         self._ends = False
-        self._writer = Threads(1, "dataload-blocks-cluster")  # One: a lease ends after what was made under it is there.
+        self._writer = DaemonExecutor(
+            1, "dataload-blocks-cluster"
+        )  # One: a lease ends after what was made under it is there.
 
     def __repr__(self) -> str:
         return f"Cluster({str(self.address)!r}, {self.health.state})"
@@ -81,7 +83,7 @@ class Cluster(ForkAware):
         try:
             with doing("cluster"), self._reading:
                 whole = self._read(name)
-        except TroubleError:
+        except ClusterUnavailable:
             return None
         if whole is None:
             return None
@@ -113,7 +115,7 @@ class Cluster(ForkAware):
         Notes: best effort. What was made meanwhile is there, or is made twice.
         """
         name, token, other = f"{_name(key)}:lease", None, None
-        with suppress(TroubleError):
+        with suppress(ClusterUnavailable):
             token = self._leases.take(name)
             other = partial(self._wait, name) if token is None else None
         try:
@@ -157,7 +159,7 @@ class Cluster(ForkAware):
         name, last = _name(key), (size - blob_file.FOOTER_BYTES) // PART_BYTES * PART_BYTES
         try:
             if not self.health.writes.allows():
-                raise TroubleError  # noqa: TRY301 (as when it is asked)
+                raise ClusterUnavailable  # noqa: TRY301 (as when it is asked)
             blob_file.seal(sealed, payload, key.digest, key.name)
             with memoryview(sealed) as whole:
                 for start in range(0, last, PART_BYTES):
@@ -165,7 +167,7 @@ class Cluster(ForkAware):
                 self._client.set(name, whole[last:size])
             self._count(key, written=payload)
             self.health.writes.worked()
-        except TroubleError:
+        except ClusterUnavailable:
             self.counters.add(unkept=1)
         finally:
             self._buffers.give_back(sealed)

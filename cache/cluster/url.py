@@ -18,7 +18,7 @@ Node = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Address:
+class ClusterUrl:
     """A server, or some nodes of a cluster.
 
     options: for the client: TLS, and credentials where the URL has them.
@@ -31,7 +31,7 @@ class Address:
         return ",".join(f"{host}:{port}" for host, port in self.nodes)
 
     @classmethod
-    def parse(cls, url: str) -> Address:
+    def parse(cls, url: str) -> ClusterUrl:
         """`valkey://user:password@host:port,host:port`, all but one host optional; `valkeys://` for TLS.
 
         TLS takes, behind a "?", the paths ssl_ca_certs, ssl_certfile and ssl_keyfile, and ssl_check_hostname=false.

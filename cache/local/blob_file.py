@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from dataload.cache.local.verified import WHOLE, Proven
+from dataload.cache.local.verified import WHOLE, VerifiedPieces
 from dataload.cache.tier import Span
 from dataload.errors import CorruptEntry
 from dataload.runtime.filemap import FileMap
@@ -102,7 +102,7 @@ def payload_of(sealed: memoryview, digest: bytes, where: str) -> memoryview:
 
 
 def open_map(
-    path: str | Path, digest: bytes, proven: Proven, span: Span | None = None, *, just_sealed: bool = False
+    path: str | Path, digest: bytes, proven: VerifiedPieces, span: Span | None = None, *, just_sealed: bool = False
 ) -> memoryview:
     """The payload, or `span` of it, as a read-only view that stays valid when the file is unlinked.
 
@@ -183,7 +183,7 @@ def _read_in(mapped: FileMap, start: int, stop: int) -> None:
 
 
 def _check(
-    path: str | Path, mapped: FileMap, footer: Footer, pieces: range, status: os.stat_result, proven: Proven
+    path: str | Path, mapped: FileMap, footer: Footer, pieces: range, status: os.stat_result, proven: VerifiedPieces
 ) -> None:
     asked = ((1 << len(pieces)) - 1) << pieces.start
     known = proven.bits(footer.digest, status)

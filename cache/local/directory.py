@@ -24,7 +24,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import DAMAGED, LOCK_SECONDS, Index, Row
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.recovery import rebuild
-from dataload.cache.local.staging import Scratch, drafts, living, oldest_start, sweep
+from dataload.cache.local.staging import StagingFolder, drafts, living, oldest_start, sweep
 from dataload.errors import ConfigError
 
 FORMAT = 3
@@ -121,7 +121,7 @@ class CacheFolder:
         step("recover: forgotten")
         for dead in forgotten:
             shutil.rmtree(dead, ignore_errors=True)  # A living filler may be clearing them, too.
-        self.scratch = Scratch(self.path / "tmp")
+        self.scratch = StagingFolder(self.path / "tmp")
         if not known:
             trust.doubt(self.path / "index")
         self.default_limit = default_limit.fix(self.path, self.index.used_bytes)
@@ -333,7 +333,9 @@ def _touch(path: Path) -> None:
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
 
 
-def _close(owner: int, path: Path, index: Index, scratch: Scratch, locks: KeyLocks, ended: threading.Event) -> None:
+def _close(
+    owner: int, path: Path, index: Index, scratch: StagingFolder, locks: KeyLocks, ended: threading.Event
+) -> None:
     if os.getpid() != owner:
         return
     try:

@@ -17,7 +17,7 @@ from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.staging import DIGEST
-from dataload.cache.local.verified import Proven
+from dataload.cache.local.verified import VerifiedPieces
 from dataload.errors import ConfigError, CorruptEntry
 
 EVICTED_AT_ONCE = 1 << 30  # bytes
@@ -124,7 +124,7 @@ def _problem(folder: CacheFolder, row: Row) -> str | None:
     path = folder.path_of(row.digest)
     try:
         _, name, status = blob_file.read_footer(path)  # An empty blob is read without a look at its name.
-        blob_file.open_map(path, row.digest, Proven())
+        blob_file.open_map(path, row.digest, VerifiedPieces())
     except FileNotFoundError:
         return "in the index, but its file is gone"
     except (OSError, CorruptEntry) as error:

@@ -19,7 +19,7 @@ _SWEPT = "-swept"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Scratch(ForkAware):
+class StagingFolder(ForkAware):
     """The folder `tmp/<start>-<random>` of this process; file names are the digests of the blobs it is filling, or
     whose files it is removing.
 

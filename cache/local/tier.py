@@ -14,15 +14,15 @@ from typing import Any
 
 import lmdb
 
-from dataload.cache.buffer_pool import Buffers
-from dataload.cache.health import Breaker, Health
+from dataload.cache.buffer_pool import BufferPool
+from dataload.cache.health import CircuitBreaker, Health
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import DAMAGED, LOCK_SECONDS, Row
 from dataload.cache.local.registry import open_folder
-from dataload.cache.local.verified import Proven
-from dataload.cache.local.writer import DiskDraft
+from dataload.cache.local.verified import VerifiedPieces
+from dataload.cache.local.writer import BlobWriter
 from dataload.cache.tier import BlobKey, Fill, Span
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
@@ -78,8 +78,8 @@ class LocalTier(ForkAware):
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
         self.health = Health(str(self.path), self._clock)
-        self.proven = Proven()
-        self.buffers = Buffers()
+        self.proven = VerifiedPieces()
+        self.buffers = BufferPool()
         self._folder: CacheFolder | None = None
 
     def _state(self) -> dict[str, int]:
@@ -141,7 +141,7 @@ class LocalTier(ForkAware):
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
             step("fill: locked")
-            draft = stack.enter_context(DiskDraft(self, key, folder, or_nothing=to_keep is not None))
+            draft = stack.enter_context(BlobWriter(self, key, folder, or_nothing=to_keep is not None))
             fill(draft.allocate)
             step("fill: filled")
             return draft.publish(span)
@@ -189,7 +189,7 @@ class LocalTier(ForkAware):
         return self._admit(folder, Row(key.digest, key.name, size))
 
     @contextmanager
-    def trouble(self, doing: str, breaker: Breaker, folder: CacheFolder) -> Iterator[None]:
+    def trouble(self, doing: str, breaker: CircuitBreaker, folder: CacheFolder) -> Iterator[None]:
         """Swallow the tier's own trouble: counted, and logged once a kind. The bytes come from elsewhere.
 
         Args:
@@ -242,7 +242,7 @@ class LocalTier(ForkAware):
             if timeout:
                 raise
 
-    def _failed(self, doing: str, error: Exception, breaker: Breaker, folder: CacheFolder) -> None:
+    def _failed(self, doing: str, error: Exception, breaker: CircuitBreaker, folder: CacheFolder) -> None:
         self._report(doing, error)
         if isinstance(error, CorruptEntry) or folder.closed:  # One blob's trouble, or of a folder that was let go of.
             return

@@ -9,7 +9,7 @@ MOST_BLOBS = 1 << 17  # about 40 MB; beyond, what was entered first is checked a
 WHOLE = -1  # every bit set
 
 
-class Proven:
+class VerifiedPieces:
     """Which pieces of which files matched their checksums, as bits: piece 0 is the lowest.
 
     A file that was replaced or written to since (another inode or time of change) counts as unchecked. Any thread may

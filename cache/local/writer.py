@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dataload.cache.local.tier import LocalTier
 
 
-class DiskDraft(Draft):
+class BlobWriter(Draft):
     """A blob being filled on disk where that goes, else in memory; gone again unless it is published.
 
     A draft belongs to the folder it began in: what goes wrong with it says nothing of a folder that another thread has

@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from time import perf_counter
 from typing import TypeVar
 
-from dataload.runtime.executor import Threads
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 
 THREADS = 128
@@ -33,7 +33,7 @@ class Hedge(ForkAware):
     def after_fork_in_child(self) -> None:
         self._mutex = threading.Lock()
         self._seconds: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-        self._threads = Threads(THREADS, "dataload-hedge")
+        self._threads = DaemonExecutor(THREADS, "dataload-hedge")
         self.asked = self.hedged = 0
 
     def first(self, size: int, call: Callable[[], T]) -> T:

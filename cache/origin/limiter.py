@@ -6,7 +6,7 @@ import weakref
 from contextlib import AbstractContextManager
 
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.memory_budget import Allowance
+from dataload.runtime.memory_budget import MemoryBudget
 
 
 class RequestLimiter(ForkAware):
@@ -24,7 +24,7 @@ class RequestLimiter(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._allowance = Allowance(self.limit)
+        self._allowance = MemoryBudget(self.limit)
 
     def __reduce__(self) -> tuple[object, ...]:
         return limiter_of, (self._cache, self._in_flight, self._processes)
@@ -38,7 +38,7 @@ class RequestLimiter(ForkAware):
         """Divide `in_flight` by the number of processes of this host that read at the same time."""
         if processes != self._processes:
             self._processes = processes
-            self._allowance = Allowance(self.limit)
+            self._allowance = MemoryBudget(self.limit)
 
     def request(self) -> AbstractContextManager[None]:
         """Wait for the turn of one request, and count it as in flight during the block."""

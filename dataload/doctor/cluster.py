@@ -7,13 +7,13 @@ from dataload.doctor.finding import Case, Finding, ok, problem, reason
 
 def cluster(case: Case) -> Finding:
     from dataload.cache.cluster.client import connect
-    from dataload.cache.cluster.url import Address
+    from dataload.cache.cluster.url import ClusterUrl
     from dataload.errors import ConfigError
 
     if case.cluster is None:
         return ok("none asked for")
     try:
-        address = Address.parse(case.cluster)
+        address = ClusterUrl.parse(case.cluster)
     except ConfigError as error:
         return problem("its address cannot be read", str(error))
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dataload.cache.local.tier import LocalTier
 from dataload.errors import ConfigError, DataError, OriginError
-from dataload.rows.row_group_cache import RowBlobs
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order
 
 if TYPE_CHECKING:
@@ -49,14 +49,14 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
     dataset.rowstore.serve(drawn_on, ahead, further)
 
 
-def _measure(blobs: RowBlobs) -> None:
+def _measure(blobs: RowGroupCache) -> None:
     try:
         blobs.measure()
     except (OriginError, DataError) as error:  # All rows may be there, and this only makes a guess better.
         log.warning("how large decoded rows are was not found out, going by the footers: %s", error)
 
 
-def region_of(order: Order, blobs: RowBlobs, limit: int, node_share: float = 1.0) -> tuple[int, int]:
+def region_of(order: Order, blobs: RowGroupCache, limit: int, node_share: float = 1.0) -> tuple[int, int]:
     """Bytes of a cache of `limit` bytes that row groups pass through, and how many at a time; 0 where all of them stay.
 
     Room for two windows; or for `PASSING` row groups, where it makes next to no difference to what stays, and for no
@@ -108,7 +108,7 @@ def drawn_on_at_a_time(order: Order, rows: int) -> int:
     return every if order.shuffle == "full" else min(every, max(order.window, order.num_streams) + spanned)
 
 
-def needed(order: Order, blobs: RowBlobs, node_share: float = 1.0) -> tuple[int, int]:
+def needed(order: Order, blobs: RowGroupCache, node_share: float = 1.0) -> tuple[int, int]:
     """Row groups that the order needs at a time, and about how many bytes of rows they are: two windows, or all."""
     every = len(order.block_lengths)
     groups = every if order.shuffle == "full" else 2 * max(order.window, order.num_streams)

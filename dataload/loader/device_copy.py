@@ -48,7 +48,7 @@ def staging_for(device: torch.device | None, pin_memory: bool | None) -> Staging
     return Staging(pinned and torch.cuda.is_available())
 
 
-class Copies:
+class DeviceCopy:
     """Copies batches to `device`: on CUDA by a stream of their own, for which the current one waits on the device.
 
     Notes: nothing waits in the program, when what is copied is pinned; what is not pinned is copied before the call

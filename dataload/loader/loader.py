@@ -23,7 +23,7 @@ from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.loader.batch_maker import Answer, BatchMaker, Request, Requests
 from dataload.loader.capacity import check_shared_memory, gathered_at_once, provide
-from dataload.loader.device_copy import Copies, Staging, staging_for
+from dataload.loader.device_copy import DeviceCopy, Staging, staging_for
 from dataload.loader.integrations import TrainerSampler, Unwrapped, announced, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs, run_ahead
 from dataload.loader.worker_transport import unpack
@@ -174,7 +174,7 @@ class Loader(Unwrapped, DataLoader[Any]):
             self._requests.start_at(epoch, cursor, coming=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             made = self._unpacked(self._workers, waiting)
-        copied = None if device is None else Copies(device)
+        copied = None if device is None else DeviceCopy(device)
         with closing(made):
             try:
                 for answer in made:

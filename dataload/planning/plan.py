@@ -19,7 +19,7 @@ from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import FITS, needed
 from dataload.planning.simulate import Costs, Fetched, Reader, footers
-from dataload.rows.row_group_cache import RowBlobs
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order
 from dataload.samplers.window_size import GOAL, WindowTrade, default_window, weigh_window
 
@@ -80,7 +80,7 @@ class Plan:
 
 def plan(
     manifest: Manifest,
-    blobs: RowBlobs,
+    blobs: RowGroupCache,
     blocks: Blocks,
     order: Order,
     batch_size: int,

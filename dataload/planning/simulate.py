@@ -16,7 +16,7 @@ from dataload.catalog.manifest import VERSION, Manifest
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
 from dataload.loader.capacity import drawn_on_at_a_time, gathered_at_once, region_of
 from dataload.loader.lookahead import Lookahead
-from dataload.rows.row_group_cache import RowBlobs
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.lru import LRU
 from dataload.samplers.order import Order
 from dataload.samplers.share import RUN_ROWS
@@ -52,7 +52,7 @@ class Cost:
 class Costs:
     """What the row groups of a dataset take, and its footers: found once, file by file, for any number of readers."""
 
-    def __init__(self, manifest: Manifest, blobs: RowBlobs, blocks: Blocks) -> None:
+    def __init__(self, manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> None:
         self.blobs = blobs
         self.block_bytes = blocks.block_bytes
         self.footer_bytes = _footer_bytes(manifest, blocks)
@@ -182,7 +182,7 @@ class Reader:
         return ((first, min(first + size, file.size)) for first in range(start // size * size, stop, size))
 
 
-def footers(manifest: Manifest, blobs: RowBlobs, blocks: Blocks) -> Fetched:
+def footers(manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> Fetched:
     """What is fetched to know what is there: of each file, and where files have codes of values, of some row groups.
 
     The files are listed before, which is not counted: S3 names 1,000 in a request.

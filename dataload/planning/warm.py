@@ -12,8 +12,8 @@ import numpy as np
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
-from dataload.rows.row_group_cache import RowBlobs
-from dataload.runtime.executor import Threads
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.executor import DaemonExecutor
 from dataload.samplers.order import Order
 from dataload.samplers.partition import stream_owners
 from dataload.samplers.window_size import default_window
@@ -57,7 +57,7 @@ def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, nu
     return Order(lengths, seed=seed, window=window, num_streams=num_streams, dataset_key=key)
 
 
-def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
+def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
     """Have these row groups kept as records, those that are not yet; how many of them are there then.
 
     It stops when the cache is full or failing: what comes after that would be fetched in vain.
@@ -83,7 +83,7 @@ def warm(blobs: RowBlobs, groups: Iterable[int], progress: Callable[[int], objec
                 progress(group)
                 kept += 1
 
-    threads = Threads(AT_ONCE, "dataload-warm")
+    threads = DaemonExecutor(AT_ONCE, "dataload-warm")
     try:
         for group in takewhile(lambda _: not stopped.is_set(), groups):
             pending.append((group, threads.submit(make, group)))

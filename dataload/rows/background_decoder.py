@@ -19,12 +19,12 @@ from multiprocessing.connection import Connection
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
-from dataload.rows.row_group_cache import RowBlobs
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.counters import Counters, charged_to
-from dataload.runtime.executor import Threads
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import libc
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.memory_budget import Allowance
+from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import Timeline, waited
 
@@ -55,7 +55,7 @@ class _Done(NamedTuple):
     took: dict[str, float]
 
 
-class Haste:
+class DemandSignal:
     """Whether somebody waits for row groups, so that none should be left to a process that yields to all others."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Haste:
             wait([future, self._begun], SELDOM_SECONDS, return_when=FIRST_COMPLETED)
 
 
-class Filler(ForkAware):
+class BackgroundDecoder(ForkAware):
     """Has row groups' blobs made by a process of its own, started when there is first something to make.
 
     spent: on what making row groups has taken its time, in seconds by cause.
@@ -100,7 +100,7 @@ class Filler(ForkAware):
     is gone when nothing is asked of it for a while, and does not outlive this one, however that ends.
     """
 
-    def __init__(self, blobs: RowBlobs) -> None:
+    def __init__(self, blobs: RowGroupCache) -> None:
         self._blobs = blobs
         self._process: _Process | None = None
         self.after_fork_in_child()
@@ -116,7 +116,7 @@ class Filler(ForkAware):
         self._left_alone_until = 0.0
         self.spent = Counters()
 
-    def make(self, group: int, haste: Haste | None = None, account: Counters | None = None) -> bool:
+    def make(self, group: int, haste: DemandSignal | None = None, account: Counters | None = None) -> bool:
         """Have the blobs of a row group kept; whether that was done. Raises OriginError, DataError.
 
         It is not, where somebody is in haste and the process that asks has room for it. account: of the row group, see
@@ -124,7 +124,7 @@ class Filler(ForkAware):
         """
         if _program_ends.is_set():
             raise CancelledError
-        haste = haste or Haste()
+        haste = haste or DemandSignal()
 
         def hurry() -> bool:
             return haste.now and self._blobs.has_room(group)
@@ -182,7 +182,7 @@ class _Process:
     ready: it takes orders; gone: it takes no more.
     """
 
-    def __init__(self, blobs: RowBlobs, spent: Counters, took: Counters) -> None:
+    def __init__(self, blobs: RowGroupCache, spent: Counters, took: Counters) -> None:
         self._spent, self._took = spent, took
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -206,7 +206,7 @@ class _Process:
         self._listener.start()
         atexit.register(self._end_with_program)
 
-    def make(self, group: int, haste: Haste, hurry: Callable[[], bool], account: Counters) -> _Done | None:
+    def make(self, group: int, haste: DemandSignal, hurry: Callable[[], bool], account: Counters) -> _Done | None:
         """What became of it; None when the process has died, or is not soon enough.
 
         Raises CancelledError when it is ended.
@@ -250,7 +250,7 @@ class _Process:
         self._socket.close()
         self._popen.returncode = 0
 
-    def _listen(self, blobs: RowBlobs) -> None:
+    def _listen(self, blobs: RowGroupCache) -> None:
         try:
             self._connection.send(blobs)
             self._connection.recv()
@@ -285,9 +285,9 @@ def fill(descriptor: int) -> None:
     """A filling process, from the inside. descriptor: of a socket, where the `RowBlobs` comes, and then row groups."""
     _keep_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
-    blobs: RowBlobs = connection.recv()
-    blobs.fetched = Allowance(FETCHED_BYTES)
-    threads = Threads(AT_ONCE, "dataload-fill")
+    blobs: RowGroupCache = connection.recv()
+    blobs.fetched = MemoryBudget(FETCHED_BYTES)
+    threads = DaemonExecutor(AT_ONCE, "dataload-fill")
 
     def make(group: int) -> None:
         making, took, kept, error = Timeline(), Counters(), False, None

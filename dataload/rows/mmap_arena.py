@@ -16,7 +16,7 @@ _WORD = np.dtype(np.int64)
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2  # mremap(2)
 
 
-class Arena:
+class MmapArena:
     """`slots` places for at most `rows` records of `itemsize` bytes (a multiple of 8) each.
 
     What is put into a slot is mapped there a second time where it is a map of a file, which takes no memory of its own,

@@ -9,13 +9,13 @@ import numpy as np
 
 from dataload.formats.schema import Layout
 from dataload.rows.arrow_decode import Array
-from dataload.rows.mmap_arena import Arena
+from dataload.rows.mmap_arena import MmapArena
 from dataload.rows.row_block import Blob, Records
 
 _NOWHERE = -1
 
 
-class Shelf:
+class OpenRowGroups:
     """Room for the blobs of `capacity` row groups; whoever came first goes first.
 
     group_starts: the number of each row group's first blob, int64 [groups + 1]; row_starts: the number of each blob's
@@ -31,7 +31,7 @@ class Shelf:
         self._layout = layout
         blobs = int(np.diff(group_starts).max(initial=1))
         slots = min(capacity * blobs, max(1, len(row_starts) - 1))
-        self._arena = Arena(slots, int(np.diff(row_starts).max(initial=1)), layout.dtype.itemsize)
+        self._arena = MmapArena(slots, int(np.diff(row_starts).max(initial=1)), layout.dtype.itemsize)
         self._free = list(range(slots))
         self._slots: OrderedDict[int, list[int]] = OrderedDict()  # of each row group, the first that came first
         self._blobs: dict[int, Blob] = {}

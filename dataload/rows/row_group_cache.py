@@ -29,9 +29,9 @@ from dataload.rows.row_block import Blob
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import charge
-from dataload.runtime.executor import Threads
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.memory_budget import Allowance
+from dataload.runtime.memory_budget import MemoryBudget
 from dataload.telemetry.wait_timeline import ELSEWHERE, Timeline, doing, waited
 
 FOOTERS_KEPT = 64
@@ -42,7 +42,7 @@ LEAST_HELD = FETCHED_BYTES // IN_FLIGHT  # by one row group, however small: ther
 DECODED_BYTES = 64 << 20  # of blobs that are being decoded and packed, twice each
 
 
-class RowBlobs(ForkAware):
+class RowGroupCache(ForkAware):
     """The chosen columns of a dataset's row groups, as blobs of records.
 
     layout: of a record; group_starts: the number of each row group's first blob, int64 [groups + 1]; row_starts: the
@@ -73,13 +73,13 @@ class RowBlobs(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self.fetched = Allowance(FETCHED_BYTES)
-        self._decoded = Allowance(DECODED_BYTES)
+        self.fetched = MemoryBudget(FETCHED_BYTES)
+        self._decoded = MemoryBudget(DECODED_BYTES)
         # Not those that wait for the origin: each thread that decodes keeps memory of Arrow's.
-        self._decoders = Threads(len(os.sched_getaffinity(0)), "dataload-decode")
+        self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowBlobs, (self._manifest, self._columns, self._blocks, self._fill_null)
+        return RowGroupCache, (self._manifest, self._columns, self._blocks, self._fill_null)
 
     def load(self, number: int, unwanted: Callable[[], bool] = lambda: False) -> list[memoryview]:
         """The blobs of a row group, made if they are not kept. Raises OriginError, DataError.
@@ -269,13 +269,13 @@ class RowBlobs(ForkAware):
         )
 
     @cached_property
-    def _wider(self) -> RowBlobs | None:
+    def _wider(self) -> RowGroupCache | None:
         """The same row groups with all their columns; None when these are all, or not all can be held."""
         names = self._manifest.schema.names
         if set(names) == set(self._columns):
             return None
         try:
-            return RowBlobs(self._manifest, names, self._blocks, self._fill_null)
+            return RowGroupCache(self._manifest, names, self._blocks, self._fill_null)
         except DataError:
             return None
 

@@ -17,16 +17,16 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.formats.schema import Layout
 from dataload.rows.arrow_decode import Array
-from dataload.rows.background_decoder import AT_ONCE, Filler, Haste
-from dataload.rows.open_row_groups import Shelf
+from dataload.rows.background_decoder import AT_ONCE, BackgroundDecoder, DemandSignal
+from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records
-from dataload.rows.row_group_cache import RowBlobs
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.counters import Counters, charged_to
-from dataload.runtime.executor import Threads
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import max_maps
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.memory_budget import UnwantedError
-from dataload.samplers.interval_index import Lookup
+from dataload.runtime.memory_budget import ReservationCancelled
+from dataload.samplers.interval_index import IntervalIndex
 from dataload.telemetry.row_group_ledger import Ledger
 from dataload.telemetry.wait_timeline import CAUSES, Timeline, waited
 
@@ -87,23 +87,23 @@ class RowStore(ForkAware):
         self.ahead = capacity // 2
         self.further = 0
         self._serves = False
-        self.blobs = RowBlobs(manifest, columns, blocks, fill_null)
+        self.blobs = RowGroupCache(manifest, columns, blocks, fill_null)
         self._settings = manifest, columns, blocks
         self._fill_null = fill_null
         self._group_of_blob = np.repeat(np.arange(len(manifest.row_groups)), np.diff(self.blobs.group_starts))
-        self._lookup = Lookup(self.blobs.row_starts)
+        self._lookup = IntervalIndex(self.blobs.row_starts)
         self.after_fork_in_child()
         super().__init__()
 
     def after_fork_in_child(self) -> None:
         self._mutex = threading.Lock()
         self._asked: OrderedDict[int, _Asked] = OrderedDict()  # and not on the shelf yet
-        self._threads: Threads | None = None
-        self._haste = Haste()
+        self._threads: DaemonExecutor | None = None
+        self._haste = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
-        self._filler: Filler | None = None
+        self._filler: BackgroundDecoder | None = None
         self._looks_ahead = False
-        self._shelf: Shelf | None = None
+        self._shelf: OpenRowGroups | None = None
         self._sizes: dict[int, int] = {}  # bytes of the row groups that were loaded
         self.ledger = Ledger()
 
@@ -197,7 +197,7 @@ class RowStore(ForkAware):
                 self._looks_ahead = True
                 self._run(self.blobs.lease)
                 if self.blobs.shared and self.blobs.num_bytes >= FILLED_BYTES:
-                    self._filler = Filler(self.blobs)
+                    self._filler = BackgroundDecoder(self.blobs)
             for group in groups:
                 if self._shelf is None or group not in self._shelf:
                     self._ask_for(group)
@@ -205,7 +205,7 @@ class RowStore(ForkAware):
     def _blobs_of(self, rows: Array) -> Array:
         return self._lookup.pieces(rows)
 
-    def _shelf_for(self, groups: int) -> Shelf:
+    def _shelf_for(self, groups: int) -> OpenRowGroups:
         """A shelf for so many row groups at a time, at least. Raises ConfigError when the system has not the maps."""
         blobs = self.blobs
         most = max_maps() // (MAPS_OF_A_BLOB * blobs.most_of_a_group)
@@ -216,7 +216,7 @@ class RowStore(ForkAware):
             )
         needed = max(min(self.capacity, most), groups)
         if self._shelf is None or self._shelf.capacity < needed:
-            self._shelf = Shelf(needed, blobs.group_starts, blobs.row_starts, blobs.layout)
+            self._shelf = OpenRowGroups(needed, blobs.group_starts, blobs.row_starts, blobs.layout)
         return self._shelf
 
     def _ask_for(self, group: int, *, counted: bool = True, at_once: bool = False) -> _Asked:
@@ -228,7 +228,7 @@ class RowStore(ForkAware):
         if asked is None or asked.gone:
             self._asked.pop(group, None)  # Its place is that of when it is asked for.
             asked = _Asked(Timeline(), self.ledger.begin(group) if counted else Counters())
-            run = Threads(1, "dataload-load-at-once").submit if at_once else self._run
+            run = DaemonExecutor(1, "dataload-load-at-once").submit if at_once else self._run
             asked.contents = run(self._load, group, asked)
             self._asked[group] = asked
         if asked.given_up.done():
@@ -239,7 +239,7 @@ class RowStore(ForkAware):
 
     def _run(self, call: Callable[..., T], *args: Any) -> Future[T]:
         if self._threads is None:
-            self._threads = Threads(LOADERS, "dataload-load")
+            self._threads = DaemonExecutor(LOADERS, "dataload-load")
         return self._threads.submit(call, *args)
 
     def _load(self, group: int, asked: _Asked) -> list[memoryview] | None:
@@ -255,7 +255,7 @@ class RowStore(ForkAware):
                     self._spent.add(**asked.timeline.seconds(since, perf_counter()))
                 self._sizes[group] = sum(map(len, contents))
                 return contents
-        except UnwantedError:
+        except ReservationCancelled:
             return None
         finally:
             asked.account.add(under_way=-1)

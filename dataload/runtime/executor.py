@@ -20,7 +20,7 @@ T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
-class Threads:
+class DaemonExecutor:
     """At most `count` threads, started as they are needed, that run calls in the order in which they come.
 
     Notes: they end with this object, when all calls are done. Those of `concurrent.futures` are waited for at the end

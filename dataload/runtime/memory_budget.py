@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class UnwantedError(Exception):
+class ReservationCancelled(Exception):
     """Who asked for what waits for room has ended."""
 
 
-class Allowance:
+class MemoryBudget:
     """`total` units, given in the order in which they are asked for. Whoever wants more than all of them gets all."""
 
     def __init__(self, total: int) -> None:
@@ -42,7 +42,7 @@ class Allowance:
                         break
                     turn.wait()
                 else:
-                    raise UnwantedError
+                    raise ReservationCancelled
                 self._free -= units
             finally:
                 self._turns.remove(turn)

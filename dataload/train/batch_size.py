@@ -16,7 +16,7 @@ from dataload.rows.collate import Flat, map_columns, map_tensors, map_values
 from dataload.train.checkpoint import copied, generators, set_generators
 from dataload.train.distributed import device_of, gather, process_group
 from dataload.train.module_modes import begin_training, modes_kept
-from dataload.train.optimizer_step import LossFn, Steps
+from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.rank_batches import num_rows
 from dataload.world import World
 
@@ -53,7 +53,7 @@ def find_batch_size(
     best, fastest, size = 0, 0.0, start
     with process_group(world, device), _restored(model.to(device), optimizer):
         begin_training(model)
-        steps = Steps(model, optimizer, loss_fn, device, precision)
+        steps = OptimizerStep(model, optimizer, loss_fn, device, precision)
         while size <= limit:
             seconds = gather(_seconds(steps, batch, size))
             if None in seconds:
@@ -82,7 +82,7 @@ def _restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
         set_generators(drawn)
 
 
-def _seconds(steps: Steps, batch: Any, rows: int) -> float | None:
+def _seconds(steps: OptimizerStep, batch: Any, rows: int) -> float | None:
     """What a step on so many rows takes; None when they, or the step, do not fit."""
     taken = []
     try:

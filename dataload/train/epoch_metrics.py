@@ -27,7 +27,7 @@ AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
 FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction")  # the fields of each epoch's dict
 
 
-class Tally:
+class EpochMetrics:
     """One rank's epoch so far: counts, and sums of logged scalars over rows (on the device, so that nobody waits).
 
     rows: over how many, for each scalar: it need not be logged with each batch, nor on each rank.

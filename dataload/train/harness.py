@@ -19,10 +19,10 @@ from dataload.train.checkpoint import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, process_group, replicate
 from dataload.train.epoch_metrics import Scalars, bar
 from dataload.train.evaluation import evaluate_over
-from dataload.train.loop import Run
-from dataload.train.loss_monitor import Losses
+from dataload.train.loop import TrainingLoop
+from dataload.train.loss_monitor import LossMonitor
 from dataload.train.module_modes import begin_training
-from dataload.train.optimizer_step import LossFn, Steps
+from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.profiling import traced
 from dataload.world import World
 
@@ -112,19 +112,19 @@ def fit(
         raise ConfigError("checkpoint_every: this loader has no state_dict, it can be resumed at an epoch's end alone")
     world = World.detect()
     device = device_of(world, device)
-    steps = Steps(model, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler)
+    steps = OptimizerStep(model, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler)
     with ExitStack() as stack:
         stack.enter_context(process_group(world, device, timeout))
         agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
         sizes = gather(_known_size(loader))
         checkpoints = Checkpoints(checkpoint_dir, keep)
-        run = Run(
+        run = TrainingLoop(
             model.to(device),
             loader,
             steps,
             world,
             checkpoints,
-            Losses(world.rank, check=check_finite),
+            LossMonitor(world.rank, check=check_finite),
             even=None not in sizes and len(set(sizes)) == 1,
             checkpoint_every=checkpoint_every,
             evaluate=evaluate,

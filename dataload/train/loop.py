@@ -18,16 +18,16 @@ from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint import Checkpoints, alike, generators, load, set_generators
 from dataload.train.distributed import agree, gather, share_buffers
-from dataload.train.epoch_metrics import AVERAGED, Scalars, Tally, added, reserved_names
-from dataload.train.loss_monitor import Losses
+from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, Scalars, added, reserved_names
+from dataload.train.loss_monitor import LossMonitor
 from dataload.train.module_modes import evaluating
-from dataload.train.optimizer_step import Steps
-from dataload.train.rank_batches import Fed, feed
+from dataload.train.optimizer_step import OptimizerStep
+from dataload.train.rank_batches import RankBatch, feed
 from dataload.world import World
 
 
 @dataclass
-class Run:
+class TrainingLoop:
     """even: all ranks' loaders are known to have equally many batches of equally many rows. traced: called after each
     step.
 
@@ -37,10 +37,10 @@ class Run:
 
     model: nn.Module
     loader: Any
-    steps: Steps
+    steps: OptimizerStep
     world: World
     checkpoints: Checkpoints
-    losses: Losses
+    losses: LossMonitor
     even: bool = True
     checkpoint_every: int | None = None
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
@@ -130,7 +130,7 @@ class Run:
             raise
 
     def _train(self, number: int, advance: Callable[[], None]) -> None:
-        tally = self._tally = Tally(**self._so_far)
+        tally = self._tally = EpochMetrics(**self._so_far)
         self._so_far = {}
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
@@ -149,7 +149,7 @@ class Run:
         self.losses.settle()
         self.losses.look_at(self.model, f"epoch {number}, step {self.step}")
 
-    def _take(self, fed: Fed, tally: Tally, where: str) -> None:
+    def _take(self, fed: RankBatch, tally: EpochMetrics, where: str) -> None:
         with stage("copy to device"):
             batch = map_tensors(fed.batch, lambda tensor: tensor.to(self.steps.device, non_blocking=True))
         loss, scalars = self.steps.add(batch, fed.rows, fed.all_rows, last=fed.last)

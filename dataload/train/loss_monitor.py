@@ -18,7 +18,7 @@ class _Coming(NamedTuple):
     event: Any
 
 
-class Losses:
+class LossMonitor:
     """Watches over the losses of a run.
 
     rank: this process's, for the error. check: whether losses, and what they make of the parameters, must be finite.

@@ -19,7 +19,7 @@ LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
 
 @dataclass
-class Steps:
+class OptimizerStep:
     """model: what loss_fn sees. replica: the DDP in it, if there are other ranks. scheduler: stepped after each
     optimizer step.
 

@@ -13,7 +13,7 @@ from dataload.train.distributed import gather_count
 from dataload.world import World
 
 
-class Fed(NamedTuple):
+class RankBatch(NamedTuple):
     """batch: of `rows` rows, of which all ranks together have `all_rows`. last: no rank has another one.
 
     A rank that has run out while others go on is fed its last batch again, with rows=0: it has to take part in what
@@ -34,7 +34,7 @@ def feed(
     even: bool,
     state_of: Callable[[], Any],
     begun: Callable[[], None],
-) -> Iterator[Fed]:
+) -> Iterator[RankBatch]:
     """Each batch of this rank that has rows; seconds waited for them are added to counts["wait_seconds"].
 
     even: all ranks are known to have equally many batches of equally many rows; else they tell each other before each.
@@ -60,7 +60,7 @@ def feed(
     while any(rows):
         state = state_of()  # before the next batch is asked for, which this step does not use
         following, following_rows = take()
-        yield Fed(batch, rows[world.rank], sum(rows), not any(following_rows), state)
+        yield RankBatch(batch, rows[world.rank], sum(rows), not any(following_rows), state)
         batch, rows = batch if following is end else following, following_rows
 
 

@@ -15,8 +15,8 @@ from clusters import PATIENCE, Clock, Server, ServerCluster, running_cluster, ru
 from valkey.cluster import ValkeyCluster
 
 from dataload.cache.cluster import client
-from dataload.cache.cluster.client import Client, TroubleError
-from dataload.cache.cluster.url import Address
+from dataload.cache.cluster.client import Client, ClusterUnavailable
+from dataload.cache.cluster.url import ClusterUrl
 from dataload.runtime.counters import Counters
 
 Clients = Callable[[str], Client]
@@ -24,7 +24,7 @@ Clients = Callable[[str], Client]
 
 @pytest.fixture
 def clients(clock: Clock) -> Clients:
-    return lambda url: Client(Address.parse(url), Counters(), clock)
+    return lambda url: Client(ClusterUrl.parse(url), Counters(), clock)
 
 
 def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
@@ -48,23 +48,23 @@ def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
     gone.stop()
     for _ in range(3):
         for name in lost:
-            with pytest.raises(TroubleError):
+            with pytest.raises(ClusterUnavailable):
                 one.get(name)
         assert [one.get(name) for name in here] == [b"x"] * len(here)
     assert one.health.state == "normal"
     clock.now += 1.5
-    with pytest.raises(TroubleError):
+    with pytest.raises(ClusterUnavailable):
         one.get(lost[0])
     clock.now += 1.5
     assert one.get(here[0]) == b"x"
-    with pytest.raises(TroubleError):
+    with pytest.raises(ClusterUnavailable):
         one.get(lost[0])  # It is left alone for longer, though others have answered.
     assert asked.count(gone.port) == 2
     gone.go_on()
 
     def asked_again() -> bool:
         clock.now += 100
-        with suppress(TroubleError):
+        with suppress(ClusterUnavailable):
             return one.get(lost[0]) == b"x"
         return False
 
@@ -76,7 +76,7 @@ def test_who_was_a_primary_is_left_for_who_is_one(cluster_server: Server, tmp_pa
         one = clients(f"{cluster_server.url},{other.address}")
         one.set("a", b"x")
         cluster_server.ask("REPLICAOF", "127.0.0.1", other.port)
-        with pytest.raises(TroubleError):
+        with pytest.raises(ClusterUnavailable):
             one.set("b", b"x")
         assert one.health.state == "degraded"
         one.set("b", b"x")
@@ -93,11 +93,11 @@ def test_a_write_that_takes_too_long_keeps_nobody_from_reading(
         raise valkey.TimeoutError("Timeout writing to socket")
 
     monkeypatch.setattr(valkey.Valkey, "set", slow)
-    with pytest.raises(TroubleError):
+    with pytest.raises(ClusterUnavailable):
         one.set("b", b"x")
     assert one.health.state == "degraded"
     assert one.get("a") == b"x"
-    with pytest.raises(TroubleError):
+    with pytest.raises(ClusterUnavailable):
         one.add("c", b"", 1.0)
     assert one.health.state == "off", "what is small arrives, if anybody is there"
 
@@ -135,7 +135,7 @@ def test_who_waits_for_a_connection_that_fails_does_not_try_it_again(
     monkeypatch.setattr(client, "connect", fails)
 
     def get(_: int) -> None:
-        with suppress(TroubleError):
+        with suppress(ClusterUnavailable):
             one.get("a")
 
     with ThreadPoolExecutor(4) as pool:
@@ -168,7 +168,7 @@ def test_nodes_that_are_gone_are_forgotten(clients: Clients, monkeypatch: pytest
     monkeypatch.setattr(client, "connect", lambda *_: Nodes(numbers))
     one = clients("valkey://127.0.0.1:1")
     for _ in range(5):
-        with pytest.raises(TroubleError):
+        with pytest.raises(ClusterUnavailable):
             one.get("a")
     assert one._known == [("10.0.0.4", 1)]
     assert [*one._nodes] == ["10.0.0.4:1"]

@@ -18,7 +18,7 @@ import lmdb
 import pytest
 from tiers import LIMIT, data_of, key, put
 
-from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, Breaker, Health
+from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
 from dataload.cache.local import default_limit, fsck
 from dataload.cache.local.index import SMALL_MAP_BYTES, Index
 from dataload.cache.local.key_locks import KeyLocks
@@ -35,7 +35,7 @@ class Clock:
 
 def test_a_breaker_tries_again_after_pauses_that_grow() -> None:
     clock, changes = Clock(), []
-    breaker = Breaker(2, clock, lambda: changes.append(breaker.tripped))
+    breaker = CircuitBreaker(2, clock, lambda: changes.append(breaker.tripped))
     breaker.failed()
     breaker.worked()
     breaker.failed()

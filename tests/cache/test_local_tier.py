@@ -23,7 +23,7 @@ from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import _open_folders, open_folder
-from dataload.cache.local.staging import Scratch, sweep
+from dataload.cache.local.staging import StagingFolder, sweep
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
@@ -288,7 +288,7 @@ def take_a_lock(path: Path) -> None:
 
 
 def take_a_scratch_folder(path: Path) -> None:
-    Scratch(path).close()
+    StagingFolder(path).close()
 
 
 @pytest.mark.parametrize("take", [take_a_lock, take_a_scratch_folder])

@@ -29,7 +29,7 @@ from dataload.catalog.footer_cache import _runs
 from dataload.cli import app
 from dataload.cli.console import Lines, duration, table
 from dataload.cli.progress_bar import bar
-from dataload.rows.row_group_cache import RowBlobs
+from dataload.rows.row_group_cache import RowGroupCache
 
 Run = Callable[..., CompletedProcess[str]]
 
@@ -263,8 +263,8 @@ def test_warm_goes_on_beside_one_who_is_slow(
     at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits too long for another keeps nothing of that one row group; the cache is as good as before."""
-    make = RowBlobs.make
-    monkeypatch.setattr(RowBlobs, "make", lambda self, number: make(self, number) and number != 1)
+    make = RowGroupCache.make
+    monkeypatch.setattr(RowGroupCache, "make", lambda self, number: make(self, number) and number != 1)
     done = at_bucket("warm", dataset_of([[100]] * 4), "--cache-dir", str(tmp_path / "c"), "--json")
     assert json.loads(done.stdout)["row_groups_kept"] == 3
     assert done.returncode == 1

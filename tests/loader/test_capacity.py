@@ -18,7 +18,7 @@ from dataload.cli.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
 from dataload.loader.capacity import check_shared_memory, region_of
 from dataload.rows.size_sampling import ValueSizes
-from dataload.runtime.memory_budget import Allowance, UnwantedError
+from dataload.runtime.memory_budget import MemoryBudget, ReservationCancelled
 from dataload.samplers.order import Order
 
 noise = np.random.default_rng(0)
@@ -33,7 +33,7 @@ def test_batches_that_shared_memory_cannot_hold(small_disk: Path, caplog: pytest
 
 
 def test_an_allowance_is_never_overdrawn() -> None:
-    allowance, held, most = Allowance(10), [0], [0]
+    allowance, held, most = MemoryBudget(10), [0], [0]
     mutex = threading.Lock()
 
     def work(units: int) -> None:
@@ -56,7 +56,7 @@ def test_an_allowance_is_never_overdrawn() -> None:
 
 def test_an_allowance_is_given_in_the_order_in_which_it_is_asked_for() -> None:
     """Row groups come in the order of need: a small one behind a large one waits, though there is room for it."""
-    allowance, given, asking = Allowance(10), [], []
+    allowance, given, asking = MemoryBudget(10), [], []
 
     def ask(units: int) -> None:
         with allowance.hold(units):
@@ -77,14 +77,14 @@ def test_an_allowance_is_given_in_the_order_in_which_it_is_asked_for() -> None:
 
 
 def test_who_no_longer_wants_it_is_in_nobodys_way() -> None:
-    allowance, given, unwanted = Allowance(10), threading.Event(), threading.Event()
+    allowance, given, unwanted = MemoryBudget(10), threading.Event(), threading.Event()
     caught: list[type[BaseException]] = []
 
     def give_up() -> None:
         try:
             with allowance.hold(10, unwanted.is_set):
                 pass
-        except UnwantedError as error:
+        except ReservationCancelled as error:
             caught.append(type(error))
 
     def ask() -> None:
@@ -101,7 +101,7 @@ def test_who_no_longer_wants_it_is_in_nobodys_way() -> None:
         assert given.wait(60)
     for thread in threads:
         thread.join(60)
-    assert caught == [UnwantedError]
+    assert caught == [ReservationCancelled]
 
 
 def texts(folder: Path, groups: int, **options: Any) -> tuple[str, int]:

@@ -17,7 +17,7 @@ import torch
 from dataload import CacheConfig, make_loader
 from dataload.benchmarks import gpu
 from dataload.loader import loader
-from dataload.loader.device_copy import Copies, Staging, staging_for
+from dataload.loader.device_copy import DeviceCopy, Staging, staging_for
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows.collate import map_tensors
 from dataload.train.profiling import traced
@@ -73,19 +73,19 @@ class Seen:
         self.allocated: list[torch.Tensor] = []
         self.copied: list[torch.Tensor] = []
         self.threads: set[threading.Thread] = set()
-        empty, call = Staging.empty, Copies.__call__
+        empty, call = Staging.empty, DeviceCopy.__call__
 
         def allocates(staging: Staging, *args: Any) -> torch.Tensor:
             self.threads.add(threading.current_thread())
             self.allocated.append(empty(staging, *args))
             return self.allocated[-1]
 
-        def copies(one: Copies, batch: Any) -> Any:
+        def copies(one: DeviceCopy, batch: Any) -> Any:
             self.copied += tensors_of(batch)
             return call(one, batch)
 
         monkeypatch.setattr(Staging, "empty", allocates)
-        monkeypatch.setattr(Copies, "__call__", copies)
+        monkeypatch.setattr(DeviceCopy, "__call__", copies)
 
 
 @pytest.fixture

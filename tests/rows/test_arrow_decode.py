@@ -23,7 +23,7 @@ from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import Layout, fields_of, flatten
 from dataload.rows.arrow_decode import Dense, decode
 from dataload.rows.collate import Batch, Flat, Rows, cut, map_tensors, to_batch
-from dataload.rows.open_row_groups import Shelf
+from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records, pack
 
 NUMBERS = [
@@ -106,7 +106,7 @@ def gather(tables: list[pa.Table], which: Any, rows: Any, fill_null: Any = None)
     """Row rows[i] of tables[which[i]] for each i."""
     starts = np.concatenate(([0], np.cumsum([len(table) for table in tables])))
     layout = Layout(fields_of(flatten(tables[0].schema)))
-    shelf = Shelf(len(tables), np.arange(len(tables) + 1), starts, layout)
+    shelf = OpenRowGroups(len(tables), np.arange(len(tables) + 1), starts, layout)
     for number, table in enumerate(tables):
         shelf.put(number, [packed(table, fill_null)], keep=())
     found = shelf.take(starts[which] + rows, which)

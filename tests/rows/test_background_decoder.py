@@ -21,7 +21,7 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import OriginNotFound
 from dataload.formats import parquet
 from dataload.rows import row_store
-from dataload.rows.background_decoder import MOST_FAILURES, Filler, Haste, _portable
+from dataload.rows.background_decoder import MOST_FAILURES, BackgroundDecoder, DemandSignal, _portable
 from dataload.rows.row_group_cache import FETCHED_BYTES
 
 
@@ -31,8 +31,8 @@ def dataset(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> 
 
 
 @pytest.fixture
-def filler(dataset: Any) -> Iterator[Filler]:
-    filler = Filler(dataset.rowstore.blobs)
+def filler(dataset: Any) -> Iterator[BackgroundDecoder]:
+    filler = BackgroundDecoder(dataset.rowstore.blobs)
     filler.make(0)  # starts it
     assert filler._process is not None
     assert filler._process.ready.wait(60)
@@ -50,14 +50,14 @@ def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet.ParquetFooter, "open_row_group", refuses)
 
 
-def test_it_makes_what_others_then_read(filler: Filler, dataset: Any, not_here: None) -> None:
+def test_it_makes_what_others_then_read(filler: BackgroundDecoder, dataset: Any, not_here: None) -> None:
     assert filler.make(3)
     assert filler.make(3)
     assert [len(blob) > 0 for blob in dataset.rowstore.blobs.load(3)] == [True]
     assert filler.counts()["requests_origin"] >= 1
 
 
-def test_it_never_imports_torch_and_yields_to_others(filler: Filler) -> None:
+def test_it_never_imports_torch_and_yields_to_others(filler: BackgroundDecoder) -> None:
     assert filler.make(0)
     process = psutil.Process(filler._process._popen.pid)
     assert process.nice() == 19
@@ -68,7 +68,7 @@ def test_what_cannot_be_decoded_is_said_where_it_was_asked_for(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, not_here: None
 ) -> None:
     dataset = make_dataset(dataset_of([[5] * 3]), storage_options=bucket.options, cache=cache)
-    filler = Filler(dataset.rowstore.blobs)
+    filler = BackgroundDecoder(dataset.rowstore.blobs)
     filler.make(0)
     assert filler._process.ready.wait(60)
     for found in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]:
@@ -78,7 +78,7 @@ def test_what_cannot_be_decoded_is_said_where_it_was_asked_for(
     filler.end()
 
 
-def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(filler: Filler, dataset: Any) -> None:
+def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(filler: BackgroundDecoder, dataset: Any) -> None:
     first = filler._process
     first._popen.kill()
     assert first.gone.wait(60)
@@ -89,11 +89,13 @@ def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(filler: Filler, d
     assert filler.make(2)
 
 
-def test_who_is_in_a_hurry_does_not_wait_for_it(filler: Filler, dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_in_a_hurry_does_not_wait_for_it(
+    filler: BackgroundDecoder, dataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "dataload.rows.background_decoder.SELDOM_SECONDS", 3600
     )  # Who waits is told that somebody else does, too.
-    process, haste = filler._process, Haste()
+    process, haste = filler._process, DemandSignal()
     os.kill(process._popen.pid, signal.SIGSTOP)
     answers: list[bool] = []
     asking = threading.Thread(target=lambda: answers.append(filler.make(8, haste)))
@@ -112,15 +114,15 @@ def test_who_is_in_a_hurry_does_not_wait_for_it(filler: Filler, dataset: Any, mo
     assert filler.make(9, haste)
 
 
-def test_haste_without_room_is_none(filler: Filler, dataset: Any) -> None:
-    haste = Haste()
+def test_haste_without_room_is_none(filler: BackgroundDecoder, dataset: Any) -> None:
+    haste = DemandSignal()
     blobs = dataset.rowstore.blobs
     with haste.waiting(), blobs.fetched.hold(FETCHED_BYTES):
         assert filler._blobs is blobs
         assert filler.make(10, haste)
 
 
-def test_stopped_it_is_not_waited_for_once_it_is_killed(filler: Filler) -> None:
+def test_stopped_it_is_not_waited_for_once_it_is_killed(filler: BackgroundDecoder) -> None:
     process = filler._process
     os.kill(process._popen.pid, signal.SIGSTOP)
     answers: list[bool] = []
@@ -138,7 +140,7 @@ def test_what_the_cache_has_no_room_for_is_not_made_twice_for_long(
 ) -> None:
     cache = CacheConfig(str(tmp_path / "small"), 4000)
     dataset = make_dataset(dataset_of([[50] * 4]), storage_options=bucket.options, cache=cache)
-    filler = Filler(dataset.rowstore.blobs)
+    filler = BackgroundDecoder(dataset.rowstore.blobs)
     filler.make(0)
     assert filler._process.ready.wait(60)
     asked = [filler.make(group) for group in range(4)]
@@ -162,7 +164,7 @@ def test_an_error_that_would_not_arrive_stays_behind() -> None:
 
 def test_one_that_always_dies_is_given_up(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    filler = Filler(dataset.rowstore.blobs)
+    filler = BackgroundDecoder(dataset.rowstore.blobs)
     seen = set()
     while True:
         filler.make(0)
@@ -189,7 +191,7 @@ def test_a_loader_has_it_make_what_is_not_kept(
     dataset.rowstore._filler.end()
 
 
-def test_a_forked_child_leaves_it_alone(filler: Filler) -> None:
+def test_a_forked_child_leaves_it_alone(filler: BackgroundDecoder) -> None:
     process = filler._process
     child = os.fork()
     if child == 0:
@@ -247,7 +249,7 @@ def test_where_it_cannot_be_told_what_to_do_that_is_said(
 
     blobs = dataset.rowstore.blobs
     monkeypatch.setattr(type(blobs), "__reduce__", refuses)
-    filler = Filler(blobs)
+    filler = BackgroundDecoder(blobs)
     for _ in range(MOST_FAILURES):
         assert not filler.make(0)
         assert filler._process is not None

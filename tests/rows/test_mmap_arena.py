@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataload.rows.mmap_arena import Arena
+from dataload.rows.mmap_arena import MmapArena
 
 WORDS = 3  # a record of 24 bytes divides no page
 
@@ -34,7 +34,7 @@ def view(path: Path, rows: int) -> memoryview:
 
 
 def test_rows_of_all_slots_in_one_gather(blob: Path) -> None:
-    arena = Arena(3, 1000, WORDS * 8)
+    arena = MmapArena(3, 1000, WORDS * 8)
     arena.put(0, memoryview(bytearray(records(10, 5000))))
     arena.put(2, view(blob, 1000))
     per = arena.rows_per_slot
@@ -43,7 +43,7 @@ def test_rows_of_all_slots_in_one_gather(blob: Path) -> None:
 
 
 def test_a_file_is_mapped_and_memory_copied(blob: Path) -> None:
-    arena, memory = Arena(2, 1000, WORDS * 8), bytearray(records(4, 0))
+    arena, memory = MmapArena(2, 1000, WORDS * 8), bytearray(records(4, 0))
     arena.put(0, view(blob, 1000))
     arena.put(1, memoryview(memory))
     with blob.open("r+b") as file:
@@ -53,7 +53,7 @@ def test_a_file_is_mapped_and_memory_copied(blob: Path) -> None:
 
 
 def test_a_cleared_slot_lets_go_of_its_file(blob: Path) -> None:
-    arena = Arena(2, 1000, WORDS * 8)
+    arena = MmapArena(2, 1000, WORDS * 8)
     arena.put(1, view(blob, 1000))
     assert mapped(blob).count("\n") == 0
     assert mapped(blob)
@@ -66,7 +66,7 @@ def test_a_cleared_slot_lets_go_of_its_file(blob: Path) -> None:
 
 
 def test_a_shorter_blob_leaves_nothing_of_the_one_before(blob: Path) -> None:
-    arena = Arena(1, 1000, WORDS * 8)
+    arena = MmapArena(1, 1000, WORDS * 8)
     arena.put(0, view(blob, 1000))
     arena.put(0, memoryview(b""))
     assert arena.take(np.array([999])).tolist() == [[0, 0, 0]]

@@ -21,7 +21,7 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
 from dataload.rows import row_group_cache, row_store
-from dataload.rows.mmap_arena import Arena
+from dataload.rows.mmap_arena import MmapArena
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_a_row_group_that_could_not_be_mapped_is_tried_again(dataset: Any, monke
         raise OSError(errno.ENOMEM, "no map left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Arena, "put", fails)
+        patch.setattr(MmapArena, "put", fails)
         with pytest.raises(OSError, match="no map left"):
             dataset.rowstore.gather(np.array([0]))
     assert dataset.rowstore.gather(np.array([0])).rows["row_id"].tolist() == [0]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dataload.runtime.executor import Threads
+from dataload.runtime.executor import DaemonExecutor
 
 TOO_LARGE = 1 << 47  # bytes of a stack that no process has addresses for
 PATIENCE = 60
@@ -27,14 +27,14 @@ def no_more_threads() -> Iterator[None]:
 
 
 def test_a_call_that_no_thread_can_run_is_refused_and_never_runs() -> None:
-    threads, ran = Threads(2, "test"), []
+    threads, ran = DaemonExecutor(2, "test"), []
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         threads.submit(ran.append, "refused")
     assert threads.submit(ran.copy).result(PATIENCE) == []
 
 
 def test_the_threads_that_run_do_all_calls_where_no_more_can_be_started() -> None:
-    threads, may_end = Threads(3, "test"), threading.Event()
+    threads, may_end = DaemonExecutor(3, "test"), threading.Event()
     first = threads.submit(may_end.wait, PATIENCE)
     with no_more_threads():
         rest = [threads.submit(threading.current_thread) for _ in range(3)]
@@ -45,7 +45,7 @@ def test_the_threads_that_run_do_all_calls_where_no_more_can_be_started() -> Non
 
 def test_threads_are_started_again_when_the_system_has_some() -> None:
     """Calls that ran late, for want of threads, do not count as idle threads."""
-    threads, may_end = Threads(3, "test"), threading.Event()
+    threads, may_end = DaemonExecutor(3, "test"), threading.Event()
     first = threads.submit(may_end.wait, PATIENCE)
     with no_more_threads():
         late = [threads.submit(int) for _ in range(3)]
@@ -57,7 +57,7 @@ def test_threads_are_started_again_when_the_system_has_some() -> None:
 
 
 def test_no_more_threads_are_started_than_calls_are_unfinished() -> None:
-    threads, together = Threads(8, "test-few"), threading.Barrier(2)
+    threads, together = DaemonExecutor(8, "test-few"), threading.Barrier(2)
     for one in [threads.submit(together.wait, PATIENCE) for _ in range(2)]:
         one.result(PATIENCE)
     assert sum(one.name.startswith("test-few") for one in threading.enumerate()) == 2

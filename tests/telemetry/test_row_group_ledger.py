@@ -245,7 +245,7 @@ def test_a_hit_becomes_a_miss_when_another_worker_turns_out_to_have_fetched_it()
 
 
 def test_work_is_charged_to_the_account_of_whoever_submitted_it() -> None:
-    threads, accounts = row_store.Threads(2, "dataload-load"), [Counters(), Counters()]
+    threads, accounts = row_store.DaemonExecutor(2, "dataload-load"), [Counters(), Counters()]
     futures = []
     for account in accounts:
         with charged_to(account):

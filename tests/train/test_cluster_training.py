@@ -28,7 +28,7 @@ from dataload.errors import ConfigError
 from dataload.formats import parquet
 from dataload.loader import capacity
 from dataload.planning.warm import part_of
-from dataload.rows.background_decoder import Filler
+from dataload.rows.background_decoder import BackgroundDecoder
 
 WIDTH, ROWS = 64, 330
 
@@ -493,7 +493,7 @@ def test_a_process_that_fills_shares_what_it_makes(bucket: Any, hosts: Hosts, cl
     """Also what it made last."""
     url = write(bucket, 60)
     first, second = (hosts(url, cluster=cluster_server.url) for _ in range(2))
-    filler = Filler(first.rowstore.blobs)
+    filler = BackgroundDecoder(first.rowstore.blobs)
     until(lambda: filler.make(0))
     assert all(filler.make(group) for group in range(60))
     filler.end()

@@ -95,13 +95,13 @@ def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
     from dataload.doctor.finding import OK
     from dataload.doctor.object_store import endpoint
     from dataload.errors import ConfigError
-    from dataload.rows.row_group_cache import RowBlobs
+    from dataload.rows.row_group_cache import RowGroupCache
 
     if endpoint(store).status != OK:
         return None
     try:
         manifest = pin(dict(islice(store.objects.items(), 1)), store.blocks)
-        blobs = RowBlobs(manifest, manifest.select(columns), store.blocks)
+        blobs = RowGroupCache(manifest, manifest.select(columns), store.blocks)
         blobs.measure()
         return blobs.num_bytes // max(1, manifest.num_rows)
     except ConfigError:

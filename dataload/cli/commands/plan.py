@@ -61,14 +61,14 @@ def plan(
     from dataload.catalog.manifest import pin
     from dataload.planning.plan import plan as foretell
     from dataload.planning.warm import order_of
-    from dataload.rows.row_group_cache import RowBlobs
+    from dataload.rows.row_group_cache import RowGroupCache
 
     rate = parse_bytes("bandwidth", bandwidth)
     told = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
     blocks, objects = listed(url, storage_options, told)
     with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:
         manifest = pin(objects, blocks, lambda _: advance(1))
-    blobs = RowBlobs(manifest, manifest.select(names(columns)), blocks)
+    blobs = RowGroupCache(manifest, manifest.select(names(columns)), blocks)
     order = order_of(manifest, seed=seed, window=window, num_streams=num_streams)
     found = foretell(manifest, blobs, blocks, order, batch_size, bandwidth=rate, latency=latency, price=price)
     show(found.to_json(), table(lines(found)), as_json=as_json)

@@ -27,7 +27,7 @@ from dataload.cli.console import progress, show
 from dataload.errors import DataloadError
 
 if TYPE_CHECKING:
-    from dataload.rows.row_group_cache import RowBlobs
+    from dataload.rows.row_group_cache import RowGroupCache
 
 
 def warm(
@@ -53,7 +53,7 @@ def warm(
     from dataload.cache.local.tier import LocalTier
     from dataload.catalog.manifest import pin
     from dataload.planning.warm import part_of
-    from dataload.rows.row_group_cache import RowBlobs
+    from dataload.rows.row_group_cache import RowGroupCache
 
     node, nodes = node_of(shard)
     told = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
@@ -62,7 +62,7 @@ def warm(
         _must_answer(cluster)
     with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:
         manifest = pin(objects, blocks, lambda _: advance(1))
-    blobs = RowBlobs(manifest, manifest.select(names(columns)), blocks)
+    blobs = RowGroupCache(manifest, manifest.select(names(columns)), blocks)
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)
     blocks.settle()
@@ -88,7 +88,7 @@ def warm(
         raise DataloadError(f"{stats['cluster']['unkept']} blobs did not reach the cluster: is it full, or gone?")
 
 
-def _fetch(blobs: RowBlobs, groups: list[int], *, quiet: bool) -> int:
+def _fetch(blobs: RowGroupCache, groups: list[int], *, quiet: bool) -> int:
     """How many of these row groups are in the cache then."""
     from dataload.planning.warm import warm
 
@@ -113,10 +113,10 @@ def _why(stats: dict[str, Any]) -> str:
 def _must_answer(cluster: str) -> None:
     """Asked for by name, it is not done without, as a training would; and that is said before, not hours later."""
     from dataload.cache.cluster.client import connect
-    from dataload.cache.cluster.url import Address
+    from dataload.cache.cluster.url import ClusterUrl
     from dataload.runtime.redact import redacted
 
-    address = Address.parse(cluster)
+    address = ClusterUrl.parse(cluster)
     try:
         connect(address).close()
     except Exception as error:
