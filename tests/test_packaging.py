@@ -30,11 +30,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_module(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    linked = ("benchmarks", "cache", "samplers")
     wanted = {"dataload/py.typed"}
-    for place in ("dataload", "dataload/commands", "dataload/demo", "dataload/doctor"):
-        wanted |= {f"{place}/{path.name}" for path in (ROOT / place).glob("*.py")}
-    for place in ("benchmarks", "benchmarks/systems", "cache", "samplers"):
-        wanted |= {f"dataload/{place}/{path.name}" for path in (ROOT / place).glob("*.py")}
+    wanted |= {f"dataload/{path.relative_to(ROOT)}" for name in linked for path in (ROOT / name).rglob("*.py")}
+    own = [path.relative_to(ROOT) for path in (ROOT / "dataload").rglob("*.py")]
+    wanted |= {str(path) for path in own if path.parts[1] not in linked}
     assert held == wanted
 
 
@@ -66,8 +66,9 @@ def test_it_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> N
     assert all(place.startswith(site) for place in where.split())
 
 
-def test_the_folders_are_flat_and_linked() -> None:
-    for name, below in (("benchmarks", {"systems", "results"}), ("cache", set()), ("samplers", set())):
+def test_the_folders_are_linked() -> None:
+    cache = {"blocks", "cluster", "local", "origin"}
+    for name, below in (("benchmarks", {"systems", "results"}), ("cache", cache), ("samplers", set())):
         assert (ROOT / "dataload" / name).is_symlink()
         assert (ROOT / "dataload" / name).readlink() == Path("..") / name
         assert {path.name for path in (ROOT / name).iterdir() if path.is_dir()} <= below | {"__pycache__"}

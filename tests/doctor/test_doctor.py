@@ -193,7 +193,7 @@ def test_a_url_of_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 REFUSED = """
 import ctypes, struct, sys
 from pathlib import Path
-from dataload.doctor import folder
+from dataload.doctor import cache_dir
 from dataload.doctor.finding import Case
 
 # A filter of system calls: fcntl(…, F_OFD_SETLK, …) is refused with EINVAL, all else goes through.
@@ -208,7 +208,7 @@ filter = struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(held))
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, filter, 0, 0) == 0, ctypes.get_errno()
-found = folder.locks(Case(Path(sys.argv[1])))
+found = cache_dir.locks(Case(Path(sys.argv[1])))
 print(found.status, found.what, found.advice)
 """
 

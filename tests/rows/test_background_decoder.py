@@ -208,8 +208,9 @@ def test_a_forked_child_leaves_it_alone(filler: BackgroundDecoder) -> None:
 PROGRAM = """
     import os, signal, sys, threading
     import numpy as np
-    from dataload import CacheConfig, make_dataset, make_loader, rowstore
-    rowstore.FILLED_BYTES = 0
+    from dataload import CacheConfig, make_dataset, make_loader
+    from dataload.rows import row_store
+    row_store.FILLED_BYTES = 0
     options = {"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}
     dataset = make_dataset(sys.argv[2], storage_options=options, cache=CacheConfig(sys.argv[3], "1GB"))
     loader = make_loader(dataset, 4)
