@@ -30,14 +30,24 @@ def proposed(folder: Path, used: int) -> int:
     return (used + shutil.disk_usage(folder).free) // 2
 
 
-def fix(folder: Path, used_bytes: Callable[[], int]) -> int:
+def fix(folder: Path, used_bytes: Callable[[], int | None]) -> int:
     """Return the default limit of the cache at `folder`, and store it if there is none yet.
 
-    Call it under the set-up lock: then all processes agree. used_bytes: asked only for a new limit. Raises OSError.
+    The caller holds the set-up lock, so all processes agree.
+
+    Args:
+        folder: The cache folder.
+        used_bytes: Called only for a new limit. None: not known just now; then the limit is not stored.
+
+    Raises:
+        OSError: The disk cannot be asked for its free space.
     """
     limit = stored(folder)
     if limit is None:
-        limit = proposed(folder, used_bytes())
+        used = used_bytes()
+        limit = proposed(folder, used or 0)
+        if used is None:
+            return limit
         with suppress(OSError):  # On a full disk a later process stores it.
             write_durably(folder / FILE, str(limit))
     return limit

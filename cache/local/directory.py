@@ -82,6 +82,7 @@ class CacheFolder:
         self._blobs = str(path / "blobs")
         self.closed = False
         self.rebuilt = False
+        self._index_held = False  # by a process that was stopped, when this one opened the folder
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             preflight.check(path, allow_network_filesystem=allow_network_filesystem)
@@ -121,10 +122,10 @@ class CacheFolder:
         step("recover: forgotten")
         for dead in forgotten:
             shutil.rmtree(dead, ignore_errors=True)  # A living filler may be clearing them, too.
-        self.scratch = StagingFolder(self.path / "tmp")
+        self.default_limit = default_limit.fix(self.path, self._used_bytes)
         if not known:
             trust.doubt(self.path / "index")
-        self.default_limit = default_limit.fix(self.path, self.index.used_bytes)
+        self.scratch = StagingFolder(self.path / "tmp")
 
     def close(self) -> None:
         """Let go of the folder, as the end of the process does: an index that nobody has open is put on the disk."""
@@ -257,7 +258,7 @@ class CacheFolder:
         marks: dict[bytes, Path] = {}
         with ExitStack() as stack:
             for row in rows:
-                if stack.enter_context(self.locks.hold(row.digest, timeout=0)):
+                if stack.enter_context(self.locks.hold_to_evict(row.digest)):
                     mark = marks[row.digest] = self.scratch.mark(row.digest)
                     if not self.unlink(row.digest):
                         self._clear_drafts(row.digest, mark)  # Of a dead filler: its row stands for them.
@@ -309,12 +310,24 @@ class CacheFolder:
             log.debug("cache %s: its index cannot be read: %s", self.path, error)
             return False
         except TimeoutError:  # A process that was stopped is inside. What is kept can be read without the index.
-            return True
+            self._index_held = True
         return True
 
+    def _used_bytes(self) -> int | None:
+        return None if self._index_held else self.index.used_bytes()
+
     def _forget(self, swept: dict[Path, set[bytes]]) -> list[Path]:
-        """Drop the rows without files that dead processes left. Return the folders of those that are done with."""
-        return [dead for dead, digests in swept.items() if all(map(self._forget_one, digests))]
+        """Drop the rows without files that dead processes left. Return the folders of those that are done with.
+
+        The index is waited for once: what it does not answer for now is left to the next process that opens the cache.
+        """
+        done: list[Path] = []
+        if not self._index_held:
+            with suppress(TimeoutError):
+                for dead, digests in swept.items():
+                    if all(map(self._forget_one, digests)):
+                        done.append(dead)
+        return done
 
     def _forget_one(self, digest: bytes) -> bool:
         """Drop the row of a blob that has no file. Return False where that cannot be told just now."""
@@ -322,10 +335,7 @@ class CacheFolder:
             if not alone:  # It is being filled or evicted.
                 return False
             if not self.path_of(digest).exists():
-                try:
-                    self.index.drop(digest)
-                except TimeoutError:
-                    return False
+                self.index.drop(digest)
             return True
 
 

@@ -304,16 +304,16 @@ class Index(ForkAware):
         while True:
             with self._gate:
                 descriptor = self._lock_file(create=create)
-                if set_lock(descriptor, 0, fcntl.F_WRLCK):
-                    try:
+                try:
+                    if set_lock(descriptor, 0, fcntl.F_WRLCK):
                         with self._ready(create=create).begin(write=write) as txn:
                             yield txn
-                    except (struct.error, UnicodeDecodeError, OverflowError) as error:
-                        raise _damage(error) from error
-                    finally:
-                        if self._descriptor == descriptor:  # else closed, and unlocked by that
-                            set_lock(descriptor, 0, fcntl.F_UNLCK)
-                    return
+                        return
+                except (struct.error, UnicodeDecodeError, OverflowError) as error:
+                    raise _damage(error) from error
+                finally:  # Also after a Ctrl-C between the lock and the transaction.
+                    if self._descriptor == descriptor:  # else closed, and unlocked by that
+                        set_lock(descriptor, 0, fcntl.F_UNLCK)
             if time.monotonic() >= deadline:
                 reason = f"another process has held the index for {timeout:g} s"
                 raise TimeoutError(errno.ETIMEDOUT, reason, str(self._path))

@@ -16,6 +16,8 @@ from dataload.runtime.forks import ForkAware, close_copies
 
 FIRST_WAIT = 0.0001
 LONGEST_WAIT = 0.02
+EVICTION_SECONDS = 2.0
+_EVICTIONS = 1 << 62  # the first byte that evictions lock; fills lock theirs and the one below it
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of fcntl(2): type, whence, start, length, pid
 
 
@@ -61,40 +63,63 @@ class KeyLocks(ForkAware):
 
     @contextmanager
     def hold(self, digest: bytes, timeout: float) -> Iterator[bool]:
-        """Hold the lock of `digest`; yields False, without it, when `timeout` seconds pass first."""
+        """Hold the lock of `digest`; yields False, without it, when `timeout` seconds pass first.
+
+        An eviction holds it for milliseconds, a fill for as long as the origin takes. So an eviction is waited for
+        `EVICTION_SECONDS` at most: one that takes longer has been stopped.
+        """
         deadline = time.monotonic() + timeout
-        byte = int.from_bytes(digest[:8], "little") >> 2  # an off_t is 63 bits
         with self._threads.hold(digest, timeout) as first:
             if not first:
                 yield False
                 return
-            with self._locked_byte(byte, deadline) as held:
-                yield held
+            with self._opened() as descriptor:
+                byte = _byte_of(digest)
+                held = _wait_for_lock(descriptor, byte, deadline)
+                soon = min(deadline, time.monotonic() + EVICTION_SECONDS)
+                yield held and _wait_for_lock(descriptor, _EVICTIONS + byte, soon)
 
     @contextmanager
-    def _locked_byte(self, byte: int, deadline: float) -> Iterator[bool]:
+    def hold_to_evict(self, digest: bytes) -> Iterator[bool]:
+        """Hold the lock of `digest` for a moment, to remove its blob; yields False where another has it."""
+        with self._threads.hold(digest, 0) as first, self._opened() as descriptor:
+            yield first and set_lock(descriptor, _EVICTIONS + _byte_of(digest), fcntl.F_WRLCK)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the lock file, all of whose locks end with the block."""
         owner = os.getpid()
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            wait = FIRST_WAIT
-            while not (held := set_lock(descriptor, byte, fcntl.F_WRLCK)) and time.monotonic() < deadline:
-                time.sleep(wait)
-                wait = min(2 * wait, LONGEST_WAIT)
-            yield held
+            yield descriptor
         finally:
             if os.getpid() == owner:
                 with suppress(OSError):  # Closing alone would not do while a child has yet to close its copy.
-                    set_lock(descriptor, byte, fcntl.F_UNLCK)
+                    set_lock(descriptor, 0, fcntl.F_UNLCK, 0)
                 os.close(descriptor)
 
 
-def set_lock(descriptor: int, byte: int, kind: int) -> bool:
-    """Lock (F_WRLCK) or unlock (F_UNLCK) bytes of an open file description. Return False when another has one locked.
+def _byte_of(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little") >> 2  # an off_t is 63 bits
+
+
+def _wait_for_lock(descriptor: int, byte: int, deadline: float) -> bool:
+    wait = FIRST_WAIT
+    while not (held := set_lock(descriptor, byte, fcntl.F_WRLCK)) and time.monotonic() < deadline:
+        time.sleep(wait)
+        wait = min(2 * wait, LONGEST_WAIT)
+    return held
+
+
+def set_lock(descriptor: int, byte: int, kind: int, count: int = 1) -> bool:
+    """Lock (F_WRLCK) or unlock (F_UNLCK) `count` bytes of an open file description; 0: all from `byte` on.
+
+    Return False when another description has one of them locked.
 
     Threads that share a descriptor do not exclude each other. Raises OSError where locks do not work.
     """
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0))
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return False

@@ -6,9 +6,11 @@ import errno
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from dataload.cache.health import CircuitBreaker, Health
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import DAMAGED, LOCK_SECONDS, Row
+from dataload.cache.local.index import BATCH_ROWS, DAMAGED, LOCK_SECONDS, Row
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.verified import VerifiedPieces
 from dataload.cache.local.writer import BlobWriter
@@ -69,7 +71,7 @@ class LocalTier(ForkAware):
         self._clock = clock
         self._was_open = False
         self._touched: set[bytes] = set()
-        self._strays: set[bytes] = set()  # blobs that were read but have no row
+        self._strays: set[bytes] = set()  # blobs that were read but have no row, until they are adopted
         self._reported: set[str] = set()
         self._flush_at = 0.0
         self.after_fork_in_child()
@@ -81,6 +83,7 @@ class LocalTier(ForkAware):
         self.proven = VerifiedPieces()
         self.buffers = BufferPool()
         self._folder: CacheFolder | None = None
+        self._mutex = threading.Lock()  # of `_touched` and `_strays`
 
     def _state(self) -> dict[str, int]:
         return {"region": self.region, "allow_network_filesystem": self.allow_network_filesystem}
@@ -179,9 +182,12 @@ class LocalTier(ForkAware):
         """Write down which blobs were used since the last time, and enter those of them that have no row."""
         folder = self.folder
         self._note_uses(folder, LOCK_SECONDS)
-        strays, self._strays = self._strays, set()
+        with self._mutex:
+            strays = list(islice(self._strays, BATCH_ROWS))
         for digest in strays:
-            self._adopt(folder, digest)
+            if self._adopt(folder, digest):
+                with self._mutex:
+                    self._strays.discard(digest)
 
     def reserve(self, folder: CacheFolder, key: BlobKey, size: int) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows; False when it does not fit."""
@@ -218,13 +224,16 @@ class LocalTier(ForkAware):
     def _lock(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:
         """Hold the lock of a key until `stack` ends; the folder it holds in.
 
-        None past the deadline, or without locks: the caller fetches, and keeps nothing. Never a deadlock.
+        None past the deadline, or without locks: the caller fetches, and keeps nothing. Never a deadlock. After a
+        deadline has passed, no lock is waited for until one was free again: its holder has been stopped.
         """
         folder = self._opened()
         if folder is not None:
+            timeout = 0 if self.health.writes.tripped else self.fill_seconds
             with self.trouble("locking a blob", self.health.writes, folder):
-                if stack.enter_context(folder.locks.hold(key.digest, self.fill_seconds)):
+                if stack.enter_context(folder.locks.hold(key.digest, timeout)):
                     return folder
+                raise TimeoutError(errno.ETIMEDOUT, f"another process has held its lock for {timeout:g} s", key.name)
         return None
 
     def _admit(self, folder: CacheFolder, row: Row) -> bool:
@@ -233,14 +242,19 @@ class LocalTier(ForkAware):
         return folder.reserve(row, limit=self.limit, region=region, evict_before=evict_before)
 
     def _note_uses(self, folder: CacheFolder, timeout: float) -> None:
-        touched, self._touched = self._touched, set()
-        self._flush_at = time.monotonic() + FLUSH_SECONDS
+        with self._mutex:
+            touched, self._touched = self._touched, set()
+            self._flush_at = time.monotonic() + FLUSH_SECONDS
         try:
-            self._strays.update(folder.index.touch(touched, timeout))
+            strays = folder.index.touch(touched, timeout)
         except TimeoutError:
-            self._touched |= touched
+            with self._mutex:
+                self._touched |= touched
             if timeout:
                 raise
+        else:
+            with self._mutex:
+                self._strays.update(strays)
 
     def _failed(self, doing: str, error: Exception, breaker: CircuitBreaker, folder: CacheFolder) -> None:
         self._report(doing, error)
@@ -286,24 +300,31 @@ class LocalTier(ForkAware):
             if found is not None or self.health.reads.tripped:
                 self.health.reads.worked()
         if found is not None:
-            self._touched.add(key.digest)
+            with self._mutex:
+                self._touched.add(key.digest)
             if time.monotonic() >= self._flush_at and not self.health.writes.tripped:
                 with self.trouble("noting uses", self.health.writes, folder):
                     self._note_uses(folder, timeout=0)
         return found
 
-    def _adopt(self, folder: CacheFolder, digest: bytes) -> None:
-        """Enter a row for a sound file that has none, as when the index was lost under us; else remove the file."""
+    def _adopt(self, folder: CacheFolder, digest: bytes) -> bool:
+        """Enter a row for a sound file that has none, as when the index was lost under us; else remove the file.
+
+        Return False while another process holds the blob's lock.
+        """
         with folder.locks.hold(digest, timeout=0) as alone:
-            if not alone or folder.index.size_of(digest) is not None:
-                return
+            if not alone:
+                return False
+            if folder.index.size_of(digest) is not None:
+                return True
             try:
                 footer, name, _ = blob_file.read_footer(folder.file_of(digest))
                 if footer.digest == digest and self._admit(folder, Row(digest, name, footer.size)):
                     step("adopt: entered")
-                    return
+                    return True
             except FileNotFoundError:
-                return
+                return True
             except CorruptEntry as error:
                 self._report("reading a blob", error)
             folder.unlink(digest)
+            return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from tiers import LIMIT, assert_sound, fork_server, key, look, put
 
-from dataload.cache.local import failpoints, fsck, index
+from dataload.cache.local import failpoints, fsck, index, key_locks
 from dataload.cache.local.tier import LocalTier
 
 NAMES = ("x/0", "x/2", "x/3")
@@ -121,8 +122,13 @@ def test_a_process_that_comes_later_reads_what_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["evict: unlinked", "evict: dropped"])
-def test_a_process_stopped_in_an_eviction_holds_nobody_up(tier: LocalTier, step: str) -> None:
+def test_a_process_stopped_in_an_eviction_holds_nobody_up(
+    tier: LocalTier, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     """Files are removed outside transactions: others go on filling, evicting and reading."""
+    monkeypatch.setattr(key_locks, "EVICTION_SECONDS", 0.01)
+    now = [time.monotonic()]
+    tier.health.writes._clock = lambda: now[0]
     evicting = stop_at(step, lambda other: fsck.evict(other.folder, keep_bytes=LIMIT // 4))
     with stopped(evicting, tier.path):
         for name in ("y/0", "y/1", "y/2", "z/0"):
@@ -130,9 +136,100 @@ def test_a_process_stopped_in_an_eviction_holds_nobody_up(tier: LocalTier, step:
             assert look(tier, name)
         assert tier.health.state == "normal"
         assert "errors" not in tier.stats()
+        put(tier, "x/0")  # Evicted, and its lock is held: read without caching after a short wait.
+        assert not look(tier, "x/0")
+        assert tier.health.state == "degraded"
+        now[0] += 100
+        monkeypatch.setattr(key_locks, "EVICTION_SECONDS", 3600)
+        put(tier, "x/0")  # The next attempt does not wait at all.
+    now[0] += 1000
+    put(tier, "x/0")
+    assert look(tier, "x/0")
     path = tier.path
     del tier
     assert assert_sound(path, LIMIT)
+
+
+def test_a_fill_that_was_waited_for_in_vain_is_not_waited_for_again(
+    tier: LocalTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.fill_seconds = 0.01
+    stop = stop_at("fill: drafted", lambda other: put(other, "y/0"))
+    now = [time.monotonic()]
+    tier.health.writes._clock = lambda: now[0]
+    with stopped(stop, tier.path):
+        put(tier, "y/0")
+        assert tier.health.state == "degraded"
+        tier.fill_seconds = 3600
+        for _ in range(3):
+            now[0] += 1000
+            put(tier, "y/0")
+    now[0] += 1000
+    put(tier, "y/1")
+    assert look(tier, "y/1")
+    assert tier.health.state == "normal"
+
+
+def test_a_process_that_comes_later_waits_for_the_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many processes have died in a fill, whose rows would have to be looked at."""
+    path = tmp_path / "c"
+    timeouts: list[int] = []
+    real = index.Index._transaction
+
+    @contextmanager
+    def transaction(self: index.Index, **options: Any) -> Iterator[Any]:
+        try:
+            with real(self, **{**options, "timeout": 0.01}) as txn:
+                yield txn
+        except TimeoutError:
+            timeouts.append(1)
+            raise
+
+    child = os.fork()
+    if child == 0:
+        mine = LocalTier(path, LIMIT, "lru")
+        put(mine, "y/0")
+        for number in range(3):
+            (path / "tmp" / f"0{number}-dead").mkdir()
+            (path / "tmp" / f"0{number}-dead" / f"{key(f'x/{number}').digest.hex()}-0").touch()
+        stop_in_a_transaction(mine)
+        os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+    monkeypatch.setattr(index.Index, "_transaction", transaction)
+    late = LocalTier(path, LIMIT, "lru")
+    assert look(late, "y/0")
+    late_waits = sum(timeouts)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitpid(child, 0)[1] == 0
+    assert late_waits <= 2  # one to open the cache, one try to note the use
+
+
+def test_threads_that_note_uses_and_adopt_do_not_disturb_each_other(
+    tier: LocalTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    touch, calling, go_on = index.Index.touch, threading.Event(), threading.Event()
+
+    def slowly(self: index.Index, digests: Any, timeout: float) -> list[bytes]:
+        found = touch(self, digests, timeout)
+        if threading.current_thread() is slow:
+            calling.set()
+            assert go_on.wait(60)
+            return [key("gone/1").digest]
+        return found
+
+    def adopt(*_: object) -> bool:
+        go_on.set()
+        slow.join(60)
+        return True
+
+    tier._strays = {key("gone/2").digest, key("gone/3").digest}
+    slow = threading.Thread(target=tier._note_uses, args=(tier.folder, 1.0))
+    monkeypatch.setattr(index.Index, "touch", slowly)
+    monkeypatch.setattr(tier, "_adopt", adopt)
+    slow.start()
+    assert calling.wait(60)
+    tier.flush()
+    assert tier._strays == {key("gone/1").digest}
 
 
 def test_no_transaction_handles_more_than_its_share(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
