@@ -126,7 +126,7 @@ def test_a_fill_that_the_end_cut_off_leaves_no_row_behind(tmp_path: Path) -> Non
     program = """
 import sys, threading
 from dataload.cache.local.tier import LocalTier
-from dataload.runtime.executor import Threads
+from dataload.runtime.executor import DaemonExecutor
 from dataload.cache.tier import BlobKey
 filling = threading.Event()
 def fill(allocate):
@@ -134,7 +134,7 @@ def fill(allocate):
     filling.set()
     threading.Event().wait()
 tier = LocalTier(sys.argv[1], 10**6)
-threads = Threads(1, "filling")
+threads = DaemonExecutor(1, "filling")
 threads.submit(tier.get_or_fill, BlobKey("o", "x", "v", "all"), fill)
 filling.wait()
 """
