@@ -146,14 +146,14 @@ def _can_be_joined(tensors: list[torch.Tensor]) -> bool:
 
 def unpack(packed: Packed) -> Any:
     """What was packed, as views of the content."""
-    content = packed.content
-    memory = memoryview(content) if isinstance(content, bytearray) else content.numpy().data
-    return _Unpacker(memory).unpack(pickle.loads(packed.shape))  # noqa: S301 (a worker of ours made it)
+    return _Unpacker(packed.content).unpack(pickle.loads(packed.shape))  # noqa: S301 (a worker of ours made it)
 
 
 class _Unpacker:
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+    def __init__(self, content: torch.Tensor | bytearray) -> None:
+        self._memory = memoryview(content) if isinstance(content, bytearray) else content.numpy().data
+        pinned = isinstance(content, torch.Tensor) and content.is_pinned()
+        self._pinned = content.untyped_storage() if pinned else None
 
     def unpack(self, value: Any) -> Any:  # noqa: PLR0911 (one a case)
         match value:
@@ -184,6 +184,10 @@ class _Unpacker:
     def _values(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=dtype)
+        if self._pinned is not None:
+            # torch finds the block that an asynchronous copy reads by the storage of its tensor. A tensor that
+            # `frombuffer` makes has a storage of its own: torch would reuse the block before the copy is done.
+            return torch.empty(0, dtype=dtype).set_(self._pinned, start // dtype.itemsize, (count,), (1,))
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
 

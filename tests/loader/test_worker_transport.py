@@ -102,6 +102,30 @@ def test_all_that_is_large_is_in_one_piece() -> None:
     assert b"aaa" not in queue.get().shape
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128])
+def test_tensors_of_a_pinned_batch_share_its_storage(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """By its storage, torch finds the block that a copy still reads and must not reuse."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    batch = {
+        "flags": torch.ones(3, dtype=torch.bool),
+        "matrix": torch.arange(6).reshape(2, 3).to(dtype),
+        "lists": [torch.arange(2).to(dtype), torch.arange(5).to(dtype)],
+        "scalar": torch.tensor(7).to(dtype),
+        "array": np.arange(4),
+        "none": torch.empty(0, 3, dtype=dtype),
+    }
+    packed = pack(batch).pin_memory()
+    assert isinstance(packed.content, torch.Tensor)
+    found = unpack(packed)
+    assert same(found, batch)
+    for tensor in (found["flags"], found["matrix"], *found["lists"], found["scalar"]):
+        assert tensor.untyped_storage().data_ptr() == packed.content.untyped_storage().data_ptr()
+    version = found["matrix"]._version
+    found["scalar"].zero_()
+    assert found["matrix"]._version == version  # Autograd allows a change of another column in place.
+
+
 def test_parameters_go_as_they_are() -> None:
     weight = torch.ones(2, requires_grad=True)
     found = unpack(pack({"w": weight}))["w"]
