@@ -121,7 +121,15 @@ class Loader(Unwrapped, DataLoader[Any]):
         """Figures of the running epoch, or of the last one; they change only while its loop takes batches."""
         return self._stats
 
-    def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
+    def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]  # noqa: PYI058 (callers close it)
+        return self.batches_on()
+
+    def batches_on(self, device: torch.device | None = None) -> Generator[Any, None, None]:
+        """Yield the batches of an epoch, as iterating the loader does, on `device`.
+
+        Args:
+            device: The device of the batches. The loader's own `device` has precedence over it.
+        """
         sampler = self.sampler
         if self.detected and sampler.num_replicas == 1:
             _check_alone()
@@ -137,7 +145,7 @@ class Loader(Unwrapped, DataLoader[Any]):
         step = sampler.global_batch_size
         end = sampler.num_rows - (sampler.num_rows - cursor) % step if sampler.drop_last else sampler.num_rows
         started, waiting = perf_counter(), Timeline()
-        answering = closing(self._answers(epoch, cursor, needs, waiting))
+        answering = closing(self._answers(epoch, cursor, needs, waiting, self.device or device or trainer_device()))
         with samples, closing(served), answering as answers, announced(remainder) as announce_last:
             while True:
                 latest = self._stats is stats
@@ -163,10 +171,11 @@ class Loader(Unwrapped, DataLoader[Any]):
         if sampler.epoch == epoch:  # else somebody has set another meanwhile
             self.set_epoch(epoch + 1)
 
-    def _answers(self, epoch: int, cursor: int, needs: Needs, waiting: Timeline) -> Generator[Answer, None, None]:
+    def _answers(
+        self, epoch: int, cursor: int, needs: Needs, waiting: Timeline, device: torch.device | None
+    ) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         lookahead, stop = self._lookahead(needs), Future[None]()
-        device = self.device or trainer_device()
         if self._workers is None:
             staging = staging_for(device, self.pin_memory)
             made = self._on_a_thread(epoch, cursor, lookahead, waiting, stop, staging)

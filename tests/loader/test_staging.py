@@ -18,8 +18,12 @@ from dataload import CacheConfig, make_loader
 from dataload.benchmarks import gpu
 from dataload.loader import loader
 from dataload.loader.device_copy import DeviceCopy, Staging, staging_for
+from dataload.loader.loader import Loader
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows.collate import map_tensors
+from dataload.train.evaluation import evaluate_over
+from dataload.train.harness import fit
+from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.profiling import traced
 
 ROWS, BATCH = 40, 8
@@ -119,6 +123,53 @@ def test_columns_are_copied_once_to_where_the_device_takes_them_from(
 
 def half_of_it(batch: Any) -> Any:
     return {**batch, "half": batch["matrix"][:, :, ::2], "turned": batch["matrix"].mT, "none": None}
+
+
+class OnMeta(torch.nn.Linear):
+    """A model on a device other than the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, device="meta")
+
+
+def fitted(batches: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(step: OptimizerStep, batch: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        assert {tensor.device for tensor in tensors_of(batch)} == {step.device}
+        return torch.zeros(()), {}
+
+    monkeypatch.setattr(OptimizerStep, "add", add)
+    model = OnMeta()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(model, optimizer, batches, lambda *_: None, epochs=1, check_finite=False, progress=False, device="meta")  # type: ignore[arg-type,return-value]
+
+
+def evaluated(batches: Loader, _: pytest.MonkeyPatch) -> None:
+    assert evaluate_over(OnMeta(), batches, lambda _, batch: {"x": torch.ones(len(batch["number"]))})["rows"] == ROWS
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("over", [fitted, evaluated])
+def test_training_has_the_loader_copy_to_the_device_of_the_model(
+    source: dict[str, Any], seen: Seen, monkeypatch: pytest.MonkeyPatch, over: Any, workers: int
+) -> None:
+    options: dict[str, Any] = {"transform": dict, "num_workers": workers} if workers else {}
+    batches = make_loader(**source, **options)
+    over(batches, monkeypatch)
+    assert len(seen.copied) >= 8 * len(batches)
+    assert all(tensor.is_contiguous() for tensor in seen.copied)
+    assert threading.current_thread() not in seen.threads
+    assert batches.device is None
+
+
+@pytest.mark.parametrize(
+    ("own", "requested", "used"), [(None, None, None), (None, "meta", "meta"), ("cpu", "meta", "cpu")]
+)
+def test_the_device_of_the_loader_has_precedence(
+    source: dict[str, Any], own: str | None, requested: str | None, used: str | None
+) -> None:
+    device = None if requested is None else torch.device(requested)
+    batch = next(make_loader(**source, device=own).batches_on(device))
+    assert batch["number"].device.type == (used or "cpu")
 
 
 def only_rows(rows: Any) -> Any:
