@@ -152,8 +152,8 @@ def unpack(packed: Packed) -> Any:
 class _Unpacker:
     def __init__(self, content: torch.Tensor | bytearray) -> None:
         self._memory = memoryview(content) if isinstance(content, bytearray) else content.numpy().data
-        pinned = isinstance(content, torch.Tensor) and content.is_pinned()
-        self._pinned = content.untyped_storage() if pinned else None
+        pinned = content if isinstance(content, torch.Tensor) and content.is_pinned() else None
+        self._pinned = None if pinned is None else pinned.untyped_storage()
 
     def unpack(self, value: Any) -> Any:  # noqa: PLR0911 (one a case)
         match value:

@@ -148,9 +148,9 @@ class TrainingLoop:
 
     def _batches(self) -> Iterable[Any]:
         """Return the batches of an epoch. The loader itself copies them to a GPU, from pinned memory."""
-        if isinstance(self.loader, Loader) and self.steps.device.type != "cpu":
-            return self.loader.batches_on(self.steps.device)
-        return self.loader
+        loader: Iterable[Any] = self.loader
+        device = self.steps.device
+        return loader.batches_on(device) if isinstance(loader, Loader) and device.type != "cpu" else loader
 
     def _settle(self, number: int) -> None:
         self.losses.settle()
