@@ -87,10 +87,7 @@ class Loader(Unwrapped, DataLoader[Any]):
             in_flight = self.num_workers * (self.prefetch_factor or 1) * self.sampler.batch_size
             check_shared_memory(dataset.rowstore.row_bytes * in_flight)
             # In torch's own words: a dataset indexed by requests, not batched again, with the requests as its sampler.
-            # What they send is packed, and pinned in one piece, by torch's own thread.
-            staging = staging_for(device or trainer_device(), self.pin_memory)
-            pinned = staging is not None and staging.pinned
-            own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is, "pin_memory": pinned}
+            own = {"batch_size": None, "sampler": self._requests, "collate_fn": _as_it_is}
             self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
 
     @property
@@ -176,12 +173,14 @@ class Loader(Unwrapped, DataLoader[Any]):
     ) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         lookahead, stop = self._lookahead(needs), Future[None]()
+        staging = staging_for(device, self.pin_memory)
         if self._workers is None:
-            staging = staging_for(device, self.pin_memory)
             made = self._on_a_thread(epoch, cursor, lookahead, waiting, stop, staging)
         else:
             self._requests.start_at(epoch, cursor, coming=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
+            # A batch is packed: torch's thread pins it in one piece. An Accelerator made after this loader counts.
+            self._workers.pin_memory = staging is not None and staging.pinned
             made = self._unpacked(self._workers, waiting)
         copied = None if device is None else DeviceCopy(device)
         with closing(made):

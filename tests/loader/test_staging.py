@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from dataload import CacheConfig, make_loader
 from dataload.benchmarks import gpu
@@ -200,6 +201,26 @@ def test_the_batches_are_the_same(source: dict[str, Any], options: Any) -> None:
         for found, wanted in zip(tensors_of(one), tensors_of(other), strict=True):
             assert found.dtype == wanted.dtype
             assert torch.equal(found, wanted)
+
+
+def test_pinning_is_decided_when_an_iteration_begins(source: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader may be older than the Accelerator, which says where batches go."""
+    devices: list[torch.device | None] = [None]
+    pinned: list[bool] = []
+
+    def begin(workers: DataLoader[Any]) -> Iterator[Any]:
+        pinned.append(workers.pin_memory)
+        return iter(())
+
+    monkeypatch.setattr(loader, "trainer_device", lambda: devices[-1])
+    monkeypatch.setattr(loader, "DeviceCopy", lambda _: None)
+    monkeypatch.setattr(DataLoader, "__iter__", begin)
+    batches = make_loader(**source, transform=dict, num_workers=1)
+    assert list(batches) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    devices.append(torch.device("cuda"))
+    assert list(batches) == []
+    assert pinned == [False, True]
 
 
 @pytest.mark.parametrize(
