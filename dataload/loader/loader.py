@@ -180,8 +180,9 @@ class Loader(Unwrapped, DataLoader[Any]):
             self._requests.start_at(epoch, cursor, coming=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it when all is built.
             # A batch is packed: torch's thread pins it in one piece. An Accelerator made after this loader counts.
-            self._workers.pin_memory = staging is not None and staging.pinned
-            made = self._unpacked(self._workers, waiting)
+            pinned = staging if staging is not None and staging.pinned else None
+            self._workers.pin_memory = pinned is not None
+            made = self._unpacked(self._workers, waiting, pinned)
         copied = None if device is None else DeviceCopy(device)
         with closing(made):
             try:
@@ -249,13 +250,18 @@ class Loader(Unwrapped, DataLoader[Any]):
             while some := list(islice(answers, together)):
                 yield some
 
-    def _unpacked(self, answers: Iterable[Answer], waiting: Timeline) -> Generator[Answer, None, None]:
+    def _unpacked(
+        self, answers: Iterable[Answer], waiting: Timeline, staging: Staging | None
+    ) -> Generator[Answer, None, None]:
         since = perf_counter()
         try:
             for answer in answers:
                 waiting.waited(since, answer.making, instead=answer.making.longest())
                 with waiting.here():
                     batch = unpack(answer.batch)
+                    if staging is not None:  # tensors that `pack` cannot pack, such as those with gradients
+                        with doing("transfer"):
+                            batch = staging.stage(batch)
                 yield replace(answer, batch=batch)
                 since = perf_counter()
         except Exception as error:  # noqa: BLE001

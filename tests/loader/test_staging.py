@@ -256,6 +256,34 @@ def test_a_batch_of_a_worker_is_pinned_in_one_piece(rows: int) -> None:
     assert found["z"] == "text"
 
 
+def with_parameter(batch: Any) -> Any:
+    return {**batch, "weight": torch.ones(2, requires_grad=True)}
+
+
+def test_tensors_that_cannot_be_packed_are_staged(source: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[torch.Tensor] = []
+
+    def answers(workers: DataLoader[Any]) -> Iterator[Any]:
+        return (workers.dataset[request] for request in workers.sampler)
+
+    def stage(_: Staging, batch: Any) -> Any:
+        staged.append(batch["weight"])
+        return batch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(DataLoader, "__iter__", answers)
+    monkeypatch.setattr(Staging, "stage", stage)
+    batches = list(make_loader(**source, pin_memory=True, transform=with_parameter, num_workers=1))
+    assert len(staged) == len(batches) == ROWS // BATCH
+    assert all(one is batch["weight"] for one, batch in zip(staged, batches, strict=True))
+
+
+@needs_gpu
+def test_tensors_of_workers_that_cannot_be_packed_are_pinned(source: dict[str, Any]) -> None:
+    batches = list(make_loader(**source, pin_memory=True, transform=with_parameter, num_workers=1))
+    assert all(tensor.is_pinned() for tensor in tensors_of(batches) if tensor.numel())
+
+
 @needs_gpu
 @pytest.mark.parametrize("workers", [0, 2])
 def test_copies_are_asynchronous_and_run_beside_the_step(tmp_path: Path, workers: int) -> None:
