@@ -560,7 +560,7 @@ def test_workers_are_for_code_of_the_users(dataset: Any, transform: Any, workers
 def test_an_argument_in_the_wrong_place_is_refused_without_its_value(dataset: Any) -> None:
     """It may hold a password."""
     for wrong in ({"cluster": "valkey://user:hunter2@host"}, {"storage_options": {"secret": "hunter2"}}):
-        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: it belongs to make_dataset") as refused:
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: pass it to make_dataset") as refused:
             make_loader(dataset, 4, **wrong)
         assert "hunter2" not in str(refused.value)
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from dataload.loader.lookahead import SIGHT, Lookahead, run_ahead
+from dataload.loader.lookahead import SCAN_FACTOR, Lookahead, run_ahead
 from dataload.telemetry.wait_timeline import Timeline
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ def test_lookahead_asks_further_for_what_passes_through() -> None:
     assert asked.pop() == [56, 57, 58, 59]
 
 
-@pytest.mark.parametrize(("passing", "looked_at"), [(1.0, 3), (0.0, 3 * SIGHT)])
+@pytest.mark.parametrize(("passing", "looked_at"), [(1.0, 3), (0.0, 3 * SCAN_FACTOR)])
 def test_lookahead_finds_out_what_passes_no_sooner_than_it_must(passing: float, looked_at: int) -> None:
     """Nor does it go through a whole epoch before the first batch, where nothing does."""
     looked, taken = [], []
