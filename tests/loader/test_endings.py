@@ -28,14 +28,15 @@ ROWS, GROUPS = 10, 12
 PROGRAM = """
 import sys
 import numpy as np
-from dataload import CacheConfig, make_dataset, make_loader, rowstore
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.rows import row_store
 
 if __name__ == "__main__":
     options = {{"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}}
     dataset = make_dataset("s3://bucket/data", storage_options=options, cache=CacheConfig(sys.argv[2], "1GB"))
     dataset.rowstore.gather(np.arange(10))  # the first row group is kept
     if {filled}:
-        rowstore.FILLED_BYTES = 0
+        row_store.FILLED_BYTES = 0
         dataset.rowstore.prefetch([0])
         dataset.rowstore._filler.make(0)
         dataset.rowstore._filler._process.ready.wait()
@@ -125,7 +126,7 @@ def test_a_fill_that_the_end_cut_off_leaves_no_row_behind(tmp_path: Path) -> Non
     program = """
 import sys, threading
 from dataload.cache.local.tier import LocalTier
-from dataload.runtime.executor import Threads
+from dataload.runtime.executor import DaemonExecutor
 from dataload.cache.tier import BlobKey
 filling = threading.Event()
 def fill(allocate):
@@ -133,7 +134,7 @@ def fill(allocate):
     filling.set()
     threading.Event().wait()
 tier = LocalTier(sys.argv[1], 10**6)
-threads = Threads(1, "filling")
+threads = DaemonExecutor(1, "filling")
 threads.submit(tier.get_or_fill, BlobKey("o", "x", "v", "all"), fill)
 filling.wait()
 """
