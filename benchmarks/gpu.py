@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
-from dataload.loader.loader import Loader, make_loader
+from dataload.loader import Loader, make_loader
 from dataload.rows.collate import map_tensors
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.optimizer_step import OptimizerStep

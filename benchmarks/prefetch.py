@@ -38,7 +38,7 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.local.tier import LocalTier
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.dataset import Dataset, make_dataset
-from dataload.loader.loader import Loader, make_loader
+from dataload.loader import Loader, make_loader
 from dataload.rows.background_decoder import BackgroundDecoder
 from dataload.world import World
 

@@ -36,7 +36,7 @@ FENCE = r"```(?P<kind>python|sh| { \.python })\n(?P<text>.*?)^```$"  # the last 
 BLOCK = re.compile(rf"^(?:<!-- not run: (?P<why>[^\n]+) -->\n\n)?{FENCE}", re.MULTILINE | re.DOTALL)
 INCLUDED = re.compile(r'^--8<-- "([^":]+)(?::(\S+))?"$', re.MULTILINE)
 KNOWN = {  # functions whose options a page may name
-    "make_loader": "dataload.loader.loader",
+    "make_loader": "dataload.loader.factory",
     "make_dataset": "dataload.dataset",
     "fit": "dataload.train.harness",
 }

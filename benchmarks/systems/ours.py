@@ -12,7 +12,7 @@ from dataload.benchmarks.batches import Batch, Row, transformed
 from dataload.benchmarks.systems.base import Setting
 from dataload.cache.config import CacheConfig
 from dataload.dataset import make_dataset
-from dataload.loader.loader import make_loader
+from dataload.loader import make_loader
 
 SLEEP_SECONDS = 0.01
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dataload.cache.config import CacheConfig
 from dataload.demo import model as digit_model
-from dataload.loader.loader import make_loader
+from dataload.loader import make_loader
 from dataload.train.harness import fit
 from dataload.world import World
 

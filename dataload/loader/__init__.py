@@ -1,4 +1,4 @@
-"""Batches from rows: the loader, what it asks for ahead, and how a batch is made."""
+"""The loader: it requests row groups ahead, makes batches of rows and copies them to the device."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dataload.loader.factory import make_loader as make_loader
     from dataload.loader.loader import Loader as Loader
-    from dataload.loader.loader import make_loader as make_loader
+
+_MODULES = {"Loader": "dataload.loader.loader", "make_loader": "dataload.loader.factory"}
 
 __all__ = ["Loader", "make_loader"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("dataload.loader.loader"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""Which batches a rank makes, in which order, and how one is made."""
+"""Requests for batches, in the order of the sampler, and the maker that answers them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from dataload.telemetry.wait_timeline import Timeline, doing
 
 @dataclass(frozen=True)
 class Request:
-    """Consecutive batches of one rank, to be made together.
+    """Consecutive batches of one rank that are made together.
 
-    rows: of all of them, int64 [n]; size: of each, though the last may be shorter. cursor: rows of the epoch before the
-    global batch of the first; step: rows of a global batch. stream: names the random numbers of the epoch's transforms;
-    a batch's own follow from its cursor, whoever makes it.
+    Attributes:
+        rows: Row numbers of all batches, int64 [n].
+        size: Rows per batch. The last one may be shorter.
+        cursor: Rows of the epoch before the global batch of the first one.
+        step: Rows per global batch.
+        stream: (seed, epoch, rank), the key of the transforms' random numbers. Together with its cursor it determines
+            the random numbers of a batch, in any process.
     """
 
     rows: Array
@@ -39,21 +43,27 @@ class Request:
 
     @property
     def end(self) -> int:
-        """Rows of the epoch before the global batch that follows."""
+        """Rows of the epoch before the global batch that follows this request."""
         return self.cursor + self.step * len(self.sizes)
 
     @property
     def sizes(self) -> list[int]:
+        """Rows of each batch."""
         whole, rest = divmod(len(self.rows), self.size)
         return [self.size] * whole + [rest] * (rest > 0)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A batch that was made. cursor: as in its request; rows: how many.
+    """A batch, and the cost of making it.
 
-    opened: the row groups that were opened for its request, in the first answer to it; of a worker's, with their
-    accounts there, see `Ledger`. making: what a worker was at.
+    Attributes:
+        cursor: Rows of the epoch before its global batch.
+        rows: Rows of the batch.
+        batch: The batch; packed, if a worker sends it.
+        opened: The row groups that were opened for the request, in its first answer only. An answer of a worker has
+            their accounts of its `Ledger`, too.
+        making: The activities of the worker.
     """
 
     cursor: int
@@ -63,14 +73,16 @@ class Answer:
     making: Timeline = field(default_factory=Timeline)
 
     def pin_memory(self) -> Answer:
-        """Return a worker's answer with its batch in pinned memory. torch calls this on its thread for that."""
+        """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
         return replace(self, batch=self.batch.pin_memory())
 
 
 class Requests(Iterable[Request]):
-    """The requests of one rank, from wherever it was told to start.
+    """The requests of one rank, from a start position.
 
-    batches: row numbers of each batch, from where `sampler` stands on; None: the sampler's own.
+    Args:
+        sampler: The order of the rows.
+        batches: Row numbers of each batch from the sampler's position on. None: the sampler's own batches.
     """
 
     def __init__(self, sampler: ShardedSampler, batches: Iterable[Sequence[int]] | None = None) -> None:
@@ -79,25 +91,32 @@ class Requests(Iterable[Request]):
         self.start_at(0, 0)
 
     def start_at(
-        self, epoch: int, cursor: int, at_once: int = 1, coming: Callable[[int], object] = lambda _: None
+        self, epoch: int, cursor: int, at_once: int = 1, on_request: Callable[[int], object] = lambda _: None
     ) -> Requests:
-        """From here on, then. at_once: batches of a request, at most; coming: told where each ends, in advance."""
+        """Set the start of the next iteration. Return self.
+
+        Args:
+            epoch: The epoch.
+            cursor: Rows of the epoch before the first global batch.
+            at_once: Most batches per request.
+            on_request: Called with the `end` of each request before it is yielded.
+        """
         self._start = epoch, cursor
         self._at_once = at_once
-        self._coming = coming
+        self._on_request = on_request
         return self
 
     def __iter__(self) -> Iterator[Request]:
-        return self._from(*self._start, self._at_once, self._coming)
+        return self._from(*self._start, self._at_once, self._on_request)
 
-    def _from(self, epoch: int, cursor: int, at_once: int, coming: Callable[[int], object]) -> Iterator[Request]:
+    def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler
         step, stream = sampler.global_batch_size, (sampler.seed, epoch, sampler.rank)
         for run in self._runs(epoch, cursor):
             for first in range(0, len(run), at_once):
                 batches = run[first : first + at_once]
                 request = Request(batches.ravel(), batches.shape[1], cursor, step, stream)
-                coming(request.end)
+                on_request(request.end)
                 yield request
                 cursor = request.end
 
@@ -108,7 +127,18 @@ class Requests(Iterable[Request]):
 
 
 class BatchMaker(torch.utils.data.Dataset[Answer]):
-    """Turns requests into batches, on a thread or in worker processes: gather, collate, transform."""
+    """Makes the batches of requests, on a thread or in workers: gather, collate, transform.
+
+    Args:
+        dataset: The rows.
+        ragged: As in `make_loader`.
+        group: As in `make_loader`.
+        collate_fn: As in `make_loader`.
+        transform: As in `make_loader`.
+
+    Raises:
+        ConfigError: `group` does not suit the columns.
+    """
 
     def __init__(
         self,
@@ -121,18 +151,18 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     ) -> None:
         self._dataset = dataset
         self._shape: dict[str, Any] = {"ragged": ragged, "group": group}
-        to_batch(Records.none(dataset.rowstore.layout), **self._shape)  # so that what is wrong with it is said now
+        to_batch(Records.none(dataset.rowstore.layout), **self._shape)  # raises for a wrong `group`
         self._collate = collate_fn
         self._transform = transform
         self._wants_rng = _takes_rng(transform)
 
     @property
     def only_gathers(self) -> bool:
-        """Whether no code of the user's has a part in it."""
+        """Whether batches are made without code of the user."""
         return self._collate is None and self._transform is None
 
     def __getitem__(self, request: Request) -> Answer:
-        """The answer of a worker: its batch is packed."""
+        """Return the answer to a request of one batch, packed: torch calls this in a worker."""
         making = Timeline(usually="collate")
         with making.here():
             [answer] = self.make(request)
@@ -142,9 +172,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         return replace(answer, batch=packed, opened=opened, making=making.end())
 
     def make(self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None) -> Iterator[Answer]:
-        """The batches that were asked for, gathered in one go.
+        """Yield the batches of a request, whose rows are gathered in one call.
 
-        stop: as for `RowStore.gather`. empty: as for `to_batch`; not used for what a user's code is given.
+        Args:
+            request: The request.
+            stop: As in `RowStore.gather`.
+            empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
         sizes, cursor, groups = request.sizes, request.cursor, set[int]()
         records = self._dataset.rowstore.gather(request.rows, stop, groups)
@@ -154,9 +187,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             cursor, opened = cursor + request.step, {}
 
     def collate(self, rows: Rows) -> Any:
-        """The batch of these rows, for a plain DataLoader in the loader's place (accelerate's `skip_first_batches`).
+        """Return the batch of these rows.
 
-        Raises ConfigError for a transform that takes `rng`, which only the loader has.
+        A plain DataLoader calls this, such as the one that accelerate's `skip_first_batches` makes of a loader.
+
+        Raises:
+            ConfigError: The transform takes `rng`, which only the loader has.
         """
         if self._wants_rng:
             raise ConfigError("transform(batch, rng) needs the loader itself: skip batches by load_state_dict instead")

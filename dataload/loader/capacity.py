@@ -1,4 +1,4 @@
-"""Room for what is needed at a time: open row groups, the cache, the memory that workers share."""
+"""Capacity for the row groups that are needed at a time: open row groups, the cache, shared memory of workers."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ if TYPE_CHECKING:
     from dataload.dataset import Dataset
     from dataload.samplers.sharded import ShardedSampler
 
-FITS = 0.95  # of a cache is rows; the rest is footers, and what fills a file's last page
-AHEAD_BYTES = 256 << 20  # of objects, loaded before they are needed: more than is on its way at a time
-PASSING = 16  # row groups: clumps of more that have to be fetched are seldom, and threads that load them are few
-NEXT_TO_NOTHING = 0.01  # of what has to be fetched each epoch
-CODES = 64  # times as large as their codes values may be, perhaps: where that matters, they are measured
+FITS = 0.95  # usable part of a cache; the rest is footers and the padding of files to whole pages
+AHEAD_BYTES = 256 << 20  # objects to prefetch: more than the bytes that are in flight at a time
+MAX_TRANSIENT = 16  # row groups: longer runs of missing ones are rare, and few threads load them
+NEGLIGIBLE = 0.01  # of the bytes that are fetched in each epoch
+DICTIONARY_RATIO = 64  # values may be this much larger than their dictionary codes; measured where it matters
 
-GATHERED, RUN_BYTES = 64, 2 << 20  # batches at once, at most; bytes of them, that stay in a cache on their way
+MAX_BATCHES_PER_GATHER = 64
+RUN_BYTES = 2 << 20  # per gather; more would not stay in the processor's cache
 
 log = logging.getLogger(__name__)
 
 
-def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
-    """Room for what the order needs at a time, and what is to be there before it is needed.
+def reserve_capacity(dataset: Dataset, sampler: ShardedSampler) -> None:
+    """Set how many row groups the dataset keeps open and prefetches, and the transient region of its cache.
 
-    Where not all fits into the cache, some of it passes through, and the rest stays there. Raises ConfigError when the
-    cache is too small for what the order needs at a time.
+    If the dataset exceeds the cache, the part that fits stays, and the rest passes through the region.
+
+    Raises:
+        ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
     tier, blobs, groups = dataset.blocks.tier, dataset.rowstore.blobs, dataset.row_groups
-    if isinstance(tier, LocalTier) and blobs.num_bytes * sampler.node_share * CODES > tier.limit * FITS:
+    if isinstance(tier, LocalTier) and blobs.num_bytes * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
         _measure(blobs)
     at_once = gathered_at_once(dataset.rowstore.row_bytes * sampler.batch_size)
     drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size * at_once)
@@ -52,36 +55,48 @@ def provide(dataset: Dataset, sampler: ShardedSampler) -> None:
 def _measure(blobs: RowGroupCache) -> None:
     try:
         blobs.measure()
-    except (OriginError, DataError) as error:  # All rows may be there, and this only makes a guess better.
-        log.warning("how large decoded rows are was not found out, going by the footers: %s", error)
+    except (OriginError, DataError) as error:  # The rows may all be cached, and the footers have an estimate.
+        log.warning("cannot measure the size of decoded rows, going by the footers: %s", error)
 
 
 def region_of(order: Order, blobs: RowGroupCache, limit: int, node_share: float = 1.0) -> tuple[int, int]:
-    """Bytes of a cache of `limit` bytes that row groups pass through, and how many at a time; 0 where all of them stay.
+    """Return the size of the cache's transient region: its bytes, and the row groups to prefetch into it.
 
-    Room for two windows; or for `PASSING` row groups, where it makes next to no difference to what stays, and for no
-    more at a time. Raises ConfigError when the cache is too small for what the order needs at a time.
+    The region has space for two windows. It grows to at most `MAX_TRANSIENT` row groups if that is negligible beside
+    the bytes that are fetched in each epoch.
+
+    Args:
+        order: The order of the rows.
+        blobs: The row groups.
+        limit: Size of the cache in bytes.
+        node_share: Part of the dataset that this node reads.
+
+    Returns:
+        (bytes, row groups); (0, 0) if the whole dataset fits into the cache.
+
+    Raises:
+        ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
     groups, need = needed(order, blobs, node_share)
-    _check_room(order, limit, groups, need)
+    _check_fits(order, limit, groups, need)
     total = blobs.num_bytes * node_share
     if total <= limit * FITS:
         return 0, 0
     mean = blobs.num_bytes / len(order.block_lengths)
-    spare = min((total - limit) * NEXT_TO_NOTHING, limit - need)
-    more = max(0, min(PASSING - groups, int(spare / mean)))
-    return need + math.ceil(more * mean), min(PASSING, groups + more)
+    spare = min((total - limit) * NEGLIGIBLE, limit - need)
+    more = max(0, min(MAX_TRANSIENT - groups, int(spare / mean)))
+    return need + math.ceil(more * mean), min(MAX_TRANSIENT, groups + more)
 
 
 def gathered_at_once(batch_bytes: int) -> int:
-    """How many batches of so many bytes are gathered at once: a power of two, as runs are."""
-    return 1 << (max(1, min(GATHERED, RUN_BYTES // max(1, batch_bytes))).bit_length() - 1)
+    """Return how many batches of `batch_bytes` bytes to gather at once: a power of two, as the sampler's runs are."""
+    return 1 << (max(1, min(MAX_BATCHES_PER_GATHER, RUN_BYTES // max(1, batch_bytes))).bit_length() - 1)
 
 
 def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S108 (torch's)
-    """Warn when `size` bytes of batches, on their way from workers, do not fit into shared memory.
+    """Warn if `size` bytes of batches of workers do not fit into shared memory.
 
-    A worker would die of SIGBUS there; a transform that makes batches smaller would save it.
+    A worker would die of SIGBUS then, unless the transform makes batches smaller.
     """
     try:
         status = os.statvfs(folder)
@@ -99,9 +114,11 @@ def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S
 
 
 def drawn_on_at_a_time(order: Order, rows: int) -> int:
-    """Row groups that are drawn on at a time: a window in every stream and what so many rows span, or all of them.
+    """Return how many row groups are read at a time: a window in each stream, and the row groups that `rows` span.
 
-    rows: gathered at once, of all ranks together.
+    Args:
+        order: The order of the rows.
+        rows: Rows that all ranks together gather at once.
     """
     every = len(order.block_lengths)
     spanned = -(-rows * every // max(1, order.n))
@@ -109,15 +126,15 @@ def drawn_on_at_a_time(order: Order, rows: int) -> int:
 
 
 def needed(order: Order, blobs: RowGroupCache, node_share: float = 1.0) -> tuple[int, int]:
-    """Row groups that the order needs at a time, and about how many bytes of rows they are: two windows, or all."""
+    """Return (row groups, approximate bytes) that the order needs at a time: two windows, or the whole dataset."""
     every = len(order.block_lengths)
     groups = every if order.shuffle == "full" else 2 * max(order.window, order.num_streams)
     groups = math.ceil(groups * node_share)
     return groups, sum(sorted(map(blobs.bytes_of, range(every)), reverse=True)[:groups])
 
 
-def _check_room(order: Order, limit: int, groups: int, need: int) -> None:
-    """Raises ConfigError when a cache of `limit` bytes has no room for `need` bytes, of so many row groups."""
+def _check_fits(order: Order, limit: int, groups: int, need: int) -> None:
+    """Raise ConfigError if `need` bytes, of `groups` row groups, exceed a cache of `limit` bytes."""
     if limit >= need:
         return
     if order.shuffle == "full":

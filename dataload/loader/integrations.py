@@ -1,14 +1,13 @@
-"""What Lightning and accelerate need to see in a loader, so that they drive it and do not shard it again.
+"""Integration with Lightning and accelerate: they run the loader and do not shard it again.
 
-Lightning leaves a loader alone whose `sampler` is a DistributedSampler. To predict it builds the loader anew from its
-keywords, which `Loader.__init__` therefore keeps as attributes. Fabric counts epochs from 0 in each process
-(`TrainerSampler`).
+Lightning does not replace a `sampler` that is a DistributedSampler. For prediction it rebuilds the loader from its
+keywords, so `Loader.__init__` keeps them as attributes. Fabric counts epochs from 0 in each process (`TrainerSampler`).
 
-accelerate asks no sampler: it shards every DataLoader but one that it takes for its own (`Unwrapped`), and what its own
-wrapper would have told it about the epoch, the loader tells it (`announced`). Its scheduler takes one step for each
-rank unless told that `split_batches=True` or `step_scheduler_with_optimizer=False`.
+accelerate shards each DataLoader that it has not prepared itself (`PreparedForAccelerate`). Its wrapper of a DataLoader
+reports the start and end of an epoch; here the loader does (`accelerate_iteration`). Its scheduler takes one step for
+each rank unless `split_batches=True` or `step_scheduler_with_optimizer=False` is set.
 
-Nothing of theirs is imported unless the program has imported it.
+Neither library is imported unless the program has imported it.
 """
 
 from __future__ import annotations
@@ -24,21 +23,24 @@ import torch
 from dataload.samplers.sharded import ShardedSampler
 
 
-class Unwrapped:
-    """A loader that `accelerator.prepare` returns as it is, and whose state `save_state` and `load_state` carry."""
+class PreparedForAccelerate:
+    """A loader that `accelerator.prepare` returns unchanged. `save_state` and `load_state` include its state."""
 
-    # accelerate has no public word for "already sharded"; with this one it takes the loader for prepared.
+    # accelerate has no public name for "already sharded". With this one, it takes the loader for prepared.
     _is_accelerate_prepared: ClassVar = True
     use_stateful_dataloader: ClassVar = True
 
 
 @contextmanager
-def announced(remainder: int) -> Iterator[Callable[[], None]]:
-    """Inside, accelerate knows that a loader is being iterated, if the program uses accelerate.
+def accelerate_iteration(remainder: int) -> Iterator[Callable[[], None]]:
+    """Report an iteration of a loader to accelerate, if the program uses accelerate.
 
-    remainder: rows of the last global batch when some of it is padding, which `gather_for_metrics` then cuts off; else
-        0. Yields what is to be called before the last batch is handed out: gradients accumulated so far are then
-        synchronised.
+    Args:
+        remainder: Rows of the last global batch without its padding, which `gather_for_metrics` cuts off. 0: it has no
+            padding.
+
+    Yields:
+        A function to call before the last batch is yielded. accelerate then synchronizes accumulated gradients.
     """
     if not _accelerate_runs():
         yield lambda: None
@@ -56,7 +58,7 @@ def announced(remainder: int) -> Iterator[Callable[[], None]]:
 
 
 def trainer_device() -> torch.device | None:
-    """Where accelerate's own loaders would put batches; None: nowhere, or there is no accelerate at work."""
+    """Return the device to which accelerate copies batches. None: the CPU, or the program does not use accelerate."""
     if not _accelerate_runs():
         return None
     from accelerate.state import PartialState
@@ -66,25 +68,27 @@ def trainer_device() -> torch.device | None:
 
 
 class TrainerSampler(ShardedSampler):
-    """A sampler for loops whose epochs may be counted anew after a restart.
+    """A sampler for training loops that count epochs from 0 again after a restart.
 
-    Fabric sets, as the epoch, how many loops this process has begun. The first number after a restart that is below the
-    restored epoch therefore stands for it, and later ones count on from there. Only where Fabric has been imported.
+    Fabric passes `set_epoch` the number of loops that this process has begun. If the first number after a restart is
+    below the restored epoch, it means the restored epoch, and later numbers have the same offset. This applies only if
+    Fabric has been imported.
     """
 
-    _behind = 0
+    _offset = 0
     _restored = False
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a position, as in `ShardedSampler`."""
         super().load_state_dict(state)
         self._restored = True
 
     def set_epoch(self, epoch: int) -> None:
-        """As in `ShardedSampler`."""
+        """Set the epoch, as in `ShardedSampler`, with the offset of a restart."""
         if self._restored and {"lightning.fabric.wrappers", "lightning_fabric.wrappers"} & sys.modules.keys():
-            self._behind = max(0, self.epoch - epoch)
+            self._offset = max(0, self.epoch - epoch)
         self._restored = False
-        super().set_epoch(epoch + self._behind)
+        super().set_epoch(epoch + self._offset)
 
 
 def _accelerate_runs() -> bool:

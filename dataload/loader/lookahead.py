@@ -1,4 +1,4 @@
-"""Work done ahead of its use: batches on a thread, row groups in the order in which they will be needed."""
+"""Prefetching: batches on a thread, and row groups in the order of their first use."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ from typing import Any, TypeVar
 
 from dataload.telemetry.wait_timeline import Timeline
 
-PATIENCE_SECONDS = 1.0
-LOOK_SECONDS = 0.2
-SIGHT = 8  # times as many row groups as are asked for further ahead are looked at: it takes 50 µs each
+JOIN_SECONDS = 1.0
+POLL_SECONDS = 0.2
+SCAN_FACTOR = 8  # row groups scanned for each one prefetched further ahead; a scan takes 50 µs
 
 T = TypeVar("T")
 
 
 def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timeline) -> Generator[T, None, None]:
-    """The items, made on a thread of their own, at most `depth` ahead of their use.
+    """Yield items that a thread makes at most `depth` ahead of their use.
 
-    stop: done when no more are wanted, so that whoever makes them need not get what he waits for. waiting: where it is
-    written down what they were waited for.
+    An exception of `items` is raised here, in the place of the item. Closing the generator stops the thread and waits
+    up to `JOIN_SECONDS` for it, and so does the end of the program. A longer wait could deadlock: the closing thread
+    may hold a lock that the thread needs.
 
-    What making an item raises is raised here, in its place. Closing the generator stops the thread, and waits a moment
-    for it, and so does the end of the program. No longer: whoever drops it may hold what the thread is waiting for.
+    Args:
+        items: The items.
+        depth: Most items that are ready and not yet used.
+        stop: Set when the generator is closed, so that `items` can stop waiting.
+        waiting: Timeline that records the causes of the waits for items.
     """
     ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-    room = threading.Semaphore(depth)
+    capacity = threading.Semaphore(depth)
     making = Timeline(usually="collate")
 
     def make() -> None:
         with making.here():
             try:
                 iterator = iter(items)
-                while room.acquire() and not stop.done():
+                while capacity.acquire() and not stop.done():
                     ready.put((next(iterator), None))
-            except BaseException as error:  # noqa: BLE001 (raised again where the item is awaited)
+            except BaseException as error:  # noqa: BLE001 (raised where the item is used)
                 ready.put((None, error))
 
     thread = threading.Thread(target=make, name="dataload-ahead", daemon=True)
@@ -49,12 +53,12 @@ def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timel
     def end() -> None:
         if not stop.done():
             stop.set_result(None)
-        room.release()
+        capacity.release()
         if thread is not threading.current_thread():  # The garbage collector runs in any thread.
-            thread.join(PATIENCE_SECONDS)
+            thread.join(JOIN_SECONDS)
 
     thread.start()
-    atexit.register(end)  # A thread that is left over can neither run nor be joined once the interpreter goes.
+    atexit.register(end)  # A thread cannot run or be joined once the interpreter shuts down.
     try:
         while True:
             since = perf_counter()
@@ -64,7 +68,7 @@ def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timel
                 return
             if error is not None:
                 raise error
-            room.release()
+            capacity.release()
             yield item  # type: ignore[misc]
     finally:
         atexit.unregister(end)
@@ -73,13 +77,13 @@ def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timel
 
 def _next_of(ready: queue.SimpleQueue[T]) -> T:
     while True:
-        # A signal that comes between the interpreter's last look and the wait would be heard after it.
+        # The interpreter handles a signal that arrives just before the wait only after it, so the wait is short.
         with suppress(queue.Empty):
-            return ready.get(timeout=LOOK_SECONDS)
+            return ready.get(timeout=POLL_SECONDS)
 
 
 class Needs(Iterator[tuple[int, int]]):
-    """Needs, as `Lookahead` takes them, of which another thread can ask for those that were passed."""
+    """Needs for a `Lookahead`, which records those that it has read. Another thread may consume the record."""
 
     def __init__(self, needs: Iterator[tuple[int, int]]) -> None:
         self._needs = needs
@@ -91,67 +95,73 @@ class Needs(Iterator[tuple[int, int]]):
         return need
 
     def before(self, position: int) -> Iterator[int]:
-        """The row groups that positions before this one need, those that the lookahead has seen; each once."""
+        """Yield the row groups needed before `position` that the lookahead has read, each once."""
         while self._seen and self._seen[0][0] < position:
             yield self._seen.popleft()[1]
 
 
 class Lookahead:
-    """Asks for row groups before the batches that need them are made.
+    """Prefetches row groups before the batches that need them are made.
 
-    needs: (position in the epoch, row group), in the order of their first need; ask: starts the loading of some;
-    ahead: how many are asked for that no batch has needed yet.
-    further: of those that only pass through the cache, how many are, wherever they lie: they come in clumps.
+    Row groups that only pass through the cache come in runs. So `further` of them are prefetched, however many cached
+    row groups are needed before them.
+
+    Args:
+        needs: (position in the epoch, row group), in the order of the first use.
+        prefetch: Starts loading row groups.
+        ahead: Row groups to prefetch before their first use.
+        further: Row groups for which `passes` is true to prefetch. 0: none in addition.
+        passes: Whether a row group only passes through the cache.
     """
 
     def __init__(
         self,
         needs: Iterator[tuple[int, int]],
-        ask: Callable[[list[int]], Any],
+        prefetch: Callable[[list[int]], Any],
         ahead: int,
         further: int = 0,
         passes: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self._ask = ask
+        self._prefetch = prefetch
         every, passing = tee(needs) if further else (needs, iter(()))
-        self._horizons = _Horizon(every, ahead, ahead), _Horizon(passing, further, SIGHT * further, passes)
+        self._horizons = _Horizon(every, ahead, ahead), _Horizon(passing, further, SCAN_FACTOR * further, passes)
 
     def reach(self, position: int) -> None:
-        """Batches are made of all positions before this one."""
-        self._ask([group for horizon in self._horizons for group in horizon.reach(position)])
+        """Prefetch for batches from `position` on. Earlier positions are done."""
+        self._prefetch([group for horizon in self._horizons for group in horizon.reach(position)])
 
 
 class _Horizon:
-    """How far ahead needs are seen: until so many that count lie ahead, or so many at all."""
+    """Reads needs until `counted_limit` counted ones, or `limit` needs, are ahead of the position."""
 
     def __init__(
         self,
         needs: Iterator[tuple[int, int]],
-        most: int,
-        most_at_all: int,
+        counted_limit: int,
+        limit: int,
         counts: Callable[[int], bool] = lambda _: True,
     ) -> None:
         self._needs = needs
-        self._most, self._most_at_all = most, most_at_all
+        self._counted_limit, self._limit = counted_limit, limit
         self._counts = counts
         self._counted: deque[int] = deque()  # positions
         self._seen: deque[int] = deque()
 
     def reach(self, position: int) -> list[int]:
-        """The row groups that come into sight, and count."""
+        """Return the counted row groups that are new within the horizon of `position`."""
         for ahead in (self._counted, self._seen):
             while ahead and ahead[0] < position:
                 ahead.popleft()
-        coming = []
-        while len(self._counted) < self._most and len(self._seen) < self._most_at_all:
+        found = []
+        while len(self._counted) < self._counted_limit and len(self._seen) < self._limit:
             need = next(self._needs, None)
             if need is None:
                 break
             counts = self._counts(need[1])
             if counts:
-                coming.append(need[1])
+                found.append(need[1])
             if need[0] >= position:
                 self._seen.append(need[0])
                 if counts:
                     self._counted.append(need[0])
-        return coming
+        return found

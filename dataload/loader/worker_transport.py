@@ -1,6 +1,7 @@
-"""Batches on their way out of a worker: all that is large in one piece.
+"""Transport of batches from a worker: tensors, arrays, bytes and strings are packed into one buffer.
 
-A tensor that is sent takes a descriptor and a millisecond; up to some size bytes through the pipe are there sooner.
+torch sends each tensor in a shared memory file of its own, which takes a descriptor and a millisecond. Up to
+`PIPED_BYTES`, bytes through the pipe are faster.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ _ALIGN = 16
 
 
 class Packed(NamedTuple):
-    """content: uint8 [n], or so many bytes; shape: the batch, pickled, with a `_Tensor`, `_Array`, `_Bytes` or `_Text`
-    in place of what is in there.
+    """A packed batch.
+
+    Attributes:
+        content: The values, uint8 [n]; a bytearray, if they are sent through the pipe.
+        shape: The pickled batch. A `_Tensor`, `_Array`, `_Tensors`, `_Bytes` or `_Text` replaces each packed value.
     """
 
     content: torch.Tensor | bytearray
     shape: bytes
 
     def pin_memory(self) -> Packed:
-        """Return the same in pinned memory. torch calls this on its thread for that."""
+        """Return a copy in pinned memory. torch calls this on its pinning thread."""
         content = self.content
         if isinstance(content, bytearray):
             content = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
@@ -55,7 +59,7 @@ class _Tensors(NamedTuple):
 
 
 class _Bytes(NamedTuple):
-    """A list of bytes; views: of what arrives as views of memory."""
+    """A list of bytes, or of memoryviews if `views`."""
 
     start: int
     lengths: list[int]
@@ -69,16 +73,17 @@ class _Text(NamedTuple):
 
 
 def pack(batch: Any) -> Packed:
-    """The batch with its tensors, arrays, bytes and strings packed, wherever they are in dicts, lists and tuples.
+    """Pack the tensors, arrays, bytes and strings in the dicts, lists and tuples of a batch.
 
-    Raises what pickling the rest of it raises: here, because a queue would only print it, and send nothing.
+    Raises:
+        Exception: Another value of the batch cannot be pickled. A queue would only print this error and send nothing.
     """
     packer = _Packer()
     shape = packer.pack(batch)
     piped = packer.size <= PIPED_BYTES
     content = bytearray(packer.size) if piped else torch.empty(packer.size, dtype=torch.uint8)
     memory = content if isinstance(content, bytearray) else content.numpy().data
-    for start, array in packer.parts:
+    for start, array in packer.arrays:
         np.ndarray(array.shape, array.dtype, memory, start)[...] = array
     return Packed(content, pickle.dumps(shape))
 
@@ -86,17 +91,17 @@ def pack(batch: Any) -> Packed:
 class _Packer:
     def __init__(self) -> None:
         self.size = 0
-        self.parts: list[tuple[int, npt.NDArray[Any]]] = []
+        self.arrays: list[tuple[int, npt.NDArray[Any]]] = []
 
-    def pack(self, value: Any) -> Any:  # noqa: PLR0911 (one a case)
+    def pack(self, value: Any) -> Any:  # noqa: PLR0911 (one per case)
         if isinstance(value, torch.Tensor):
             return self._tensor(value) if _is_plain(value) else value
         if type(value) is np.ndarray and value.dtype.kind in "biufc":
             return _Array(self._put(value), value.dtype.str, value.shape)
-        if type(value) is dict:  # What it is besides, a subclass alone knows: it goes as it is.
-            return {name: self.pack(one) for name, one in value.items()}
+        if type(value) is dict:  # A subclass may have other state, so it is pickled.
+            return {name: self.pack(entry) for name, entry in value.items()}
         if type(value) is tuple:
-            return tuple(self.pack(one) for one in value)
+            return tuple(self.pack(entry) for entry in value)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(self.pack, value))
         if type(value) is list and value:
@@ -104,18 +109,17 @@ class _Packer:
         return bytes(value) if isinstance(value, memoryview) else value
 
     def _list(self, values: list[Any]) -> Any:
-        kinds = {type(one) for one in values}
+        kinds = {type(value) for value in values}
         if kinds in ({bytes}, {memoryview}):
-            return _Bytes(
-                self._put(b"".join(values)), [memoryview(one).nbytes for one in values], kinds == {memoryview}
-            )
+            lengths = [memoryview(value).nbytes for value in values]
+            return _Bytes(self._put(b"".join(values)), lengths, kinds == {memoryview})
         if kinds == {str}:
             text = "".join(values).encode(errors="surrogatepass")
-            return _Text(self._put(text), len(text), [len(one) for one in values])
+            return _Text(self._put(text), len(text), [len(value) for value in values])
         if kinds == {torch.Tensor} and _can_be_joined(values):
             joined = self._tensor(torch.cat(values))
-            return _Tensors(joined.start, joined.dtype, [len(one) for one in values])
-        return [self.pack(one) for one in values]
+            return _Tensors(joined.start, joined.dtype, [len(value) for value in values])
+        return [self.pack(value) for value in values]
 
     def _tensor(self, tensor: torch.Tensor) -> _Tensor:
         try:
@@ -128,34 +132,36 @@ class _Packer:
         array = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content
         start = -(-self.size // _ALIGN) * _ALIGN
         if array.nbytes:
-            self.parts.append((start, array))
+            self.arrays.append((start, array))
             self.size = start + array.nbytes
         return start
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all there is to it."""
-    ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    lazy = tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
-    return ordinary and tensor.device.type == "cpu" and not lazy
+    """Return whether shape, dtype and elements are the whole state of a tensor."""
+    dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    extra_state = tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
+    return dense and tensor.device.type == "cpu" and not extra_state
 
 
 def _can_be_joined(tensors: list[torch.Tensor]) -> bool:
-    return len({one.dtype for one in tensors}) == 1 and all(one.ndim == 1 and _is_plain(one) for one in tensors)
+    return len({tensor.dtype for tensor in tensors}) == 1 and all(
+        tensor.ndim == 1 and _is_plain(tensor) for tensor in tensors
+    )
 
 
 def unpack(packed: Packed) -> Any:
-    """What was packed, as views of the content."""
-    content = packed.content
-    memory = memoryview(content) if isinstance(content, bytearray) else content.numpy().data
-    return _Unpacker(memory).unpack(pickle.loads(packed.shape))  # noqa: S301 (a worker of ours made it)
+    """Return the batch that was packed. Its values are views of the content."""
+    return _Unpacker(packed.content).unpack(pickle.loads(packed.shape))  # noqa: S301 (made by a worker of this process)
 
 
 class _Unpacker:
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+    def __init__(self, content: torch.Tensor | bytearray) -> None:
+        self._memory = memoryview(content) if isinstance(content, bytearray) else content.numpy().data
+        pinned = content if isinstance(content, torch.Tensor) and content.is_pinned() else None
+        self._pinned = None if pinned is None else pinned.untyped_storage()
 
-    def unpack(self, value: Any) -> Any:  # noqa: PLR0911 (one a case)
+    def unpack(self, value: Any) -> Any:  # noqa: PLR0911 (one per case)
         match value:
             case _Tensor(start, dtype, shape):
                 tensor = self._values(start, dtype, math.prod(shape))
@@ -168,22 +174,26 @@ class _Unpacker:
                 return list(torch.split(self._values(start, dtype, sum(lengths)), lengths))
             case _Bytes(start, lengths, views):
                 found = _cut(self._memory[start:].toreadonly(), lengths)
-                return found if views else [bytes(one) for one in found]
+                return found if views else [bytes(view) for view in found]
             case _Text(start, size, lengths):
                 return _cut(str(self._memory[start : start + size], "utf-8", "surrogatepass"), lengths)
             case dict() if type(value) is dict:
-                return {name: self.unpack(one) for name, one in value.items()}
+                return {name: self.unpack(entry) for name, entry in value.items()}
             case tuple() if hasattr(value, "_fields"):
                 return type(value)(*map(self.unpack, value))
             case tuple() if type(value) is tuple:
-                return tuple(self.unpack(one) for one in value)
+                return tuple(self.unpack(entry) for entry in value)
             case list() if type(value) is list:
-                return [self.unpack(one) for one in value]
+                return [self.unpack(entry) for entry in value]
         return value
 
     def _values(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         if not count:
             return torch.empty(0, dtype=dtype)
+        if self._pinned is not None:
+            # torch identifies the pinned block of an asynchronous copy by the tensor's storage. With the separate
+            # storage that `frombuffer` makes, torch would reuse the block before the copy is done.
+            return torch.empty(0, dtype=dtype).set_(self._pinned, start // dtype.itemsize, (count,), (1,))
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
 
 

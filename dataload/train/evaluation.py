@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dataload.errors import ConfigError
+from dataload.loader.loader import Loader
 from dataload.rows.collate import map_tensors
 from dataload.train.distributed import gather
 from dataload.train.module_modes import evaluating
@@ -33,9 +34,10 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     """
     padding = getattr(loader, "padding", 0)  # asked before the loop, which moves the loader
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    batches = loader.batches_on(device) if isinstance(loader, Loader) and device.type != "cpu" else loader
     own: dict[str, _Sum] = {}
     with evaluating(model):
-        for batch in loader:
+        for batch in batches:
             here = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
             for name, value in metric_fn(model, here).items():
                 if name == "rows":

@@ -1,4 +1,4 @@
-"""What does not fit is said before it goes wrong."""
+"""Capacity is checked, and sizes are measured, before memory or the cache runs out."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_batches_that_shared_memory_cannot_hold(small_disk: Path, caplog: pytest
     assert re.search(r"2000000 bytes of batches in .*, which has \d+ free: lower batch_size", caplog.text)
 
 
-def test_an_allowance_is_never_overdrawn() -> None:
-    allowance, held, most = MemoryBudget(10), [0], [0]
+def test_a_memory_budget_is_never_exceeded() -> None:
+    budget, held, most = MemoryBudget(10), [0], [0]
     mutex = threading.Lock()
 
     def work(units: int) -> None:
         for _ in range(200):
-            with allowance.hold(units):
+            with budget.hold(units):
                 with mutex:
                     held[0] += min(units, 10)
                     most[0] = max(most[0], held[0])
@@ -54,67 +54,67 @@ def test_an_allowance_is_never_overdrawn() -> None:
     assert most[0] <= 10
 
 
-def test_an_allowance_is_given_in_the_order_in_which_it_is_asked_for() -> None:
-    """Row groups come in the order of need: a small one behind a large one waits, though there is room for it."""
-    allowance, given, asking = MemoryBudget(10), [], []
+def test_a_memory_budget_is_granted_in_request_order() -> None:
+    """A small reservation waits behind a large one, even if it would fit."""
+    budget, granted, threads = MemoryBudget(10), [], []
 
-    def ask(units: int) -> None:
-        with allowance.hold(units):
-            given.append(units)
+    def reserve(units: int) -> None:
+        with budget.hold(units):
+            granted.append(units)
 
-    with allowance.hold(6):
-        for units in (8, 4, 7, 9):  # no two of which it has room for
-            asking.append(threading.Thread(target=ask, args=(units,)))
-            asking[-1].start()
-            while len(allowance._turns) + len(given) < len(asking):
+    with budget.hold(6):
+        for units in (8, 4, 7, 9):  # no two of them fit together
+            threads.append(threading.Thread(target=reserve, args=(units,)))
+            threads[-1].start()
+            while len(budget._turns) + len(granted) < len(threads):
                 threading.Event().wait(0.001)
-        assert given == []
-        assert not allowance.has(1)
-    for one in asking:
-        one.join(60)
-    assert given == [8, 4, 7, 9]
-    assert allowance.unused
+        assert granted == []
+        assert not budget.has(1)
+    for thread in threads:
+        thread.join(60)
+    assert granted == [8, 4, 7, 9]
+    assert budget.unused
 
 
-def test_who_no_longer_wants_it_is_in_nobodys_way() -> None:
-    allowance, given, unwanted = MemoryBudget(10), threading.Event(), threading.Event()
+def test_a_cancelled_reservation_blocks_no_other() -> None:
+    budget, granted, cancelled = MemoryBudget(10), threading.Event(), threading.Event()
     caught: list[type[BaseException]] = []
 
-    def give_up() -> None:
+    def reserve_then_cancel() -> None:
         try:
-            with allowance.hold(10, unwanted.is_set):
+            with budget.hold(10, cancelled.is_set):
                 pass
         except ReservationCancelled as error:
             caught.append(type(error))
 
-    def ask() -> None:
-        with allowance.hold(4):
-            given.set()
+    def reserve() -> None:
+        with budget.hold(4):
+            granted.set()
 
-    threads = [threading.Thread(target=give_up), threading.Thread(target=ask)]
-    with allowance.hold(5):
+    threads = [threading.Thread(target=reserve_then_cancel), threading.Thread(target=reserve)]
+    with budget.hold(5):
         threads[0].start()
-        while not allowance._turns:
+        while not budget._turns:
             threading.Event().wait(0.001)
-        unwanted.set()
+        cancelled.set()
         threads[1].start()
-        assert given.wait(60)
+        assert granted.wait(60)
     for thread in threads:
         thread.join(60)
     assert caught == [ReservationCancelled]
 
 
 def texts(folder: Path, groups: int, **options: Any) -> tuple[str, int]:
-    """A file of captions of which a few are repeated, and how many bytes they have."""
+    """Return a file of repeated captions, and their bytes."""
     values = [f"{'hello world ' * (number % 100)}{number % 100}" for number in range(groups * 1000)]
     pq.write_table(pa.table({"text": values}), folder / "texts.parquet", row_group_size=1000, **options)
     return str(folder / "texts.parquet"), sum(map(len, values))
 
 
-def test_the_room_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
+def test_capacity_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
     url, size = texts(tmp_path, 40)
     dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), size // 2))
-    assert dataset.rowstore.blobs.num_bytes < size / 4  # as the footers have it
+    assert dataset.rowstore.blobs.num_bytes < size / 4  # by the footers
     loader = make_loader(dataset, 100, window=2)
     assert dataset.rowstore.blobs.num_bytes == pytest.approx(size + 8 * 40_000, rel=0.01)
     assert size / 10 <= dataset.blocks.tier.region <= size / 9
@@ -124,9 +124,7 @@ def test_the_room_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("groups", "further"), [(40, 4), (1000, 9), (4000, 16)])
-def test_more_than_two_windows_pass_through_where_it_makes_next_to_no_difference(
-    groups: int, further: int, tmp_path: Path
-) -> None:
+def test_the_transient_region_grows_where_that_is_negligible(groups: int, further: int, tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.arange(groups * 10)}), tmp_path / "x.parquet", row_group_size=10)
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=None)
     blobs, sizes = dataset.rowstore.blobs, [group.rows for group in dataset.row_groups]
@@ -141,19 +139,19 @@ def test_more_than_two_windows_pass_through_where_it_makes_next_to_no_difference
     ("cache_bytes", "options", "requests"),
     [("2MB", {}, 4), ("1GB", {}, 0), ("4MB", {"use_dictionary": False}, 0), ("2MB", {"compression": "none"}, 4)],
 )
-def test_values_are_measured_where_codes_leave_it_open_what_fits(
+def test_values_are_measured_if_their_codes_might_fit_and_they_might_not(
     cache_bytes: str, options: dict[str, Any], requests: int, tmp_path: Path
 ) -> None:
-    """Of four row groups, whatever else there is; and once a host."""
+    """Four row groups are sampled, once per host."""
     url, _ = texts(tmp_path, 6, **options)
-    for asked in (requests, 0):
+    for expected in (requests, 0):
         dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), cache_bytes))
         before = dataset.blocks.stats()["requests_origin"]
         make_loader(dataset, 10, window=1)
-        assert dataset.blocks.stats()["requests_origin"] - before == asked
+        assert dataset.blocks.stats()["requests_origin"] - before == expected
 
 
-def test_what_is_measured_is_known_to_every_choice_of_columns(tmp_path: Path) -> None:
+def test_measured_sizes_are_shared_by_all_choices_of_columns(tmp_path: Path) -> None:
     url, _ = texts(tmp_path, 6)
     cache = CacheConfig(str(tmp_path / "cache"))
     make_dataset(url, cache=cache).rowstore.blobs.measure()
@@ -163,7 +161,7 @@ def test_what_is_measured_is_known_to_every_choice_of_columns(tmp_path: Path) ->
     assert dataset.blocks.stats()["requests_origin"] == before
 
 
-def test_rows_that_are_there_need_no_origin_to_measure_them(
+def test_cached_rows_can_be_read_when_the_origin_is_down_and_sizes_cannot_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     url, size = texts(tmp_path, 6)
@@ -172,27 +170,27 @@ def test_rows_that_are_there_need_no_origin_to_measure_them(
         dataset.rowstore.blobs.make(group)
 
     def down(*_: Any) -> None:
-        raise OriginError("nobody answers")
+        raise OriginError("no server answers")
 
     monkeypatch.setattr(ValueSizes, "means", down)
     assert sum(len(batch["text"]) for batch in make_loader(dataset, 100, window=1)) == 6000
-    assert "going by the footers: nobody answers" in caplog.text
+    assert "going by the footers: no server answers" in caplog.text
 
 
-def test_memory_that_workers_share_is_reckoned_with_what_was_measured(
+def test_shared_memory_of_workers_is_estimated_with_measured_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr("dataload.loader.loader.check_shared_memory", asked.append)
+    checked: list[int] = []
+    monkeypatch.setattr("dataload.loader.loader.check_shared_memory", checked.append)
     url, size = texts(tmp_path, 6)
     dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "cache"), 2 * size))
     assert dataset.rowstore.row_bytes < size / 6000 / 4
     make_loader(dataset, 10, window=1, num_workers=1, prefetch_factor=2, transform=dict)
-    assert asked == [pytest.approx(20 * (size / 6000 + 8), rel=0.05)]
+    assert checked == [pytest.approx(20 * (size / 6000 + 8), rel=0.05)]
 
 
-def test_large_values_are_not_taken_for_codes(tmp_path: Path) -> None:
-    """Of each there is one: a dictionary that has all of them, or the first of them only."""
+def test_large_values_are_not_mistaken_for_codes(tmp_path: Path) -> None:
+    """All values are distinct, so a dictionary has all of them or only the first ones."""
     for rows, size in ((20, 5000), (2000, 5000), (40_000, 100)):
         values = [noise.bytes(size) for _ in range(rows)]
         pq.write_table(pa.table({"image": pa.array(values, pa.binary())}), tmp_path / "x.parquet")
@@ -212,8 +210,8 @@ def test_values_of_dictionaries_in_arrow_files_are_measured_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.dictionary(pa.int8(), pa.string()), pa.binary(1100)])
-def test_nulls_are_in_nobodys_way_who_measures_values(kind: pa.DataType, tmp_path: Path) -> None:
-    """What stands for them is said by who reads them, and a plan does not."""
+def test_values_with_nulls_are_measured(kind: pa.DataType, tmp_path: Path) -> None:
+    """The fill value for nulls is an argument of the reader, and a plan has no reader."""
     values = pa.array([None if number % 2 else b"x" * 1100 for number in range(3000)])
     texts = values.cast(pa.string()).dictionary_encode() if pa.types.is_dictionary(kind) else values
     pq.write_table(pa.table({"text": texts.cast(kind)}), tmp_path / "x.parquet")
@@ -223,8 +221,8 @@ def test_nulls_are_in_nobodys_way_who_measures_values(kind: pa.DataType, tmp_pat
     assert blobs.num_bytes == pytest.approx(3000 * (550 + 8), rel=0.01)
 
 
-def test_the_doctor_reckons_with_values_too(bucket: Any) -> None:
-    """In memory that processes share, batches have no codes."""
+def test_the_doctor_estimates_with_values_too(bucket: Any) -> None:
+    """Batches in shared memory have values instead of codes."""
     values = [f"{'hello world ' * (number % 100)}" for number in range(3000)]
     bucket.put_table("texts/0.parquet", pa.table({"text": values}))
     store = _store(f"s3://{bucket.name}/texts", json.dumps(bucket.options))

@@ -1,4 +1,4 @@
-"""However a loop ends while the origin does not answer: the program ends, soon, and leaves nothing behind."""
+"""A loop may end in any way while the origin does not answer: the program exits soon and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dataload.rows import row_store
 if __name__ == "__main__":
     options = {{"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}}
     dataset = make_dataset("s3://bucket/data", storage_options=options, cache=CacheConfig(sys.argv[2], "1GB"))
-    dataset.rowstore.gather(np.arange(10))  # the first row group is kept
+    dataset.rowstore.gather(np.arange(10))  # caches the first row group
     if {filled}:
         row_store.FILLED_BYTES = 0
         dataset.rowstore.prefetch([0])
@@ -79,20 +79,20 @@ def test_the_program_ends(origin: Origin, tmp_path: Path, end: str, filled: bool
         assert trainer.stdout.readline() == "made\n", trainer.stderr.read()
         started = psutil.Process(trainer.pid).children(recursive=True)
         assert len(started) == filled
-        origin.behave(stalled=1.0)  # for an hour
+        origin.behave(stalled=1.0)  # an hour per request
         trainer.stdin.write("\n")
         trainer.stdin.flush()
         assert trainer.stdout.readline() == "looping\n", trainer.stderr.read()
         if end == "interrupted":
             trainer.send_signal(signal.SIGINT)
-        said = trainer.communicate(timeout=15)[1]
+        stderr = trainer.communicate(timeout=15)[1]
     assert trainer.returncode == {"error": 1, "interrupted": -signal.SIGINT}.get(end, 0)
-    assert said.count("Error") + said.count("Interrupt") == (trainer.returncode != 0), said
+    assert stderr.count("Error") + stderr.count("Interrupt") == (trainer.returncode != 0), stderr
     assert not [process for process in started if process.is_running()]
 
 
 def open_things() -> tuple[int, int, set[str]]:
-    """Descriptors and threads of this process, and what is in shared memory."""
+    """Return the descriptors and threads of this process, and the files in shared memory."""
     descriptors, shared = (list(Path(folder).iterdir()) for folder in ("/proc/self/fd", "/dev/shm"))
     return len(descriptors), threading.active_count(), {path.name for path in shared}
 
@@ -111,18 +111,18 @@ def test_loops_cut_short_leave_nothing(origin: Origin, tmp_path: Path) -> None:
                 batches.throw(ZeroDivisionError())
         del batches, loader, dataset
         gc.collect()
-        if number == 20:  # what is opened once for all is open by now
+        if number == 20:  # things that are opened once are open by now
             before = open_things()
     assert before is not None
     descriptors, threads, shared = open_things()
     assert descriptors <= before[0] + 10
-    assert threads <= before[1] + 30  # those that are still ending
-    until(lambda: not any(Path("/dev/shm", name).exists() for name in shared - before[2]))  # other tests may use it
+    assert threads <= before[1] + 30  # threads that are still ending
+    until(lambda: not any(Path("/dev/shm", name).exists() for name in shared - before[2]))  # other tests use it, too
     assert not list((tmp_path / "cache/tmp").glob("*/*"))
 
 
-def test_a_fill_that_the_end_cut_off_leaves_no_row_behind(tmp_path: Path) -> None:
-    """Its file in tmp/ tells whoever opens the cache next which row to drop."""
+def test_a_fill_that_the_exit_interrupts_leaves_no_row(tmp_path: Path) -> None:
+    """The next process that opens the cache finds the file in tmp/ and drops its row."""
     program = """
 import sys, threading
 from dataload.cache.local.tier import LocalTier
@@ -144,22 +144,22 @@ filling.wait()
     assert fsck.verify(tier.folder).problems == []
 
 
-def test_the_next_epoch_is_loaded_before_it_begins(origin: Origin, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_next_epoch_is_prefetched_before_it_begins(origin: Origin, tmp_path: Path, monkeypatch: Any) -> None:
     cache = CacheConfig(str(tmp_path / "cache"), "1GB")
     dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
     loader = make_loader(dataset, 4, window=2)
-    asked: list[int] = []
+    prefetched: list[int] = []
     prefetch = dataset.rowstore.prefetch
-    monkeypatch.setattr(dataset.rowstore, "prefetch", lambda groups: (asked.extend(groups), prefetch(groups)))
+    monkeypatch.setattr(dataset.rowstore, "prefetch", lambda groups: (prefetched.extend(groups), prefetch(groups)))
     for _ in loader:
         pass
     first = [group for _, group in loader.sampler.needs_from(1, 0)]
-    assert len(asked) > GROUPS
-    assert asked[GROUPS:] == first[: len(asked) - GROUPS]
+    assert len(prefetched) > GROUPS
+    assert prefetched[GROUPS:] == first[: len(prefetched) - GROUPS]
 
 
-def test_an_iterator_that_is_collected_where_its_rows_are_being_looked_for(origin: Origin, tmp_path: Path) -> None:
-    """The garbage collector may close it in a thread that holds what its own thread is waiting for."""
+def test_an_iterator_collected_while_its_rows_are_looked_up_does_not_deadlock(origin: Origin, tmp_path: Path) -> None:
+    """The garbage collector may close it in a thread that holds a lock for which the iterator's thread waits."""
     cache = CacheConfig(str(tmp_path / "cache"), "1GB")
     dataset = make_dataset("s3://bucket/data", storage_options=origin.storage_options, cache=cache)
     batches = iter(make_loader(dataset, 4))

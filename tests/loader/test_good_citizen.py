@@ -1,4 +1,4 @@
-"""`tiercache` beside other fsspec filesystems: every way to read gives what the origin's own gives."""
+"""`tiercache` beside other fsspec filesystems: each way to read returns the same as the origin's own filesystem."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def s3(bucket: Any, tmp_path: Path) -> TierCacheFileSystem:
 # Ranges
 
 
-def test_many_ranges_are_as_one_by_one_at_the_origin(fs: TierCacheFileSystem, memory: Any) -> None:
+def test_many_ranges_equal_single_reads_of_the_origin(fs: TierCacheFileSystem, memory: Any) -> None:
     draw = random.Random(0)
     names = [f"{ROOT}/{name}" for name in BODIES]
     bounds = [None, 0, 1, 999, 1000, 1001, 2500, 10_500, 20_000, -1, -1000, -1001, -20_000]
@@ -94,7 +94,7 @@ def test_ranges_share_blocks(fs: TierCacheFileSystem) -> None:
     assert (stats["misses"], stats["hits"]) == (6, 0)
 
 
-def test_ranges_that_fail_leave_the_others(fs: TierCacheFileSystem) -> None:
+def test_failing_ranges_do_not_affect_the_others(fs: TierCacheFileSystem) -> None:
     paths = [f"{ROOT}/one.bin", f"{ROOT}/none.bin", ROOT, f"{ROOT}/two.bin"]
     found = fs.cat_ranges(paths, 0, 10)
     assert (found[0], found[3]) == (BODIES["one.bin"][:10], BODIES["two.bin"][:10])
@@ -108,7 +108,7 @@ def test_ranges_that_fail_leave_the_others(fs: TierCacheFileSystem) -> None:
         fs.cat_ranges(paths[:2], [0], [1, 2])
 
 
-def test_a_replaced_object_is_known_anew_after_ranges_of_it_failed(s3: TierCacheFileSystem, bucket: Any) -> None:
+def test_metadata_is_refreshed_after_ranges_of_a_changed_object_fail(s3: TierCacheFileSystem, bucket: Any) -> None:
     path = f"{bucket.name}/one.bin"
     s3.cat_ranges([path], 0, 10)
     bucket.put("one.bin", BODIES["one.bin"][::-1])
@@ -148,7 +148,7 @@ def test_parts_of_files(fs: TierCacheFileSystem) -> None:
 
 
 def test_trees_are_the_origins(fs: TierCacheFileSystem, memory: Any) -> None:
-    for ask in (
+    for query in (
         lambda fs: list(fs.walk(ROOT)),
         lambda fs: list(fs.walk(ROOT, maxdepth=1, detail=True)),
         lambda fs: fs.find(ROOT, withdirs=True),
@@ -168,7 +168,7 @@ def test_trees_are_the_origins(fs: TierCacheFileSystem, memory: Any) -> None:
         lambda fs: fs.modified(f"{ROOT}/one.bin"),
         lambda fs: fs.tree(ROOT),
     ):
-        assert ask(fs) == ask(memory)
+        assert query(fs) == query(memory)
 
 
 def test_signed_addresses_are_the_origins(s3: TierCacheFileSystem, fs: TierCacheFileSystem, bucket: Any) -> None:
@@ -206,7 +206,7 @@ def test_get_file(fs: TierCacheFileSystem, tmp_path: Path) -> None:
     assert {name: (tmp_path / "all" / name).read_bytes() for name in BODIES} == BODIES
 
 
-def test_getting_a_file_takes_the_memory_of_some_blocks(memory: Any, tmp_path: Path) -> None:
+def test_getting_a_file_needs_memory_for_a_few_blocks_only(memory: Any, tmp_path: Path) -> None:
     memory.pipe_file(f"{ROOT}/big.bin", bytes(32 << 20))
     fs = TierCacheFileSystem(fs=memory, cache_dir=str(tmp_path / "c"), block_bytes=256 << 10, skip_instance_cache=True)
     fs.prefetch(f"{ROOT}/big.bin", wait=True)
@@ -220,7 +220,7 @@ def test_getting_a_file_takes_the_memory_of_some_blocks(memory: Any, tmp_path: P
     assert (tmp_path / "big.bin").stat().st_size == 32 << 20
 
 
-def test_half_a_file_is_not_left(fs: TierCacheFileSystem, memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_partial_file_is_deleted(fs: TierCacheFileSystem, memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 1)
     read = type(memory).cat_file
 
@@ -296,7 +296,7 @@ def test_chained_urls(protocol: str, bucket: Any, memory: Any, tmp_path: Path) -
 
 
 def test_a_hub_of_datasets(tmp_path: Path) -> None:
-    """hf://, from what answers as the Hub does; each byte leaves it once."""
+    """hf:// reads from a fake Hub, and fetches each byte once."""
     body = BODIES["one.bin"]
     with Served(tmp_path, Hub) as address:
         url = "tiercache::hf://datasets/me/set/data/one.bin"
@@ -314,7 +314,7 @@ def test_a_hub_of_datasets(tmp_path: Path) -> None:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """What the Hugging Face Hub says of a dataset of one file, in the fewest words that its client takes."""
+    """A fake Hugging Face Hub with a dataset of one file."""
 
     protocol_version = "HTTP/1.1"
     sent: ClassVar[list[tuple[int, int]]] = []
@@ -322,7 +322,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body, path = BODIES["one.bin"], self.path.partition("?")[0]
         if "/resolve/" in path:
-            start, stop = (int(one) for one in self.headers["Range"].removeprefix("bytes=").split("-"))
+            start, stop = (int(bound) for bound in self.headers["Range"].removeprefix("bytes=").split("-"))
             part = body[start : stop + 1]
             self.sent.append((start, start + len(part)))
             self.answer(206, part)
@@ -331,8 +331,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
         else:
             self.answer(200, {"id": "me/set", "sha": "1f", "siblings": []})
 
-    def answer(self, status: int, said: Any) -> None:
-        body = said if isinstance(said, bytes) else json.dumps(said).encode()
+    def answer(self, status: int, content: Any) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -343,7 +343,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 class Served:
-    """`with Served(folder) as address`: a web server that knows ranges and ETags."""
+    """A web server with ranges and ETags: `with Served(folder) as address`."""
 
     def __init__(self, folder: Path, handler: Any = None) -> None:
         self.folder = folder
@@ -360,12 +360,12 @@ class Served:
                 if not path.is_file():
                     self.send_error(404)
                     return
-                body, asked = path.read_bytes(), self.headers.get("Range")
-                self.send_response(206 if asked else 200)
+                body, requested = path.read_bytes(), self.headers.get("Range")
+                self.send_response(206 if requested else 200)
                 self.send_header("Accept-Ranges", "bytes")
                 self.send_header("ETag", f'"{len(body)}"')
-                if asked:
-                    start, stop = (int(one) for one in asked.removeprefix("bytes=").split("-"))
+                if requested:
+                    start, stop = (int(bound) for bound in requested.removeprefix("bytes=").split("-"))
                     self.send_header("Content-Range", f"bytes {start}-{min(stop, len(body) - 1)}/{len(body)}")
                     body = body[start : stop + 1]
                 self.send_header("Content-Length", str(len(body)))
@@ -373,7 +373,7 @@ class Served:
                 if self.command == "GET":
                     self.wfile.write(body)
 
-            do_HEAD = do_GET  # noqa: N815 (the names that http.server looks for)
+            do_HEAD = do_GET  # noqa: N815 (http.server looks up this name)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -390,15 +390,15 @@ class Served:
         self.server.server_close()
 
 
-# What is known of objects
+# Metadata of objects
 
 
-def asked_about(bucket: Any) -> int:
+def metadata_requests(bucket: Any) -> int:
     stats = bucket.server.stats()
     return int(stats["head_requests"] + stats["list_requests"])
 
 
-def test_what_is_known_travels_with_a_copy(s3: TierCacheFileSystem, bucket: Any) -> None:
+def test_metadata_is_pickled_with_the_filesystem(s3: TierCacheFileSystem, bucket: Any) -> None:
     paths = s3.find(bucket.name)
     bucket.server.reset()
     with SPAWN.Pool(3) as pool:
@@ -406,24 +406,24 @@ def test_what_is_known_travels_with_a_copy(s3: TierCacheFileSystem, bucket: Any)
             assert found == [BODIES[path.partition("/")[2]] for path in paths]
         pool.close()
         pool.join()
-    assert asked_about(bucket) == 0
+    assert metadata_requests(bucket) == 0
 
 
-def test_a_forked_child_knows_too(s3: TierCacheFileSystem, bucket: Any) -> None:
+def test_a_forked_child_inherits_metadata(s3: TierCacheFileSystem, bucket: Any) -> None:
     path = s3.find(bucket.name)[0]
     bucket.server.reset()
     child = os.fork()
     if child == 0:
         os._exit(0 if s3.open(path).size == s3.info(path)["size"] else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert asked_about(bucket) == 0
+    assert metadata_requests(bucket) == 0
 
 
 def read_each(fs: TierCacheFileSystem, paths: list[str]) -> list[bytes]:
     return [fs.open(path).read() for path in paths if fs.isfile(path)]
 
 
-def test_what_travels_is_bounded(s3: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+def test_pickled_metadata_is_bounded(s3: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr("dataload.cache.filesystem.KNOWN_THAT_TRAVEL", 2)
     s3.find(bucket.name)
     assert len(s3._known) == len(BODIES)
@@ -431,7 +431,7 @@ def test_what_travels_is_bounded(s3: TierCacheFileSystem, bucket: Any, monkeypat
     TierCacheFileSystem.clear_instance_cache()
 
 
-def test_a_file_takes_its_filesystems_knowledge_along(s3: TierCacheFileSystem, bucket: Any) -> None:
+def test_a_file_is_pickled_with_the_metadata_of_its_filesystem(s3: TierCacheFileSystem, bucket: Any) -> None:
     file = s3.open(bucket.url("one.bin"))
     file.seek(100)
     bucket.server.reset()
@@ -439,14 +439,14 @@ def test_a_file_takes_its_filesystems_knowledge_along(s3: TierCacheFileSystem, b
         assert pool.apply(rest_of, (file,)) == BODIES["one.bin"][100:]
         pool.close()
         pool.join()
-    assert asked_about(bucket) == 0
+    assert metadata_requests(bucket) == 0
 
 
 def rest_of(file: Any) -> bytes:
     return file.read()
 
 
-def test_metadata_of_many_objects_is_asked_for_at_once(s3: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
+def test_metadata_of_objects_is_requested_concurrently(s3: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
     together = threading.Barrier(4)
     info = type(s3.blocks.origin).info
 

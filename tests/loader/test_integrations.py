@@ -1,4 +1,4 @@
-"""The loader under Lightning and accelerate: two ranks each, in processes of their own, and what they saw."""
+"""The loader under Lightning and accelerate, each with two ranks in processes of their own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_two_ranks(program: str, folder: Path, out: Path) -> Seen:
-    """What both ranks of tests/`program` wrote, by rank."""
+    """Run tests/support/`program` on two ranks. Return their output, by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -57,12 +57,12 @@ def run_two_ranks(program: str, folder: Path, out: Path) -> Seen:
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -78,18 +78,18 @@ def lightning(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 @pytest.fixture
 def epochs_of(folder: Path) -> Callable[[int], list[list[int]]]:
-    """The rows that each rank should get in an epoch."""
+    """Return a function of an epoch: the rows that each rank must get."""
 
-    def wanted(epoch: int) -> list[list[int]]:
+    def expected(epoch: int) -> list[list[int]]:
         dataset = make_dataset(str(folder), cache=None)
         loaders = [make_loader(dataset, 16, world=World(rank, 2)) for rank in range(2)]
         return [[row for rows in loader.sampler.batches(epoch, 0) for row in rows.tolist()] for loader in loaders]
 
-    return wanted
+    return expected
 
 
 def once(ranks: list[list[int]]) -> bool:
-    """Each row over both ranks, one of them twice: the padding of an odd number."""
+    """Return whether both ranks together have each row, and one row twice as padding."""
     return Counter(chain(*ranks)).keys() == set(range(N)) and len(ranks[0]) == len(ranks[1]) == 151
 
 
@@ -130,7 +130,7 @@ def test_skip_first_batches(accelerated: Seen) -> None:
         assert rank["skipped"] == rank["unskipped"][3:]
 
 
-def test_batches_come_where_accelerate_wants_them(accelerated: Seen) -> None:
+def test_batches_are_on_the_device_of_accelerate(accelerated: Seen) -> None:
     assert [(rank["device"], rank["asked for"]) for rank in accelerated] == [("meta", "cpu")] * 2
 
 
@@ -156,8 +156,8 @@ def test_lightning_validates_after_a_sanity_check(lightning: Seen) -> None:
 @pytest.mark.parametrize(("where", "left"), [("middle", slice(4 * 16, None)), ("last", slice(151, None))])
 def test_lightning_resumes(lightning: Seen, where: str, left: slice) -> None:
     for rank in lightning:
-        wanted = {"1": rank["trained"]["1"][left], "2": rank["trained"]["2"]}
-        assert rank[where] == {epoch: rows for epoch, rows in wanted.items() if rows}
+        expected = {"1": rank["trained"]["1"][left], "2": rank["trained"]["2"]}
+        assert rank[where] == {epoch: rows for epoch, rows in expected.items() if rows}
 
 
 @pytest.mark.parametrize("made", ["hook", "given", "workers"])
@@ -176,7 +176,7 @@ def test_fabric(lightning: Seen, epochs_of: Any) -> None:
 # In this process
 
 
-def test_epochs_counted_anew_go_on_from_the_restored_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_counted_from_0_continue_at_the_restored_one(monkeypatch: pytest.MonkeyPatch) -> None:
     state = ShardedSampler([9, 9], 1, 0)
     state.seek(3, 5)
 
@@ -200,15 +200,15 @@ def test_epochs_counted_anew_go_on_from_the_restored_one(monkeypatch: pytest.Mon
 
 def test_a_loader_made_before_the_ranks_were_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = make_dataset(str(folder), cache=None)
-    loader, told = make_loader(dataset, 16), make_loader(dataset, 16, world=World())
+    loader, explicit = make_loader(dataset, 16), make_loader(dataset, 16, world=World())
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"made for a single process, but this is rank 1 of 2.*train_dataloader"):
         next(iter(loader))
-    assert len(list(told)) == 19
+    assert len(list(explicit)) == 19
 
 
-def test_a_plain_loader_in_its_place_cannot_give_the_transform_its_generator(folder: Path) -> None:
+def test_a_plain_dataloader_cannot_pass_the_transform_its_generator(folder: Path) -> None:
     loader = make_loader(make_dataset(str(folder), cache=None), 16, transform=lambda batch, rng: batch)
     with pytest.raises(ConfigError, match="load_state_dict"):
         loader.collate_fn(loader.dataset.__getitems__([1, 2]))

@@ -1,4 +1,4 @@
-"""The loader as a trainer sees it: which rows, in which order, in which shape, from where it stopped."""
+"""The loader as a training loop sees it: rows, order, shapes, resuming."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_a_seed_is_an_order(dataset: Any) -> None:
 def test_a_global_batch_does_not_depend_on_the_world(dataset: Any) -> None:
     one = [set(ids([batch])) for batch in make_loader(dataset, 32)]
     pair = zip(*ranks(dataset, 2, 16), strict=True)
-    for alone, halves in zip(one, pair, strict=True):
-        assert alone <= set(ids(halves))
+    for batch, halves in zip(one, pair, strict=True):
+        assert batch <= set(ids(halves))
 
 
 def test_bytes_leave_the_origin_once(bucket: Any, dataset: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_peek_changes_nothing(dataset: Any, workers: int) -> None:
     assert ids(loader) == whole
 
 
-def test_an_iterator_has_its_own_place(dataset: Any) -> None:
+def test_each_iterator_has_its_own_position(dataset: Any) -> None:
     loader = make_loader(dataset, 16)
     pairs = [(ids([left]), ids([right])) for left, right in zip(loader, loader, strict=True)]
     assert [left for left, _ in pairs] == [right for _, right in pairs]
@@ -210,7 +210,7 @@ def test_set_epoch_repeats_an_epoch(dataset: Any) -> None:
     assert ids(loader) == first
 
 
-def test_a_loop_that_takes_only_len_batches_moves_on(dataset: Any) -> None:
+def test_a_loop_that_takes_len_batches_ends_the_epoch(dataset: Any) -> None:
     loader = make_loader(dataset, 16)
     first = ids(batch for _, batch in zip(range(len(loader)), loader, strict=False))
     second = ids(loader)
@@ -220,10 +220,10 @@ def test_a_loop_that_takes_only_len_batches_moves_on(dataset: Any) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [1, 5, 9])
-def test_resume_goes_on_where_it_stopped(dataset: Any, stop: int, workers: int) -> None:
+def test_resume_continues_at_the_saved_position(dataset: Any, stop: int, workers: int) -> None:
     whole = make_loader(dataset, 16, world=World(1, 2))
     whole.set_epoch(3)
-    wanted = ids(whole) + ids(whole)
+    expected = ids(whole) + ids(whole)
 
     loader = make_loader(dataset, 16, world=World(1, 2), num_workers=workers)
     loader.set_epoch(3)
@@ -234,7 +234,7 @@ def test_resume_goes_on_where_it_stopped(dataset: Any, stop: int, workers: int) 
 
     resumed = make_loader(dataset, 16, world=World(1, 2), num_workers=workers)
     resumed.load_state_dict(state)
-    assert begun + ids(resumed) + ids(resumed) == wanted
+    assert begun + ids(resumed) + ids(resumed) == expected
 
 
 def test_resume_in_another_world_loses_and_repeats_nothing(dataset: Any) -> None:
@@ -286,7 +286,7 @@ def test_a_state_after_the_last_batch_leaves_nothing_of_its_epoch(dataset: Any) 
     assert len(ids(resumed)) == N
 
 
-def test_another_dataset_is_refused(
+def test_a_state_of_another_dataset_is_rejected(
     bucket: Any, dataset: Any, dataset_of: Callable[..., str], cache: CacheConfig
 ) -> None:
     state = make_loader(dataset, 16).state_dict()
@@ -308,13 +308,13 @@ def test_a_batch_has_its_augmentation_at_any_worker_count(dataset: Any) -> None:
             (int(row), value) for batch in loader for row, value in zip(batch["row_id"], batch["noise"], strict=True)
         ]
 
-    alone, helped, other = (
+    without_workers, with_workers, other = (
         noise(make_loader(dataset, 16, transform=augment, num_workers=workers, seed=seed))
         for workers, seed in ((0, 0), (2, 0), (0, 1))
     )
-    assert alone == helped
-    assert sorted(value for _, value in alone) != sorted(value for _, value in other)
-    assert len({value for _, value in alone}) == N
+    assert without_workers == with_workers
+    assert sorted(value for _, value in without_workers) != sorted(value for _, value in other)
+    assert len({value for _, value in without_workers}) == N
 
 
 def where_am_i(batch: dict[str, Any]) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def test_workers(dataset: Any, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_each_row_once_over_ranks_and_workers(dataset: Any, drop_last: bool) -> None:
-    """Five ranks with 0 to 2 workers each: as many batches on each, and those of a rank without workers."""
+    """Five ranks have 0 to 2 workers each, equally many batches, and the batches of a rank without workers."""
     found, counts = [], set()
     for rank in range(5):
         options = {"world": World(rank, 5), "drop_last": drop_last}
@@ -356,7 +356,7 @@ def test_each_row_once_over_ranks_and_workers(dataset: Any, drop_last: bool) -> 
     assert len(found) == len(set(found)) == (280 if drop_last else N)
 
 
-def test_the_default_window_is_that_of_the_footers(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_window_follows_from_the_footers(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_loader(dataset, 16).sampler.order.window == len(dataset.row_groups) == 8
     assert make_loader(dataset, 16, window=5).sampler.order.window == 5
     monkeypatch.setattr(window_size, "MEMORY", sum(sorted(group.bytes for group in dataset.row_groups)[-6:]))
@@ -400,10 +400,10 @@ def broken(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_a_transform_raises_arrives(dataset: Any, workers: int) -> None:
+def test_an_error_of_a_transform_is_raised(dataset: Any, workers: int) -> None:
     with pytest.raises(ValueError, match="a broken transform"):
         ids(make_loader(dataset, 16, transform=broken, num_workers=workers))
-    assert multiprocessing.active_children() == []  # No collection of garbage was needed.
+    assert multiprocessing.active_children() == []  # without the garbage collector
 
 
 def test_collate_fn_gets_rows(dataset: Any) -> None:
@@ -549,33 +549,33 @@ def test_more_ranks_than_one_and_no_number(dataset: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("transform", "workers"), [(None, 0), (where_am_i, 2)])
-def test_workers_are_for_code_of_the_users(dataset: Any, transform: Any, workers: int) -> None:
-    """All that the others do is copy."""
+def test_workers_run_only_user_code(dataset: Any, transform: Any, workers: int) -> None:
+    """Without user code, a worker would only copy."""
     batches = iter(make_loader(dataset, 16, num_workers=2, transform=transform))
     next(batches)
     assert len(multiprocessing.active_children()) == workers
     batches.close()
 
 
-def test_an_argument_in_the_wrong_place_is_refused_without_its_value(dataset: Any) -> None:
-    """It may hold a password."""
+def test_an_error_for_an_argument_of_make_dataset_omits_the_value(dataset: Any) -> None:
+    """The value may contain a password."""
     for wrong in ({"cluster": "valkey://user:hunter2@host"}, {"storage_options": {"secret": "hunter2"}}):
-        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: it belongs to make_dataset") as refused:
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: pass it to make_dataset") as raised:
             make_loader(dataset, 4, **wrong)
-        assert "hunter2" not in str(refused.value)
+        assert "hunter2" not in str(raised.value)
 
 
-def _as_it_is_in_a_worker(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_without_a_cache_nothing_is_fetched_for_nobody(workers: int, bucket: Any) -> None:
-    """What a worker cannot share is not loaded for it in advance."""
+def test_without_a_cache_the_main_process_prefetches_nothing_for_workers(workers: int, bucket: Any) -> None:
+    """A row group that workers cannot share is not prefetched for them."""
     table = pa.table({"x": [np.random.default_rng(row).bytes(1000) for row in range(2000)]})
     bucket.put_table("x.parquet", table, row_group_size=500)
     dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=None)
     bucket.server.reset()
-    given = {"num_workers": workers, "transform": _as_it_is_in_a_worker} if workers else {}
-    assert sum(len(batch["x"]) for batch in make_loader(dataset, 100, **given)) == 2000
+    options = {"num_workers": workers, "transform": _identity} if workers else {}
+    assert sum(len(batch["x"]) for batch in make_loader(dataset, 100, **options)) == 2000
     assert bucket.server.stats()["get_bytes"] < 1.2 * table.nbytes

@@ -1,3 +1,5 @@
+"""Prefetching on a thread, and in the order of need."""
+
 from __future__ import annotations
 
 import threading
@@ -7,7 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from dataload.loader.lookahead import SIGHT, Lookahead, run_ahead
+from dataload.loader.lookahead import SCAN_FACTOR, Lookahead, run_ahead
 from dataload.telemetry.wait_timeline import Timeline
 
 T = TypeVar("T")
@@ -23,7 +25,7 @@ def test_items_come_in_order() -> None:
     assert list(ahead_of([None, 1], depth=1)) == [None, 1]
 
 
-def test_it_runs_ahead_so_far_and_no_further() -> None:
+def test_it_runs_ahead_at_most_depth_items() -> None:
     made: list[int] = []
     three = threading.Event()
 
@@ -38,10 +40,10 @@ def test_it_runs_ahead_so_far_and_no_further() -> None:
     assert next(ahead) == 0
     assert three.wait(30)
     ahead.close()
-    assert len(made) <= 5  # one taken, three ready, and perhaps one in the making
+    assert len(made) <= 5  # one taken, three ready and perhaps one in progress
 
 
-def test_an_error_arrives_in_its_place() -> None:
+def test_an_error_is_raised_in_the_place_of_its_item() -> None:
     def items() -> Iterator[int]:
         yield 1
         raise ValueError("broken")
@@ -73,50 +75,52 @@ def test_closing_waits_for_the_thread() -> None:
     assert closed.is_set()
 
 
-def test_lookahead_asks_in_order_and_stays_ahead() -> None:
-    asked: list[int] = []
-    lookahead = Lookahead(iter([(0, 5), (0, 3), (10, 8), (10, 1), (30, 9)]), asked.extend, ahead=2)
-    assert asked == []
+def test_lookahead_prefetches_in_order_and_stays_ahead() -> None:
+    prefetched: list[int] = []
+    lookahead = Lookahead(iter([(0, 5), (0, 3), (10, 8), (10, 1), (30, 9)]), prefetched.extend, ahead=2)
+    assert prefetched == []
     lookahead.reach(0)
-    assert asked == [5, 3]
+    assert prefetched == [5, 3]
     lookahead.reach(0)
-    assert asked == [5, 3]
+    assert prefetched == [5, 3]
     lookahead.reach(10)
-    assert asked == [5, 3, 8, 1]
+    assert prefetched == [5, 3, 8, 1]
     lookahead.reach(11)
-    assert asked == [5, 3, 8, 1, 9]
+    assert prefetched == [5, 3, 8, 1, 9]
     lookahead.reach(40)
-    assert asked == [5, 3, 8, 1, 9]
+    assert prefetched == [5, 3, 8, 1, 9]
 
 
-def test_lookahead_that_starts_behind_asks_for_all_that_is_needed_now() -> None:
-    asked: list[int] = []
-    Lookahead(iter([(0, 5), (0, 3), (10, 8), (30, 1)]), asked.extend, ahead=1).reach(20)
-    assert asked == [5, 3, 8, 1]
+def test_lookahead_that_starts_behind_prefetches_all_that_is_needed_now() -> None:
+    prefetched: list[int] = []
+    Lookahead(iter([(0, 5), (0, 3), (10, 8), (30, 1)]), prefetched.extend, ahead=1).reach(20)
+    assert prefetched == [5, 3, 8, 1]
 
 
-def test_lookahead_asks_further_for_what_passes_through() -> None:
-    """In the order of need, wherever it lies; what stays is asked for when its turn comes."""
-    asked: list[list[int]] = []
+def test_lookahead_prefetches_transient_row_groups_further_ahead() -> None:
+    """Both kinds are prefetched in the order of need; row groups that stay in the cache no further than `ahead`."""
+    prefetched: list[list[int]] = []
     needs = [(position, position + 50) for position in range(10)]
-    lookahead = Lookahead(iter(needs), asked.append, ahead=2, further=3, passes=lambda group: group in (50, 54, 57, 59))
+    lookahead = Lookahead(
+        iter(needs), prefetched.append, ahead=2, further=3, passes=lambda group: group in (50, 54, 57, 59)
+    )
     lookahead.reach(0)
-    assert asked.pop() == [50, 51, 50, 54, 57]
+    assert prefetched.pop() == [50, 51, 50, 54, 57]
     lookahead.reach(1)
-    assert asked.pop() == [52, 59]
+    assert prefetched.pop() == [52, 59]
     lookahead.reach(4)
-    assert asked.pop() == [53, 54, 55]
+    assert prefetched.pop() == [53, 54, 55]
     lookahead.reach(10)
-    assert asked.pop() == [56, 57, 58, 59]
+    assert prefetched.pop() == [56, 57, 58, 59]
 
 
-@pytest.mark.parametrize(("passing", "looked_at"), [(1.0, 3), (0.0, 3 * SIGHT)])
-def test_lookahead_finds_out_what_passes_no_sooner_than_it_must(passing: float, looked_at: int) -> None:
-    """Nor does it go through a whole epoch before the first batch, where nothing does."""
-    looked, taken = [], []
+@pytest.mark.parametrize(("passing", "scanned"), [(1.0, 3), (0.0, 3 * SCAN_FACTOR)])
+def test_lookahead_scans_no_further_than_it_must(passing: float, scanned: int) -> None:
+    """Without transient row groups it does not scan a whole epoch before the first batch."""
+    checked, taken = [], []
 
     def passes(group: int) -> bool:
-        looked.append(group)
+        checked.append(group)
         return bool(passing)
 
     def needs() -> Iterator[tuple[int, int]]:
@@ -127,23 +131,23 @@ def test_lookahead_finds_out_what_passes_no_sooner_than_it_must(passing: float, 
     lookahead = Lookahead(needs(), lambda _: None, 2, 3, passes)
     for position in (0, 7, 20):
         lookahead.reach(position)
-        assert looked == taken == list(range(position + looked_at))
+        assert checked == taken == list(range(position + scanned))
 
 
-def test_lookahead_keeps_nothing_that_it_does_not_ask_for() -> None:
-    needs = ((position, Weighed()) for position in range(100))
+def test_lookahead_keeps_no_needs_that_it_has_not_prefetched() -> None:
+    needs = ((position, CountedGroup()) for position in range(100))
     lookahead = Lookahead(needs, lambda _: None, 1)  # type: ignore[arg-type]
     lookahead.reach(99)
-    assert Weighed.alive <= 2
+    assert CountedGroup.alive <= 2
 
 
-class Weighed:
-    """A row group that says how many there are."""
+class CountedGroup:
+    """A row group that counts its instances."""
 
     alive = 0
 
     def __init__(self) -> None:
-        Weighed.alive += 1
+        CountedGroup.alive += 1
 
     def __del__(self) -> None:
-        Weighed.alive -= 1
+        CountedGroup.alive -= 1

@@ -1,10 +1,10 @@
-"""Batches on their way to a device lie in one piece each, in memory made for that, before the thread that trains."""
+"""Batches for a device are staged in contiguous memory, outside the training thread."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from dataload import CacheConfig, make_loader
 from dataload.benchmarks import gpu
 from dataload.loader import loader
 from dataload.loader.device_copy import DeviceCopy, Staging, staging_for
+from dataload.loader.loader import Loader
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows.collate import map_tensors
+from dataload.train.evaluation import evaluate_over
+from dataload.train.harness import fit
+from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.profiling import traced
 
 ROWS, BATCH = 40, 8
-LARGE = 64 << 10  # bytes; smaller copies are of labels and the like
+LARGE = 64 << 10  # bytes; smaller copies are labels and the like
 
 
 def fixed(values: np.ndarray[Any, Any], *sizes: int) -> pa.Array:
@@ -35,7 +40,7 @@ def fixed(values: np.ndarray[Any, Any], *sizes: int) -> pa.Array:
 
 @pytest.fixture
 def source(tmp_path: Path) -> dict[str, Any]:
-    """A file with every kind of column that becomes tensors; between them, in a record, are others."""
+    """A file with each kind of column that becomes a tensor, and other columns between them."""
     draw = np.random.default_rng(0)
     lengths = draw.integers(0, 5, ROWS)
     table = pa.table(
@@ -67,7 +72,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 class Seen:
-    """What is allocated for batches, and what is handed to the copies to the device."""
+    """The tensors that are allocated for batches, and those that are copied to the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.allocated: list[torch.Tensor] = []
@@ -80,9 +85,9 @@ class Seen:
             self.allocated.append(empty(staging, *args))
             return self.allocated[-1]
 
-        def copies(one: DeviceCopy, batch: Any) -> Any:
+        def copies(copy: DeviceCopy, batch: Any) -> Any:
             self.copied += tensors_of(batch)
-            return call(one, batch)
+            return call(copy, batch)
 
         monkeypatch.setattr(Staging, "empty", allocates)
         monkeypatch.setattr(DeviceCopy, "__call__", copies)
@@ -93,7 +98,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     return Seen(monkeypatch)
 
 
-def where(tensors: Iterable[torch.Tensor]) -> set[int]:
+def storages(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
 
@@ -103,64 +108,131 @@ GROUPS = [None, {"x": ["number", "other"]}, {"x": ["far", "number"]}]
 @pytest.mark.parametrize("at_once", [1, 64])
 @pytest.mark.parametrize("ragged", ["list", "flat"])
 @pytest.mark.parametrize("group", GROUPS, ids=["no group", "neighbours", "others"])
-def test_columns_are_copied_once_to_where_the_device_takes_them_from(
+def test_columns_are_copied_once_to_staging_memory(
     source: dict[str, Any], seen: Seen, monkeypatch: pytest.MonkeyPatch, group: Any, ragged: str, at_once: int
 ) -> None:
     monkeypatch.setattr(loader, "gathered_at_once", lambda _: at_once)
     batches = list(make_loader(**source, device="meta", group=group, ragged=ragged))
     assert len(batches) == ROWS // BATCH
     assert all(tensor.is_contiguous() for tensor in seen.copied)
-    assert where(seen.copied) <= where(seen.allocated)
+    assert storages(seen.copied) <= storages(seen.allocated)
     assert threading.current_thread() not in seen.threads
     copied = sum(tensor.nbytes for tensor in seen.copied)
-    offsets = 8 * (ROWS + len(batches)) if ragged == "flat" else 0  # which begin at 0 in each batch
+    offsets = 8 * (ROWS + len(batches)) if ragged == "flat" else 0  # offsets begin at 0 in each batch
     assert copied <= sum(tensor.nbytes for tensor in seen.allocated) <= copied + offsets
 
 
-def half_of_it(batch: Any) -> Any:
+def halved(batch: Any) -> Any:
     return {**batch, "half": batch["matrix"][:, :, ::2], "turned": batch["matrix"].mT, "none": None}
 
 
-def only_rows(rows: Any) -> Any:
+class OnMeta(torch.nn.Linear):
+    """A model on a device other than the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, device="meta")
+
+
+def fitted(batches: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(step: OptimizerStep, batch: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        assert {tensor.device for tensor in tensors_of(batch)} == {step.device}
+        return torch.zeros(()), {}
+
+    monkeypatch.setattr(OptimizerStep, "add", add)
+    model = OnMeta()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fit(model, optimizer, batches, lambda *_: None, epochs=1, check_finite=False, progress=False, device="meta")  # type: ignore[arg-type,return-value]
+
+
+def evaluated(batches: Loader, _: pytest.MonkeyPatch) -> None:
+    assert evaluate_over(OnMeta(), batches, lambda _, batch: {"x": torch.ones(len(batch["number"]))})["rows"] == ROWS
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("over", [fitted, evaluated])
+def test_training_has_the_loader_copy_to_the_device_of_the_model(
+    source: dict[str, Any], seen: Seen, monkeypatch: pytest.MonkeyPatch, over: Any, workers: int
+) -> None:
+    options: dict[str, Any] = {"transform": dict, "num_workers": workers} if workers else {}
+    batches = make_loader(**source, **options)
+    over(batches, monkeypatch)
+    assert len(seen.copied) >= 8 * len(batches)
+    assert all(tensor.is_contiguous() for tensor in seen.copied)
+    assert threading.current_thread() not in seen.threads
+    assert batches.device is None
+
+
+@pytest.mark.parametrize(
+    ("own", "requested", "used"), [(None, None, None), (None, "meta", "meta"), ("cpu", "meta", "cpu")]
+)
+def test_the_device_of_the_loader_has_precedence(
+    source: dict[str, Any], own: str | None, requested: str | None, used: str | None
+) -> None:
+    device = None if requested is None else torch.device(requested)
+    batch = next(make_loader(**source, device=own).batches_on(device))
+    assert batch["number"].device.type == (used or "cpu")
+
+
+def columns_of(rows: Any) -> Any:
     return dict(rows.columns)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("code", [{"transform": half_of_it}, {"collate_fn": only_rows}], ids=["transform", "collate"])
-def test_what_a_user_makes_has_no_gaps_either(source: dict[str, Any], seen: Seen, code: Any, workers: int) -> None:
+@pytest.mark.parametrize("code", [{"transform": halved}, {"collate_fn": columns_of}], ids=["transform", "collate"])
+def test_tensors_of_user_code_are_dense_too(source: dict[str, Any], seen: Seen, code: Any, workers: int) -> None:
     batches = list(make_loader(**source, device="meta", num_workers=workers, **code))
     assert len(batches) == ROWS // BATCH
     assert len(seen.copied) >= 8 * len(batches)
     for tensor in seen.copied:
-        assert tensor.is_contiguous() or tensor.mT.is_contiguous()  # dense
+        assert tensor.is_contiguous() or tensor.mT.is_contiguous()
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"ragged": "flat"}, {"group": GROUPS[1]}, {"transform": half_of_it}],
+    [{}, {"ragged": "flat"}, {"group": GROUPS[1]}, {"transform": halved}],
     ids=["default", "ragged", "group", "transform"],
 )
 def test_the_batches_are_the_same(source: dict[str, Any], options: Any) -> None:
     staged, plain = (list(make_loader(**source, pin_memory=pin, **options)) for pin in (True, None))
     assert len(staged) == len(plain)
-    for one, other in zip(staged, plain, strict=True):
-        assert list(one) == list(other)
-        assert one["text"] == other["text"]
-        for found, wanted in zip(tensors_of(one), tensors_of(other), strict=True):
-            assert found.dtype == wanted.dtype
-            assert torch.equal(found, wanted)
+    for found, expected in zip(staged, plain, strict=True):
+        assert list(found) == list(expected)
+        assert found["text"] == expected["text"]
+        for tensor, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor, other)
+
+
+def test_pinning_is_decided_when_an_iteration_begins(source: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader may be made before the Accelerator, which determines the device of batches."""
+    devices: list[torch.device | None] = [None]
+    pinned: list[bool] = []
+
+    def begin(workers: DataLoader[Any]) -> Iterator[Any]:
+        pinned.append(workers.pin_memory)
+        return iter(())
+
+    monkeypatch.setattr(loader, "trainer_device", lambda: devices[-1])
+    monkeypatch.setattr(loader, "DeviceCopy", lambda _: None)
+    monkeypatch.setattr(DataLoader, "__iter__", begin)
+    batches = make_loader(**source, transform=dict, num_workers=1)
+    assert list(batches) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    devices.append(torch.device("cuda"))
+    assert list(batches) == []
+    assert pinned == [False, True]
 
 
 @pytest.mark.parametrize(
     ("device", "pin_memory", "staged"),
     [(None, None, False), ("cpu", None, False), ("meta", None, True), ("cuda", False, True), ("cpu", True, True)],
 )
-def test_nothing_is_staged_without_need(device: str | None, pin_memory: bool | None, staged: bool) -> None:
-    where = None if device is None else torch.device(device)
-    assert (staging_for(where, pin_memory) is not None) == staged
+def test_batches_are_staged_only_if_needed(device: str | None, pin_memory: bool | None, staged: bool) -> None:
+    target = None if device is None else torch.device(device)
+    assert (staging_for(target, pin_memory) is not None) == staged
 
 
-def test_what_is_dense_and_staged_is_not_copied() -> None:
+def test_dense_tensors_are_not_copied_again() -> None:
     staging = Staging(pinned=False)
     batch = {"x": torch.arange(6).view(2, 3), "y": [torch.arange(6).view(2, 3)[:, 1:]]}
     found = staging.stage(batch)
@@ -171,12 +243,12 @@ def test_what_is_dense_and_staged_is_not_copied() -> None:
     assert staging.stage(channels_last).is_contiguous(memory_format=torch.channels_last)
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing can be pinned for one")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
 
 
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 100_000], ids=["through the pipe", "through shared memory"])
-def test_a_batch_of_a_worker_is_pinned_in_one_piece(rows: int) -> None:
+def test_a_batch_of_a_worker_is_pinned_as_a_whole(rows: int) -> None:
     batch = {"x": torch.arange(rows), "y": [torch.arange(3), torch.arange(2)], "z": "text"}
     found = unpack(pack(batch).pin_memory())
     assert all(tensor.is_pinned() for tensor in tensors_of(found))
@@ -184,9 +256,37 @@ def test_a_batch_of_a_worker_is_pinned_in_one_piece(rows: int) -> None:
     assert found["z"] == "text"
 
 
+def with_parameter(batch: Any) -> Any:
+    return {**batch, "weight": torch.ones(2, requires_grad=True)}
+
+
+def test_tensors_that_cannot_be_packed_are_staged(source: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    staged: list[torch.Tensor] = []
+
+    def answers(workers: DataLoader[Any]) -> Iterator[Any]:
+        return (workers.dataset[request] for request in workers.sampler)
+
+    def stage(_: Staging, batch: Any) -> Any:
+        staged.append(batch["weight"])
+        return batch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(DataLoader, "__iter__", answers)
+    monkeypatch.setattr(Staging, "stage", stage)
+    batches = list(make_loader(**source, pin_memory=True, transform=with_parameter, num_workers=1))
+    assert len(staged) == len(batches) == ROWS // BATCH
+    assert all(one is batch["weight"] for one, batch in zip(staged, batches, strict=True))
+
+
+@needs_gpu
+def test_tensors_of_workers_that_cannot_be_packed_are_pinned(source: dict[str, Any]) -> None:
+    batches = list(make_loader(**source, pin_memory=True, transform=with_parameter, num_workers=1))
+    assert all(tensor.is_pinned() for tensor in tensors_of(batches) if tensor.numel())
+
+
 @needs_gpu
 @pytest.mark.parametrize("workers", [0, 2])
-def test_copies_are_asynchronous_and_run_beside_the_step(tmp_path: Path, workers: int) -> None:
+def test_copies_are_asynchronous_and_overlap_the_step(tmp_path: Path, workers: int) -> None:
     rows, width = 512, 3 * 128 * 128
     pixels = fixed(np.random.default_rng(0).integers(0, 255, (rows, width)).astype(np.uint8), width)
     pq.write_table(pa.table({"id": np.arange(rows), "pixels": pixels}), tmp_path / "x.parquet", row_group_size=64)
@@ -194,7 +294,7 @@ def test_copies_are_asynchronous_and_run_beside_the_step(tmp_path: Path, workers
     options: dict[str, Any] = {"transform": dict, "num_workers": workers} if workers else {}
     batches = make_loader(str(tmp_path / "x.parquet"), 32, cache=cache, device="cuda", **options)
     weights = torch.randn(4096, 4096, device="cuda")
-    for _ in batches:  # decodes, and warms up
+    for _ in batches:  # decodes the rows and warms up the GPU
         torch.mm(weights, weights)
     with traced(str(tmp_path / "trace"), 0) as step:
         for batch in batches:

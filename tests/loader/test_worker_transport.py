@@ -1,4 +1,4 @@
-"""A batch that leaves a worker arrives as it was."""
+"""A batch of a worker is unpacked as it was packed."""
 
 from __future__ import annotations
 
@@ -63,30 +63,30 @@ BATCHES = st.recursive(
 )
 
 
-def same(found: Any, wanted: Any) -> bool:
-    if isinstance(wanted, torch.Tensor):
-        return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(found, wanted)
-    if isinstance(wanted, np.ndarray):
-        return isinstance(found, np.ndarray) and found.dtype == wanted.dtype and np.array_equal(found, wanted)
-    if isinstance(wanted, memoryview):
-        return bytes(found) == bytes(wanted)
-    if isinstance(wanted, dict):
-        return list(found) == list(wanted) and all(same(found[name], wanted[name]) for name in wanted)
-    if isinstance(wanted, (list, tuple)):
-        alike = type(found) is type(wanted) and len(found) == len(wanted)
-        return alike and all(same(one, other) for one, other in zip(found, wanted, strict=True))
-    return bool(found == wanted)
+def same(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        return found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(found, expected)
+    if isinstance(expected, np.ndarray):
+        return isinstance(found, np.ndarray) and found.dtype == expected.dtype and np.array_equal(found, expected)
+    if isinstance(expected, memoryview):
+        return bytes(found) == bytes(expected)
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(same(found[name], expected[name]) for name in expected)
+    if isinstance(expected, (list, tuple)):
+        alike = type(found) is type(expected) and len(found) == len(expected)
+        return alike and all(same(one, other) for one, other in zip(found, expected, strict=True))
+    return bool(found == expected)
 
 
 @pytest.mark.parametrize("piped", [0, 1 << 20])
 @given(batch=BATCHES)
-def test_what_is_packed_comes_back(piped: int, batch: Any) -> None:
+def test_unpacking_restores_the_batch(piped: int, batch: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_transport, "PIPED_BYTES", piped)
         assert same(unpack(pack(batch)), batch)
 
 
-def test_all_that_is_large_is_in_one_piece() -> None:
+def test_large_values_are_in_one_buffer() -> None:
     batch = {
         "x": torch.ones(1 << 17),
         "image": [bytes(1 << 18)],
@@ -102,7 +102,31 @@ def test_all_that_is_large_is_in_one_piece() -> None:
     assert b"aaa" not in queue.get().shape
 
 
-def test_parameters_go_as_they_are() -> None:
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex128])
+def test_tensors_of_a_pinned_batch_share_its_storage(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """The storage is how torch identifies a block that a copy still reads, so that it is not reused."""
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    batch = {
+        "flags": torch.ones(3, dtype=torch.bool),
+        "matrix": torch.arange(6).reshape(2, 3).to(dtype),
+        "lists": [torch.arange(2).to(dtype), torch.arange(5).to(dtype)],
+        "scalar": torch.tensor(7).to(dtype),
+        "array": np.arange(4),
+        "none": torch.empty(0, 3, dtype=dtype),
+    }
+    packed = pack(batch).pin_memory()
+    assert isinstance(packed.content, torch.Tensor)
+    found = unpack(packed)
+    assert same(found, batch)
+    for tensor in (found["flags"], found["matrix"], *found["lists"], found["scalar"]):
+        assert tensor.untyped_storage().data_ptr() == packed.content.untyped_storage().data_ptr()
+    version = found["matrix"]._version
+    found["scalar"].zero_()
+    assert found["matrix"]._version == version  # Autograd allows an in-place change of another column.
+
+
+def test_parameters_are_pickled() -> None:
     weight = torch.ones(2, requires_grad=True)
     found = unpack(pack({"w": weight}))["w"]
     assert found.requires_grad
@@ -113,14 +137,14 @@ class Labelled(dict[str, Any]):
     pass
 
 
-def test_what_a_subclass_adds_is_not_lost() -> None:
+def test_subclasses_are_preserved() -> None:
     found = unpack(pack({"inner": Labelled(x=1), "size": torch.ones(2, 3).shape, "names": [b"a", b"b"]}))
     assert type(found["inner"]) is Labelled
     assert type(found["size"]) is torch.Size
     assert dict.fromkeys(found["names"], 1) == {b"a": 1, b"b": 1}
 
 
-def test_views_of_numbers_are_their_bytes() -> None:
+def test_views_of_numbers_arrive_as_their_bytes() -> None:
     numbers = np.arange(4, dtype=np.float32)
     found = unpack(pack([memoryview(numbers[:2]), memoryview(numbers[2:])]))
     assert b"".join(found) == numbers.tobytes()

@@ -19,7 +19,7 @@ from torch import nn
 
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
-from dataload.loader.loader import make_loader
+from dataload.loader import make_loader
 from dataload.rows.collate import Flat
 from dataload.train import batch_size, evaluation, rank_batches
 from dataload.train.checkpoint import alike, copied, generators

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
-from dataload.loader.loader import make_loader
+from dataload.loader import make_loader
 from dataload.telemetry.spans import stage
 from dataload.train import epoch_metrics, rank_batches
 from dataload.train.harness import evaluate_over, fit

@@ -22,7 +22,7 @@ from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - f
 from torch import nn
 
 from dataload.dataset import make_dataset
-from dataload.loader.loader import make_loader
+from dataload.loader import make_loader
 from dataload.train.checkpoint import NAME, REST
 from dataload.train.harness import fit
 from dataload.world import World

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
-from dataload.loader.loader import make_loader
+from dataload.loader import make_loader
 from dataload.train import checkpoint
 from dataload.train.checkpoint import REST, Checkpoints, load
 from dataload.train.harness import fit

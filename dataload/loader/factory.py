@@ -1,0 +1,186 @@
+"""`make_loader`: check its arguments, open the dataset, build the sampler and the loader."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dataload.cache.config import CacheConfig
+from dataload.catalog.manifest import Source
+from dataload.catalog.pruning import Filters
+from dataload.dataset import Dataset, make_dataset
+from dataload.errors import ConfigError
+from dataload.loader.batch_maker import BatchMaker
+from dataload.loader.integrations import TrainerSampler
+from dataload.loader.loader import BATCHES_AHEAD, Loader
+from dataload.samplers.order import Shuffle
+from dataload.world import World
+
+FETCHING_PROCESSES_PER_RANK = 2  # the rank itself and its background decoder
+MAX_RANKS_PER_HOST = 8  # assumed where the launcher does not set LOCAL_WORLD_SIZE
+
+log = logging.getLogger(__name__)
+
+
+def make_loader(
+    source: Source | Dataset,
+    batch_size: int,
+    *,
+    shuffle: Shuffle | bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    window: int | None = None,
+    num_streams: int | None = None,
+    num_workers: int = 0,
+    group: Mapping[str, Sequence[str]] | None = None,
+    ragged: str = "list",
+    transform: Callable[..., Any] | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    device: torch.device | str | None = None,
+    pin_memory: bool | None = None,
+    prefetch: int | None = None,
+    columns: Sequence[str] | None = None,
+    filters: Filters | None = None,
+    storage_options: dict[str, Any] | None = None,
+    cache_dir: str | None = None,
+    cache_bytes: int | str | None = None,
+    cluster: str | None = None,
+    cache: CacheConfig | None = None,
+    fill_null: Any = None,
+    stats_dir: str | os.PathLike[str] | None = None,
+    world: World | None = None,
+    **dataloader_kwargs: Any,
+) -> Loader:
+    """Return a loader of this rank's batches. Over all ranks, an epoch has each row exactly once.
+
+    Args:
+        source: A dataset, or a source as `make_dataset` takes it.
+        batch_size: Rows per batch on this rank.
+        shuffle: True or "block" shuffles row groups over the whole dataset, and rows inside a window of `window` row
+            groups. "full" shuffles all rows. False keeps file order.
+        seed: Seed of the order, together with the epoch and the dataset.
+        drop_last: Drop the last global batch of an epoch if it is incomplete.
+        window: Row groups that are shuffled together. None: `default_window` of their rows and bytes.
+        num_streams: Parts of the dataset, of which each node reads its own. None: one for each node.
+        num_workers: Processes that run `transform` and `collate_fn`. With 0, or with neither of them, a thread makes
+            the batches.
+        group: Name -> columns of one dtype that are returned together as one Tensor[B, k].
+        ragged: "list", or "flat" for values and offsets as two tensors (`dataload.rows.collate.Flat`).
+        transform: Called as transform(batch), or as transform(batch, rng=numpy Generator) if it has a parameter `rng`.
+            The generator is the same for the same batch, with any number of workers and after a resume.
+        collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch.
+        device: Device of the batches.
+        pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
+        prefetch: Batches that each worker, or the thread, prepares ahead.
+        columns: As in `make_dataset`.
+        filters: As in `make_dataset`.
+        storage_options: As in `make_dataset`.
+        cache_dir: As in `CacheConfig`.
+        cache_bytes: As in `CacheConfig`.
+        cluster: As in `CacheConfig`.
+        cache: A `CacheConfig`, instead of the three arguments above. For no cache, pass a dataset made by
+            `make_dataset(..., cache=None)`.
+        fill_null: As in `make_dataset`.
+        stats_dir: Folder to which each rank writes its statistics once a second, for `dataload report`. Each loader
+            needs its own folder. Write errors are logged, not raised.
+        world: This rank and the number of ranks. None: `World.detect()`.
+        **dataloader_kwargs: Passed on to `torch.utils.data.DataLoader`.
+
+    Raises:
+        ConfigError: An argument is invalid, or the cache is too small for the shuffle window.
+        OriginError: The source cannot be read.
+        DataError: A file or a column type is not supported.
+
+    Example:
+        ```python
+        loader = make_loader("s3://bucket/train", batch_size=256, device="cuda")
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                train_step(batch["image"], batch["label"])
+        ```
+    """
+    dataset = _dataset_of(
+        source,
+        {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null},
+        {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster},
+        cache,
+    )
+    _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
+    detected = world is None
+    world = World.detect(world)
+    _share_request_limit(dataset, world)
+    nodes = world.num_nodes or 1
+    sampler = TrainerSampler(
+        dataset.block_lengths,
+        world.world_size,
+        world.rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        window=dataset.window if window is None else window,
+        batch_size=batch_size,
+        num_streams=num_streams or nodes,
+        num_nodes=nodes,
+        dataset_key=dataset.fingerprint.encode(),
+    )
+    log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), num_streams or nodes)
+    if num_workers and prefetch is not None:
+        dataloader_kwargs["prefetch_factor"] = prefetch
+    return Loader(
+        dataset,
+        maker=BatchMaker(dataset, ragged=ragged, group=group, collate_fn=collate_fn, transform=transform),
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        device=None if device is None else torch.device(device),
+        prefetch=prefetch or BATCHES_AHEAD,
+        detected=detected,
+        stats_dir=None if stats_dir is None else Path(stats_dir),
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        **dataloader_kwargs,
+    )
+
+
+def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloader_kwargs: Mapping[str, Any]) -> None:
+    if ragged not in ("list", "flat"):
+        raise ConfigError(f"ragged={ragged!r} is unknown: use 'list' or 'flat'")
+    for name, number in (("batch_size", batch_size), ("prefetch", 1 if prefetch is None else prefetch)):
+        if number < 1:
+            raise ConfigError(f"{name}={number} must be at least 1")
+    if not dataloader_kwargs.get("in_order", True):
+        raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
+
+
+def _dataset_of(
+    source: Source | Dataset,
+    dataset_options: dict[str, Any],
+    cache_options: dict[str, Any],
+    cache: CacheConfig | None,
+) -> Dataset:
+    if isinstance(source, Dataset):
+        _reject({**dataset_options, **cache_options, "cache": cache}, "pass it to make_dataset, not with its dataset")
+        return source
+    if cache is not None:
+        _reject(cache_options, "pass it inside cache=CacheConfig(...)")
+    return make_dataset(source, cache=cache or CacheConfig(**cache_options), **dataset_options)
+
+
+def _reject(arguments: Mapping[str, Any], advice: str) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise ConfigError(f"{name}: {advice}")  # without the value, which may contain a password
+
+
+def _share_request_limit(dataset: Dataset, world: World) -> None:
+    """Divide the host's limit of concurrent requests among the ranks of the host."""
+    limiter = dataset.blocks.origin.limiter
+    if limiter is not None:
+        ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
+        limiter.share(FETCHING_PROCESSES_PER_RANK * ranks)
