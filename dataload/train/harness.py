@@ -63,8 +63,8 @@ def fit(
     on the CPU over gloo. A process group that nobody has started is started here and ended here, come what may.
 
     model: each module trains in the mode that it is in when `fit` is called, and has this mode again after each
-        evaluation: a BatchNorm in eval mode stays frozen. If all modules are in eval mode, as `model.eval()` leaves
-        them, `fit` calls `model.train()`.
+        evaluation: a BatchNorm in eval mode stays frozen. If all modules are in the same mode, as in a new model or
+        after `model.eval()`, `fit` calls `model.train()`.
     loss_fn(model, batch): the mean loss over the batch's rows, a scalar tensor; or it and a dict of scalars to log.
         A scalar with the name of one of the epoch's own figures (see below) is a ConfigError.
         A batch is a dict (or tuple, or list) whose tensors are on the device.

@@ -9,8 +9,11 @@ from torch import nn
 
 
 def begin_training(model: nn.Module) -> None:
-    """Put `model` into training mode if all of its modules are in eval mode; otherwise keep each module's own mode."""
-    if not any(module.training for module in model.modules()):
+    """Call `model.train()` if all modules are in the same mode; otherwise keep the modes that the user has chosen.
+
+    A new model is in training mode throughout, but its class may override `train()` to freeze some of its modules.
+    """
+    if len({module.training for module in model.modules()}) == 1:
         model.train()
 
 

@@ -95,6 +95,37 @@ def train_only_the_head():
     return modes_in_training(model)
 
 
+class FrozenNorm(nn.Module):
+    """Keeps its batch norm in eval mode by overriding `train`."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(3).double(), nn.Linear(3, 1).double()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
+
+
+@pytest.mark.parametrize("evaluate", [None, own_loop, over_rows])
+def test_a_new_model_is_put_into_training_mode_by_its_own_method(evaluate):
+    model = FrozenNorm()
+    assert all(modes_of(model))
+    seen = []
+
+    def loss(model, batch):
+        seen.append(modes_of(model))
+        return squared_error(model, batch)
+
+    fit(model, torch.optim.SGD(model.parameters(), 0.01), in_order(20), loss, epochs=2, evaluate=evaluate, **OPTIONS)
+    assert seen == [[True, False, True]] * 4
+    assert bool((model.norm.running_mean == 0).all())
+
+
 def test_one_module_in_training_mode_says_that_the_modes_are_meant(ranks):
     """Also for the root, as `loss_fn` sees it: the model itself, or DDP around it."""
     assert train_only_the_head() == [(False, [False] * 4 + [True])] * 2
