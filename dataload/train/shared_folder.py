@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from uuid import uuid4
@@ -39,7 +40,8 @@ def require_shared(folder: Path, probe_prefix: str) -> None:
         objections = last_objections(lambda: _unseen(probe))
     finally:
         if is_first():
-            probe.rmdir()
+            with suppress(OSError):  # Another run in this folder may have removed it.
+                probe.rmdir()
     places: dict[tuple[str, str, str], list[int]] = {}
     for rank, (objection, (own_path, own_host, _)) in enumerate(zip(objections, ranks, strict=True)):
         if objection is not None:

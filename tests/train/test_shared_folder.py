@@ -147,6 +147,26 @@ def test_probes_of_the_killed_are_swept_away(ranks, tmp_path):
     assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
 
 
+def fit_with_probes_swept(folder):
+    """Another run that starts in the folder removes this run's probe."""
+    found = shared_folder.last_objections
+
+    def look_then_sweep(objection):
+        objections = found(objection)
+        if World.detect().rank == 0:
+            for probe in folder.glob(f"{checkpoint.UNFINISHED}probe-*"):
+                probe.rmdir()
+        return objections
+
+    shared_folder.last_objections = look_then_sweep
+    train_in_order(4, checkpoint_dir=folder)
+
+
+def test_another_run_may_sweep_the_probe(ranks, tmp_path):
+    assert ranks(2, fit_with_probes_swept, tmp_path) == [None, None]
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
+
+
 def test_one_process_makes_no_probe(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "mkdir", None)
     Checkpoints(tmp_path / "run", 1)
