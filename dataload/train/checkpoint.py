@@ -111,12 +111,15 @@ class Checkpoints:
 
 
 def _incomplete(folder: Path) -> str | None:
-    """Say which files of tensors rank 0 does not see in full; None when it sees all."""
-    wanted: dict[str, int] = {}
-    for part in _PlainReader(folder).read_metadata().storage_data.values():
-        wanted[part.relative_path] = max(wanted.get(part.relative_path, 0), part.offset + part.length)
-    found = {file.name: file.stat().st_size for file in folder.iterdir()}
-    lacking = sorted(name for name, size in wanted.items() if found.get(name, -1) < size)
+    """Return a message that names the tensor files that rank 0 does not see in full; None if it sees all."""
+    needed: dict[str, int] = {}
+    try:
+        for part in _PlainReader(folder).read_metadata().storage_data.values():
+            needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
+        sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    except OSError as error:  # A listing that NFS has cached may be stale, and the other ranks wait for this one.
+        return f"{folder} cannot be checked, so it becomes no checkpoint: {error}"
+    lacking = sorted(name for name, size in needed.items() if sizes.get(name, -1) < size)
     if not lacking:
         return None
     return (

@@ -109,6 +109,42 @@ def test_a_checkpoint_that_lacks_files_is_not_published(ranks, tmp_path):
     assert names(tmp_path / "shared") == [".checkpoint-000001"]
 
 
+def fit_with_a_stale_entry(folder):
+    """While rank 0 checks the first checkpoint, its folder lists an entry that cannot be opened until it has paused."""
+    written, first = checkpoint.dcp_save, World.detect().rank == 0
+    stale = folder / ".checkpoint-000001" / "stale"
+
+    def write(*args, **kwargs):
+        written(*args, **kwargs)
+        if first and stale.parent.is_dir():
+            stale.symlink_to("missing")
+
+    def pause(seconds):
+        if first:
+            stale.unlink()
+
+    checkpoint.dcp_save, shared_folder.sleep = write, pause
+    train_in_order(4, checkpoint_dir=folder)
+
+
+def test_an_entry_that_is_listed_but_missing_is_looked_up_again(ranks, tmp_path):
+    assert ranks(2, fit_with_a_stale_entry, tmp_path) == [None, None]
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def test_a_checkpoint_that_cannot_be_listed_is_not_published(tmp_path, monkeypatch):
+    written = checkpoint.dcp_save
+
+    def add_a_stale_entry(*args, **kwargs):
+        written(*args, **kwargs)
+        (tmp_path / ".checkpoint-000001" / "stale").symlink_to("missing")
+
+    monkeypatch.setattr(checkpoint, "dcp_save", add_a_stale_entry)
+    with pytest.raises(ConfigError, match=r"\.checkpoint-000001 cannot be checked.*No such file or directory.*stale"):
+        Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
+    assert names(tmp_path) == [".checkpoint-000001"]
+
+
 def test_a_checkpoint_with_a_file_cut_short_is_not_published(tmp_path, monkeypatch):
     written = checkpoint.dcp_save
 
