@@ -71,8 +71,13 @@ def num_rows(batch: Any) -> int:
     Raises ConfigError when nothing in the batch says it.
     """
     columns: list[Any] = []
-    map_columns(batch, lambda column: columns.append(column.offsets[1:] if isinstance(column, Flat) else column))
-    columns = [column for column in columns if column is not None]
+
+    def collect(column: Any) -> Any:
+        if column is not None:
+            columns.append(column.offsets[1:] if isinstance(column, Flat) else column)
+        return column  # map_columns rebuilds the batch, whose class may validate its columns.
+
+    map_columns(batch, collect)
     shapes = [column.shape for column in columns if hasattr(column, "shape")]
     sizes = [shape[0] for shape in shapes if shape] or [
         len(some) for some in columns if isinstance(some, Sized) and not isinstance(some, (str, bytes)) and not shapes

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from itertools import chain, count, zip_longest
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -110,9 +111,19 @@ def test_a_rank_without_any_batch_is_refused_on_all(ranks):
         assert "no batch on ranks [1]" in str(error)
 
 
+class Checked(NamedTuple("Checked", [("x", torch.Tensor), ("label", torch.Tensor)])):
+    """A batch whose class validates its columns."""
+
+    def __new__(cls, x, label):
+        assert len(x) == len(label)
+        return super().__new__(cls, x, label)
+
+
 @pytest.mark.parametrize(
     ("batch", "rows"),
     [
+        (Checked(torch.zeros(3, 2), torch.zeros(3)), 3),
+        (nn.utils.rnn.pack_sequence([torch.zeros(4)] * 4), 4),
         (torch.zeros(3, 2), 3),
         ([torch.zeros(3, 2), ["a", "b", "c"]], 3),
         ({"x": {"image": torch.zeros(5, 2), "scale": torch.tensor(1.0)}, "label": torch.zeros(5)}, 5),
