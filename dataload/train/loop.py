@@ -153,8 +153,7 @@ class TrainingLoop:
         with stage("copy to device"):
             batch = map_tensors(fed.batch, lambda tensor: tensor.to(self.steps.device, non_blocking=True))
         loss, scalars = self.steps.add(batch, fed.rows, fed.all_rows, last=fed.last)
-        if scalars:
-            self._check_names(scalars)
+        self._check_names(scalars)
         self.losses.add(loss, where)
         tally.add({**scalars, "loss": loss}, fed.rows)
         self._rows += fed.all_rows
@@ -170,7 +169,7 @@ class TrainingLoop:
             self.scalars.step(self.step, self.losses.latest, lr, rows, tally.counts["wait_seconds"])
 
     def _check_names(self, scalars: Mapping[str, Any]) -> None:
-        if taken := scalars.keys() & self._reserved:
+        if taken := self._reserved.intersection(scalars.keys()):
             raise ConfigError(
                 f"loss_fn logs {', '.join(map(repr, sorted(taken)))}, but the epoch's dict has figures of that name: "
                 f"rename the scalar. Reserved are {', '.join(sorted(self._reserved))}"

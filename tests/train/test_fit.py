@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from itertools import chain, count, zip_longest
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -442,6 +443,38 @@ def test_a_scalar_with_a_name_of_its_own_is_logged():
     record, _ = logging_as("misses")
     assert record.pop("misses") == 0.5
     assert record.keys() <= epoch_metrics.reserved_names(Remembering({"hits": 3, "waits": {"disk": 1.0}}))
+
+
+class Listed(Mapping):
+    """A mapping whose keys are a list, and that has no truth value."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def __getitem__(self, name):
+        return self.values[name]
+
+    def __iter__(self):
+        raise TypeError("rows are not iterated")
+
+    def __len__(self):
+        return len(self.values)
+
+    def __bool__(self):
+        raise ValueError("ambiguous")
+
+    def keys(self):
+        return list(self.values)
+
+
+def test_scalars_are_any_mapping():
+    model, optimizer = build()
+
+    def loss(model, batch):
+        return squared_error(model, batch), Listed(misses=0.5)
+
+    (record,) = fit(model, optimizer, in_order(20), loss, epochs=1, progress=False)
+    assert record["misses"] == 0.5
 
 
 class Remembering:
