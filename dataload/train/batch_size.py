@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat, map_columns, map_tensors, map_values
-from dataload.train.checkpoint import copied, generators, set_generators
 from dataload.train.distributed import device_of, gather, process_group
 from dataload.train.module_modes import begin_training, modes_kept
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.rank_batches import num_rows
+from dataload.train.rng_state import rng_state, set_rng_state
+from dataload.train.state_tree import host_copy
 from dataload.world import World
 
 REPEATS = 5  # steps of each size; the first is not timed
@@ -70,8 +71,8 @@ def find_batch_size(
 @contextmanager
 def _restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Model, optimizer and generators are afterwards as they were; gradients are gone."""
-    states = [copied(part.state_dict()) for part in (model, optimizer)]
-    drawn = generators()
+    states = [host_copy(part.state_dict()) for part in (model, optimizer)]
+    drawn = rng_state()
     try:
         with modes_kept(model):
             yield
@@ -79,7 +80,7 @@ def _restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
         optimizer.zero_grad()
         model.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
-        set_generators(drawn)
+        set_rng_state(drawn)
 
 
 def _seconds(steps: OptimizerStep, batch: Any, rows: int) -> float | None:

@@ -16,13 +16,15 @@ from dataload.errors import ConfigError
 from dataload.rows.collate import map_tensors
 from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
-from dataload.train.checkpoint import Checkpoints, alike, generators, load, set_generators
+from dataload.train.checkpoint import Checkpoints, load
 from dataload.train.distributed import agree, gather, share_buffers
 from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, Scalars, added, reserved_names
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.module_modes import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, feed
+from dataload.train.rng_state import rng_state, set_rng_state
+from dataload.train.state_tree import all_equal
 from dataload.world import World
 
 
@@ -78,9 +80,9 @@ class TrainingLoop:
             self._so_far = own["so far"]
             if self._so_far:
                 # A loader may draw from the generators when it begins to be iterated, as it had before they were saved.
-                self._begun = partial(set_generators, own["generators"])
+                self._begun = partial(set_rng_state, own["generators"])
             else:
-                set_generators(own["generators"])
+                set_rng_state(own["generators"])
         elif self.world.rank == 0 and ranks[0]["so far"]:
             self._so_far = added([rank["so far"] for rank in ranks])
             for name in self._so_far["counts"].keys() & set(AVERAGED):
@@ -88,11 +90,11 @@ class TrainingLoop:
 
     def _resume_loader(self, path: Path, states: list[Any]) -> None:
         if self._stateful != (states[0] is not None):
-            raise ConfigError(f"{path} and this call of fit do not both have: loader")
+            raise ConfigError(f"{path} does not match this call of fit: only one of the two has the state of a loader")
         if not self._stateful:
             return
         own = states[self.world.rank] if len(states) == self.world.world_size else states[0]
-        if len(states) != self.world.world_size and not alike(states):
+        if len(states) != self.world.world_size and not all_equal(states):
             raise ConfigError(
                 f"{path}: each of {len(states)} ranks had a loader in a state of its own, and no other number of ranks "
                 f"can go on with those: start {len(states)} ranks, not {self.world.world_size}"
@@ -181,9 +183,9 @@ class TrainingLoop:
 
     def _save(self, so_far: dict[str, Any], loader_state: Any) -> None:
         """so_far: of the epoch that goes on."""
-        if not self.checkpoints.wanted:
+        if not self.checkpoints.enabled:
             return
         with stage("checkpoint"):
             states = {name: part.state_dict() for name, part in self._parts.items()}
-            ranks = gather({"generators": generators(), "so far": so_far, "loader": loader_state})
+            ranks = gather({"generators": rng_state(), "so far": so_far, "loader": loader_state})
             self.checkpoints.save(states, {"history": self.history, "step": self.step, "ranks": ranks})

@@ -22,9 +22,10 @@ from dataload.errors import ConfigError
 from dataload.loader.loader import make_loader
 from dataload.rows.collate import Flat
 from dataload.train import batch_size, evaluation, rank_batches
-from dataload.train.checkpoint import alike, copied, generators
 from dataload.train.distributed import process_group
 from dataload.train.harness import evaluate_over, find_batch_size
+from dataload.train.rng_state import rng_state
+from dataload.train.state_tree import all_equal, host_copy
 from dataload.world import World
 
 N = 301
@@ -231,7 +232,7 @@ def test_all_is_as_it_was_whatever_goes_wrong(wrong, training):
     model = Mixed()
     model.layer.train(training)
     optimizer = torch.optim.Adam(model.parameters())
-    before = copied({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": generators()})
+    before = host_copy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": rng_state()})
     modes = [module.training for module in model.modules()]
     batches = count()
 
@@ -244,8 +245,8 @@ def test_all_is_as_it_was_whatever_goes_wrong(wrong, training):
     with nullcontext() if wrong is not RuntimeError else pytest.raises(RuntimeError, match="as it happens"):
         find_batch_size(model, optimizer, batch, loss, start=4, limit=8, precision="fp32")
     assert next(batches) == (10 if wrong is None else 9)
-    after = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": generators()}
-    assert alike([before, after])
+    after = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": rng_state()}
+    assert all_equal([before, after])
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -329,7 +330,9 @@ def test_what_fit_takes_is_repeated(column, larger, shape):
         assert rows == [[0], [], [1, 2, 3], [0], []]
     else:
         assert type(first) is type(column)
-        assert first is larger or np.array_equal(first, larger) if hasattr(first, "shape") else alike([first, larger])
+        assert (
+            first is larger or np.array_equal(first, larger) if hasattr(first, "shape") else all_equal([first, larger])
+        )
 
 
 def test_strings_and_none_take_part_in_the_trial():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Mapping
 from itertools import chain, count, zip_longest
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -112,8 +111,10 @@ def test_a_rank_without_any_batch_is_refused_on_all(ranks):
         assert "no batch on ranks [1]" in str(error)
 
 
-class Checked(NamedTuple("Checked", [("x", torch.Tensor), ("label", torch.Tensor)])):
+class Checked(namedtuple("Checked", ["x", "label"])):
     """A batch whose class validates its columns."""
+
+    __slots__ = ()
 
     def __new__(cls, x, label):
         assert len(x) == len(label)

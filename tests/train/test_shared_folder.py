@@ -103,9 +103,8 @@ def test_a_folder_that_a_node_sees_late_is_waited_for(ranks, tmp_path):
 def test_a_checkpoint_that_lacks_files_is_not_published(ranks, tmp_path):
     for error in ranks(2, fit_by_links, tmp_path, hidden=True):
         assert isinstance(error, ConfigError)
-        assert f"{tmp_path}/link 0/.checkpoint-000001, as rank 0 sees it, lacks all or a part of __1_0.distcp" in str(
-            error
-        )
+        problem = "is not published, because rank 0 does not see all of __1_0.distcp"
+        assert f"{tmp_path}/link 0/.checkpoint-000001 {problem}" in str(error)
     assert names(tmp_path / "shared") == [".checkpoint-000001"]
 
 
@@ -154,7 +153,7 @@ def test_a_checkpoint_with_a_file_cut_short_is_not_published(tmp_path, monkeypat
         os.truncate(file, file.stat().st_size - 1)
 
     monkeypatch.setattr(checkpoint, "dcp_save", cut_short)
-    with pytest.raises(ConfigError, match=r"lacks all or a part of __0_0\.distcp"):
+    with pytest.raises(ConfigError, match=r"does not see all of __0_0\.distcp"):
         Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
     assert names(tmp_path) == [".checkpoint-000001"]
 
