@@ -17,13 +17,14 @@ from dataload.train.activation_checkpointing import Which, recomputed
 from dataload.train.batch_size import find_batch_size
 from dataload.train.checkpoint import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, process_group, replicate
-from dataload.train.epoch_metrics import Scalars, bar
+from dataload.train.epoch_metrics import progress_bar
 from dataload.train.evaluation import evaluate_over
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.module_modes import begin_training
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.profiling import traced
+from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
 __all__ = ["evaluate_over", "find_batch_size", "fit"]
@@ -137,7 +138,7 @@ def fit(
         if compile:
             steps.model = torch.compile(steps.model, **(compile if isinstance(compile, Mapping) else {}))
         if log_dir is not None and world.rank == 0:
-            run.scalars = stack.enter_context(closing(Scalars(log_dir, log_every, device)))
+            run.tensorboard = stack.enter_context(closing(TensorBoardWriter(log_dir, log_every, device)))
         if log_dir is not None and isinstance(loader, Loader) and loader.stats_dir is None:
             loader.stats_dir = Path(log_dir)
             stack.callback(setattr, loader, "stats_dir", None)
@@ -145,7 +146,7 @@ def fit(
         run.conclude()  # what another process has ended, and perhaps not evaluated
         for epoch in range(len(run.history), epochs):
             _set_epoch(loader, epoch)
-            with bar(f"epoch {epoch + 1}/{epochs}", _length(loader), progress and world.rank == 0) as advance:
+            with progress_bar(f"epoch {epoch + 1}/{epochs}", _length(loader), progress and world.rank == 0) as advance:
                 run.epoch(epoch, advance)
             run.conclude()
     return run.history

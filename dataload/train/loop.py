@@ -18,13 +18,14 @@ from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint import Checkpoints, load
 from dataload.train.distributed import agree, gather, share_buffers
-from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, Scalars, added, reserved_names
+from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.module_modes import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, feed
 from dataload.train.rng_state import rng_state, set_rng_state
 from dataload.train.state_tree import all_equal
+from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
 
@@ -46,7 +47,7 @@ class TrainingLoop:
     even: bool = True
     checkpoint_every: int | None = None
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
-    scalars: Scalars | None = None
+    tensorboard: TensorBoardWriter | None = None
     traced: Callable[[], None] = lambda: None
     history: list[dict[str, Any]] = field(default_factory=list)
     evaluated: bool = True
@@ -84,7 +85,7 @@ class TrainingLoop:
             else:
                 set_rng_state(own["generators"])
         elif self.world.rank == 0 and ranks[0]["so far"]:
-            self._so_far = added([rank["so far"] for rank in ranks])
+            self._so_far = sum_ranks([rank["so far"] for rank in ranks])
             for name in self._so_far["counts"].keys() & set(AVERAGED):
                 self._so_far["counts"][name] *= self.world.world_size / len(ranks)
 
@@ -119,8 +120,8 @@ class TrainingLoop:
             with self._noted(record["epoch"]), evaluating(self.model), torch.no_grad(), stage("evaluate"):
                 found = {name: float(value) for name, value in self.evaluate(self.model).items()}
             record |= {f"evaluate.{name}" if name in record else name: value for name, value in found.items()}
-        if self.scalars is not None:
-            self.scalars.epoch(record, self.step)
+        if self.tensorboard is not None:
+            self.tensorboard.epoch(record, self.step)
         self.evaluated = True
 
     @contextmanager
@@ -166,9 +167,9 @@ class TrainingLoop:
         if "scaler" in self._parts:
             tally.counts["skipped_steps"] += self.steps.skipped
         self.traced()
-        if self.scalars is not None:
+        if self.tensorboard is not None:
             lr = self.steps.optimizer.param_groups[0]["lr"]
-            self.scalars.step(self.step, self.losses.latest, lr, rows, tally.counts["wait_seconds"])
+            self.tensorboard.step(self.step, self.losses.latest, lr, rows, tally.counts["wait_seconds"])
 
     def _check_names(self, scalars: Mapping[str, Any]) -> None:
         if taken := self._reserved.intersection(scalars.keys()):

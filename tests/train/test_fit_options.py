@@ -19,7 +19,7 @@ from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader.loader import make_loader
 from dataload.telemetry.spans import stage
-from dataload.train import epoch_metrics, rank_batches
+from dataload.train import epoch_metrics, rank_batches, tensorboard
 from dataload.train.harness import evaluate_over, fit
 from dataload.world import World
 
@@ -271,7 +271,7 @@ def test_rows_per_second_are_of_all_batches(tmp_path, monkeypatch):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     now = [0.0]
-    for module in (rank_batches, epoch_metrics):
+    for module in (rank_batches, epoch_metrics, tensorboard):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
 
     def slowly(batches):
