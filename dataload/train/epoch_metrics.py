@@ -102,7 +102,9 @@ def _loader_counts(loader: Any) -> dict[str, float]:
     stats = loader.stats() if hasattr(loader, "stats") else {}
     fields = stats if isinstance(stats, Mapping) else vars(stats)
     flat = {name: value for name, value in fields.items() if name not in MEASURED}
-    flat |= {f"{name}.{key}": n for name, some in fields.items() if isinstance(some, Mapping) for key, n in some.items()}
+    flat |= {
+        f"{name}.{key}": n for name, some in fields.items() if isinstance(some, Mapping) for key, n in some.items()
+    }
     return {name: value for name, value in flat.items() if isinstance(value, (int, float)) and name[0] != "_"}
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
-from dataload.train.activation_checkpointing import Which, recomputed
+from dataload.train.activation_checkpointing import ModuleSelector, recomputed
 from dataload.train.batch_size import find_batch_size
 from dataload.train.checkpoint import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, process_group, replicate
@@ -41,7 +41,7 @@ def fit(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     scheduler: Any = None,
-    activation_checkpointing: Which | None = None,
+    activation_checkpointing: ModuleSelector | None = None,
     comm_hook: str | None = None,
     static_graph: bool = False,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002

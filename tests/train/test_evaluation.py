@@ -289,12 +289,12 @@ def test_ranks_find_the_same(ranks):
 
 def test_rows_of_any_kind_are_repeated():
     batch = {"x": torch.arange(3), "name": ["a", "b", "c"], "more": {"y": torch.arange(3)}, "scale": torch.tensor(2.0)}
-    larger = batch_size._of_size(batch, 5, torch.device("cpu"))
+    larger = batch_size._resize(batch, 5, torch.device("cpu"))
     assert larger["x"].tolist() == [0, 1, 2, 0, 1]
     assert larger["name"] == ["a", "b", "c", "a", "b"]
     assert larger["more"]["y"].tolist() == [0, 1, 2, 0, 1]
-    assert batch_size._of_size((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
-    assert batch_size._of_size(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
+    assert batch_size._resize((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
+    assert batch_size._resize(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
 
 
 class Pair(NamedTuple):
@@ -320,7 +320,7 @@ def test_what_fit_takes_is_repeated(column, larger, shape):
     """All that has one entry for each of the 3 rows."""
     batch = shape(column, torch.arange(3))
     assert rank_batches.num_rows(batch) == 3
-    found = batch_size._of_size(batch, 5, torch.device("cpu"))
+    found = batch_size._resize(batch, 5, torch.device("cpu"))
     assert type(found) is type(batch)
     assert rank_batches.num_rows(found) == 5
     first, label = found.values() if isinstance(found, dict) else found
@@ -350,5 +350,5 @@ def test_strings_and_none_take_part_in_the_trial():
 
 def test_a_batch_without_rows_has_none_to_repeat():
     model = nn.Linear(3, 1)
-    with pytest.raises(ConfigError, match="this one has none"):
+    with pytest.raises(ConfigError, match="this batch has none"):
         find_batch_size(model, torch.optim.SGD(model.parameters(), 0.1), {"x": torch.zeros(0, 3)}, squared_error)

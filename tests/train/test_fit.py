@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, namedtuple
+from collections import Counter
 from collections.abc import Mapping
 from itertools import chain, count, zip_longest
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -111,7 +112,12 @@ def test_a_rank_without_any_batch_is_refused_on_all(ranks):
         assert "no batch on ranks [1]" in str(error)
 
 
-class Checked(namedtuple("Checked", ["x", "label"])):
+class Columns(NamedTuple):
+    x: torch.Tensor
+    label: torch.Tensor
+
+
+class Checked(Columns):
     """A batch whose class validates its columns."""
 
     __slots__ = ()

@@ -150,7 +150,7 @@ def test_activations_are_computed_twice(which):
 
 
 def test_activation_checkpointing_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="no module of Sequential"):
+    with pytest.raises(ConfigError, match="matched no module in Sequential"):
         train_in_order(8, activation_checkpointing=nn.Conv2d)
 
 
