@@ -1,4 +1,4 @@
-"""Activation checkpointing: selected modules keep their inputs, and compute their activations again for the gradient."""
+"""Activation checkpointing: selected modules compute their activations again for the backward pass."""
 
 from __future__ import annotations
 
