@@ -24,10 +24,10 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes:  # parents before children, as train() is recursive
+        for module, training in modes:  # parents before children, because train() is recursive
             if module.training != training:
                 module.train(training)  # A module may override train(), for example to split weights merged by eval().
-        for module, training in modes:  # A module of several parents may have got the mode of the last one.
+        for module, training in modes:  # train() of its last parent has set the mode of a module of several parents.
             module.training = training
 
 

@@ -109,10 +109,10 @@ def mean_of(values, size, padding=0):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_no_last_bit_depends_on_where_batches_end(dtype):
     draw = torch.Generator().manual_seed(0)
-    values = (1000 * torch.randn(5 * evaluation.RUN - 77, generator=draw, dtype=torch.float64)).to(dtype)
+    values = (1000 * torch.randn(5 * evaluation.CHUNK - 77, generator=draw, dtype=torch.float64)).to(dtype)
     expected = mean_of(values, len(values))
     assert expected == {"x": pytest.approx(values.double().mean().item(), rel=1e-10), "rows": len(values)}
-    for size, padding in ((1000, 0), (1001, 3), (3 * evaluation.RUN, 5000), (len(values), 1), (7, 100)):
+    for size, padding in ((1000, 0), (1001, 3), (3 * evaluation.CHUNK, 5000), (len(values), 1), (7, 100)):
         assert mean_of(values, size, padding) == expected
 
 
@@ -128,7 +128,7 @@ def test_values_are_not_kept():
     numbers = count()
     found = evaluate_over(nn.Identity(), repeat(torch.arange(10_000), 41), metrics)
     assert found == {"x": 5000.5, "odd": 0.5, "rows": 410_000}
-    assert alive[1] - alive[0] < 4 * evaluation.RUN
+    assert alive[1] - alive[0] < 4 * evaluation.CHUNK
 
 
 @pytest.mark.parametrize(

@@ -442,7 +442,9 @@ def test_a_scalar_with_the_name_of_a_figure_is_refused(name):
     """In the first step that logs it."""
     message, steps = logging_as(name, at=2)
     assert f"loss_fn logs {name!r}" in message
-    assert "Reserved are epoch, hits, loss, rows, rows_per_second, seconds, skipped_steps, stall_fraction" in message
+    assert (
+        "Reserved names are epoch, hits, loss, rows, rows_per_second, seconds, skipped_steps, stall_fraction" in message
+    )
     assert steps == 3
 
 
@@ -563,7 +565,7 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8' is none of fp32, bf16, fp16"),
+        ({"precision": "fp8"}, "precision='fp8' is not one of fp32, bf16, fp16"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"loader": []}, "the loader gave no batch"),
     ],

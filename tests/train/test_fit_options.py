@@ -186,7 +186,7 @@ def test_gradients_cross_ranks_in_sixteen_bits(ranks):
 
 
 def test_hooks_that_are_none_or_want_a_gpu_are_refused(ranks):
-    with pytest.raises(ConfigError, match="comm_hook='zip' is none of bf16, fp16, powersgd"):
+    with pytest.raises(ConfigError, match="comm_hook='zip' is not one of bf16, fp16, powersgd"):
         train_in_order(8, comm_hook="zip")
     for error in ranks(2, trained_with, comm_hook="bf16"):
         assert isinstance(error, ConfigError)

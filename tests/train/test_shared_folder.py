@@ -37,7 +37,7 @@ def test_a_folder_of_each_node_is_refused_before_the_first_step(ranks, tmp_path,
     for error in answers:
         assert isinstance(error, ConfigError)
         assert str(error) == (
-            f"ranks see different folders as checkpoint_dir: rank 0 made an entry in 'run' on host "
+            f"ranks see different folders as checkpoint_dir: rank 0 created an entry in 'run' on host "
             f"{socket.gethostname()}, ranks [1] do not see it in 'run' on host {socket.gethostname()} (No such file or "
             "directory). Give a folder on a filesystem that all nodes mount"
         )

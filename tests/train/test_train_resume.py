@@ -151,7 +151,7 @@ def drawing_resumed(folder):
 
 def test_ranks_are_resumed_with_their_own_loaders(ranks, tmp_path):
     assert ranks(2, drawing_resumed, tmp_path) == [None, None]
-    with pytest.raises(ConfigError, match=r"each of 2 ranks had a loader in a state of its own.* start 2 ranks, not 1"):
+    with pytest.raises(ConfigError, match=r"a different loader state for each of 2 ranks.* start 2 ranks, not 1"):
         train_drawing(tmp_path)
 
 

@@ -161,4 +161,4 @@ def timeout_in_a_group_of_ours():
 def test_the_timeout_of_a_group_is_its_makers(ranks):
     for error in ranks(2, timeout_in_a_group_of_ours):
         assert isinstance(error, ConfigError)
-        assert "the process group is there already" in str(error)
+        assert "the process group already exists" in str(error)
