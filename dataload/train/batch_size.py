@@ -59,11 +59,6 @@ def find_batch_size(
     Raises:
         ConfigError: `start` rows do not fit, or `batch` has no rows.
         Exception: Any exception of a step, other than torch.OutOfMemoryError.
-
-    Example:
-        ```python
-        size = find_batch_size(model, optimizer, next(iter(loader)), loss_fn, limit=1024)
-        ```
     """
     world = World.detect()
     device = device_of(world, device)

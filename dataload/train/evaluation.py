@@ -38,12 +38,11 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
             there are no rows.
 
     Example:
-        ```python
-        def metrics(model, batch):
-            return {"accuracy": model(batch["image"]).argmax(1) == batch["label"]}
-
-        evaluate_over(model, loader, metrics)["accuracy"]
-        ```
+        >>> import torch
+        >>> from dataload import evaluate_over
+        >>> batches = [torch.tensor([1.0, 2.0]), torch.tensor([6.0])]
+        >>> evaluate_over(torch.nn.Identity(), batches, lambda model, batch: {"mean": model(batch)})
+        {'mean': 3.0, 'rows': 3}
     """
     padding = getattr(loader, "padding", 0)  # read before the loop, because iterating changes it
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -119,12 +119,16 @@ def fit(
         RuntimeError: Another rank was lost. As in all errors of a step, a note names rank, epoch and step.
 
     Example:
-        ```python
-        def loss_fn(model, batch):
-            return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
-
-        history = fit(model, optimizer, loader, loss_fn, epochs=10, checkpoint_dir="run/")
-        ```
+        >>> import torch
+        >>> from dataload import fit
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> batches = [{"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}] * 8
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        >>> history = fit(model, optimizer, batches, loss_fn, epochs=2, progress=False)
+        >>> [record["rows"] for record in history]
+        [32, 32]
     """
     if comm_hook is not None and comm_hook not in COMM_HOOKS:
         raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")

@@ -130,7 +130,7 @@ class TrainingLoop:
             self._save({}, self.loader.state_dict() if self._stateful else None)
 
     def finish_epoch(self) -> None:
-        """Evaluate the last epoch and log it, unless done. Its checkpoint exists, so a failed evaluation loses nothing."""
+        """Evaluate and log the last epoch, unless done. It has a checkpoint, so a failed evaluation loses nothing."""
         if self.evaluated:
             return
         record = self.history[-1]
