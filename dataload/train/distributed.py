@@ -123,7 +123,7 @@ def _settle_buckets(replica: DistributedDataParallel) -> None:
     """Run a backward with zero gradients, after which DDP has its final gradient buckets.
 
     DDP rebuilds its buckets after the first backward, and three or more ranks then sum in a different order. Without
-    this backward, a resumed run would rebuild them in a later step than an uninterrupted run, and its bits would differ.
+    this backward, a resumed run would rebuild them in a later step than an uninterrupted run, and get different bits.
 
     Gradients become ready in the reverse order of the parameters, as DDP expects. The model is not called, so no hook
     of a module runs. Hooks on a parameter see one gradient of zeros, because DDP waits for each parameter's gradient.

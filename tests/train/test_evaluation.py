@@ -34,7 +34,7 @@ N = 301
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("data")
-    large = np.random.default_rng(0).integers(1 << 55, size=N)  # of which float64 would lose the last bits
+    large = np.random.default_rng(0).integers(1 << 55, size=N)  # float64 would lose their last bits
     table = pa.table({"row_id": np.arange(N), "large": large, "x": np.random.default_rng(1).normal(size=N)})
     pq.write_table(table, path / "a.parquet", row_group_size=40)
     return str(path)
@@ -66,18 +66,18 @@ def evaluated(folder, batch_size, cursor=0, **options):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_count_as_one_process_does(ranks, folder, shuffle):
     table = pq.read_table(folder)
-    alone = evaluated(folder, 16, shuffle=shuffle)
-    assert alone["rows"] == N
-    assert alone["odd"] == 150 / N
-    assert alone["large"] == sum(table["large"].to_pylist()) / N
+    single = evaluated(folder, 16, shuffle=shuffle)
+    assert single["rows"] == N
+    assert single["odd"] == 150 / N
+    assert single["large"] == sum(table["large"].to_pylist()) / N
     for number in (2, 4):
         for found in ranks(number, evaluated, folder, 16, shuffle=shuffle):
-            assert {**found, "x": None} == {**alone, "x": None}
-            assert found["x"] == pytest.approx(alone["x"], rel=1e-12)
+            assert {**found, "x": None} == {**single, "x": None}
+            assert found["x"] == pytest.approx(single["x"], rel=1e-12)
 
 
 def test_what_is_left_of_an_epoch(ranks, folder):
-    """Which two ranks share without padding, and the epoch after it with."""
+    """Two ranks share the rest without padding, but the next epoch with padding."""
     for found in ranks(2, evaluated, folder, 16, cursor=65, shuffle=False):
         assert (found["rows"], found["odd"]) == (N - 65, 118 / (N - 65))
 
@@ -95,7 +95,7 @@ def test_ranks_may_have_more_or_nothing(ranks):
 
 
 class Batches(list):
-    """The last `padding` of their rows repeat others."""
+    """Batches whose last `padding` rows repeat other rows."""
 
     padding = 0
 
@@ -117,7 +117,7 @@ def test_no_last_bit_depends_on_where_batches_end(dtype):
 
 
 def test_values_are_not_kept():
-    """Many batches of the same rows: what is alive does not grow."""
+    """The number of values in live tensors does not grow with the number of batches."""
     alive = []
 
     def metrics(model, batch):
@@ -151,28 +151,29 @@ def test_metrics_have_one_value_for_each_row(values, message):
 
 
 class Machine(nn.Module):
-    """Takes a time of its own for each batch, and has room for so many rows."""
+    """A model on a simulated device: a time for each batch size, and memory for `capacity` rows."""
 
-    def __init__(self, seconds, room=10**9):
+    def __init__(self, seconds, capacity=10**9):
         super().__init__()
         self.layer = nn.Linear(3, 1).double()
-        self.seconds, self.room = seconds, room
+        self.seconds, self.capacity = seconds, capacity
         self.now = 0.0
         self.sizes = []
 
     def forward(self, x):
         self.sizes.append(len(x))
-        if len(x) > self.room:
+        if len(x) > self.capacity:
             raise torch.OutOfMemoryError("full")
         self.now += self.seconds(len(x))
         return self.layer(x)
 
 
-def found(seconds, room=10**9, **options):
-    """What is found on this rank; and the sizes tried."""
+def found(seconds, capacity=10**9, **options):
+    """Return the batch size that this rank finds, and the sizes that it tries."""
     rank = World.detect().rank
     model = Machine(
-        seconds[rank] if isinstance(seconds, tuple) else seconds, room[rank] if isinstance(room, tuple) else room
+        seconds[rank] if isinstance(seconds, tuple) else seconds,
+        capacity[rank] if isinstance(capacity, tuple) else capacity,
     )
     batch_size.perf_counter = lambda: model.now
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -193,12 +194,12 @@ def clock(monkeypatch):
 
 
 def overhead(rows):
-    """A step of 1 s, and 10 ms a row: doubled, 64 rows become 1.44 times as fast, 1024 rows 1.046 times."""
+    """Return 1 s per step and 10 ms per row: doubling speeds up 64 rows 1.44 times, but 1024 rows 1.046 times."""
     return 1 + rows / 100
 
 
 def steep(rows):
-    """At 64 rows all of the time goes by the row."""
+    """Return 0.5 s per step and 100 ms per row: at 64 rows, almost all time is per row."""
     return 0.5 + rows / 10
 
 
@@ -207,7 +208,7 @@ def linear(rows):
 
 
 class Mixed(nn.Module):
-    """A layer in training, and running statistics that are not; what it has drawn, its results do not show."""
+    """A frozen and a trained batch norm, and a forward that draws from all generators without using the draws."""
 
     _version = 2
 
@@ -227,7 +228,7 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("wrong", [None, torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("training", [True, False])
-def test_all_is_as_it_was_whatever_goes_wrong(wrong, training):
+def test_everything_is_restored_also_after_errors(wrong, training):
     torch.manual_seed(0)
     model = Mixed()
     model.layer.train(training)
@@ -258,14 +259,14 @@ def test_it_stops_when_it_gets_no_faster():
 
 
 def test_it_stops_at_what_fits_and_at_the_limit():
-    assert found(overhead, room=300) == (256, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+    assert found(overhead, capacity=300) == (256, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
     assert found(overhead, start=3, limit=20) == (12, [3, 6, 12])
     with pytest.raises(ConfigError, match="a batch of 8 rows does not fit"):
-        found(overhead, room=7, start=8)
+        found(overhead, capacity=7, start=8)
 
 
 class Bulky(torch.Tensor):
-    """Of which 32 rows go to the device."""
+    """A tensor of which at most 32 rows fit on the device."""
 
     def to(self, *args, **kwargs):
         if len(self) > 32:
@@ -282,8 +283,8 @@ def test_a_batch_that_does_not_even_go_to_the_device_does_not_fit():
 
 
 def test_ranks_find_the_same(ranks):
-    """The one with the least room decides, and the slowest."""
-    assert [size for size, _ in ranks(2, found, overhead, room=(300, 70))] == [64, 64]
+    """The rank with the least memory and the slowest rank decide."""
+    assert [size for size, _ in ranks(2, found, overhead, capacity=(300, 70))] == [64, 64]
     assert [size for size, _ in ranks(2, found, (overhead, steep))] == [64, 64]
 
 
@@ -317,7 +318,7 @@ class Pair(NamedTuple):
 )
 @pytest.mark.parametrize("shape", [lambda x, y: {"x": x, "label": y}, lambda x, y: [x, y], lambda x, y: (x, y), Pair])
 def test_what_fit_takes_is_repeated(column, larger, shape):
-    """All that has one entry for each of the 3 rows."""
+    """Columns with one entry for each of the 3 rows are repeated."""
     batch = shape(column, torch.arange(3))
     assert rank_batches.num_rows(batch) == 3
     found = batch_size._resize(batch, 5, torch.device("cpu"))

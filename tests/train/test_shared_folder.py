@@ -1,4 +1,4 @@
-"""A checkpoint_dir that is not the same folder for all ranks: said at the start, and before anything is published."""
+"""A checkpoint_dir that is not the same folder for all ranks is an error, at the start or before publishing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(folder):
 
 
 def fit_on_a_node_each(folder, **options):
-    """The same path on both ranks, and another folder."""
+    """Train with a path that is the same on both ranks but leads to different folders."""
     shared_folder.SECONDS = 0
     node = folder / f"node {World.detect().rank}"
     node.mkdir(parents=True)
@@ -53,7 +53,7 @@ def fit_with_an_old_checkpoint(folder):
 
 
 def test_the_ranks_may_have_paths_of_their_own(ranks, tmp_path):
-    """By which they are told when these lead to different folders."""
+    """The error names the path of each rank that sees another folder."""
     for error in ranks(2, fit_with_an_old_checkpoint, tmp_path):
         assert isinstance(error, ConfigError)
         assert f"ranks [1] do not see it in '{tmp_path}/node 1/run'" in str(error)
@@ -61,9 +61,12 @@ def test_the_ranks_may_have_paths_of_their_own(ranks, tmp_path):
 
 
 def fit_by_links(folder, shown_at=None, hidden=False):
-    """Each rank has a link to the folder; that of rank 1 leads elsewhere before it has paused `shown_at` times.
+    """Train with a link to the folder on each rank. Return the number of pauses between tries.
 
-    And from the first step on, if hidden. Returns how often the ranks paused between two looks.
+    Args:
+        folder: Where links and folders are created.
+        shown_at: The link of rank 1 leads to another folder until this pause.
+        hidden: The link of rank 1 leads to another folder from the first step on.
     """
     rank, pauses = World.detect().rank, []
     link = folder / f"link {rank}"
@@ -94,7 +97,7 @@ def fit_by_links(folder, shown_at=None, hidden=False):
 
 
 def test_a_folder_that_a_node_sees_late_is_waited_for(ranks, tmp_path):
-    """As when a client of NFS has the folder's listing in its cache."""
+    """For example because an NFS client caches the listing of the folder."""
     assert ranks(2, fit_by_links, tmp_path, shown_at=3) == [3, 3]
     assert names(tmp_path / "shared") == ["checkpoint-000001"]
     assert names(tmp_path / "elsewhere") == []
@@ -109,7 +112,7 @@ def test_a_checkpoint_that_lacks_files_is_not_published(ranks, tmp_path):
 
 
 def fit_with_a_stale_entry(folder):
-    """While rank 0 checks the first checkpoint, its folder lists an entry that cannot be opened until it has paused."""
+    """Train with an entry in the first checkpoint that is listed but missing until rank 0 pauses."""
     written, first = checkpoint.dcp_save, World.detect().rank == 0
     stale = folder / ".checkpoint-000001" / "stale"
 
@@ -183,7 +186,7 @@ def test_probes_of_the_killed_are_swept_away(ranks, tmp_path):
 
 
 def fit_with_probes_swept(folder):
-    """Another run that starts in the folder removes this run's probe."""
+    """Train while another run removes the probe of this run."""
     found = shared_folder.last_objections
 
     def look_then_sweep(objection):
