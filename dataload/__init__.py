@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dataload.errors import ObjectChanged as ObjectChanged
     from dataload.errors import OriginError as OriginError
     from dataload.loader import make_loader as make_loader
+    from dataload.train import evaluate_over as evaluate_over
+    from dataload.train import find_batch_size as find_batch_size
     from dataload.train import fit as fit
     from dataload.world import World as World
 
@@ -29,6 +31,8 @@ _HOME = {
     "ObjectChanged": "dataload.errors",
     "OriginError": "dataload.errors",
     "World": "dataload.world",
+    "evaluate_over": "dataload.train",
+    "find_batch_size": "dataload.train",
     "fit": "dataload.train",
     "make_dataset": "dataload.dataset",
     "make_loader": "dataload.loader",
@@ -43,6 +47,8 @@ __all__ = [
     "ObjectChanged",
     "OriginError",
     "World",
+    "evaluate_over",
+    "find_batch_size",
     "fit",
     "make_dataset",
     "make_loader",

@@ -1,4 +1,4 @@
-"""A thin training harness over torch's own parts: DDP, autocast, checkpoints, profiler."""
+"""A thin training harness over torch: DDP, autocast, checkpoints and the profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what some modules computed is forgotten, and computed again when the gradient needs it."""
+"""Activation checkpointing: selected modules compute their activations again for the backward pass."""
 
 from __future__ import annotations
 
@@ -11,32 +11,39 @@ from torch.utils.checkpoint import checkpoint
 
 from dataload.errors import ConfigError
 
-Which = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+ModuleSelector = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
 
 @contextmanager
-def recomputed(model: nn.Module, which: Which | None) -> Iterator[None]:
-    """Inside, the modules of `model` that are of the classes `which`, or for which it is true, keep only their inputs.
+def recomputed(model: nn.Module, selector: ModuleSelector | None) -> Iterator[None]:
+    """Checkpoint the activations of the selected modules during the block.
 
-    Raises ConfigError when there are none. Parameters, their names and the gradients stay as they are.
+    Parameters, their names and the gradients do not change.
+
+    Args:
+        model: The model that trains.
+        selector: The class or classes of the modules, or a predicate of a module; None for no modules.
+
+    Raises:
+        ConfigError: No module matches.
     """
-    if which is None:
+    if selector is None:
         yield
         return
-    chosen = [module for module in model.modules() if _is_one(module, which)]
-    if not chosen:
-        raise ConfigError(f"activation_checkpointing={which!r}: no module of {type(model).__name__} is meant by that")
-    before = [vars(module).get("forward") for module in chosen]
-    for module in chosen:
+    selected = [module for module in model.modules() if _matches(module, selector)]
+    if not selected:
+        raise ConfigError(f"activation_checkpointing={selector!r} matched no module in {type(model).__name__}")
+    originals = [vars(module).get("forward") for module in selected]
+    for module in selected:
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     try:
         yield
     finally:
-        for module, forward in zip(chosen, before, strict=True):
+        for module, forward in zip(selected, originals, strict=True):
             del module.forward
             if forward is not None:
                 module.forward = forward
 
 
-def _is_one(module: nn.Module, which: Which) -> bool:
-    return isinstance(module, which) if isinstance(which, (type, tuple)) else which(module)
+def _matches(module: nn.Module, selector: ModuleSelector) -> bool:
+    return isinstance(module, selector) if isinstance(selector, (type, tuple)) else selector(module)

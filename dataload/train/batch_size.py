@@ -1,4 +1,4 @@
-"""The batch size that fits and is fast: tried out, by doubling."""
+"""The search for the fastest batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor, nn
 
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat, map_columns, map_tensors, map_values
-from dataload.train.checkpoint import copied, generators, set_generators
 from dataload.train.distributed import device_of, gather, process_group
 from dataload.train.module_modes import begin_training, modes_kept
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.rank_batches import num_rows
+from dataload.train.rng_state import rng_state, set_rng_state
+from dataload.train.state_tree import host_copy
 from dataload.world import World
 
-REPEATS = 5  # steps of each size; the first is not timed
+REPEATS = 5  # steps of each size; the first one is a warm-up and is not timed
 
 
 def find_batch_size(
@@ -35,18 +36,29 @@ def find_batch_size(
     precision: str = "bf16",
     device: torch.device | str | None = None,
 ) -> int:
-    """The largest batch, of this rank, that fits into memory, or a smaller one beyond which steps get no faster.
+    """Return the largest batch size of a rank that fits into memory and still gains speed.
 
-    batch: any batch that `fit` takes; columns with one entry for each row are repeated, all else stays as it is.
-    start, limit: the sizes to begin with and to end at.
-    gain: what a doubling has to add to the rows per second, as a share, for the doubled size to be preferred.
-    The ranks try together and get the same answer.
+    The size is doubled until memory is full or the speed in rows per second grows by less than `gain`. All ranks search
+    together and return the same size.
 
-    Whatever happens, these are as before afterwards: what is in the state_dict of model and optimizer; each module's
-    train or eval mode; the generators of torch (on the CPU and on `device`), numpy's global one and Python's. The model
-    stays on `device`, and gradients are gone.
+    The search restores, also after an exception, the state_dict of model and optimizer, each module's train or eval
+    mode, and the global generators of torch (on the CPU and on `device`), NumPy and Python. The model stays on
+    `device`, and gradients are None.
 
-    Raises ConfigError when not even `start` rows fit, and whatever the steps raise but that memory is full.
+    Args:
+        model: The model to train.
+        optimizer: Its optimizer.
+        batch: Any batch that `fit` accepts. Columns with one entry per row are repeated to the size that is tried.
+        loss_fn: As in `fit`.
+        start: The first size that is tried, in rows.
+        limit: The largest size that is tried, in rows.
+        gain: The fraction by which a doubled size must raise the speed to be preferred.
+        precision: As in `fit`.
+        device: As in `fit`.
+
+    Raises:
+        ConfigError: `start` rows do not fit, or `batch` has no rows.
+        Exception: Any exception of a step, other than torch.OutOfMemoryError.
     """
     world = World.detect()
     device = device_of(world, device)
@@ -55,7 +67,7 @@ def find_batch_size(
         begin_training(model)
         steps = OptimizerStep(model, optimizer, loss_fn, device, precision)
         while size <= limit:
-            seconds = gather(_seconds(steps, batch, size))
+            seconds = gather(_time_step(steps, batch, size))
             if None in seconds:
                 break
             speed = size / max(seconds)
@@ -69,9 +81,9 @@ def find_batch_size(
 
 @contextmanager
 def _restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Model, optimizer and generators are afterwards as they were; gradients are gone."""
-    states = [copied(part.state_dict()) for part in (model, optimizer)]
-    drawn = generators()
+    """Restore model, optimizer and generators at the end of the block; set gradients to None."""
+    states = [host_copy(part.state_dict()) for part in (model, optimizer)]
+    generators = rng_state()
     try:
         with modes_kept(model):
             yield
@@ -79,53 +91,53 @@ def _restored(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[No
         optimizer.zero_grad()
         model.load_state_dict(states[0])
         optimizer.load_state_dict(states[1])
-        set_generators(drawn)
+        set_rng_state(generators)
 
 
-def _seconds(steps: OptimizerStep, batch: Any, rows: int) -> float | None:
-    """What a step on so many rows takes; None when they, or the step, do not fit."""
-    taken = []
+def _time_step(steps: OptimizerStep, batch: Any, rows: int) -> float | None:
+    """Return the median seconds of a step on `rows` rows; None if memory does not suffice."""
+    seconds = []
     try:
-        larger = _of_size(batch, rows, steps.device)
+        resized = _resize(batch, rows, steps.device)
         for _ in range(REPEATS):
             started = perf_counter()
-            steps.add(larger, rows, rows, last=True)
+            steps.add(resized, rows, rows, last=True)
             if steps.device.type == "cuda":
                 torch.cuda.synchronize(steps.device)
-            taken.append(perf_counter() - started)
+            seconds.append(perf_counter() - started)
     except torch.OutOfMemoryError:
         pass
-    if len(taken) == REPEATS:
-        return median(taken[1:])
-    # After the error has gone, which holds the frames that hold the tensors.
+    if len(seconds) == REPEATS:
+        return median(seconds[1:])
+    # Outside the except block, because the traceback of the error keeps the tensors alive.
     steps.optimizer.zero_grad()
     if steps.device.type == "cuda":
         torch.cuda.empty_cache()
     return None
 
 
-def _of_size(batch: Any, size: int, device: torch.device) -> Any:
-    """The batch with `size` rows, its own again and again, on `device`."""
+def _resize(batch: Any, size: int, device: torch.device) -> Any:
+    """Return `size` rows on `device`: those of the batch in order, repeated as often as necessary."""
     rows = num_rows(batch)
     if not rows:
-        raise ConfigError("find_batch_size repeats the rows of its batch, and this one has none: pass another one")
-    picked = torch.arange(size) % rows
-    larger = map_columns(batch, lambda column: _repeated(column, rows, picked))
-    return map_tensors(larger, lambda tensor: tensor.to(device))
+        raise ConfigError("find_batch_size repeats the rows of its batch, but this batch has none: pass one with rows")
+    index = torch.arange(size) % rows
+    resized = map_columns(batch, lambda column: _take_rows(column, rows, index))
+    return map_tensors(resized, lambda tensor: tensor.to(device))
 
 
-def _repeated(column: Any, rows: int, picked: Tensor) -> Any:
-    """The picked rows of a column that has one entry for each of the batch's rows; anything else as it is.
+def _take_rows(column: Any, rows: int, index: Tensor) -> Any:
+    """Return the rows at `index` of a column that has one entry per row of the batch; return other columns unchanged.
 
     A list or tuple of another length may hold columns of its own, for example the two images of each row.
     """
     if isinstance(column, Flat):
-        return _repeated_flat(column, picked) if len(column.offsets) == rows + 1 else column
+        return _take_flat_rows(column, index) if len(column.offsets) == rows + 1 else column
     if isinstance(column, (str, bytes)) or not _has_entries(column, rows):
-        return map_values(column, lambda value: _repeated(value, rows, picked))
+        return map_values(column, lambda value: _take_rows(value, rows, index))
     if hasattr(column, "shape"):
-        return column[picked if isinstance(column, Tensor) else picked.numpy()]
-    return [column[row] for row in picked.tolist()]
+        return column[index if isinstance(column, Tensor) else index.numpy()]
+    return [column[row] for row in index.tolist()]
 
 
 def _has_entries(column: Any, rows: int) -> bool:
@@ -134,7 +146,7 @@ def _has_entries(column: Any, rows: int) -> bool:
     return isinstance(column, Sequence) and len(column) == rows
 
 
-def _repeated_flat(column: Flat, picked: Tensor) -> Flat:
-    starts, ends = column.offsets[:-1][picked], column.offsets[1:][picked]
+def _take_flat_rows(column: Flat, index: Tensor) -> Flat:
+    starts, ends = column.offsets[:-1][index], column.offsets[1:][index]
     values = torch.cat([column.values[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
     return Flat(values, torch.cat([column.offsets.new_zeros(1), (ends - starts).cumsum(0)]))

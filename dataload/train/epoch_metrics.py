@@ -1,9 +1,7 @@
-"""What an epoch came to: over the rows and ranks, and where a person sees it."""
+"""The metrics of an epoch over all rows and ranks, and its progress bar."""
 
 from __future__ import annotations
 
-import os
-import resource
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,20 +15,24 @@ from rich.progress import Progress
 from dataload.errors import ConfigError
 from dataload.train.distributed import gather
 
-# What a loader's stats() may say of the epoch that is measured here, too; the rest is added up over ranks.
+# Fields of a loader's stats() that are measured here, too. The other fields are summed over ranks.
 MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds"}
 
-
-# Counts that an epoch gives the mean over ranks of; the others it adds up. Each rank has made every step.
+# Counts that are averaged over ranks: every rank makes every step. The other counts are summed.
 AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
 
-FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction")  # the fields of each epoch's dict
+FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction")  # fields of each epoch's dict
 
 
 class EpochMetrics:
-    """One rank's epoch so far: counts, and sums of logged scalars over rows (on the device, so that nobody waits).
+    """The metrics of one rank in an epoch so far.
 
-    rows: over how many, for each scalar: it need not be logged with each batch, nor on each rank.
+    Logged scalars are summed on their device, so that no step waits for it.
+
+    Args:
+        sums: Initial sum of each scalar over rows, from the part of the epoch before a resume.
+        rows: Initial number of rows behind each sum. A scalar need not be logged with each batch or on each rank.
+        counts: Initial counts, such as rows and seconds.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class EpochMetrics:
         self._started = perf_counter() - self.counts["seconds"]
 
     def add(self, scalars: Mapping[str, Any], rows: int) -> None:
-        """Means over `rows` rows."""
+        """Add the scalars of a batch, each a mean over its `rows` rows."""
         if not rows:
             return
         for name, value in scalars.items():
@@ -51,16 +53,20 @@ class EpochMetrics:
         self.counts["rows"] += rows
 
     def state(self) -> dict[str, dict[str, float]]:
-        """Plain numbers, from which another Tally goes on. Waits for the device."""
+        """Return the arguments of an EpochMetrics that continues this one, as plain numbers. Wait for the device."""
         sums = {name: float(total) for name, total in self.sums.items()}
         counts = {**self.counts, "seconds": perf_counter() - self._started}
         return {"sums": sums, "rows": dict(self.rows), "counts": counts}
 
     def figures(self, loader: Any) -> dict[str, Any]:
-        """The epoch's figures over all ranks. Raises ConfigError, on every rank, when none of them had a row."""
-        ranks = gather({**self.state(), "traffic": _counted(loader)})
-        total = added(ranks)
-        rows = int(total["counts"].get("rows", 0))  # Where ranks joined and no batch was left, the first one has all.
+        """Return the metrics of the epoch over all ranks.
+
+        Raises:
+            ConfigError: No rank had a row (on every rank).
+        """
+        ranks = gather({**self.state(), "traffic": _loader_counts(loader)})
+        total = sum_ranks(ranks)
+        rows = int(total["counts"].get("rows", 0))  # After a resume with more ranks, rank 0 may have all of them.
         if not rows:
             raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
         mean = {name: total["counts"][name] / len(ranks) for name in AVERAGED if name in total["counts"]}
@@ -76,8 +82,8 @@ class EpochMetrics:
         }
 
 
-def added(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """The ranks' numbers kind by kind and name by name, added up; a name that a rank does not have is 0 there."""
+def sum_ranks(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return the sum over ranks of each number. A number that a rank lacks counts as 0."""
     total: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in ranks[0]}
     for rank in ranks:
         for kind, numbers in rank.items():
@@ -88,70 +94,26 @@ def added(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[
 
 def reserved_names(loader: Any) -> set[str]:
     """Return the names in an epoch's dict that no logged scalar may have."""
-    return {*FIGURES, *_counted(loader)}
+    return {*FIGURES, *_loader_counts(loader)}
 
 
-def _counted(loader: Any) -> dict[str, float]:
-    """The numbers among a loader's stats, those in dicts under `name.key`."""
+def _loader_counts(loader: Any) -> dict[str, float]:
+    """Return the numbers in a loader's stats. Numbers in a nested dict are named `name.key`."""
     stats = loader.stats() if hasattr(loader, "stats") else {}
-    named = stats if isinstance(stats, Mapping) else vars(stats)
-    flat = {name: value for name, value in named.items() if name not in MEASURED}
-    flat |= {f"{name}.{key}": n for name, some in named.items() if isinstance(some, Mapping) for key, n in some.items()}
+    fields = stats if isinstance(stats, Mapping) else vars(stats)
+    flat = {name: value for name, value in fields.items() if name not in MEASURED}
+    flat |= {
+        f"{name}.{key}": n for name, some in fields.items() if isinstance(some, Mapping) for key, n in some.items()
+    }
     return {name: value for name, value in flat.items() if isinstance(value, (int, float)) and name[0] != "_"}
 
 
-class Scalars:
-    """Figures for TensorBoard, of rank 0: one point each `every` optimizer steps, and one an epoch."""
-
-    def __init__(self, folder: str | os.PathLike[str], every: int, device: torch.device) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError("log_dir needs TensorBoard: pip install 'dataload[tensorboard]'") from error
-        self._writer = SummaryWriter(os.fspath(folder))
-        self._every = every
-        self._device = device
-        self._rows = 0  # since the last point
-        self._point = (perf_counter(), 0.0)
-
-    def step(self, step: int, loss: float | None, lr: float, all_rows: int, waited: float) -> None:
-        """all_rows: of the step, of all ranks. waited: seconds that this rank has waited in the epoch so far."""
-        self._rows += all_rows
-        if step % self._every:
-            return
-        now, (then, before) = perf_counter(), self._point
-        figures = {
-            "loss": loss,
-            "learning rate": lr,
-            "rows per second": self._rows / (now - then),
-            "stall fraction": (waited - before if waited >= before else waited) / (now - then),
-            "memory": memory(self._device),
-        }
-        self._rows, self._point = 0, (now, waited)
-        self._add({f"step/{name}": value for name, value in figures.items() if value is not None}, step)
-
-    def epoch(self, record: Mapping[str, Any], step: int) -> None:
-        self._add({f"epoch/{name}": value for name, value in record.items() if name != "epoch"}, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def _add(self, figures: Mapping[str, float], step: int) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-
-def memory(device: torch.device) -> int:
-    """Bytes at the peak: of the GPU's allocator, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 @contextmanager
-def bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar; gives what to call after each batch. Off a terminal rich writes one plain line at the end."""
+def progress_bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar during the block. Yield a function to call after each batch.
+
+    If stderr is not a terminal, rich writes one plain line at the end instead.
+    """
     with Progress(console=Console(stderr=True), disable=not shown) as progress:
         task = progress.add_task(title, total=total)
         yield lambda: progress.advance(task)

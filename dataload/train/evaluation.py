@@ -1,4 +1,4 @@
-"""Metrics over a dataset that ranks share: each row once, sums of counts exact."""
+"""Evaluation: the means of per-row metrics over a dataset that the ranks share."""
 
 from __future__ import annotations
 
@@ -14,25 +14,38 @@ from dataload.rows.collate import map_tensors
 from dataload.train.distributed import gather
 from dataload.train.module_modes import evaluating
 
-RUN = 1 << 14  # values added up at a time; so many torch adds up in one thread, in one order
+CHUNK = 1 << 14  # values per sum; torch sums this many in one thread, in a fixed order
 
 MetricFn = Callable[[nn.Module, Any], Mapping[str, Tensor]]
 
 
 @torch.no_grad()
 def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) -> dict[str, float]:
-    """Means over all rows that the ranks' loaders give, and "rows", how many these are; the same on every rank.
+    """Return the mean of each metric over the rows of all ranks, and their number as "rows".
 
-    metric_fn(model, batch): a value for each row of the batch, as name -> Tensor[B]. Booleans and integers are added up
-        as integers, so that their sum is that of one process, to the last bit; other numbers in float64, in an order
-        that is the same whatever the batches are. The values are not kept.
-    Batches are on the device of the model's parameters. The last `loader.padding` rows, which repeat others, are left
-    out. Meanwhile all modules are in eval mode; afterwards, also after an exception, each has its own mode again.
-    Loaders of unequal length are fine.
+    Every rank returns the same values. Loaders may have different lengths on different ranks. The last `loader.padding`
+    rows of a loader repeat other rows and are left out. All modules are in eval mode during the evaluation. Afterwards,
+    also after an exception, each module is in its previous mode.
 
-    Raises ConfigError when a metric does not have one value for each row or is named "rows", or there are no rows.
+    Args:
+        model: The model. Batches are moved to the device of its parameters.
+        loader: This rank's batches.
+        metric_fn: Returns one value per row as name -> Tensor[B], given the model and a batch. Booleans and integers
+            are summed as integers, so their mean does not depend on the number of ranks. Other dtypes are summed in
+            float64, in an order that does not depend on the batch size.
+
+    Raises:
+        ConfigError: A metric has another shape than [B] or is named "rows", metrics have different numbers of rows, or
+            there are no rows.
+
+    Example:
+        >>> import torch
+        >>> from dataload import evaluate_over
+        >>> batches = [torch.tensor([1.0, 2.0]), torch.tensor([6.0])]
+        >>> evaluate_over(torch.nn.Identity(), batches, lambda model, batch: {"mean": model(batch)})
+        {'mean': 3.0, 'rows': 3}
     """
-    padding = getattr(loader, "padding", 0)  # asked before the loop, which moves the loader
+    padding = getattr(loader, "padding", 0)  # read before the loop, because iterating changes it
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     batches = loader.batches_on(device) if isinstance(loader, Loader) and device.type != "cpu" else loader
     own: dict[str, _Sum] = {}
@@ -45,7 +58,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
                 if value.ndim != 1:
                     raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
                 own.setdefault(name, _Sum(padding)).add(value)
-    ranks = gather({name: one.total() for name, one in own.items()})
+    ranks = gather({name: metric.total() for name, metric in own.items()})
     names = {name: None for rank in ranks for name in rank}
     if not names:
         raise ConfigError("no rows to evaluate on")
@@ -58,28 +71,31 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
 
 
 class _Sum:
-    """Of all values but the last `padding`: in runs of RUN, wherever batches end, so that these change no last bit."""
+    """The sum of all values except the last `padding`.
+
+    Values are summed in chunks of CHUNK that do not depend on batch boundaries, so the batch size changes no bit.
+    """
 
     def __init__(self, padding: int) -> None:
         self._padding = padding
-        self._held: list[Tensor] = []  # one tensor, of what is in no run yet
+        self._held: list[Tensor] = []  # one tensor: the values that are in no chunk yet
         self._total: float = 0
         self._count = 0
 
     def add(self, values: Tensor) -> None:
         held = torch.cat([*self._held, values])
-        if whole := max(0, len(held) - self._padding) // RUN * RUN:
+        if whole := max(0, len(held) - self._padding) // CHUNK * CHUNK:
             self._add_up(held[:whole])
         self._held = [held[whole:]]
 
     def total(self) -> tuple[float, int]:
-        """(sum, how many)."""
+        """Return the sum and the number of values."""
         for held in self._held:
             self._add_up(held[: len(held) - self._padding])
         return self._total, self._count
 
     def _add_up(self, values: Tensor) -> None:
         dtype = torch.float64 if values.is_floating_point() else torch.int64
-        for run in torch.split(values, RUN):
-            self._total += run.sum(dtype=dtype).item()
+        for chunk in torch.split(values, CHUNK):
+            self._total += chunk.sum(dtype=dtype).item()
         self._count += len(values)

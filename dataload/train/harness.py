@@ -1,4 +1,4 @@
-"""Training: torch's own DDP, autocast, GradScaler, checkpoints and profiler, put together in the right order."""
+"""`fit`: DDP, autocast, GradScaler, checkpoints and the profiler of torch, put together in the right order."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch import nn
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
-from dataload.train.activation_checkpointing import Which, recomputed
+from dataload.train.activation_checkpointing import ModuleSelector, recomputed
 from dataload.train.batch_size import find_batch_size
 from dataload.train.checkpoint import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, process_group, replicate
-from dataload.train.epoch_metrics import Scalars, bar
+from dataload.train.epoch_metrics import progress_bar
 from dataload.train.evaluation import evaluate_over
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.module_modes import begin_training
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.profiling import traced
+from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
 __all__ = ["evaluate_over", "find_batch_size", "fit"]
@@ -40,7 +41,7 @@ def fit(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     scheduler: Any = None,
-    activation_checkpointing: Which | None = None,
+    activation_checkpointing: ModuleSelector | None = None,
     comm_hook: str | None = None,
     static_graph: bool = False,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002
@@ -57,59 +58,84 @@ def fit(
     device: torch.device | str | None = None,
     progress: bool = True,
 ) -> list[dict[str, Any]]:
-    """Train `model` in place until `epochs` epochs are done; returns one dict per epoch, those before a resume too.
+    """Train `model` in place until `epochs` epochs are done.
 
-    Under torchrun (or any launcher's environment) the ranks train together by DDP, on `cuda:LOCAL_RANK` over NCCL or
-    on the CPU over gloo. A process group that nobody has started is started here and ended here, come what may.
+    Under torchrun, or with another launcher's environment, the ranks train together by DDP: on `cuda:LOCAL_RANK` over
+    NCCL, or on the CPU over gloo. If there is no process group yet, `fit` starts one and destroys it at the end, also
+    after an exception.
 
-    model: each module trains in the mode that it is in when `fit` is called, and has this mode again after each
-        evaluation: a BatchNorm in eval mode stays frozen. If all modules are in eval mode, as `model.eval()` leaves
-        them, `fit` calls `model.train()`.
-    loss_fn(model, batch): the mean loss over the batch's rows, a scalar tensor; or it and a dict of scalars to log.
-        A scalar with the name of one of the epoch's own figures (see below) is a ConfigError.
-        A batch is a dict (or tuple, or list) whose tensors are on the device.
-    precision: autocast to "bf16" or "fp16" (with the loss scaled), or "fp32" for none.
-    accumulate: batches per optimizer step. A step's gradient is that of the mean over all rows of its batches on all
-        ranks, also of an epoch's last step, which has what is left. Ranks whose loaders end early take part with none,
-        and batches without rows are passed over.
-    clip_grad_norm: limit on the norm of the averaged gradients.
-    scheduler: its step() is called after every optimizer step, not after every epoch.
-    activation_checkpointing: classes of modules, or a function of a module, whose activations are computed twice.
-    comm_hook: gradients cross ranks as "bf16" or "fp16", or by "powersgd" (whose memory of what it left out starts anew
-        after a resume).
-    static_graph: promises DDP the same graph in each step: it then allows for parameters that get no gradient. (But a
-        run of three ranks or more that goes on may then differ in the last bits from one that was never stopped.)
-    compile: True, or the arguments of torch.compile.
-    evaluate(model): called on every rank after each epoch, in eval mode and without gradients; returns scalars. See
-        `evaluate_over`.
-    checkpoint_dir: a folder that all ranks see; a ConfigError at the start names the ranks that do not. It gets a
-        checkpoint at each epoch's end, before `evaluate`, and each `checkpoint_every` optimizer steps. The last `keep`
-        are kept.
-    resume: "auto" goes on from the last checkpoint in `checkpoint_dir` if there is one, None starts anew, a path must
-        exist. From an epoch's end it goes on with `evaluate`. At the same world size the run ends as if it had never
-        stopped, random generators included; at another one a loader must have been in the same state on all ranks.
-    check_finite: stop at a loss that is NaN or infinite; on a GPU some steps later, for no step waits for its loss. And
-        stop, before a checkpoint and at an epoch's end, at parameters that are.
-    timeout: seconds that a rank waits for the others before it gives up; None: torch's default.
-    log_dir: TensorBoard gets loss, rows per second, stall fraction, memory (bytes, at its peak) and learning rate each
-        `log_every` steps, and each epoch's dict; and, by a loader of `make_loader` that has no `stats_dir` of its own,
-        what `dataload report` reads.
-    profile: a folder for a trace of ten early steps of each rank, with the stages of loop and loader by name; Nsight
-        Systems sees these names in all steps.
+    Args:
+        model: Each module trains in the mode that it is in when `fit` is called, and returns to this mode after each
+            evaluation: a BatchNorm in eval mode stays frozen. If all modules are in the same mode, as in a new model or
+            after `model.eval()`, `fit` calls `model.train()`.
+        optimizer: The optimizer of the model's parameters.
+        loader: This rank's batches. A batch is a dict, tuple or list of columns; `fit` moves tensors to the device.
+            Batches without rows are skipped. Ranks whose loaders end early take part in the last steps with no rows.
+        loss_fn: loss_fn(model, batch) returns the mean loss over the batch's rows as a scalar tensor, or this loss and
+            a dict of scalars to log. The scalars may not have the names of an epoch's own values (see Returns).
+        epochs: Number of epochs in total, including those before a resume.
+        precision: Autocast to "bf16" or "fp16" (with loss scaling); "fp32" for no autocast.
+        accumulate: Batches per optimizer step. The gradient of a step is that of the mean over all rows of its batches
+            on all ranks, also in the last step of an epoch, which may have fewer batches.
+        clip_grad_norm: Upper bound of the norm of the averaged gradients; None for no clipping.
+        scheduler: A learning rate scheduler. Its step() is called after every optimizer step, not after every epoch.
+        activation_checkpointing: Classes of modules, or a predicate of a module. The activations of these modules are
+            not stored but computed again for the gradient.
+        comm_hook: Compress gradients between ranks to "bf16" or "fp16", or by "powersgd". The error feedback of
+            PowerSGD is not saved and starts at zero after a resume.
+        static_graph: Promise DDP the same graph in each step, so that parameters may remain without gradients. With
+            three ranks or more, a resumed run may then differ in the last bits from an uninterrupted one.
+        compile: True, or the arguments of torch.compile.
+        evaluate: evaluate(model) returns scalars. It is called on every rank after each epoch, in eval mode and without
+            gradients. See `evaluate_over`.
+        checkpoint_dir: A folder that all ranks see. It gets a checkpoint at the end of each epoch, before `evaluate`.
+        checkpoint_every: Optimizer steps between further checkpoints within an epoch. The loader needs a state_dict.
+        keep: Number of latest checkpoints to keep.
+        resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
+            beginning; a path must exist. With the same number of ranks, the result has the same bits as that of an
+            uninterrupted run. With another number of ranks, the loader states of all ranks must have been equal.
+        check_finite: Stop at a loss that is NaN or infinite. On a GPU this happens a few steps later, because no step
+            waits for its loss. Parameters are checked before each checkpoint and at the end of each epoch.
+        timeout: Seconds after which an operation that waits for another rank fails; None for torch's default.
+        log_dir: A folder for TensorBoard. It gets loss, rows per second, stall fraction, peak memory in bytes and
+            learning rate every `log_every` optimizer steps, and each epoch's dict. A loader of `make_loader` without a
+            `stats_dir` writes its stats there, too, for `dataload report`.
+        log_every: Optimizer steps between two points in TensorBoard.
+        profile: A folder for a trace of ten early steps of each rank, which names the stages of loop and loader. Nsight
+            Systems shows these names in all steps.
+        device: The device of this rank; None for this rank's GPU, or the CPU if there is none.
+        progress: Whether rank 0 shows a progress bar.
 
-    An epoch's dict: epoch; loss and logged scalars, averaged over all ranks' rows of the batches they were logged with;
-    rows of all ranks; seconds and wait_seconds (for batches), averaged over ranks; rows_per_second; stall_fraction;
-    what the loader's stats count, summed over ranks; what `evaluate` returned on this rank (before a resume: on rank
-    0), as `evaluate.name` where the name is taken.
+    Returns:
+        One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over
+        the rows of all ranks; "rows" of all ranks; "seconds" and "wait_seconds" (waiting for batches), averaged over
+        ranks; "skipped_steps" (overflows in fp16); "rows_per_second"; "stall_fraction"; the counts in the loader's
+        stats, summed over ranks; and the scalars of `evaluate` on this rank (before a resume: on rank 0), named
+        `evaluate.name` if the name is taken.
 
-    Raises ConfigError for arguments that cannot work, when ranks see different data or different checkpoints, and when
-    a state that is to be saved is no plain data; NonFiniteLoss; and whatever torch raises when a rank is lost. A note
-    on the error says at which step.
+    Raises:
+        ConfigError: An argument is invalid, ranks see different data or checkpoints, or a state is not plain data.
+        NonFiniteLoss: A loss or a parameter is NaN or infinite.
+        RuntimeError: Another rank was lost. As in all errors of a step, a note names rank, epoch and step.
+
+    Example:
+        >>> import torch
+        >>> from dataload import fit
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        >>> batches = [{"x": torch.ones(4, 2), "y": torch.zeros(4, 1)}] * 8
+        >>> def loss_fn(model, batch):
+        ...     return torch.nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        >>> history = fit(model, optimizer, batches, loss_fn, epochs=2, progress=False)
+        >>> [record["rows"] for record in history]
+        [32, 32]
     """
     if comm_hook is not None and comm_hook not in COMM_HOOKS:
-        raise ConfigError(f"comm_hook={comm_hook!r} is none of {', '.join(COMM_HOOKS)}")
+        raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")
     if checkpoint_every is not None and not hasattr(loader, "load_state_dict"):
-        raise ConfigError("checkpoint_every: this loader has no state_dict, it can be resumed at an epoch's end alone")
+        raise ConfigError(
+            "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"
+        )
     world = World.detect()
     device = device_of(world, device)
     steps = OptimizerStep(model, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler)
@@ -118,7 +144,7 @@ def fit(
         agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
         sizes = gather(_known_size(loader))
         checkpoints = Checkpoints(checkpoint_dir, keep)
-        run = TrainingLoop(
+        loop = TrainingLoop(
             model.to(device),
             loader,
             steps,
@@ -130,35 +156,35 @@ def fit(
             evaluate=evaluate,
         )
         begin_training(model)
-        run.resume(checkpoints.find(resume))
+        loop.resume(checkpoints.find(resume))
         stack.enter_context(recomputed(model, activation_checkpointing))
         if world.world_size > 1:
             steps.model = steps.replica = replicate(model, device, comm_hook=comm_hook, static_graph=static_graph)
         if compile:
             steps.model = torch.compile(steps.model, **(compile if isinstance(compile, Mapping) else {}))
         if log_dir is not None and world.rank == 0:
-            run.scalars = stack.enter_context(closing(Scalars(log_dir, log_every, device)))
+            loop.tensorboard = stack.enter_context(closing(TensorBoardWriter(log_dir, log_every, device)))
         if log_dir is not None and isinstance(loader, Loader) and loader.stats_dir is None:
             loader.stats_dir = Path(log_dir)
             stack.callback(setattr, loader, "stats_dir", None)
-        run.traced = stack.enter_context(traced(profile, world.rank))
-        run.conclude()  # what another process has ended, and perhaps not evaluated
-        for epoch in range(len(run.history), epochs):
+        loop.traced = stack.enter_context(traced(profile, world.rank))
+        loop.finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
+        for epoch in range(len(loop.history), epochs):
             _set_epoch(loader, epoch)
-            with bar(f"epoch {epoch + 1}/{epochs}", _length(loader), progress and world.rank == 0) as advance:
-                run.epoch(epoch, advance)
-            run.conclude()
-    return run.history
+            with progress_bar(f"epoch {epoch + 1}/{epochs}", _length(loader), progress and world.rank == 0) as advance:
+                loop.epoch(epoch, advance)
+            loop.finish_epoch()
+    return loop.history
 
 
 def _set_epoch(loader: Any, epoch: int) -> None:
-    ordered: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
-    if hasattr(ordered, "set_epoch"):
-        ordered.set_epoch(epoch)
+    target: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
+    if hasattr(target, "set_epoch"):
+        target.set_epoch(epoch)
 
 
 def _known_size(loader: Any) -> tuple[int | None, int] | None:
-    """The rows of a batch, and the batches of an epoch, where they are known before: of our loader, as it is."""
+    """Return the batch size and the batches of an epoch if they are known in advance: for this package's loader."""
     return (loader.batch_size, len(loader)) if isinstance(loader, Loader) and loader.maker.only_gathers else None
 
 

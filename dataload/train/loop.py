@@ -1,4 +1,4 @@
-"""A training run: where it is, how it goes on, and what it leaves behind for the next one."""
+"""The training loop: epochs, checkpoints and resuming."""
 
 from __future__ import annotations
 
@@ -17,23 +17,38 @@ from dataload.loader.loader import Loader
 from dataload.rows.collate import map_tensors
 from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
-from dataload.train.checkpoint import Checkpoints, alike, generators, load, set_generators
+from dataload.train.checkpoint import Checkpoints, load
 from dataload.train.distributed import agree, gather, share_buffers
-from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, Scalars, added, reserved_names
+from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.module_modes import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, feed
+from dataload.train.rng_state import rng_state, set_rng_state
+from dataload.train.state_tree import all_equal
+from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
 
 @dataclass
 class TrainingLoop:
-    """even: all ranks' loaders are known to have equally many batches of equally many rows. traced: called after each
-    step.
+    """The state of a training run, and its epochs.
 
-    Attributes: history, of the epochs done; evaluated, whether the last of them is; step, how many optimizer steps were
-    begun.
+    Args:
+        model: The model itself, without DDP.
+        loader: This rank's batches.
+        steps: Runs the optimizer steps.
+        world: This rank, and the number of ranks.
+        checkpoints: Where the run is saved.
+        losses: Checks losses and parameters.
+        even: Whether all ranks have equally many batches of equal sizes.
+        checkpoint_every: Optimizer steps between checkpoints in an epoch; None to save only at the end of an epoch.
+        evaluate: Called after each epoch; returns scalars.
+        tensorboard: Writes metrics on rank 0; None on other ranks.
+        traced: Called after each optimizer step.
+        history: The metrics of each finished epoch.
+        evaluated: Whether the last epoch in `history` has been evaluated.
+        step: Optimizer steps so far.
     """
 
     model: nn.Module
@@ -45,16 +60,16 @@ class TrainingLoop:
     even: bool = True
     checkpoint_every: int | None = None
     evaluate: Callable[[nn.Module], Mapping[str, Any]] | None = None
-    scalars: Scalars | None = None
+    tensorboard: TensorBoardWriter | None = None
     traced: Callable[[], None] = lambda: None
     history: list[dict[str, Any]] = field(default_factory=list)
     evaluated: bool = True
     step: int = 0
 
     def __post_init__(self) -> None:
-        self._so_far: dict[str, Any] = {}  # what an epoch begun by another process has come to, on this rank
-        self._begun: Callable[[], None] = lambda: None
-        self._rows = 0  # of all ranks, in the step begun
+        self._resumed_metrics: dict[str, Any] = {}  # of this rank, from the part of the epoch before the resume
+        self._begun: Callable[[], None] = lambda: None  # called when the first batch of the epoch has arrived
+        self._rows = 0  # of all ranks, in the pending optimizer step
         scaler = self.steps.scaler
         parts = {
             "model": self.model,
@@ -66,64 +81,71 @@ class TrainingLoop:
         self._stateful = hasattr(self.loader, "load_state_dict")
 
     def resume(self, path: Path | None) -> None:
-        """Goes on from the checkpoint at `path`; the same on all ranks."""
-        agree("the checkpoint to go on from", None if path is None else str(path))
+        """Resume from the checkpoint at `path`, which is the same on all ranks. Do nothing if it is None.
+
+        Raises:
+            ConfigError: The checkpoint does not fit this run.
+        """
+        agree("the checkpoint to resume from", None if path is None else str(path))
         if path is None:
             return
         rest = load(path, self._parts)
         self.history, self.step, ranks = rest["history"], rest["step"], rest["ranks"]
-        self.evaluated = bool(ranks[0]["so far"])  # an epoch begun: those before it are done with
+        self.evaluated = bool(ranks[0]["so far"])  # Inside an epoch, all earlier epochs have been evaluated.
         self._resume_loader(path, [rank["loader"] for rank in ranks])
         if len(ranks) == self.world.world_size:
             own = ranks[self.world.rank]
-            self._so_far = own["so far"]
-            if self._so_far:
-                # A loader may draw from the generators when it begins to be iterated, as it had before they were saved.
-                self._begun = partial(set_generators, own["generators"])
+            self._resumed_metrics = own["so far"]
+            if self._resumed_metrics:
+                # The saved state is from after the loader drew from the generators at the start of its iteration.
+                self._begun = partial(set_rng_state, own["generators"])
             else:
-                set_generators(own["generators"])
+                set_rng_state(own["generators"])
         elif self.world.rank == 0 and ranks[0]["so far"]:
-            self._so_far = added([rank["so far"] for rank in ranks])
-            for name in self._so_far["counts"].keys() & set(AVERAGED):
-                self._so_far["counts"][name] *= self.world.world_size / len(ranks)
+            self._resumed_metrics = sum_ranks([rank["so far"] for rank in ranks])
+            for name in self._resumed_metrics["counts"].keys() & set(AVERAGED):
+                self._resumed_metrics["counts"][name] *= self.world.world_size / len(ranks)
 
     def _resume_loader(self, path: Path, states: list[Any]) -> None:
         if self._stateful != (states[0] is not None):
-            raise ConfigError(f"{path} and this call of fit do not both have: loader")
+            raise ConfigError(f"{path} does not match this call of fit: only one of the two has the state of a loader")
         if not self._stateful:
             return
         own = states[self.world.rank] if len(states) == self.world.world_size else states[0]
-        if len(states) != self.world.world_size and not alike(states):
+        if len(states) != self.world.world_size and not all_equal(states):
             raise ConfigError(
-                f"{path}: each of {len(states)} ranks had a loader in a state of its own, and no other number of ranks "
-                f"can go on with those: start {len(states)} ranks, not {self.world.world_size}"
+                f"{path} has a different loader state for each of {len(states)} ranks, which no other number of ranks "
+                f"can resume: start {len(states)} ranks, not {self.world.world_size}"
             )
         self.loader.load_state_dict(own)
 
     def epoch(self, number: int, advance: Callable[[], None]) -> None:
-        """Trains on what is left of the epoch, and saves; calls `advance` after each batch."""
-        with self._noted(number):
+        """Train on the rest of the epoch and save a checkpoint. Call `advance` after each batch."""
+        with self._annotate_errors(number):
             self._train(number, advance)
-            share_buffers(self.model)  # running statistics differ between ranks; from here on nobody sees that
+            share_buffers(
+                self.model
+            )  # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
             self.history.append({"epoch": number, **self._tally.figures(self.loader)})
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
 
-    def conclude(self) -> None:
-        """Evaluates the last epoch, once: after it was saved, so that an evaluation that fails loses nothing."""
+    def finish_epoch(self) -> None:
+        """Evaluate and log the last epoch, unless done. It has a checkpoint, so a failed evaluation loses nothing."""
         if self.evaluated:
             return
         record = self.history[-1]
         if self.evaluate is not None:
-            with self._noted(record["epoch"]), evaluating(self.model), torch.no_grad(), stage("evaluate"):
-                found = {name: float(value) for name, value in self.evaluate(self.model).items()}
-            record |= {f"evaluate.{name}" if name in record else name: value for name, value in found.items()}
-        if self.scalars is not None:
-            self.scalars.epoch(record, self.step)
+            with self._annotate_errors(record["epoch"]), evaluating(self.model), torch.no_grad(), stage("evaluate"):
+                scores = {name: float(value) for name, value in self.evaluate(self.model).items()}
+            record |= {f"evaluate.{name}" if name in record else name: value for name, value in scores.items()}
+        if self.tensorboard is not None:
+            self.tensorboard.epoch(record, self.step)
         self.evaluated = True
 
     @contextmanager
-    def _noted(self, epoch: int) -> Iterator[None]:
+    def _annotate_errors(self, epoch: int) -> Iterator[None]:
+        """Add a note with rank, epoch and step to an exception that leaves the block."""
         try:
             yield
         except Exception as error:
@@ -131,20 +153,20 @@ class TrainingLoop:
             raise
 
     def _train(self, number: int, advance: Callable[[], None]) -> None:
-        tally = self._tally = EpochMetrics(**self._so_far)
-        self._so_far = {}
+        tally = self._tally = EpochMetrics(**self._resumed_metrics)
+        self._resumed_metrics = {}
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         for fed in feed(self._batches(), tally.counts, self.world, self.even, state_of, self._begun):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             if due and not fed.last:
-                self._settle(number)
+                self._check_finite(number)
                 share_buffers(self.model)
                 self._save(tally.state(), fed.state)
             advance()
         self._begun = lambda: None
-        self._settle(number)
+        self._check_finite(number)
 
     def _batches(self) -> Iterable[Any]:
         """Return the batches of an epoch. The loader itself copies them to a GPU, from pinned memory."""
@@ -152,16 +174,15 @@ class TrainingLoop:
         device = self.steps.device
         return loader.batches_on(device) if isinstance(loader, Loader) and device.type != "cpu" else loader
 
-    def _settle(self, number: int) -> None:
+    def _check_finite(self, number: int) -> None:
         self.losses.settle()
-        self.losses.look_at(self.model, f"epoch {number}, step {self.step}")
+        self.losses.check_parameters(self.model, f"epoch {number}, step {self.step}")
 
     def _take(self, fed: RankBatch, tally: EpochMetrics, where: str) -> None:
         with stage("copy to device"):
             batch = map_tensors(fed.batch, lambda tensor: tensor.to(self.steps.device, non_blocking=True))
         loss, scalars = self.steps.add(batch, fed.rows, fed.all_rows, last=fed.last)
-        if scalars:
-            self._check_names(scalars)
+        self._check_names(scalars)
         self.losses.add(loss, where)
         tally.add({**scalars, "loss": loss}, fed.rows)
         self._rows += fed.all_rows
@@ -172,26 +193,26 @@ class TrainingLoop:
         if "scaler" in self._parts:
             tally.counts["skipped_steps"] += self.steps.skipped
         self.traced()
-        if self.scalars is not None:
+        if self.tensorboard is not None:
             lr = self.steps.optimizer.param_groups[0]["lr"]
-            self.scalars.step(self.step, self.losses.latest, lr, rows, tally.counts["wait_seconds"])
+            self.tensorboard.step(self.step, self.losses.latest, lr, rows, tally.counts["wait_seconds"])
 
     def _check_names(self, scalars: Mapping[str, Any]) -> None:
-        if taken := scalars.keys() & self._reserved:
+        if taken := self._reserved.intersection(scalars.keys()):
             raise ConfigError(
-                f"loss_fn logs {', '.join(map(repr, sorted(taken)))}, but the epoch's dict has figures of that name: "
-                f"rename the scalar. Reserved are {', '.join(sorted(self._reserved))}"
+                f"loss_fn logs {', '.join(map(repr, sorted(taken)))}, but an epoch's dict has its own value of this "
+                f"name: rename the scalar. Reserved names are {', '.join(sorted(self._reserved))}"
             )
 
     @cached_property
     def _reserved(self) -> set[str]:
         return reserved_names(self.loader)
 
-    def _save(self, so_far: dict[str, Any], loader_state: Any) -> None:
-        """so_far: of the epoch that goes on."""
-        if not self.checkpoints.wanted:
+    def _save(self, metrics: dict[str, Any], loader_state: Any) -> None:
+        """Save a checkpoint. `metrics` are those of the unfinished epoch; empty at the end of an epoch."""
+        if not self.checkpoints.enabled:
             return
         with stage("checkpoint"):
             states = {name: part.state_dict() for name, part in self._parts.items()}
-            ranks = gather({"generators": generators(), "so far": so_far, "loader": loader_state})
+            ranks = gather({"generators": rng_state(), "so far": metrics, "loader": loader_state})
             self.checkpoints.save(states, {"history": self.history, "step": self.step, "ranks": ranks})

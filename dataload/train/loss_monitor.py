@@ -1,4 +1,4 @@
-"""Losses on their way from the device: read when they have come, so that no step waits for one."""
+"""A monitor that reads losses after they have arrived on the host, so that no step waits for the device."""
 
 from __future__ import annotations
 
@@ -12,63 +12,84 @@ from torch import Tensor, nn
 from dataload.errors import NonFiniteLoss
 
 
-class _Coming(NamedTuple):
+class _PendingLoss(NamedTuple):
     where: str
-    value: Tensor  # on the host, filled once `event` has happened
-    event: Any
+    value: Tensor  # on the host; valid once `event` has completed
+    event: Any  # None for a loss that was computed on the CPU
 
 
 class LossMonitor:
-    """Watches over the losses of a run.
+    """A check that the losses and parameters of a run are finite.
 
-    rank: this process's, for the error. check: whether losses, and what they make of the parameters, must be finite.
-    Attributes: latest, the last loss that has come to the host; None before the first.
+    Args:
+        rank: The rank of this process, for error messages.
+        check: Whether a value that is not finite raises NonFiniteLoss.
+
+    Attributes:
+        latest: The last loss that has arrived on the host; None before the first.
     """
 
     def __init__(self, rank: int, *, check: bool = True) -> None:
         self.latest: float | None = None
         self._rank = rank
         self._check = check
-        self._coming: deque[_Coming] = deque()
+        self._pending: deque[_PendingLoss] = deque()
 
     def add(self, loss: Tensor, where: str) -> None:
-        """A step's loss, and which step that is. Raises NonFiniteLoss for it or for an earlier one that has come."""
+        """Add the loss of a step, and check the losses that have arrived.
+
+        Args:
+            loss: The loss, a scalar tensor.
+            where: Names the step in error messages.
+
+        Raises:
+            NonFiniteLoss: This loss or an earlier one is not finite.
+        """
         value, event = loss.detach(), None
         if value.is_cuda:
             value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._coming.append(_Coming(where, value, event))
-        self._look(wait=False)
+        self._pending.append(_PendingLoss(where, value, event))
+        self._check_arrived(wait=False)
 
     def settle(self) -> None:
-        """Waits for all of them. Raises NonFiniteLoss: so nothing is saved that an infinite loss has spoiled."""
-        self._look(wait=True)
+        """Wait for all losses and check them, so that no checkpoint is saved after a loss that is not finite.
 
-    def look_at(self, model: nn.Module, where: str) -> None:
-        """Waits for the parameters, which a finite loss may have spoiled: its gradient need not be finite.
+        Raises:
+            NonFiniteLoss: A loss is not finite.
+        """
+        self._check_arrived(wait=True)
 
-        where: which step was the last. Raises NonFiniteLoss.
+    def check_parameters(self, model: nn.Module, where: str) -> None:
+        """Wait for the parameters and check them: the gradient of a finite loss may not be finite.
+
+        Args:
+            model: The model whose trained parameters are checked.
+            where: Names the last step in error messages.
+
+        Raises:
+            NonFiniteLoss: A parameter is not finite.
         """
         for name, parameter in model.named_parameters():
             if self._check and parameter.requires_grad and not parameter.isfinite().all():
                 raise NonFiniteLoss(
-                    f"rank {self._rank}, {where}: parameter {name!r} is not finite, though the losses were. A gradient "
-                    "was not: look for a root, logarithm or division near 0 in the loss, lower the learning rate; or "
-                    "pass check_finite=False to go on with it"
+                    f"rank {self._rank}, {where}: parameter {name!r} is not finite although the losses were, so a "
+                    "gradient was not. Look for a root, logarithm or division near 0 in the loss, lower the learning "
+                    "rate, or pass check_finite=False to continue"
                 )
 
-    def _look(self, *, wait: bool) -> None:
-        while self._coming:
-            where, value, event = self._coming[0]
+    def _check_arrived(self, *, wait: bool) -> None:
+        while self._pending:
+            where, value, event = self._pending[0]
             if event is not None and not wait and not event.query():
                 return
             if event is not None:
                 event.synchronize()
-            self._coming.popleft()
+            self._pending.popleft()
             self.latest = value.item()
             if self._check and not math.isfinite(self.latest):
                 raise NonFiniteLoss(
-                    f"rank {self._rank}, {where}: the loss is {self.latest}. Look at that batch, lower the learning "
-                    "rate, clip gradients; or pass check_finite=False to go on with it"
+                    f"rank {self._rank}, {where}: the loss is {self.latest}. Look at this batch, lower the learning "
+                    "rate, clip gradients, or pass check_finite=False to continue"
                 )

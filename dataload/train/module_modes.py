@@ -9,8 +9,11 @@ from torch import nn
 
 
 def begin_training(model: nn.Module) -> None:
-    """Put `model` into training mode if all of its modules are in eval mode; otherwise keep each module's own mode."""
-    if not any(module.training for module in model.modules()):
+    """Call `model.train()` if all modules are in the same mode; otherwise keep the modes that the user has chosen.
+
+    A new model is in training mode throughout, but its class may override `train()` to freeze some of its modules.
+    """
+    if len({module.training for module in model.modules()}) == 1:
         model.train()
 
 
@@ -21,10 +24,10 @@ def modes_kept(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in modes:  # parents before children, as train() is recursive
+        for module, training in modes:  # parents before children, because train() is recursive
             if module.training != training:
                 module.train(training)  # A module may override train(), for example to split weights merged by eval().
-        for module, training in modes:  # A module of several parents may have got the mode of the last one.
+        for module, training in modes:  # train() of its last parent has set the mode of a module of several parents.
             module.training = training
 
 

@@ -20,12 +20,27 @@ LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
 @dataclass
 class OptimizerStep:
-    """model: what loss_fn sees. replica: the DDP in it, if there are other ranks. scheduler: stepped after each
-    optimizer step.
+    """Forward, backward and optimizer step with autocast, loss scaling, gradient accumulation and clipping.
 
     The gradient of a step is that of the mean loss over the rows of all its batches on all ranks.
 
-    Attributes: pending, batches of a step begun; skipped, whether the last step was an overflow in fp16, and not made.
+    Args:
+        model: The model as `loss_fn` gets it: the module itself, in DDP, or compiled.
+        optimizer: The optimizer.
+        loss_fn: Returns the mean loss over the rows of a batch, or this loss and a dict of scalars to log.
+        device: The device of this rank.
+        precision: "fp32", or the autocast dtype "bf16" or "fp16".
+        accumulate: Batches per step.
+        clip_grad_norm: Upper bound of the norm of the gradients; None for no clipping.
+        scheduler: A learning rate scheduler, stepped after each optimizer step.
+        replica: The DDP around the model if there are several ranks.
+
+    Attributes:
+        pending: Batches added since the last step.
+        skipped: Whether the last step was skipped because of an overflow in fp16.
+
+    Raises:
+        ConfigError: `precision` is unknown, or `accumulate` is less than 1.
     """
 
     model: Callable[..., Any]
@@ -40,36 +55,43 @@ class OptimizerStep:
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision={self.precision!r} is none of {', '.join(PRECISIONS)}")
+            raise ConfigError(f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.accumulate < 1:
-            raise ConfigError(f"accumulate={self.accumulate}: an optimizer step takes at least 1 batch")
+            raise ConfigError(f"accumulate={self.accumulate}: an optimizer step needs at least 1 batch")
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
-        self.pending = 0  # batches of the step begun
+        self.pending = 0
         self.skipped = False
-        self._first = True  # backward is to come: with a static graph, DDP must see the ranks meet in it
-        self._rows = self._nominal = 0  # of the step begun: so far, and as many as equal batches would have
+        self._first = True  # DDP with a static graph must synchronize in the first backward.
+        self._rows = 0  # of all batches in the pending step, on all ranks
+        self._nominal_rows = 0  # of the pending step if all its batches are as large as the first
 
     def add(self, batch: Any, rows: int, all_rows: int, *, last: bool) -> tuple[Tensor, Mapping[str, Any]]:
-        """Adds the batch's gradients, and makes an optimizer step when it was the last of a step, or of the epoch.
+        """Add the gradients of a batch. Step the optimizer after `accumulate` batches, or after the last of an epoch.
 
-        rows, all_rows: of this batch, and of the batches of all ranks at this moment.
-        Returns the loss and what else loss_fn gave.
+        Args:
+            batch: The batch, on the device.
+            rows: Rows that count in this batch; 0 if this rank has run out of batches.
+            all_rows: Rows of the batches that all ranks add at this time.
+            last: Whether this is the last batch of the epoch on all ranks.
+
+        Returns:
+            The loss, and the scalars that `loss_fn` logs.
         """
         if not self.pending:
-            self._nominal = self.accumulate * all_rows
+            self._nominal_rows = self.accumulate * all_rows
         self.pending += 1
         self._rows += all_rows
         full = last or self.pending == self.accumulate
-        # DDP takes the mean over ranks, so the sum over them is that of the losses times the number of ranks.
+        # DDP averages gradients over ranks. Multiplying by the number of ranks makes it a sum.
         ranks = 1 if self.replica is None else self.replica.process_group.size()
-        loss, scalars = self._backward(batch, rows * ranks / self._nominal, full)
+        loss, scalars = self._backward(batch, rows * ranks / self._nominal_rows, full)
         if full:
-            self._step(self._nominal / self._rows)
+            self._step(self._nominal_rows / self._rows)
             self.pending = self._rows = 0
         return loss, scalars
 
     def _backward(self, batch: Any, weight: float, full: bool) -> tuple[Tensor, Mapping[str, Any]]:
-        """Gradients cross ranks once a step: with its last batch."""
+        """Run forward and backward. The ranks exchange gradients only in the last batch of a step."""
         replica, first = self.replica, self._first
         self._first = False
         with replica.no_sync() if replica and not full and not (first and replica.static_graph) else nullcontext():
@@ -82,7 +104,7 @@ class OptimizerStep:
         return loss, scalars
 
     def _step(self, factor: float) -> None:
-        """factor: what the gradients have to be multiplied by, for they were added up as if batches were equal."""
+        """Step the optimizer. `factor` corrects the gradients, whose weights assumed `_nominal_rows` rows."""
         with stage("optimizer"):
             parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             if factor != 1:

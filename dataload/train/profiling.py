@@ -1,4 +1,4 @@
-"""A trace of some steps by torch.profiler, with the stages of the loop and of the loader in it by name."""
+"""A torch.profiler trace of a few steps that names the stages of the loop and of the loader."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from torch import profiler
 from dataload.telemetry.spans import recorded_by
 
 SKIPPED, WARMUP, TRACED = 1, 2, 10  # steps
-REMEMBERED = 1 << 20  # ranges of other threads, at most
+MAX_RANGES = 1 << 20  # of other threads; older ranges are dropped
 
 
 @contextmanager
 def traced(folder: str | os.PathLike[str] | None, rank: int) -> Iterator[Callable[[], None]]:
-    """Gives what to call after each step; after 13 the trace of the last 10 is in `folder`, as Chrome's JSON.
+    """Trace early steps during the block. Yield a function to call after each step.
 
-    A run of fewer steps, of 4 at least, leaves the trace of those. Each `stage` of each thread is a range in it; where
-    there is a GPU it is an NVTX range besides, for Nsight Systems.
+    After 13 steps, `folder` has the trace of the last 10 in Chrome's JSON format. A shorter run needs at least 4 steps
+    and leaves a shorter trace. Each `stage` of each thread is a range in the trace. If there is a GPU, each stage is
+    also an NVTX range for Nsight Systems.
+
+    Args:
+        folder: Where the trace is written; None for no trace.
+        rank: The rank of this process, for the name of the file.
     """
     if folder is None:
         yield lambda: None
@@ -43,14 +48,13 @@ def traced(folder: str | os.PathLike[str] | None, rank: int) -> Iterator[Callabl
 
 
 class _Trace:
-    """torch records the thread that trains; the ranges of others are added to what it has written."""
+    """A trace of all threads. torch records the training thread; `write` adds the ranges of other threads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._trainer = threading.get_ident()
-        self._others: deque[tuple[str, int, int, int]] = deque(
-            maxlen=REMEMBERED
-        )  # name, thread, ns since 1970: from, to
+        # Each range is (name, thread ID, start, end); times in nanoseconds since 1970.
+        self._others: deque[tuple[str, int, int, int]] = deque(maxlen=MAX_RANGES)
         self._written = False
 
     @contextmanager
@@ -71,15 +75,15 @@ class _Trace:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         running.export_chrome_trace(str(self._path))
         self._written = True
-        whole = json.loads(self._path.read_text())
-        events, since = whole["traceEvents"], whole.get("baseTimeNanoseconds", 0)
+        trace = json.loads(self._path.read_text())
+        events, origin = trace["traceEvents"], trace.get("baseTimeNanoseconds", 0)
         spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if "dur" in event]
         first, last = min(start for start, _ in spans), max(end for _, end in spans)
         for name, thread, started, ended in list(self._others):
-            start, end = (started - since) / 1000, (ended - since) / 1000  # µs
+            start, end = (started - origin) / 1000, (ended - origin) / 1000  # µs
             if start < last and end > first:
-                where = {"pid": os.getpid(), "tid": thread}
+                source = {"pid": os.getpid(), "tid": thread}
                 events.append(
-                    {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": end - start, **where}
+                    {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": end - start, **source}
                 )
-        self._path.write_text(json.dumps(whole))
+        self._path.write_text(json.dumps(trace))

@@ -1,4 +1,4 @@
-"""The batches of an epoch as the steps take them: which is the last, how many rows, on this rank and on all."""
+"""The batches of a rank in an epoch, with row counts of all ranks and a mark on the last batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ from dataload.world import World
 
 
 class RankBatch(NamedTuple):
-    """batch: of `rows` rows, of which all ranks together have `all_rows`. last: no rank has another one.
+    """A batch of this rank, and the row counts that weigh it.
 
-    A rank that has run out while others go on is fed its last batch again, with rows=0: it has to take part in what
-    the ranks do together. state: where the loader was when this batch, and none after it, had been taken.
+    A rank that runs out of batches before the others gets its last batch again with rows=0, because it must take part
+    in their collectives.
+
+    Attributes:
+        batch: The batch, on the host.
+        rows: Rows of the batch that count.
+        all_rows: Sum of `rows` over all ranks.
+        last: Whether no rank has another batch.
+        state: State of the loader after this batch and before the next one.
     """
 
     batch: Any
@@ -35,13 +42,20 @@ def feed(
     state_of: Callable[[], Any],
     begun: Callable[[], None],
 ) -> Iterator[RankBatch]:
-    """Each batch of this rank that has rows; seconds waited for them are added to counts["wait_seconds"].
+    """Yield each batch of this rank that has rows. Fetch one batch ahead.
 
-    even: all ranks are known to have equally many batches of equally many rows; else they tell each other before each.
-    state_of: says where the loader is. begun: called when the first batch is there.
-    Raises ConfigError, on every rank, when some rank's loader is empty and another's is not.
+    Args:
+        loader: This rank's batches.
+        counts: Seconds that this rank waits for batches are added to counts["wait_seconds"].
+        world: This rank, and the number of ranks.
+        even: Whether all ranks have equally many batches of equal sizes. Otherwise they exchange the size of each.
+        state_of: Returns the state of the loader.
+        begun: Called when the first batch has arrived.
+
+    Raises:
+        ConfigError: The loaders of some ranks are empty and those of others are not (on every rank).
     """
-    # There is no mean over a batch without rows. And so a count of 0 says that a rank has run out.
+    # Batches without rows are skipped: they have no mean, and a count of 0 marks a rank without further batches.
     batches, end = filter(num_rows, loader), object()
 
     def take() -> tuple[Any, list[int]]:
@@ -54,32 +68,42 @@ def feed(
 
     batch, rows = take()
     if any(rows) and not all(rows):
-        without = [rank for rank, count in enumerate(rows) if not count]
-        raise ConfigError(f"the loader gave no batch on ranks {without}: each rank needs one at least")
+        empty = [rank for rank, count in enumerate(rows) if not count]
+        raise ConfigError(f"the loader gave no batch on ranks {empty}: each rank needs at least one")
     begun()
     while any(rows):
-        state = state_of()  # before the next batch is asked for, which this step does not use
+        state = state_of()  # before the next batch is fetched, which this step does not use
         following, following_rows = take()
         yield RankBatch(batch, rows[world.rank], sum(rows), not any(following_rows), state)
         batch, rows = batch if following is end else following, following_rows
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of a batch: a dict (of dicts, too), tuple or list of columns, or one tensor; 0 where there is no column.
+    """Return the number of rows of a batch; 0 if it has no columns.
 
-    Tensors and arrays say it; lists do where there are none, for a list may also be one of columns.
-    Raises ConfigError when nothing in the batch says it.
+    A batch is one tensor, or a tuple, list or (nested) dict of columns. The smallest first dimension of its tensors and
+    arrays counts. The length of a list counts only if there are none, because a list may also hold columns.
+
+    Raises:
+        ConfigError: No column has a length.
     """
     columns: list[Any] = []
-    map_columns(batch, lambda column: columns.append(column.offsets[1:] if isinstance(column, Flat) else column))
-    columns = [column for column in columns if column is not None]
+
+    def collect(column: Any) -> Any:
+        if column is not None:
+            columns.append(column.offsets[1:] if isinstance(column, Flat) else column)
+        return column  # map_columns rebuilds the batch, whose class may validate its columns.
+
+    map_columns(batch, collect)
     shapes = [column.shape for column in columns if hasattr(column, "shape")]
     sizes = [shape[0] for shape in shapes if shape] or [
-        len(some) for some in columns if isinstance(some, Sized) and not isinstance(some, (str, bytes)) and not shapes
+        len(column)
+        for column in columns
+        if isinstance(column, Sized) and not isinstance(column, (str, bytes)) and not shapes
     ]
     if columns and not sizes:
         raise ConfigError(
             f"the rows of a batch of type {type(batch).__name__} cannot be counted: give a dict, tuple or list in "
-            "which a tensor or a list has one entry for each row"
+            "which a tensor or a list has one entry per row"
         )
     return min(sizes, default=0)

@@ -1,9 +1,10 @@
-"""Checks that all ranks see one folder, also through a network filesystem whose clients cache listings."""
+"""A check that all ranks see the same folder. Network filesystems may cache listings, so it retries."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from uuid import uuid4
@@ -11,15 +12,22 @@ from uuid import uuid4
 from dataload.errors import ConfigError
 from dataload.train.distributed import gather, is_first
 
-SECONDS = 30.0  # for which an NFS client may take a folder to be as it was
-PAUSE = 0.1
+SECONDS = 30.0  # how long an NFS client may serve a cached listing
+PAUSE = 0.1  # seconds between two tries
 
 
 def require_shared(folder: Path, probe_prefix: str) -> None:
-    """Raise ConfigError, on every rank, unless all ranks see one folder; each may have its own path of it.
+    """Raise an error unless all ranks see the same folder, for which each rank may have its own path.
 
-    Rank 0 creates the folder, and for a moment an empty folder inside, which the ranks look for: `probe_prefix` and a
-    nonce. They look in a listing, and a listing that shows it shows all older entries of rank 0's, too.
+    Rank 0 creates the folder and, for a moment, an empty probe folder in it. Every rank looks for the probe in a
+    listing. A listing that shows the probe also shows all older entries of rank 0.
+
+    Args:
+        folder: This rank's path of the folder.
+        probe_prefix: How the name of the probe begins. A nonce follows.
+
+    Raises:
+        ConfigError: A rank does not see the probe, or rank 0 cannot create it (on every rank).
     """
     ranks = gather((str(folder), socket.gethostname(), uuid4().hex))
     if len(ranks) == 1:
@@ -39,26 +47,30 @@ def require_shared(folder: Path, probe_prefix: str) -> None:
         objections = last_objections(lambda: _unseen(probe))
     finally:
         if is_first():
-            probe.rmdir()
-    places: dict[tuple[str, str, str], list[int]] = {}
+            with suppress(OSError):  # Another run in this folder may have removed it.
+                probe.rmdir()
+    blind_ranks: dict[tuple[str, str, str], list[int]] = {}
     for rank, (objection, (own_path, own_host, _)) in enumerate(zip(objections, ranks, strict=True)):
         if objection is not None:
-            places.setdefault((own_path, own_host, objection), []).append(rank)
-    if places:
+            blind_ranks.setdefault((own_path, own_host, objection), []).append(rank)
+    if blind_ranks:
         listed = "; ".join(
             f"ranks {blind} do not see it in {own_path!r} on host {own_host} ({objection})"
-            for (own_path, own_host, objection), blind in places.items()
+            for (own_path, own_host, objection), blind in blind_ranks.items()
         )
         raise ConfigError(
-            f"ranks see different folders as checkpoint_dir: rank 0 made an entry in {path!r} on host {host}, "
+            f"ranks see different folders as checkpoint_dir: rank 0 created an entry in {path!r} on host {host}, "
             f"{listed}. Give a folder on a filesystem that all nodes mount"
         )
 
 
 def last_objections(objection: Callable[[], str | None]) -> list[str | None]:
-    """Ask `objection` on every rank until no rank has one, for SECONDS at most; return those of the last time.
+    """Call `objection` on every rank until it returns None on all, for SECONDS at most.
 
-    The ranks meet after each try, so none waits longer for another than one try takes.
+    The ranks exchange their objections after each call, so that no rank waits for another longer than one call takes.
+
+    Returns:
+        The last objection of each rank, in rank order.
     """
     deadline = monotonic() + SECONDS
     while True:

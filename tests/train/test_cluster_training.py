@@ -1,4 +1,4 @@
-"""Several hosts train on one dataset: how often each byte leaves the origin, and what becomes of it in bad weather."""
+"""Several hosts train on one dataset: bytes read from the origin, and failures of the shared cluster."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from dataload.rows.background_decoder import BackgroundDecoder
 WIDTH, ROWS = 64, 330
 
 
-forked = multiprocessing.get_context("fork")  # a quarter of the time that it takes to import torch again
+forked = multiprocessing.get_context("fork")  # four times as fast as importing torch again
 
 
 @pytest.fixture(autouse=True)
 def _each_row_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These row groups are small; larger ones share no blocks, and are not all loaded before the first batch."""
+    """Treat small row groups as large ones: they share no blocks, and are not all loaded before the first batch."""
     monkeypatch.setattr(parquet, "SHARED_BYTES", 0)
     monkeypatch.setattr(capacity, "AHEAD_BYTES", 1, raising=False)
 
@@ -50,7 +50,7 @@ def rows_of(first: int, count: int) -> pa.Table:
 
 
 def write(bucket: Any, groups: int) -> str:
-    """Files of at most 20 row groups."""
+    """Write files of at most 20 row groups; return their URL."""
     plain = {"compression": "none", "use_dictionary": False, "write_statistics": False}
     for first in range(0, groups, 20):
         sink = pa.BufferOutputStream()
@@ -67,7 +67,7 @@ Hosts = Callable[..., Any]
 
 @pytest.fixture
 def hosts(bucket: Any, tmp_path: Path) -> Hosts:
-    """The dataset on a host with an empty disk."""
+    """Return a function that opens the dataset on a new host with an empty disk."""
     numbers = iter(range(100))
 
     def host(url: str, cache_bytes: int = 1 << 30, cluster: str | None = None) -> Any:
@@ -82,20 +82,20 @@ def size_of(dataset: Any) -> int:
 
 
 def fetched(bucket: Any) -> int:
-    """Bytes that have left the origin since this was last asked."""
+    """Return the bytes that the origin has sent since the last call."""
     sent = bucket.server.stats()["get_bytes"]
     bucket.server.reset()
     return int(sent)
 
 
 def epoch(loader: Any) -> list[int]:
-    """The rows of an epoch, each of which is whole."""
+    """Return the rows of an epoch after checking their values."""
     return [row for batch in loader for row in checked(batch)]
 
 
 def checked(batch: dict[str, torch.Tensor]) -> list[int]:
     expected = (batch["id"][:, None] * WIDTH + torch.arange(WIDTH)).to(torch.float32)
-    assert torch.equal(batch["x"], expected), "a row has another's bytes"
+    assert torch.equal(batch["x"], expected), "a row has the bytes of another row"
     return batch["id"].tolist()
 
 
@@ -104,32 +104,32 @@ def on_node(dataset: Any, node: int, nodes: int, **options: Any) -> Any:
     return make_loader(dataset, 50, world=world, window=nodes, drop_last=True, seed=3, **options)
 
 
-def work(asked: Connection, node: int, nodes: int, url: str, options: dict[str, Any], cache: CacheConfig) -> None:
-    """A node, from the inside: each time that it is asked, an epoch, whose rows it says."""
+def work(requests: Connection, node: int, nodes: int, url: str, options: dict[str, Any], cache: CacheConfig) -> None:
+    """Run a node: for each request, iterate over an epoch and send its rows."""
     loader = on_node(make_dataset(url, storage_options=options, cache=cache), node, nodes)
     while True:
-        asked.recv()
-        asked.send(epoch(loader))
+        requests.recv()
+        requests.send(epoch(loader))
 
 
 @contextmanager
 def processes(folder: Path, nodes: int, url: str, options: dict[str, Any], limit: int) -> Iterator[list[Connection]]:
-    """Nodes: a process each, with a cache of its own. Not in networks of their own, which takes root and more time."""
+    """Run each node as a process with its own cache. They share a network, because namespaces need root and time."""
     with ExitStack() as stack:
         ends = []
         for node in range(nodes):
             ours, theirs = map(stack.enter_context, forked.Pipe())
             cache = CacheConfig(str(folder / f"node-{node}"), limit)
-            one = forked.Process(target=work, args=(theirs, node, nodes, url, options, cache))
-            one.start()
-            stack.callback(one.join)
-            stack.callback(one.kill)
+            process = forked.Process(target=work, args=(theirs, node, nodes, url, options, cache))
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
             ends.append(ours)
         yield ends
 
 
 def together(nodes: list[Connection]) -> list[list[int]]:
-    """An epoch, on all of them at once: the rows of each."""
+    """Run an epoch on all nodes at once; return the rows of each node."""
     for node in nodes:
         node.send("an epoch")
     return [node.recv() for node in nodes]
@@ -155,7 +155,7 @@ def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(
 
         assert together(running) != seen
         assert fetched(bucket) == 0
-    if nodes == 4:  # What a loader pays that hands out row groups anew each epoch, with the same caches.
+    if nodes == 4:  # A loader that assigns row groups to nodes in each epoch refetches most of them.
         peers = [hosts(url, limit) for _ in range(nodes)]
         for number in range(2):
             fetched(bucket)
@@ -168,7 +168,7 @@ def test_private_caches_hold_a_part_each_and_nothing_is_fetched_twice(
 
 
 def test_nodes_that_join_move_few_row_groups(bucket: Any, hosts: Hosts) -> None:
-    """With a number of streams that all those numbers of nodes divide."""
+    """The number of streams is divisible by each number of nodes."""
     manifest = hosts(write(bucket, 240)).manifest
     owners: dict[int, list[int]] = {}
     for nodes in (1, 2, 3, 4, 6):
@@ -184,7 +184,7 @@ def test_nodes_that_join_move_few_row_groups(bucket: Any, hosts: Hosts) -> None:
 
 
 def test_what_leaves_the_origin_does_not_grow_with_the_nodes(bucket: Any, hosts: Hosts) -> None:
-    """By the arithmetic that the runs on 1, 2 and 4 nodes agree with, to the byte."""
+    """Computed from the partition, which the runs on 1, 2 and 4 nodes match to the byte."""
     manifest = hosts(write(bucket, 240)).manifest
     size = sum(group.bytes for group in manifest.row_groups)
     for nodes in range(1, 9):
@@ -232,7 +232,7 @@ def test_jobs_that_race_on_a_cold_dataset_fetch_it_once(bucket: Any, hosts: Host
     assert fetched(bucket) <= 1.05 * size + footers
 
 
-def test_who_waits_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
+def test_waiting_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
     blobs = hosts(write(bucket, 2), cluster=cluster_server.url).rowstore.blobs
     lease = f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease"
     cluster_server.ask("SET", lease, "another's")
@@ -246,7 +246,7 @@ def test_who_waits_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, c
         assert waits.result(PATIENCE)
 
 
-def test_who_has_waited_for_another_host_keeps_nobody_waiting(
+def test_a_host_takes_no_lease_after_waiting_for_another_host(
     bucket: Any, hosts: Hosts, cluster_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = hosts(write(bucket, 1), cluster=cluster_server.url).rowstore.blobs
@@ -264,7 +264,7 @@ def test_who_has_waited_for_another_host_keeps_nobody_waiting(
         until(lambda: tier.stats()["cluster"]["waits"])
         cluster_server.ask("DEL", lease)
         assert waits.result(PATIENCE)
-    assert leased == [1, 0], "another's, and then none of its own"
+    assert leased == [1, 0], "the lease of the other host, and then none"
 
 
 def test_files_are_shared_too(bucket: Any, tmp_path: Path, cluster_server: Server) -> None:
@@ -287,9 +287,7 @@ def test_files_are_shared_too(bucket: Any, tmp_path: Path, cluster_server: Serve
     assert second.stats()["bytes_cluster"] == third.stats()["bytes_cluster"] == len(data)
 
 
-def test_a_prefetch_takes_from_the_cluster_only_what_there_is_room_for(
-    bucket: Any, tmp_path: Path, cluster_server: Server
-) -> None:
+def test_a_prefetch_takes_from_the_cluster_only_what_fits(bucket: Any, tmp_path: Path, cluster_server: Server) -> None:
     data = np.random.default_rng(0).bytes(9 << 20)
     bucket.put("x", data)
 
@@ -299,7 +297,7 @@ def test_a_prefetch_takes_from_the_cluster_only_what_there_is_room_for(
         return fsspec.filesystem("tiercache", cache_bytes=cache_bytes, **target, **options)
 
     def sent() -> int:
-        """Bytes that the server has sent to all clients so far."""
+        """Return the bytes that the server has sent to all clients so far."""
         return int(cluster_server.ask("INFO", "stats")["total_net_output_bytes"])
 
     large, small = host("large", "1GB"), host("small", "2.5MiB")
@@ -317,7 +315,7 @@ Warm = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def warm(bucket: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Warm:
-    """`dataload warm …`: what it exits with, and prints."""
+    """Return a function that runs `dataload warm` and returns exit code, stdout and stderr."""
     for name in (name for name in os.environ if name.startswith("AWS_")):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.endpoint_url)
@@ -337,12 +335,12 @@ def test_each_node_is_warmed_with_its_part(bucket: Any, hosts: Hosts, tmp_path: 
     url = write(bucket, 40)
     manifest = hosts(url).manifest
     for node in range(2):
-        place = ("--cache-dir", str(tmp_path / f"node-{node}"))
-        code, out, err = warm(url, "--shard", f"{node}/2", *place, "--json")
+        cache_dir = str(tmp_path / f"node-{node}")
+        code, out, err = warm(url, "--shard", f"{node}/2", "--cache-dir", cache_dir, "--json")
         assert code == 0, err
         own = part_of(manifest, node, 2)
         assert json.loads(out)["rows"] == len(own) * ROWS
-        cache = CacheConfig(place[1], 1 << 30)
+        cache = CacheConfig(cache_dir, 1 << 30)
         dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
         kept = [group for group in range(40) if dataset.rowstore.blobs.find(group) is not None]
         assert kept == sorted(own)
@@ -354,14 +352,14 @@ def test_each_node_is_warmed_with_its_part(bucket: Any, hosts: Hosts, tmp_path: 
         assert (code, err.count("\n")) == (2, 1), err
 
 
-def test_a_cluster_is_warmed_or_it_is_said_why_not(
+def test_warm_fills_the_cluster_or_reports_why_not(
     bucket: Any, tmp_path: Path, cluster_server: Server, warm: Warm
 ) -> None:
     url = write(bucket, 10)
     assert warm(url, "--cache-dir", str(tmp_path / "a"), "--cluster", cluster_server.url)[0] == 0
     fetched(bucket)
     assert warm(url, "--cache-dir", str(tmp_path / "b"), "--cluster", cluster_server.url)[0] == 0
-    assert fetched(bucket) == 0, "all of it was in the cluster when the first one ended"
+    assert fetched(bucket) == 0, "the first command must have shared all row groups before it ended"
 
     cluster_server.ask("FLUSHALL")
     cluster_server.ask("CONFIG", "SET", "maxmemory", 1)
@@ -377,7 +375,13 @@ def test_a_cluster_is_warmed_or_it_is_said_why_not(
 
 
 class Weather:
-    """What may happen to a server, and how it ends. makes: what becomes of the cluster's tier meanwhile."""
+    """A failure of a server.
+
+    Args:
+        begin: Starts the failure.
+        end: Ends it.
+        makes: State of the cluster tier during the failure.
+    """
 
     def __init__(self, begin: Callable[[Server], Any], end: Callable[[Server], Any], makes: str) -> None:
         self.begin, self.end, self.makes = begin, end, makes
@@ -386,7 +390,7 @@ class Weather:
 def damage(server: Server) -> None:
     with server.client() as client:
         for name in client.scan_iter("dataload:*"):
-            if not name.endswith(b":lease"):  # or all would wait for it to end by itself
+            if not name.endswith(b":lease"):  # Hosts would wait for a damaged lease to expire.
                 client.setrange(name, 5, b"damage")
 
 
@@ -465,7 +469,7 @@ def test_training_goes_on_when_a_primary_is_lost(bucket: Any, hosts: Hosts, tmp_
 
 
 def shared_again(tier: Any) -> bool:
-    """Whether a blob that is made now comes to be in the cluster."""
+    """Return whether a new blob is written to the cluster."""
     written = tier.stats()["cluster"]["written"]
     shared_again.count += 1  # type: ignore[attr-defined]
     key = BlobKey("origin", "bucket/x", "1", f"{shared_again.count}")  # type: ignore[attr-defined]
@@ -481,7 +485,7 @@ def shared_again(tier: Any) -> bool:
 shared_again.count = 0  # type: ignore[attr-defined]
 
 
-def test_a_node_needs_room_for_its_own_windows_alone(bucket: Any, hosts: Hosts) -> None:
+def test_a_node_needs_capacity_only_for_its_own_windows(bucket: Any, hosts: Hosts) -> None:
     url = write(bucket, 28)
     limit = int(1.1 * hosts(url).rowstore.blobs.num_bytes / 4)
     on_node(hosts(url, limit), 0, 4)
@@ -490,13 +494,13 @@ def test_a_node_needs_room_for_its_own_windows_alone(bucket: Any, hosts: Hosts) 
 
 
 def test_a_process_that_fills_shares_what_it_makes(bucket: Any, hosts: Hosts, cluster_server: Server) -> None:
-    """Also what it made last."""
+    """Also the last row group that it makes."""
     url = write(bucket, 60)
     first, second = (hosts(url, cluster=cluster_server.url) for _ in range(2))
-    filler = BackgroundDecoder(first.rowstore.blobs)
-    until(lambda: filler.make(0))
-    assert all(filler.make(group) for group in range(60))
-    filler.end()
+    decoder = BackgroundDecoder(first.rowstore.blobs)
+    until(lambda: decoder.make(0))
+    assert all(decoder.make(group) for group in range(60))
+    decoder.end()
     first.blocks.settle()
     fetched(bucket)
     loader = make_loader(second, 50)

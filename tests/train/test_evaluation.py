@@ -22,9 +22,10 @@ from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.rows.collate import Flat
 from dataload.train import batch_size, evaluation, rank_batches
-from dataload.train.checkpoint import alike, copied, generators
 from dataload.train.distributed import process_group
 from dataload.train.harness import evaluate_over, find_batch_size
+from dataload.train.rng_state import rng_state
+from dataload.train.state_tree import all_equal, host_copy
 from dataload.world import World
 
 N = 301
@@ -33,7 +34,7 @@ N = 301
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("data")
-    large = np.random.default_rng(0).integers(1 << 55, size=N)  # of which float64 would lose the last bits
+    large = np.random.default_rng(0).integers(1 << 55, size=N)  # float64 would lose their last bits
     table = pa.table({"row_id": np.arange(N), "large": large, "x": np.random.default_rng(1).normal(size=N)})
     pq.write_table(table, path / "a.parquet", row_group_size=40)
     return str(path)
@@ -65,18 +66,18 @@ def evaluated(folder, batch_size, cursor=0, **options):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ranks_count_as_one_process_does(ranks, folder, shuffle):
     table = pq.read_table(folder)
-    alone = evaluated(folder, 16, shuffle=shuffle)
-    assert alone["rows"] == N
-    assert alone["odd"] == 150 / N
-    assert alone["large"] == sum(table["large"].to_pylist()) / N
+    single = evaluated(folder, 16, shuffle=shuffle)
+    assert single["rows"] == N
+    assert single["odd"] == 150 / N
+    assert single["large"] == sum(table["large"].to_pylist()) / N
     for number in (2, 4):
         for found in ranks(number, evaluated, folder, 16, shuffle=shuffle):
-            assert {**found, "x": None} == {**alone, "x": None}
-            assert found["x"] == pytest.approx(alone["x"], rel=1e-12)
+            assert {**found, "x": None} == {**single, "x": None}
+            assert found["x"] == pytest.approx(single["x"], rel=1e-12)
 
 
 def test_what_is_left_of_an_epoch(ranks, folder):
-    """Which two ranks share without padding, and the epoch after it with."""
+    """Two ranks share the rest without padding, but the next epoch with padding."""
     for found in ranks(2, evaluated, folder, 16, cursor=65, shuffle=False):
         assert (found["rows"], found["odd"]) == (N - 65, 118 / (N - 65))
 
@@ -94,7 +95,7 @@ def test_ranks_may_have_more_or_nothing(ranks):
 
 
 class Batches(list):
-    """The last `padding` of their rows repeat others."""
+    """Batches whose last `padding` rows repeat other rows."""
 
     padding = 0
 
@@ -108,15 +109,15 @@ def mean_of(values, size, padding=0):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
 def test_no_last_bit_depends_on_where_batches_end(dtype):
     draw = torch.Generator().manual_seed(0)
-    values = (1000 * torch.randn(5 * evaluation.RUN - 77, generator=draw, dtype=torch.float64)).to(dtype)
+    values = (1000 * torch.randn(5 * evaluation.CHUNK - 77, generator=draw, dtype=torch.float64)).to(dtype)
     expected = mean_of(values, len(values))
     assert expected == {"x": pytest.approx(values.double().mean().item(), rel=1e-10), "rows": len(values)}
-    for size, padding in ((1000, 0), (1001, 3), (3 * evaluation.RUN, 5000), (len(values), 1), (7, 100)):
+    for size, padding in ((1000, 0), (1001, 3), (3 * evaluation.CHUNK, 5000), (len(values), 1), (7, 100)):
         assert mean_of(values, size, padding) == expected
 
 
 def test_values_are_not_kept():
-    """Many batches of the same rows: what is alive does not grow."""
+    """The number of values in live tensors does not grow with the number of batches."""
     alive = []
 
     def metrics(model, batch):
@@ -127,7 +128,7 @@ def test_values_are_not_kept():
     numbers = count()
     found = evaluate_over(nn.Identity(), repeat(torch.arange(10_000), 41), metrics)
     assert found == {"x": 5000.5, "odd": 0.5, "rows": 410_000}
-    assert alive[1] - alive[0] < 4 * evaluation.RUN
+    assert alive[1] - alive[0] < 4 * evaluation.CHUNK
 
 
 @pytest.mark.parametrize(
@@ -150,28 +151,29 @@ def test_metrics_have_one_value_for_each_row(values, message):
 
 
 class Machine(nn.Module):
-    """Takes a time of its own for each batch, and has room for so many rows."""
+    """A model on a simulated device: a time for each batch size, and memory for `capacity` rows."""
 
-    def __init__(self, seconds, room=10**9):
+    def __init__(self, seconds, capacity=10**9):
         super().__init__()
         self.layer = nn.Linear(3, 1).double()
-        self.seconds, self.room = seconds, room
+        self.seconds, self.capacity = seconds, capacity
         self.now = 0.0
         self.sizes = []
 
     def forward(self, x):
         self.sizes.append(len(x))
-        if len(x) > self.room:
+        if len(x) > self.capacity:
             raise torch.OutOfMemoryError("full")
         self.now += self.seconds(len(x))
         return self.layer(x)
 
 
-def found(seconds, room=10**9, **options):
-    """What is found on this rank; and the sizes tried."""
+def found(seconds, capacity=10**9, **options):
+    """Return the batch size that this rank finds, and the sizes that it tries."""
     rank = World.detect().rank
     model = Machine(
-        seconds[rank] if isinstance(seconds, tuple) else seconds, room[rank] if isinstance(room, tuple) else room
+        seconds[rank] if isinstance(seconds, tuple) else seconds,
+        capacity[rank] if isinstance(capacity, tuple) else capacity,
     )
     batch_size.perf_counter = lambda: model.now
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -192,12 +194,12 @@ def clock(monkeypatch):
 
 
 def overhead(rows):
-    """A step of 1 s, and 10 ms a row: doubled, 64 rows become 1.44 times as fast, 1024 rows 1.046 times."""
+    """Return 1 s per step and 10 ms per row: doubling speeds up 64 rows 1.44 times, but 1024 rows 1.046 times."""
     return 1 + rows / 100
 
 
 def steep(rows):
-    """At 64 rows all of the time goes by the row."""
+    """Return 0.5 s per step and 100 ms per row: at 64 rows, almost all time is per row."""
     return 0.5 + rows / 10
 
 
@@ -206,7 +208,7 @@ def linear(rows):
 
 
 class Mixed(nn.Module):
-    """A layer in training, and running statistics that are not; what it has drawn, its results do not show."""
+    """A frozen and a trained batch norm, and a forward that draws from all generators without using the draws."""
 
     _version = 2
 
@@ -226,12 +228,12 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("wrong", [None, torch.OutOfMemoryError, RuntimeError])
 @pytest.mark.parametrize("training", [True, False])
-def test_all_is_as_it_was_whatever_goes_wrong(wrong, training):
+def test_everything_is_restored_also_after_errors(wrong, training):
     torch.manual_seed(0)
     model = Mixed()
     model.layer.train(training)
     optimizer = torch.optim.Adam(model.parameters())
-    before = copied({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": generators()})
+    before = host_copy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": rng_state()})
     modes = [module.training for module in model.modules()]
     batches = count()
 
@@ -244,8 +246,8 @@ def test_all_is_as_it_was_whatever_goes_wrong(wrong, training):
     with nullcontext() if wrong is not RuntimeError else pytest.raises(RuntimeError, match="as it happens"):
         find_batch_size(model, optimizer, batch, loss, start=4, limit=8, precision="fp32")
     assert next(batches) == (10 if wrong is None else 9)
-    after = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": generators()}
-    assert alike([before, after])
+    after = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "drawn": rng_state()}
+    assert all_equal([before, after])
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -257,14 +259,14 @@ def test_it_stops_when_it_gets_no_faster():
 
 
 def test_it_stops_at_what_fits_and_at_the_limit():
-    assert found(overhead, room=300) == (256, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+    assert found(overhead, capacity=300) == (256, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
     assert found(overhead, start=3, limit=20) == (12, [3, 6, 12])
     with pytest.raises(ConfigError, match="a batch of 8 rows does not fit"):
-        found(overhead, room=7, start=8)
+        found(overhead, capacity=7, start=8)
 
 
 class Bulky(torch.Tensor):
-    """Of which 32 rows go to the device."""
+    """A tensor of which at most 32 rows fit on the device."""
 
     def to(self, *args, **kwargs):
         if len(self) > 32:
@@ -281,19 +283,19 @@ def test_a_batch_that_does_not_even_go_to_the_device_does_not_fit():
 
 
 def test_ranks_find_the_same(ranks):
-    """The one with the least room decides, and the slowest."""
-    assert [size for size, _ in ranks(2, found, overhead, room=(300, 70))] == [64, 64]
+    """The rank with the least memory and the slowest rank decide."""
+    assert [size for size, _ in ranks(2, found, overhead, capacity=(300, 70))] == [64, 64]
     assert [size for size, _ in ranks(2, found, (overhead, steep))] == [64, 64]
 
 
 def test_rows_of_any_kind_are_repeated():
     batch = {"x": torch.arange(3), "name": ["a", "b", "c"], "more": {"y": torch.arange(3)}, "scale": torch.tensor(2.0)}
-    larger = batch_size._of_size(batch, 5, torch.device("cpu"))
+    larger = batch_size._resize(batch, 5, torch.device("cpu"))
     assert larger["x"].tolist() == [0, 1, 2, 0, 1]
     assert larger["name"] == ["a", "b", "c", "a", "b"]
     assert larger["more"]["y"].tolist() == [0, 1, 2, 0, 1]
-    assert batch_size._of_size((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
-    assert batch_size._of_size(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
+    assert batch_size._resize((torch.arange(2), torch.arange(2)), 3, torch.device("cpu"))[1].tolist() == [0, 1, 0]
+    assert batch_size._resize(torch.arange(3), 2, torch.device("cpu")).tolist() == [0, 1]
 
 
 class Pair(NamedTuple):
@@ -316,10 +318,10 @@ class Pair(NamedTuple):
 )
 @pytest.mark.parametrize("shape", [lambda x, y: {"x": x, "label": y}, lambda x, y: [x, y], lambda x, y: (x, y), Pair])
 def test_what_fit_takes_is_repeated(column, larger, shape):
-    """All that has one entry for each of the 3 rows."""
+    """Columns with one entry for each of the 3 rows are repeated."""
     batch = shape(column, torch.arange(3))
     assert rank_batches.num_rows(batch) == 3
-    found = batch_size._of_size(batch, 5, torch.device("cpu"))
+    found = batch_size._resize(batch, 5, torch.device("cpu"))
     assert type(found) is type(batch)
     assert rank_batches.num_rows(found) == 5
     first, label = found.values() if isinstance(found, dict) else found
@@ -329,7 +331,9 @@ def test_what_fit_takes_is_repeated(column, larger, shape):
         assert rows == [[0], [], [1, 2, 3], [0], []]
     else:
         assert type(first) is type(column)
-        assert first is larger or np.array_equal(first, larger) if hasattr(first, "shape") else alike([first, larger])
+        assert (
+            first is larger or np.array_equal(first, larger) if hasattr(first, "shape") else all_equal([first, larger])
+        )
 
 
 def test_strings_and_none_take_part_in_the_trial():
@@ -347,5 +351,5 @@ def test_strings_and_none_take_part_in_the_trial():
 
 def test_a_batch_without_rows_has_none_to_repeat():
     model = nn.Linear(3, 1)
-    with pytest.raises(ConfigError, match="this one has none"):
+    with pytest.raises(ConfigError, match="this batch has none"):
         find_batch_size(model, torch.optim.SGD(model.parameters(), 0.1), {"x": torch.zeros(0, 3)}, squared_error)

@@ -1,11 +1,13 @@
-"""fit: the same parameters whatever the ranks and the accumulation."""
+"""fit gives the same parameters for any number of ranks and any accumulation."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from itertools import chain, count, zip_longest
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -25,15 +27,15 @@ from dataload.world import World
 
 
 class CrashError(Exception):
-    """Stands for what goes wrong in the user's code."""
+    """An error in the user's code."""
 
 
 def test_two_ranks_train_like_one_with_twice_the_batch(ranks):
-    alone = train_in_order(8)
+    single = train_in_order(8)
     first, second = ranks(2, train_in_order, 4)
-    assert_close(first, alone)
+    assert_close(first, single)
     assert torch.equal(first, second)
-    assert not torch.equal(alone, train_in_order(4))
+    assert not torch.equal(single, train_in_order(4))
 
 
 def test_accumulated_batches_train_like_one_large_batch(ranks):
@@ -44,7 +46,7 @@ def test_accumulated_batches_train_like_one_large_batch(ranks):
 
 
 def steps_of(groups, clip=None):
-    """Two epochs of plain torch over 40 rows: one step on the mean loss of each group of rows."""
+    """Return the parameters after two epochs of plain torch: one step on the mean loss of each group of rows."""
     model, optimizer = build()
     rows = Rows()
     for group in groups * 2:
@@ -65,14 +67,14 @@ def test_last_partial_step_averages_what_was_accumulated(ranks, clip):
 
 @pytest.mark.parametrize("num_rows", [36, 42])
 def test_each_row_of_a_step_counts_alike(ranks, num_rows):
-    """Batches of one step may be of unequal sizes, the last ones."""
+    """The last batches of a step may be smaller."""
     expected = train_in_order(16, num_rows)
     assert_close(train_in_order(4, num_rows, accumulate=4), expected)
     assert_close(ranks(2, train_in_order, 4, num_rows, accumulate=2)[1], expected)
 
 
 def train_unevenly(sizes, accumulate):
-    """Each rank has batches of its own, of so many rows each; returns parameters and the history."""
+    """Train with batches of the given sizes on each rank. Return the parameters and the history."""
     rank, rows = World.detect().rank, Rows()
     x, y = (column.chunk(2)[rank].split([*sizes[rank], 20 - sum(sizes[rank])])[:-1] for column in (rows.x, rows.y))
     batches = [{"x": own_x, "y": own_y} for own_x, own_y in zip(x, y, strict=True)]
@@ -93,7 +95,7 @@ def train_unevenly(sizes, accumulate):
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_ranks_may_have_other_batches(ranks, sizes, accumulate):
-    """As if one process had taken, in each step, what the ranks have in it."""
+    """The result is that of one process whose steps have the rows of all ranks."""
     halves = torch.arange(40).chunk(2)
     own = [half.split([*of_rank, 20 - sum(of_rank)])[:-1] for half, of_rank in zip(halves, sizes, strict=True)]
     steps = list(zip_longest(*([batch for batch in batches if len(batch)] for batches in own), fillvalue=halves[0][:0]))
@@ -110,9 +112,26 @@ def test_a_rank_without_any_batch_is_refused_on_all(ranks):
         assert "no batch on ranks [1]" in str(error)
 
 
+class Columns(NamedTuple):
+    x: torch.Tensor
+    label: torch.Tensor
+
+
+class Checked(Columns):
+    """A batch whose class validates its columns."""
+
+    __slots__ = ()
+
+    def __new__(cls, x, label):
+        assert len(x) == len(label)
+        return super().__new__(cls, x, label)
+
+
 @pytest.mark.parametrize(
     ("batch", "rows"),
     [
+        (Checked(torch.zeros(3, 2), torch.zeros(3)), 3),
+        (nn.utils.rnn.pack_sequence([torch.zeros(4)] * 4), 4),
         (torch.zeros(3, 2), 3),
         ([torch.zeros(3, 2), ["a", "b", "c"]], 3),
         ({"x": {"image": torch.zeros(5, 2), "scale": torch.tensor(1.0)}, "label": torch.zeros(5)}, 5),
@@ -173,7 +192,7 @@ def test_clipping_sees_unscaled_gradients():
 
 
 def group_after_failure(failing_rank):
-    """The name of the error that ended fit, whether a process group is left, and what a fit after it comes to."""
+    """Return the error of fit, its notes, whether a process group is left, and the parameters after another fit."""
     model, optimizer = build()
 
     def loss(model, batch):
@@ -191,7 +210,7 @@ def group_after_failure(failing_rank):
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_process_group_ends_with_an_exception(ranks, failing_rank):
     results = ranks(2, group_after_failure, failing_rank)
-    # The other one's collective has lost the rank.
+    # A collective of the other rank fails, because its peer is lost.
     assert [name for name, *_ in results] == [
         "CrashError" if rank == failing_rank else "RuntimeError" for rank in (0, 1)
     ]
@@ -232,7 +251,7 @@ def test_ranks_with_different_data_are_refused(ranks):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "world", "asked", "own"),
+    ("gpus", "world", "requested", "own"),
     [
         (0, World(0, 1, 0, 1), None, "cpu"),
         (4, World(5, 8, 1, 4), None, "cuda:1"),
@@ -242,14 +261,14 @@ def test_ranks_with_different_data_are_refused(ranks):
         (4, World(), None, "cuda:0"),
     ],
 )
-def test_each_rank_has_a_device_of_its_own(monkeypatch, gpus, world, asked, own):
+def test_each_rank_has_a_device_of_its_own(monkeypatch, gpus, world, requested, own):
     chosen = with_gpus(monkeypatch, gpus)
-    assert device_of(world, asked) == torch.device(own)
+    assert device_of(world, requested) == torch.device(own)
     assert chosen == [torch.device(own)] * (own != "cpu")
 
 
 @pytest.mark.parametrize(
-    ("gpus", "world", "asked", "message"),
+    ("gpus", "world", "requested", "message"),
     [
         (4, World(5, 8), None, "rank 5 of 8 cannot tell which of the 4 GPUs here is its own"),
         (4, World(5, 8), "cuda", "LOCAL_RANK, or pass device='cuda:N'"),
@@ -257,15 +276,15 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch, gpus, world, asked, own)
         (0, World(), "cuda:1", "device='cuda:1': torch finds no GPU here"),
     ],
 )
-def test_a_gpu_that_cannot_be_told_is_refused(monkeypatch, gpus, world, asked, message):
+def test_an_ambiguous_or_missing_gpu_is_an_error(monkeypatch, gpus, world, requested, message):
     chosen = with_gpus(monkeypatch, gpus)
     with pytest.raises(ConfigError, match=message):
-        device_of(world, asked)
+        device_of(world, requested)
     assert not chosen
 
 
 def with_gpus(monkeypatch, number):
-    """As if there were so many; which of them is chosen goes into the list returned."""
+    """Pretend that there are `number` GPUs. Return a list that collects the devices that are set."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
@@ -274,7 +293,7 @@ def with_gpus(monkeypatch, number):
 
 
 def seen_by_hooks(accumulate):
-    """How often hooks of each kind were run; each with a tensor."""
+    """Return how often hooks of each kind ran with a tensor."""
     model, optimizer = build()
     calls = Counter()
 
@@ -305,7 +324,7 @@ def test_hooks_of_modules_see_batches_alone(ranks, accumulate):
 
 
 class Writing(nn.Module):
-    """Writes into a buffer which rank it is of; remembers what was there before."""
+    """A model that writes its rank into a buffer, and collects the previous values."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +352,7 @@ def test_each_step_begins_with_the_buffers_of_rank_0(ranks):
 
 
 class Clock:
-    """Time that passes only when told to."""
+    """A clock that tests move by hand."""
 
     def __init__(self):
         self.now = 0.0
@@ -396,12 +415,12 @@ def losses_by_rank():
 
 
 def test_history_averages_over_what_ranks_log(ranks):
-    wanted = {"loss": 0.5, "double": 1.0, "of 0": 5.0, "of 1": 5.0, "at first": 3.5, "rows": 40}
-    assert ranks(2, losses_by_rank) == [wanted] * 2
+    expected = {"loss": 0.5, "double": 1.0, "of 0": 5.0, "of 1": 5.0, "at first": 3.5, "rows": 40}
+    assert ranks(2, losses_by_rank) == [expected] * 2
 
 
 def logging_as(name, at=0):
-    """The dict of an epoch in which one step logs a scalar of that name; and how many steps were begun."""
+    """Return the dict of an epoch in which step `at` logs a scalar of this name, and the number of steps."""
     model, optimizer = build()
     steps = count()
 
@@ -420,10 +439,12 @@ def logging_as(name, at=0):
     ["epoch", "loss", "rows", "seconds", "wait_seconds", "skipped_steps", "rows_per_second", "hits", "waits.disk"],
 )
 def test_a_scalar_with_the_name_of_a_figure_is_refused(name):
-    """In the first step that logs it."""
+    """The error comes in the first step that logs it."""
     message, steps = logging_as(name, at=2)
     assert f"loss_fn logs {name!r}" in message
-    assert "Reserved are epoch, hits, loss, rows, rows_per_second, seconds, skipped_steps, stall_fraction" in message
+    assert (
+        "Reserved names are epoch, hits, loss, rows, rows_per_second, seconds, skipped_steps, stall_fraction" in message
+    )
     assert steps == 3
 
 
@@ -433,8 +454,40 @@ def test_a_scalar_with_a_name_of_its_own_is_logged():
     assert record.keys() <= epoch_metrics.reserved_names(Remembering({"hits": 3, "waits": {"disk": 1.0}}))
 
 
+class Listed(Mapping):
+    """A mapping whose keys are a list, and that has no truth value."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def __getitem__(self, name):
+        return self.values[name]
+
+    def __iter__(self):
+        raise TypeError("rows are not iterated")
+
+    def __len__(self):
+        return len(self.values)
+
+    def __bool__(self):
+        raise ValueError("ambiguous")
+
+    def keys(self):
+        return list(self.values)
+
+
+def test_scalars_are_any_mapping():
+    model, optimizer = build()
+
+    def loss(model, batch):
+        return squared_error(model, batch), Listed(misses=0.5)
+
+    (record,) = fit(model, optimizer, in_order(20), loss, epochs=1, progress=False)
+    assert record["misses"] == 0.5
+
+
 class Remembering:
-    """A loader with the protocol of ours: epochs, state and statistics."""
+    """A loader with set_epoch, state and stats that records its calls."""
 
     def __init__(self, traffic):
         self.traffic = traffic
@@ -461,7 +514,7 @@ class Remembering:
 @pytest.mark.parametrize(
     "traffic", [{"hits": 3, "bytes_origin": np.float64(7)}, SimpleNamespace(hits=3, bytes_origin=7)]
 )
-def test_loader_is_told_its_epoch_and_keeps_its_state(tmp_path, traffic):
+def test_loader_gets_its_epoch_and_its_state(tmp_path, traffic):
     first, second = Remembering(traffic), Remembering(traffic)
     for loader, epochs in ((first, 2), (second, 3)):
         model, optimizer = build()
@@ -512,7 +565,7 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8' is none of fp32, bf16, fp16"),
+        ({"precision": "fp8"}, "precision='fp8' is not one of fp32, bf16, fp16"),
         ({"accumulate": 0}, "accumulate=0"),
         ({"loader": []}, "the loader gave no batch"),
     ],

@@ -1,4 +1,4 @@
-"""The GPU benchmark, where there is none: that it runs, says so, and can tell hidden copies from others."""
+"""The GPU benchmark on a machine without a GPU: it runs, reports that, and recognizes hidden copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def event(kind, name, start, microseconds, num_bytes=0):
 
 
 def test_copies_are_read_from_the_trace():
-    """Two of a megabyte in 20 µs each; the labels', and what comes back, do not count."""
+    """Two copies of 1 MB in 20 µs each count; those of labels and those to the host do not."""
     copies = [event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", start, 20, 10**6) for start in (0, 100)]
     others = [
         event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 200, 5, 2048),

@@ -1,4 +1,4 @@
-"""fit's options, each by what it changes."""
+"""The options of fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.telemetry.spans import stage
-from dataload.train import epoch_metrics, rank_batches
+from dataload.train import epoch_metrics, rank_batches, tensorboard
 from dataload.train.harness import evaluate_over, fit
 from dataload.world import World
 
@@ -30,7 +30,7 @@ STAGES = {"wait for batch", "copy to device", "forward", "backward", "optimizer"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Digits of 8 x 8 pixels, in two folders: 1424 to learn from, 373 held out."""
+    """Digits of 8 x 8 pixels in two folders: 1424 to train on, 373 held out."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -49,8 +49,8 @@ def cross_entropy(model, batch):
 
 
 def twenty_steps(folder, batch_size, accumulate=1):
-    """In float64; 20 steps are two epochs of ten, and the last of an epoch is a small one."""
-    rank_batches.gather_count = None  # Of our own loader the ranks know, and need not ask each other.
+    """Train for two epochs of ten steps in float64. The last step of an epoch has fewer rows."""
+    rank_batches.gather_count = None  # With this package's loader, ranks need not exchange batch sizes.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
     loader = make_loader(make_dataset(str(folder / "train"), cache=None), batch_size)
@@ -61,11 +61,11 @@ def twenty_steps(folder, batch_size, accumulate=1):
 
 
 def test_neither_ranks_nor_accumulation_change_what_is_learned(ranks, folder):
-    ((alone, steps),) = ranks(1, twenty_steps, folder, 144)
+    ((single, steps),) = ranks(1, twenty_steps, folder, 144)
     assert steps == 20
     for number, accumulate in ((1, 4), (2, 1), (2, 4), (4, 1)):
         for other, _ in ranks(number, twenty_steps, folder, 144 // number // accumulate, accumulate):
-            assert (other - alone).abs().max() < 1e-10, (number, accumulate)
+            assert (other - single).abs().max() < 1e-10, (number, accumulate)
 
 
 def learn_digits(folder):
@@ -107,7 +107,7 @@ def test_two_ranks_learn_digits(ranks, folder):
 
 
 def kept_for_backward(which):
-    """(numbers that forward keeps for backward, how often the layer was computed, the parameters) of two epochs."""
+    """Return (numbers that forward saves for backward, forward calls of the blocks, parameters) of two epochs."""
     model = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(3, 1)).double()
     torch.manual_seed(3)
     for parameter in model.parameters():
@@ -150,12 +150,12 @@ def test_activations_are_computed_twice(which):
 
 
 def test_activation_checkpointing_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="no module of Sequential"):
+    with pytest.raises(ConfigError, match="matched no module in Sequential"):
         train_in_order(8, activation_checkpointing=nn.Conv2d)
 
 
 def sent(comm_hook):
-    """The parameters, and the dtypes and numbers of elements that were reduced over ranks."""
+    """Return the parameters, and dtype and size of each tensor that was reduced over ranks."""
     import torch.distributed as dist
 
     seen, reduce = set(), dist.all_reduce
@@ -185,8 +185,8 @@ def test_gradients_cross_ranks_in_sixteen_bits(ranks):
     assert 0 < (first - exact).abs().max() < 0.01
 
 
-def test_hooks_that_are_none_or_want_a_gpu_are_refused(ranks):
-    with pytest.raises(ConfigError, match="comm_hook='zip' is none of bf16, fp16, powersgd"):
+def test_unknown_hooks_and_hooks_that_need_a_gpu_are_errors(ranks):
+    with pytest.raises(ConfigError, match="comm_hook='zip' is not one of bf16, fp16, powersgd"):
         train_in_order(8, comm_hook="zip")
     for error in ranks(2, trained_with, comm_hook="bf16"):
         assert isinstance(error, ConfigError)
@@ -198,7 +198,7 @@ def trained_with(**options):
 
 
 def test_powersgd_is_asked_for(ranks):
-    """It begins to compress after a thousand steps, and sends as DDP does before."""
+    """It starts to compress after a thousand steps. Before, it sends the same as DDP."""
     for vector in ranks(2, trained_with, comm_hook="powersgd"):
         assert_close(vector, train_in_order(8))
 
@@ -225,7 +225,7 @@ def test_a_static_graph_may_leave_parameters_out(ranks):
 
 
 def compiled(on):
-    """The parameters, and how many graphs were handed to the compiler."""
+    """Return the parameters and the number of compiled graphs."""
     graphs = []
 
     def backend(graph, inputs):
@@ -267,11 +267,11 @@ def test_tensorboard_gets_the_figures(tmp_path):
 
 
 def test_rows_per_second_are_of_all_batches(tmp_path, monkeypatch):
-    """Of a loop in which a batch of 4 rows takes a second, and loading a quarter of one; each point is of 4 batches."""
+    """A batch of 4 rows takes 1 s, of which loading takes 0.25 s. Each point is the mean of 4 batches."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     now = [0.0]
-    for module in (rank_batches, epoch_metrics):
+    for module in (rank_batches, epoch_metrics, tensorboard):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
 
     def slowly(batches):
@@ -288,7 +288,7 @@ def test_rows_per_second_are_of_all_batches(tmp_path, monkeypatch):
     fit(model, optimizer, slowly(in_order(4)), loss, precision="fp32", **options)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    # One batch is always ahead: the first point has waited for five.
+    # One batch is fetched ahead, so the first point includes the wait for five.
     speeds = [(point.step, point.value) for point in events.Scalars("step/rows per second")]
     assert speeds == [(2, pytest.approx(16 / 4.25)), (4, pytest.approx(4))]
     stalls = [point.value for point in events.Scalars("step/stall fraction")]
@@ -305,7 +305,7 @@ def test_only_rank_0_logs(ranks, tmp_path):
 
 
 class Threaded:
-    """A loader with a thread of its own, which is at "decode" while the loop waits for it."""
+    """A loader whose thread is in the stage "decode" while the loop waits for it."""
 
     def __init__(self, loader):
         self.loader = loader

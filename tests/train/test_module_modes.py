@@ -1,4 +1,4 @@
-"""Each module trains in the mode that the user gave it, whatever is evaluated in between."""
+"""Each module trains in the mode that the user set, also after evaluations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ OPTIONS = {"precision": "fp32", "progress": False}
 
 
 class CrashError(Exception):
-    """Stands for what goes wrong in the user's code."""
+    """An error in the user's code."""
 
 
 def build():
-    """A model with two batch norms, of which the first is frozen."""
+    """Return a model with two batch norms, the first of which is frozen, and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     model[1].eval()
@@ -34,7 +34,7 @@ FROZEN = modes_of(build()[0])
 
 
 def own_loop(model):
-    """Evaluates as loops written by hand do."""
+    """Switch modes as a hand-written evaluation does."""
     assert not any(modes_of(model))
     model.eval()
     model.train()
@@ -46,7 +46,7 @@ def over_rows(model):
 
 
 def trained(evaluate=None, **options):
-    """The modes in each step and after the run; whether the statistics of both batch norms are as at the start."""
+    """Return the modes in each step and after the run, and whether each batch norm kept its initial statistics."""
     model, optimizer = build()
     seen = []
 
@@ -95,14 +95,45 @@ def train_only_the_head():
     return modes_in_training(model)
 
 
-def test_one_module_in_training_mode_says_that_the_modes_are_meant(ranks):
-    """Also for the root, as `loss_fn` sees it: the model itself, or DDP around it."""
+class FrozenNorm(nn.Module):
+    """Keeps its batch norm in eval mode by overriding `train`."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(3).double(), nn.Linear(3, 1).double()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
+
+
+@pytest.mark.parametrize("evaluate", [None, own_loop, over_rows])
+def test_a_new_model_is_put_into_training_mode_by_its_own_method(evaluate):
+    model = FrozenNorm()
+    assert all(modes_of(model))
+    seen = []
+
+    def loss(model, batch):
+        seen.append(modes_of(model))
+        return squared_error(model, batch)
+
+    fit(model, torch.optim.SGD(model.parameters(), 0.01), in_order(20), loss, epochs=2, evaluate=evaluate, **OPTIONS)
+    assert seen == [[True, False, True]] * 4
+    assert bool((model.norm.running_mean == 0).all())
+
+
+def test_modes_are_kept_if_one_module_is_in_training_mode(ranks):
+    """Also the mode of the root that `loss_fn` gets: the model itself, or DDP around it."""
     assert train_only_the_head() == [(False, [False] * 4 + [True])] * 2
     assert ranks(2, train_only_the_head) == [[(False, [False] * 4 + [True])]] * 2
 
 
-def test_modes_outlive_an_evaluation_that_fails(tmp_path):
-    """And the evaluation with which a run goes on from its checkpoint."""
+def test_modes_are_restored_after_a_failed_evaluation(tmp_path):
+    """Also the evaluation with which a resumed run begins."""
     model, optimizer = build()
     options = {"epochs": 2, "checkpoint_dir": tmp_path, **OPTIONS}
 
@@ -154,7 +185,7 @@ def test_the_size_of_a_batch_is_tried_in_the_modes_of_training():
 
 
 class Merging(nn.Linear):
-    """Has its weights merged in eval mode, as some low-rank adapters do."""
+    """A layer that merges weights in eval mode, as some low-rank adapters do."""
 
     merged = False
 
@@ -164,7 +195,7 @@ class Merging(nn.Linear):
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_a_module_is_told_of_its_mode_by_its_own_method(mode):
+def test_modes_are_restored_by_the_train_method_of_a_module(mode):
     model = nn.Sequential(Merging(3, 3), nn.Sequential(Merging(3, 3)))
     model[1].train(mode)
     with modes_kept(model):

@@ -1,4 +1,4 @@
-"""A checkpoint_dir that is not the same folder for all ranks: said at the start, and before anything is published."""
+"""A checkpoint_dir that is not the same folder for all ranks is an error, at the start or before publishing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def names(folder):
 
 
 def fit_on_a_node_each(folder, **options):
-    """The same path on both ranks, and another folder."""
+    """Train with a path that is the same on both ranks but leads to different folders."""
     shared_folder.SECONDS = 0
     node = folder / f"node {World.detect().rank}"
     node.mkdir(parents=True)
@@ -37,7 +37,7 @@ def test_a_folder_of_each_node_is_refused_before_the_first_step(ranks, tmp_path,
     for error in answers:
         assert isinstance(error, ConfigError)
         assert str(error) == (
-            f"ranks see different folders as checkpoint_dir: rank 0 made an entry in 'run' on host "
+            f"ranks see different folders as checkpoint_dir: rank 0 created an entry in 'run' on host "
             f"{socket.gethostname()}, ranks [1] do not see it in 'run' on host {socket.gethostname()} (No such file or "
             "directory). Give a folder on a filesystem that all nodes mount"
         )
@@ -53,7 +53,7 @@ def fit_with_an_old_checkpoint(folder):
 
 
 def test_the_ranks_may_have_paths_of_their_own(ranks, tmp_path):
-    """By which they are told when these lead to different folders."""
+    """The error names the path of each rank that sees another folder."""
     for error in ranks(2, fit_with_an_old_checkpoint, tmp_path):
         assert isinstance(error, ConfigError)
         assert f"ranks [1] do not see it in '{tmp_path}/node 1/run'" in str(error)
@@ -61,9 +61,12 @@ def test_the_ranks_may_have_paths_of_their_own(ranks, tmp_path):
 
 
 def fit_by_links(folder, shown_at=None, hidden=False):
-    """Each rank has a link to the folder; that of rank 1 leads elsewhere before it has paused `shown_at` times.
+    """Train with a link to the folder on each rank. Return the number of pauses between tries.
 
-    And from the first step on, if hidden. Returns how often the ranks paused between two looks.
+    Args:
+        folder: Where links and folders are created.
+        shown_at: The link of rank 1 leads to another folder until this pause.
+        hidden: The link of rank 1 leads to another folder from the first step on.
     """
     rank, pauses = World.detect().rank, []
     link = folder / f"link {rank}"
@@ -94,7 +97,7 @@ def fit_by_links(folder, shown_at=None, hidden=False):
 
 
 def test_a_folder_that_a_node_sees_late_is_waited_for(ranks, tmp_path):
-    """As when a client of NFS has the folder's listing in its cache."""
+    """For example because an NFS client caches the listing of the folder."""
     assert ranks(2, fit_by_links, tmp_path, shown_at=3) == [3, 3]
     assert names(tmp_path / "shared") == ["checkpoint-000001"]
     assert names(tmp_path / "elsewhere") == []
@@ -103,10 +106,45 @@ def test_a_folder_that_a_node_sees_late_is_waited_for(ranks, tmp_path):
 def test_a_checkpoint_that_lacks_files_is_not_published(ranks, tmp_path):
     for error in ranks(2, fit_by_links, tmp_path, hidden=True):
         assert isinstance(error, ConfigError)
-        assert f"{tmp_path}/link 0/.checkpoint-000001, as rank 0 sees it, lacks all or a part of __1_0.distcp" in str(
-            error
-        )
+        problem = "is not published, because rank 0 does not see all of __1_0.distcp"
+        assert f"{tmp_path}/link 0/.checkpoint-000001 {problem}" in str(error)
     assert names(tmp_path / "shared") == [".checkpoint-000001"]
+
+
+def fit_with_a_stale_entry(folder):
+    """Train with an entry in the first checkpoint that is listed but missing until rank 0 pauses."""
+    written, first = checkpoint.dcp_save, World.detect().rank == 0
+    stale = folder / ".checkpoint-000001" / "stale"
+
+    def write(*args, **kwargs):
+        written(*args, **kwargs)
+        if first and stale.parent.is_dir():
+            stale.symlink_to("missing")
+
+    def pause(seconds):
+        if first:
+            stale.unlink()
+
+    checkpoint.dcp_save, shared_folder.sleep = write, pause
+    train_in_order(4, checkpoint_dir=folder)
+
+
+def test_an_entry_that_is_listed_but_missing_is_looked_up_again(ranks, tmp_path):
+    assert ranks(2, fit_with_a_stale_entry, tmp_path) == [None, None]
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def test_a_checkpoint_that_cannot_be_listed_is_not_published(tmp_path, monkeypatch):
+    written = checkpoint.dcp_save
+
+    def add_a_stale_entry(*args, **kwargs):
+        written(*args, **kwargs)
+        (tmp_path / ".checkpoint-000001" / "stale").symlink_to("missing")
+
+    monkeypatch.setattr(checkpoint, "dcp_save", add_a_stale_entry)
+    with pytest.raises(ConfigError, match=r"\.checkpoint-000001 cannot be checked.*No such file or directory.*stale"):
+        Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
+    assert names(tmp_path) == [".checkpoint-000001"]
 
 
 def test_a_checkpoint_with_a_file_cut_short_is_not_published(tmp_path, monkeypatch):
@@ -118,7 +156,7 @@ def test_a_checkpoint_with_a_file_cut_short_is_not_published(tmp_path, monkeypat
         os.truncate(file, file.stat().st_size - 1)
 
     monkeypatch.setattr(checkpoint, "dcp_save", cut_short)
-    with pytest.raises(ConfigError, match=r"lacks all or a part of __0_0\.distcp"):
+    with pytest.raises(ConfigError, match=r"does not see all of __0_0\.distcp"):
         Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
     assert names(tmp_path) == [".checkpoint-000001"]
 
@@ -144,6 +182,26 @@ def test_a_folder_that_cannot_be_made_is_refused_on_all_ranks(ranks, tmp_path):
 def test_probes_of_the_killed_are_swept_away(ranks, tmp_path):
     (tmp_path / f"{checkpoint.UNFINISHED}probe-0123").mkdir()
     assert ranks(2, fit_with_folder, (tmp_path, tmp_path)) == [None, None]
+    assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
+
+
+def fit_with_probes_swept(folder):
+    """Train while another run removes the probe of this run."""
+    found = shared_folder.last_objections
+
+    def look_then_sweep(objection):
+        objections = found(objection)
+        if World.detect().rank == 0:
+            for probe in folder.glob(f"{checkpoint.UNFINISHED}probe-*"):
+                probe.rmdir()
+        return objections
+
+    shared_folder.last_objections = look_then_sweep
+    train_in_order(4, checkpoint_dir=folder)
+
+
+def test_another_run_may_sweep_the_probe(ranks, tmp_path):
+    assert ranks(2, fit_with_probes_swept, tmp_path) == [None, None]
     assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
 
 

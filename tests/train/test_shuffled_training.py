@@ -1,4 +1,4 @@
-"""What a shuffle is for: a model trained on label-sorted rows comes out as good as from a uniform shuffle."""
+"""A model trained on label-sorted rows with a block shuffle is as accurate as with a uniform shuffle."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[torch.Tensor, ...]:
-    """1440 images to learn from, sorted by label, and 357 to be asked about."""
+    """1440 training images sorted by label, 357 test images, and the labels of both."""
     images, labels = load_digits(return_X_y=True)
     drawn = np.random.default_rng(0).permutation(len(labels))
-    learned, asked = drawn[:1440], drawn[1440:]
-    learned = learned[np.argsort(labels[learned], kind="stable")]
-    parts = (images[learned] / 16, labels[learned], images[asked] / 16, labels[asked])
+    train, test = drawn[:1440], drawn[1440:]
+    train = train[np.argsort(labels[train], kind="stable")]
+    parts = (images[train] / 16, labels[train], images[test] / 16, labels[test])
     return tuple(torch.from_numpy(part) for part in parts)
 
 
 def accuracies(digits: tuple[torch.Tensor, ...], shuffle: str | bool, window: int | None = None) -> np.ndarray:
-    """Of softmax regression after five epochs of SGD, one for each seed: of the first weights and of the order."""
-    images, labels, asked, answers = digits
+    """Return the accuracy of softmax regression after five epochs of SGD, for each seed of weights and order."""
+    images, labels, test_images, test_labels = digits
     found = []
     for seed in SEEDS:
         torch.manual_seed(seed)
@@ -54,12 +54,12 @@ def accuracies(digits: tuple[torch.Tensor, ...], shuffle: str | bool, window: in
                 torch.nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
                 optimizer.step()
             scheduler.step()
-        found.append((model(asked).argmax(1) == answers).double().mean().item())
+        found.append((model(test_images).argmax(1) == test_labels).double().mean().item())
     return np.array(found)
 
 
 def equivalent(first: np.ndarray, second: np.ndarray) -> bool:
-    """Two one-sided t tests of the pairs' differences, at 5 % each (Schuirmann, 1987)."""
+    """Run two one-sided t tests on the differences of the pairs, at 5 % each (Schuirmann, 1987)."""
     differences = first - second
     error = stats.sem(differences)
     margin = stats.t.ppf(0.95, len(differences) - 1) * error

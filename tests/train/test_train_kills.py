@@ -1,4 +1,4 @@
-"""fit is killed at any moment, and goes on: in the same world with the same bits, in another with each row once."""
+"""fit resumes after kills: bit by bit with the same number of ranks, with each row once with another number."""
 
 from __future__ import annotations
 
@@ -46,10 +46,14 @@ def augmented(batch, rng):
 
 
 def train(folder, checkpoints, seen=None, victim=None, moment=(10**9, 0)):
-    """The parameters, running statistics included, as one vector; the losses of epochs; their rows.
+    """Train. Return the model's state as one vector, the losses of the epochs and their rows.
 
-    seen: a folder that gets, line by line, the rows of each step of each rank. victim: the rank that kills itself in
-    the given step (of this process), after the given number of calls of functions.
+    Args:
+        folder: The dataset.
+        checkpoints: The checkpoint_dir.
+        seen: A folder that gets the rows of each step of each rank, one line per step.
+        victim: The rank that kills itself.
+        moment: When it does: the step of this process, and the function calls after its forward.
     """
     world = World.detect()
     loader = make_loader(make_dataset(folder, cache=None), BATCH, transform=augmented)
@@ -80,13 +84,13 @@ def train(folder, checkpoints, seen=None, victim=None, moment=(10**9, 0)):
 
 
 def rows_of(seen, number):
-    """For each step, the rows of all ranks together."""
+    """Return the rows of all ranks in each step."""
     ranks = [Path(seen, f"{rank}.jsonl").read_text().splitlines() for rank in range(number)]
     return [list(chain(*map(json.loads, step))) for step in zip(*ranks, strict=False)]
 
 
 def check_rows(before, checkpoint, after, ranks_before, ranks_after):
-    """Each row exactly once in each epoch, but for the few that pad its end."""
+    """Check that each epoch has each row exactly once, except for the padding at its end."""
     rest = torch.load(checkpoint / REST, weights_only=True) if checkpoint else None
     step, state = (rest["step"], rest["ranks"][0]["loader"]) if rest else (0, {"epoch": 0, "cursor": 0})
     long, longer = -(-N // (BATCH * ranks_before)), -(-N // (BATCH * ranks_after))
@@ -117,28 +121,28 @@ def test_killed_runs_go_on(ranks, folder, uninterrupted, tmp_path, first, second
     steps = EPOCHS * -(-N // (BATCH * first))
     killed = 0
     while killed < trials:
-        place = tmp_path / str(killed)
-        shutil.rmtree(place, ignore_errors=True)
+        trial = tmp_path / str(killed)
+        shutil.rmtree(trial, ignore_errors=True)
         for name in ("before", "after"):
-            (place / name).mkdir(parents=True)
-        # Often in the midst of a step or of a checkpoint, which has some thousand calls; once where an epoch begins.
+            (trial / name).mkdir(parents=True)
+        # Often inside a step or a checkpoint, which has some thousand calls; once at the start of an epoch.
         moment = draw.randrange(steps), draw.choice([0, draw.randrange(100), draw.randrange(5000)])
         moment = moment if killed else (steps // EPOCHS, 0)
         victim = draw.randrange(first)
-        lost = ranks(first, train, folder, place / "kept", place / "before", victim, moment)
+        lost = ranks(first, train, folder, trial / "kept", trial / "before", victim, moment)
         if isinstance(lost[victim], tuple):
-            continue  # it came to its end in fewer calls
+            continue  # the run ended in fewer calls
         killed += 1
         assert lost[victim].args == (-signal.SIGKILL,)
         assert all(isinstance(other, Exception) for other in lost), lost
-        found = sorted(path for path in (place / "kept").glob("*") if NAME.fullmatch(path.name))
-        checkpoint = shutil.copytree(found[-1], place / "copy") if found else None
-        answers = ranks(second, train, folder, place / "kept", place / "after")
-        check_rows(rows_of(place / "before", first), checkpoint, rows_of(place / "after", second), first, second)
+        found = sorted(path for path in (trial / "kept").glob("*") if NAME.fullmatch(path.name))
+        checkpoint = shutil.copytree(found[-1], trial / "copy") if found else None
+        answers = ranks(second, train, folder, trial / "kept", trial / "after")
+        check_rows(rows_of(trial / "before", first), checkpoint, rows_of(trial / "after", second), first, second)
         if first == second:
-            for (state, losses, _), (wanted, wanted_losses, _) in zip(answers, uninterrupted[second], strict=True):
-                assert torch.equal(state, wanted), (victim, moment)
-                assert losses == wanted_losses
+            for (state, losses, _), (expected, expected_losses, _) in zip(answers, uninterrupted[second], strict=True):
+                assert torch.equal(state, expected), (victim, moment)
+                assert losses == expected_losses
         assert all(torch.equal(state, answers[0][0]) for state, *_ in answers)
         assert all(N <= rows < N + max(first, second) for *_, history in answers for rows in history)
-        assert [path.name[:11] for path in sorted((place / "kept").iterdir())] == ["checkpoint-"] * 2
+        assert [path.name[:11] for path in sorted((trial / "kept").iterdir())] == ["checkpoint-"] * 2

@@ -1,4 +1,4 @@
-"""Checkpoints: which are there, which is gone on from, and that what is in them comes back as it was."""
+"""Checkpoints: which exist, which one a run resumes from, and that their state is restored exactly."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from torch.utils.data import DataLoader, DistributedSampler
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
-from dataload.train import checkpoint
+from dataload.train import state_tree
 from dataload.train.checkpoint import REST, Checkpoints, load
 from dataload.train.harness import fit
 from dataload.world import World
 
 
 class CrashError(Exception):
-    """Stands for what goes wrong in the user's code."""
+    """An error in the user's code."""
 
 
 def train_with_noise(folder, epochs, crash_at=None, evaluate_crash_at=None, resume="auto"):
-    """Trains with dropout, global generators and a schedule of numpy numbers; returns (parameters, figures).
+    """Train with dropout, global generators and a schedule of NumPy numbers. Return parameters and metrics.
 
-    Evaluation draws, too.
+    Evaluation draws from the generators, too.
     """
     world = World.detect()
     model, optimizer = build(dropout=0.3)
@@ -98,9 +98,9 @@ def test_checkpoints_in_an_epoch_need_a_loader_with_a_state(tmp_path):
 
 
 class Drawing:
-    """A loader that can be resumed, and draws from torch's generator when it begins, as torch's own do.
+    """A loader with a state that draws from torch's generator when its iteration starts, as torch's own loaders do.
 
-    Its state is of use to its own rank alone.
+    Its state can be loaded only on its own rank.
     """
 
     def __init__(self):
@@ -151,7 +151,7 @@ def drawing_resumed(folder):
 
 def test_ranks_are_resumed_with_their_own_loaders(ranks, tmp_path):
     assert ranks(2, drawing_resumed, tmp_path) == [None, None]
-    with pytest.raises(ConfigError, match=r"each of 2 ranks had a loader in a state of its own.* start 2 ranks, not 1"):
+    with pytest.raises(ConfigError, match=r"a different loader state for each of 2 ranks.* start 2 ranks, not 1"):
         train_drawing(tmp_path)
 
 
@@ -170,7 +170,7 @@ def train_from_files(folder, crash_at=None):
 
 
 def test_more_ranks_go_on_where_less_than_a_batch_of_theirs_is_left(ranks, tmp_path):
-    """Of 24 rows: 20 were trained on by one rank, 4 are left, and two ranks take 8 at a time."""
+    """Of 24 rows, one rank has trained on 20. The other 4 are less than a global batch of two ranks."""
     pq.write_table(pa.table({"id": range(24)}), tmp_path / "rows.parquet")
     with pytest.raises(CrashError):
         train_from_files(tmp_path, crash_at=5)
@@ -178,7 +178,7 @@ def test_more_ranks_go_on_where_less_than_a_batch_of_theirs_is_left(ranks, tmp_p
 
 
 def test_skipped_steps_are_those_of_all_ranks(tmp_path):
-    """Two ranks, which have skipped the same ones, are gone on from by one."""
+    """One rank resumes the checkpoint of two ranks, which have skipped the same steps."""
 
     def run(folder, crash_at=None):
         torch.manual_seed(0)
@@ -204,9 +204,9 @@ def test_skipped_steps_are_those_of_all_ranks(tmp_path):
 def test_ranks_are_resumed_with_their_own_generators(ranks, tmp_path):
     expected = ranks(2, train_with_noise, None, 4)
     actual = ranks(2, crash_then_resume, tmp_path, crash_at=8)  # in the third of three-batch epochs
-    for (vector, figures), (wanted, wanted_figures) in zip(actual, expected, strict=True):
-        assert torch.equal(vector, wanted)
-        assert figures == wanted_figures
+    for (vector, figures), (expected_vector, expected_figures) in zip(actual, expected, strict=True):
+        assert torch.equal(vector, expected_vector)
+        assert figures == expected_figures
 
 
 def test_resume_chooses_its_checkpoint(tmp_path):
@@ -217,16 +217,16 @@ def test_resume_chooses_its_checkpoint(tmp_path):
         assert len(figures) == 2
     assert len(train_with_noise(None, 1, resume=tmp_path / "a" / "checkpoint-000001")[1]) == 1
     for missing in (tmp_path / "b", tmp_path / "a" / "other"):
-        with pytest.raises(ConfigError, match="no checkpoint there"):
+        with pytest.raises(ConfigError, match="there is no checkpoint at this path"):
             train_with_noise(None, 2, resume=missing)
 
 
-def test_a_run_that_starts_anew_comes_after_the_one_before(tmp_path):
+def test_checkpoints_of_a_new_run_come_after_those_of_an_earlier_run(tmp_path):
     train_with_noise(tmp_path, 3)
-    anew, figures = train_with_noise(tmp_path, 1, resume=None)
+    restarted, figures = train_with_noise(tmp_path, 1, resume=None)
     assert len(figures) == 1
     assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
-    assert torch.equal(train_with_noise(tmp_path, 1)[0], anew)
+    assert torch.equal(train_with_noise(tmp_path, 1)[0], restarted)
 
 
 def names(folder):
@@ -253,7 +253,7 @@ def test_what_was_half_written_or_half_removed_is_swept_away(tmp_path):
 
 
 class Evil:
-    """A pickle of it makes a folder."""
+    """An object whose unpickling creates a folder."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -273,7 +273,7 @@ def test_checkpoints_run_no_code(tmp_path, file):
 
 
 def test_values_that_are_no_tensors_are_not_read_from_dcp(tmp_path):
-    """Which would unpickle them: so there are none among its files."""
+    """DCP would unpickle them, so its files hold tensors only."""
     train_with_noise(tmp_path, 1)
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -295,12 +295,12 @@ def test_the_model_is_read_by_torch_alone(tmp_path):
 def test_checkpoint_of_another_setup_is_refused(tmp_path):
     train_with_noise(tmp_path, 1)
     model, optimizer = build()
-    with pytest.raises(ConfigError, match="both have: scheduler"):
+    with pytest.raises(ConfigError, match="only one of the two has scheduler"):
         fit(model, optimizer, in_order(8), squared_error, epochs=2, checkpoint_dir=tmp_path, progress=False)
 
 
 class Odd(nn.Linear):
-    """Has a state that can be written, but is read back by running code."""
+    """A layer whose state can be pickled, but not loaded without running code."""
 
     def get_extra_state(self):
         return {"seen": [defaultdict(int)]}
@@ -319,13 +319,13 @@ def save_odd(folder):
 def test_what_could_not_be_read_back_is_not_saved(ranks, tmp_path):
     for error in ranks(2, save_odd, tmp_path):
         assert isinstance(error, ConfigError)
-        assert "make plain data of parts.model._extra_state.seen.0 (defaultdict)" in str(error)
+        assert "convert to plain data parts.model._extra_state.seen.0 (defaultdict)" in str(error)
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
 def test_metadata_that_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint._PlainUnpickler, "MODULES", ())
-    with pytest.raises(pickle.UnpicklingError, match="no business with torch"):
+    monkeypatch.setattr(state_tree.MetadataUnpickler, "MODULES", ())
+    with pytest.raises(pickle.UnpicklingError, match="may not contain torch"):
         Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(1)}}, {})
     assert not list(tmp_path.glob("checkpoint-*"))
 
@@ -346,7 +346,7 @@ def schedules(optimizer):
 
 @pytest.mark.parametrize("number", range(5))
 def test_states_come_back_as_they_were(tmp_path, number):
-    """Of schedulers, of 16-bit and channels-last tensors, and of optimizers whose state is not all tensors."""
+    """The states of schedulers, 16-bit and channels-last tensors, and optimizers with state other than tensors."""
 
     def parts():
         model = nn.Conv2d(2, 3, 2).to(torch.bfloat16, memory_format=torch.channels_last)
@@ -374,7 +374,7 @@ def test_states_come_back_as_they_were(tmp_path, number):
 
 
 class Upgraded(nn.Module):
-    """Before version 2 it kept the inverse of its scale."""
+    """A module whose state had the inverse of its scale before version 2."""
 
     _version = 2
 
@@ -388,7 +388,7 @@ class Upgraded(nn.Module):
         super()._load_from_state_dict(state, prefix, metadata, *others)
 
 
-def test_modules_are_told_the_version_of_their_state(tmp_path):
+def test_modules_get_the_version_of_their_state(tmp_path):
     Checkpoints(tmp_path, 1).save({"model": nn.Sequential(Upgraded(4.0)).state_dict()}, {})
     again = nn.Sequential(Upgraded())
     load(tmp_path / "checkpoint-000001", {"model": again})

@@ -1,4 +1,4 @@
-"""What happens when a step or a rank goes wrong."""
+"""Steps and ranks that fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataload.world import World
 
 
 def planted(value, at, rank=0, **options):
-    """Trains with a loss that is multiplied by `value` in one step; returns the history and the parameters."""
+    """Train with a loss that is multiplied by `value` in one step. Return history, optimizer steps and parameters."""
     model = nn.Linear(3, 1)
     nn.init.ones_(model.weight)
     loader, steps = in_order(4), iter(range(1000))
@@ -43,10 +43,8 @@ def planted(value, at, rank=0, **options):
 def test_an_overflow_in_sixteen_bits_is_skipped():
     quiet, steps, _ = planted(1.0, 0, precision="fp16")
     history, fewer, parameters = planted(1e38, 13, precision="fp16")
-    assert [record["skipped_steps"] for record in quiet] == [
-        3,
-        0,
-    ]  # while the scale comes down to what these losses bear
+    # The first steps are skipped until the scale is small enough for these losses.
+    assert [record["skipped_steps"] for record in quiet] == [3, 0]
     assert [record["skipped_steps"] for record in history] == [3, 1]
     assert fewer == steps - 1
     assert parameters.isfinite().all()
@@ -84,7 +82,7 @@ def test_a_loss_that_is_not_finite_stops(value, precision, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_is_not_saved(tmp_path):
-    """In the last step of an epoch, after which no loss would show it."""
+    """The gradient is that of an epoch's last step, after which no loss would show it."""
     model, made = nn.Linear(3, 1), iter(range(100))
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
 
@@ -105,7 +103,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_one(ranks):
     assert isinstance(first, RuntimeError)
 
 
-def test_it_does_not_stop_when_told_so():
+def test_training_continues_with_check_finite_off():
     history, _, parameters = planted(float("nan"), 13, check_finite=False)
     assert len(history) == 2
     assert parameters.isnan().all()
@@ -129,7 +127,7 @@ def go_wrong(rank, how, **options):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_others_do_not_wait_for_ever(ranks, rank, how):
-    """For a rank that hangs, they wait as long as they were told. Without that, torch would wait for half an hour."""
+    """The wait for a rank that hangs ends after `timeout`. The default of torch is half an hour."""
     answers = ranks(2, go_wrong, rank, how, timeout=3, until=1 - rank)
     assert isinstance(answers[rank], LostError)
     error = answers[1 - rank]
@@ -161,4 +159,4 @@ def timeout_in_a_group_of_ours():
 def test_the_timeout_of_a_group_is_its_makers(ranks):
     for error in ranks(2, timeout_in_a_group_of_ours):
         assert isinstance(error, ConfigError)
-        assert "the process group is there already" in str(error)
+        assert "the process group already exists" in str(error)

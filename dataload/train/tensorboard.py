@@ -1,0 +1,83 @@
+"""Training metrics for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from dataload.errors import ConfigError
+
+
+class TensorBoardWriter:
+    """A writer of one point every `every` optimizer steps and one point an epoch. Only rank 0 has one.
+
+    Args:
+        folder: Where the event files are written.
+        every: Optimizer steps between two points.
+        device: Where the model trains. Its peak memory is one of the metrics.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], every: int, device: torch.device) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("log_dir needs TensorBoard: pip install 'dataload[tensorboard]'") from error
+        self._writer = SummaryWriter(os.fspath(folder))
+        self._every = every
+        self._device = device
+        self._rows = 0  # since the last point
+        self._last = (perf_counter(), 0.0)  # time and wait_seconds at the last point
+
+    def step(self, step: int, loss: float | None, lr: float, all_rows: int, wait_seconds: float) -> None:
+        """Count an optimizer step, and write a point if it is due.
+
+        Args:
+            step: Number of the step, from 1.
+            loss: The last loss that is on the host; None before the first.
+            lr: The learning rate.
+            all_rows: Rows of the step on all ranks.
+            wait_seconds: Seconds that this rank has waited for batches in the epoch so far.
+        """
+        self._rows += all_rows
+        if step % self._every:
+            return
+        now, (last, waited_before) = perf_counter(), self._last
+        # wait_seconds starts at 0 in each epoch.
+        waited = wait_seconds - waited_before if wait_seconds >= waited_before else wait_seconds
+        metrics = {
+            "loss": loss,
+            "learning rate": lr,
+            "rows per second": self._rows / (now - last),
+            "stall fraction": waited / (now - last),
+            "memory": peak_memory(self._device),
+        }
+        self._rows, self._last = 0, (now, wait_seconds)
+        self._add({f"step/{name}": value for name, value in metrics.items() if value is not None}, step)
+
+    def epoch(self, record: Mapping[str, Any], step: int) -> None:
+        """Write the metrics of an epoch that ended with optimizer step `step`."""
+        self._add({f"epoch/{name}": value for name, value in record.items() if name != "epoch"}, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+    def _add(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory in bytes: of the GPU's allocator, or of this process if `device` is a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
