@@ -24,6 +24,7 @@ from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats import arrow_ipc
+from dataload.formats.arrow_ipc import messages
 
 BATCH, BATCHES = 8, 5
 
@@ -209,7 +210,7 @@ def test_a_stream_that_goes_back_is_refused(stored: Callable[..., Any]) -> None:
         bytes(content[second : second + 8 + int.from_bytes(content[second + 4 : second + 8], "little")])
     )
     message = arrow_ipc.Message(second, metadata)
-    struct.pack_into("<q", content, second + 8 + arrow_ipc._place(message._root, 3), -len(metadata))
+    struct.pack_into("<q", content, second + 8 + messages._position(message._root, 3), -len(metadata))
     with pytest.raises(DataError, match="message at bytes"):
         stored(bytes(content))
 
