@@ -180,7 +180,8 @@ def make_dataset(
         ...     path = Path(folder.name) / f"label={label}" / "rows.parquet"
         ...     path.parent.mkdir()
         ...     pq.write_table(pa.table({"id": range(3), "weight": [1.0, 2.5, 4.0]}), path)
-        >>> dataset = make_dataset(folder.name, columns=["weight", "label"], filters=[("label", "=", "dog")], cache=None)
+        >>> dogs = [("label", "=", "dog")]
+        >>> dataset = make_dataset(folder.name, columns=["weight", "label"], filters=dogs, cache=None)
         >>> dataset
         Dataset(3 rows in 1 row groups, weight, label)
         >>> dataset[1]["label"], float(dataset[1]["weight"])
