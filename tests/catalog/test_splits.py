@@ -46,7 +46,7 @@ def test_parts(files: list[list[int]], weights: list[int], seed: int) -> None:
     whole, fractions = manifest_of(files), fractions_of(weights)
     filled = sum(rows > 0 for counts in files for rows in counts)
     if filled < len(fractions):
-        with pytest.raises(ConfigError, match=f"{len(fractions)} parts .* has {filled} with rows"):
+        with pytest.raises(ConfigError, match=f"need {len(fractions)} row groups with rows, .* has {filled}:"):
             split(whole, fractions, seed)
         return
     parts = split(whole, fractions, seed)
