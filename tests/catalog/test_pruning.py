@@ -351,7 +351,7 @@ def test_members_of_structs(stored: Stored) -> None:
         ([("z", "=", 1)], "'z' is not in the dataset"),
         ([("dat", "=", 1)], "'dat'.*did you mean 'date'"),
         ([("s", "=", 1)], r"'s' is a struct.*s\.a"),
-        ([("list", "=", [1])], "'list' is of list.*only single values"),
+        ([("list", "=", [1])], "'list' has type list.*only single values"),
         ([("x", "=", "a")], "int64"),
         ([("x", "=", 1.5)], "int64"),
         ([("x", "=", True)], "int64"),
@@ -435,7 +435,7 @@ def test_partition_keys(keyed: tuple[Manifest, Blocks], filters: Filters, left: 
 
 def test_values_of_keys_have_types(keyed: tuple[Manifest, Blocks]) -> None:
     for said in [("year", "=", "1"), ("label", "=", 1)]:
-        with pytest.raises(ConfigError, match="give such a value"):
+        with pytest.raises(ConfigError, match="give a value of it"):
             narrow(*keyed, [said])
 
 
