@@ -309,17 +309,17 @@ def test_each_advice_has_its_reason(origin: Origin, tmp_path: Path) -> None:
     small = "row groups of 1.0 kB are small: write them of 1 MB or more, so that each is a request"
     assert list(advice(calm, [1000, 1000], mixed)) == [small]
     assert list(advice(calm, [1000], mixed)) == []
-    large = "a row group of 2.0 GB makes what needs it wait: write them of about 128 MB"
+    large = "a row group of 2.0 GB delays every batch that needs it: write row groups of about 128 MB"
     assert list(advice(calm, [2 * 10**9] * 2, mixed)) == [large]
     narrow = replace(calm, trade=replace(mixed, window=1, variance_ratio=9.0))
-    other = f"window={usual.window} is the default, and costs least for what it buys"
+    other = f"window={usual.window} is the default, and the cheapest window with good shuffle quality"
     assert list(advice(narrow, sizes, mixed)) == [other]
     [sorted_rows] = advice(
         replace(calm, trade=replace(mixed, variance_ratio=4.1)), sizes, replace(mixed, variance_ratio=4.1)
     )
     assert sorted_rows.startswith("are the rows sorted by label?")
     assert list(advice(replace(calm, first_epoch_seconds=601.0), sizes, mixed)) == [
-        "fetch it before the GPUs are there: dataload warm"
+        "fetch the dataset before the GPUs start: dataload warm"
     ]
 
 
