@@ -42,36 +42,37 @@ class Epoch:
         """The number and, for a repeated epoch, a counter: "3", "3 (1)", "3 (2)"."""
         return f"{self.number}" + (f" ({self.again})" if self.again else "")
 
-    def has(self, one: Pass) -> bool:
+    def has(self, record: Pass) -> bool:
         """Return whether a pass belongs to this attempt at the epoch: whether it overlaps another pass in time.
 
         The pass must not begin earlier than those of `ranks`.
 
         Notes: a rank may begin late, or be killed before it writes; and clocks differ.
         """
-        return one.rank not in self.ranks and any(
-            one.world_size == other.world_size and one.began <= other.until + CLOCKS for other in self.ranks.values()
+        return record.rank not in self.ranks and any(
+            record.world_size == other.world_size and record.began <= other.until + CLOCKS
+            for other in self.ranks.values()
         )
 
     @property
     def began(self) -> float:
         """Start of the first rank, in seconds since 1970."""
-        return min(one.began for one in self.ranks.values())
+        return min(record.began for record in self.ranks.values())
 
     @property
     def until(self) -> float:
         """Last sample of any rank, in seconds since 1970."""
-        return max(one.until for one in self.ranks.values())
+        return max(record.until for record in self.ranks.values())
 
     @property
     def ended(self) -> bool:
         """Whether all ranks reached the end of the epoch."""
-        return all(one.ended for one in self.ranks.values())
+        return all(record.ended for record in self.ranks.values())
 
     @property
     def total(self) -> LoaderStats:
         """Statistics over all ranks: counts summed, seconds averaged."""
-        return added([one.stats for one in self.ranks.values()])
+        return added([record.stats for record in self.ranks.values()])
 
     def stragglers(self) -> dict[int, float]:
         """Return the ranks that delayed the others, and how many seconds longer than the median rank each waited.
@@ -79,18 +80,18 @@ class Epoch:
         Notes: ranks that train together finish an epoch together. A rank that waits for data delays the others in the
         optimizer step, where their own loaders do not see it.
         """
-        median = median_low(one.stats.wait_seconds for one in self.ranks.values())
+        median = median_low(record.stats.wait_seconds for record in self.ranks.values())
         threshold = LATE * self.total.seconds
-        excess = {rank: one.stats.wait_seconds - median for rank, one in self.ranks.items()}
+        excess = {rank: record.stats.wait_seconds - median for rank, record in self.ranks.items()}
         return {rank: seconds for rank, seconds in excess.items() if seconds > threshold}
 
     def late(self) -> list[str]:
         """Return a line for each straggler, the slowest first: its rank, host, delay, cause and the remedy."""
         lines = []
         for rank, seconds in sorted(self.stragglers().items(), key=itemgetter(1), reverse=True):
-            one = self.ranks[rank]
-            cause = max(one.stats.waits, key=one.stats.waits.__getitem__)
-            delay = f"rank {rank} ({one.host}) waited {seconds:.1f} s longer for data than the median rank"
+            record = self.ranks[rank]
+            cause = max(record.stats.waits, key=record.stats.waits.__getitem__)
+            delay = f"rank {rank} ({record.host}) waited {seconds:.1f} s longer for data than the median rank"
             lines.append(f"{delay}, mostly on {cause}: {ADVICE[cause]}")
         return lines
 
@@ -100,9 +101,9 @@ def added(stats: Sequence[LoaderStats]) -> LoaderStats:
     total = LoaderStats(stats[0].epoch)
     for field in fields(LoaderStats):
         if field.name not in ("epoch", "waits"):
-            values = [getattr(one, field.name) for one in stats]
+            values = [getattr(rank_stats, field.name) for rank_stats in stats]
             setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
-    total.waits = {cause: fmean(one.waits[cause] for one in stats) for cause in CAUSES}
+    total.waits = {cause: fmean(rank_stats.waits[cause] for rank_stats in stats) for cause in CAUSES}
     return total
 
 
@@ -110,13 +111,13 @@ def epochs(passes: Sequence[Pass]) -> list[Epoch]:
     """Return the epochs in the order in which they began. `passes` must be in that order, too."""
     found: list[Epoch] = []
     latest: dict[int, Epoch] = {}
-    for one in passes:
-        number = one.stats.epoch
+    for record in passes:
+        number = record.stats.epoch
         before = latest.get(number)
-        if before is None or not before.has(one):
+        if before is None or not before.has(record):
             latest[number] = Epoch(number, 0 if before is None else before.again + 1, {})
             found.append(latest[number])
-        latest[number].ranks[one.rank] = one
+        latest[number].ranks[record.rank] = record
     return [replace(epoch, ranks=dict(sorted(epoch.ranks.items()))) for epoch in found]
 
 
@@ -132,13 +133,16 @@ def throughput(passes: Sequence[Pass], points: int = 240) -> tuple[Floats, dict[
 
     Notes: no span crosses the border of two epochs. Otherwise the pauses between epochs would show as a pattern.
     """
-    first = min(one.began for one in passes)
+    first = min(record.began for record in passes)
     times: defaultdict[int, list[float]] = defaultdict(list)
     rows: defaultdict[int, list[float]] = defaultdict(list)
-    for one in passes:
-        before = rows[one.rank][-1] if rows[one.rank] else 0
-        times[one.rank] += [one.began - first, *(one.began - first + sample.seconds for sample in one.samples)]
-        rows[one.rank] += [before, *(before + sample.rows for sample in one.samples)]
+    for record in passes:
+        before = rows[record.rank][-1] if rows[record.rank] else 0
+        times[record.rank] += [
+            record.began - first,
+            *(record.began - first + sample.seconds for sample in record.samples),
+        ]
+        rows[record.rank] += [before, *(before + sample.rows for sample in record.samples)]
     end = max(max(of_rank) for of_rank in times.values())
     turns = [*(epoch.began - first for epoch in epochs(passes)), end]
     spans = [(start, stop, max(1, round(points * (stop - start) / (end or 1)))) for start, stop in pairwise(turns)]

@@ -55,7 +55,7 @@ def summary(passes: Sequence[Pass]) -> dict[str, Any]:
             "stragglers": {str(rank): seconds for rank, seconds in epoch.stragglers().items()},
             "late": epoch.late(),
             "total": asdict(epoch.total),
-            "ranks": {str(rank): asdict(one.stats) for rank, one in epoch.ranks.items()},
+            "ranks": {str(rank): asdict(record.stats) for rank, record in epoch.ranks.items()},
         }
         for epoch in found
     ]
@@ -65,7 +65,7 @@ def summary(passes: Sequence[Pass]) -> dict[str, Any]:
 def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
     """Return a line for each anomaly of the folder, with its remedy."""
     lines = []
-    present, world_size = {one.rank for one in passes}, max(one.world_size for one in passes)
+    present, world_size = {record.rank for record in passes}, max(record.world_size for record in passes)
     missing = world_size - sum(rank < world_size for rank in present)
     if missing > 0:
         absent = (rank for rank in range(world_size) if rank not in present)
@@ -91,10 +91,10 @@ def html(passes: Sequence[Pass], title: str) -> str:
     from dataload.reporting.plots import plots, svg
 
     found = epochs(passes)
-    ranks, numbers = len({one.rank for one in passes}), Counter(epoch.number for epoch in found)
+    ranks, numbers = len({record.rank for record in passes}), Counter(epoch.number for epoch in found)
     again = sum(times > 1 for times in numbers.values())
     number = _counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
-    seconds = max(one.until for one in passes) - min(one.began for one in passes)
+    seconds = max(record.until for record in passes) - min(record.began for record in passes)
     figures = "".join(
         f'<figure><h2>{plot.title}</h2><img src="{svg(plot)}" alt="{plot.title}, as a plot"></figure>\n'
         for plot in plots(passes, found)
@@ -129,7 +129,7 @@ longer than the median rank's, by more than a twentieth of the epoch: in synchro
 def _epoch(epoch: Epoch, *, opened: bool) -> str:
     late = epoch.stragglers()
     causes = [cause for cause in CAUSES if epoch.total.waits[cause]]
-    rows = "".join(_row(one, causes, late=rank in late) for rank, one in epoch.ranks.items())
+    rows = "".join(_row(record, causes, late=rank in late) for rank, record in epoch.ranks.items())
     headings = ["rank", "host", "rows", "rows/s", "seconds", "waiting", *(f"on {cause}, s" for cause in causes)]
     headings += ["hits", *(f"from {tier}" for tier in TIERS)]
     again = f", begun again ({epoch.again})" if epoch.again else ""
@@ -144,10 +144,10 @@ def _epoch(epoch: Epoch, *, opened: bool) -> str:
 """
 
 
-def _row(one: Pass, causes: Sequence[str], *, late: bool) -> str:
-    stats = one.stats
+def _row(record: Pass, causes: Sequence[str], *, late: bool) -> str:
+    stats = record.stats
     cells = [
-        *(f"{one.rank}", one.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
+        *(f"{record.rank}", record.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
         f"{stats.stall_fraction:.1%}",
         *(f"{stats.waits[cause]:,.1f}" for cause in causes),
         f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "\N{EN DASH}",

@@ -19,8 +19,8 @@ class Run(Collector):
 
     def __init__(self, passes: Sequence[Pass]) -> None:
         self._by_rank: dict[str, list[Pass]] = {}
-        for one in sorted(passes, key=lambda one: one.rank):
-            self._by_rank.setdefault(str(one.rank), []).append(one)
+        for record in sorted(passes, key=lambda record: record.rank):
+            self._by_rank.setdefault(str(record.rank), []).append(record)
 
     def collect(self) -> Iterator[Metric]:
         rows = CounterMetricFamily("dataload_rows", "Rows handed to the training loop.", labels=["rank"])
@@ -34,7 +34,7 @@ class Run(Collector):
         stall = GaugeMetricFamily("dataload_stall_ratio", "Share of the latest epoch spent waiting.", labels=["rank"])
         sampled = GaugeMetricFamily("dataload_sampled_timestamp_seconds", "Time of the latest sample.", labels=["rank"])
         for rank, passes in self._by_rank.items():
-            all_stats, latest = [one.stats for one in passes], passes[-1]
+            all_stats, latest = [record.stats for record in passes], passes[-1]
             rows.add_metric([rank], sum(stats.rows for stats in all_stats))
             seconds.add_metric([rank], sum(stats.seconds for stats in all_stats))
             requests.add_metric([rank], sum(stats.requests_origin for stats in all_stats))
