@@ -1,4 +1,4 @@
-"""A dataset of files, by row number."""
+"""A map-style dataset of Parquet or Arrow IPC files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
 from dataload.catalog.pruning import Filters, narrow
-from dataload.catalog.splits import split as parts_of
+from dataload.catalog.splits import split as split_manifest
 from dataload.errors import ConfigError
 from dataload.rows.collate import Rows
 from dataload.rows.row_store import RowStore
@@ -22,10 +22,32 @@ from dataload.samplers.window_size import default_window
 
 
 class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of Parquet or Arrow IPC files, numbered in file order. Map-style, picklable, the same in every process.
+    """Rows of Parquet or Arrow IPC files, numbered in file order.
 
-    schema: Arrow schema of the chosen columns; row_groups: all of them in file order; fingerprint: names the
-    objects and their versions; window: row groups that a loader shuffles together unless told otherwise.
+    The dataset is map-style and picklable, and rows have the same numbers in every process. `make_dataset` builds one.
+
+    Attributes:
+        schema: Arrow schema of the chosen columns.
+        row_groups: All row groups in file order.
+        fingerprint: Digest of the objects and their versions.
+        window: Default number of row groups that a loader shuffles together.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import pyarrow as pa, pyarrow.parquet as pq
+        >>> from dataload import make_dataset
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = Path(folder.name) / "rows.parquet"
+        >>> pq.write_table(pa.table({"id": range(6)}), path, row_group_size=2)
+        >>> dataset = make_dataset(path, cache=None)
+        >>> dataset
+        Dataset(6 rows in 3 row groups, id)
+        >>> len(dataset), int(dataset[-1]["id"])
+        (6, 5)
+        >>> dataset.__getitems__([4, 0]).columns["id"].tolist()
+        [4, 0]
+        >>> folder.cleanup()
     """
 
     def __init__(
@@ -38,20 +60,23 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.fill_null = fill_null
         self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in manifest.select(columns)])
         self.block_lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
-        # Of whole row groups, whatever the columns: who reads others should see the same order.
+        # From the bytes of whole row groups: the order must not depend on the chosen columns.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
         self.rowstore = RowStore(manifest, self.schema.names, blocks, 2 * self.window, fill_null)
 
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return self.manifest.num_rows
 
     @property
     def row_groups(self) -> tuple[RowGroup, ...]:
+        """All row groups in file order."""
         return self.manifest.row_groups
 
     @property
     def fingerprint(self) -> str:
+        """Hex digest of the objects' paths, sizes, versions and partition keys."""
         return self.manifest.fingerprint
 
     def __len__(self) -> int:
@@ -61,26 +86,60 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         return f"Dataset({self.num_rows} rows in {len(self.row_groups)} row groups, {', '.join(self.schema.names)})"
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """One row as a dict. Raises IndexError, OriginError, DataError."""
+        """Return one row as a dict. A negative number counts from the end.
+
+        Raises:
+            IndexError: The dataset has no such row.
+            OriginError: The origin failed.
+            DataError: The row group cannot be decoded.
+        """
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a dataset of {len(self)} rows")
         return self.__getitems__([range(len(self))[row]])[0]
 
     def __getitems__(self, rows: Any) -> Rows:
-        """A batch of rows, by their numbers: a sequence of row dicts whose `.columns` is the batch by column."""
+        """Return a batch of rows: a sequence of row dicts whose `.columns` is the batch by column.
+
+        Args:
+            rows: Row numbers, int64 [B], each in [0, len(self)).
+
+        Raises:
+            IndexError: The batch is empty, or the dataset lacks one of the rows.
+            OriginError: The origin failed.
+            DataError: A row group cannot be decoded.
+        """
         numbers = np.asarray(rows, np.int64)
         if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
-            raise IndexError(f"a batch is of one row at least, each of 0 to {len(self) - 1}")
+            raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
         return Rows(self.rowstore.gather(numbers))
 
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
-        """Datasets of whole row groups, disjoint and together this one, of as near these fractions of the rows as can.
+        """Return disjoint datasets of whole row groups that together hold every row.
 
-        The same ones in every process; each has a fingerprint of its own. Raises ConfigError for fractions that are not
-        positive or do not sum to 1, and when there are fewer row groups than parts.
+        Each process gets the same splits. Each split has its own fingerprint.
+
+        Args:
+            fractions: Share of the rows for each split. Whole row groups approximate it.
+            seed: Draws the row groups of each split.
+
+        Raises:
+            ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
+
+        Example:
+            >>> import tempfile
+            >>> from pathlib import Path
+            >>> import pyarrow as pa, pyarrow.parquet as pq
+            >>> from dataload import make_dataset
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> path = Path(folder.name) / "rows.parquet"
+            >>> pq.write_table(pa.table({"id": range(10)}), path, row_group_size=1)
+            >>> train, val = make_dataset(path, cache=None).split([0.8, 0.2])
+            >>> len(train), len(val)
+            (8, 2)
+            >>> folder.cleanup()
         """
-        parts = parts_of(self.manifest, fractions, seed)
-        return [Dataset(part, self.blocks, self.schema.names, self.fill_null) for part in parts]
+        splits = split_manifest(self.manifest, fractions, seed)
+        return [Dataset(part, self.blocks, self.schema.names, self.fill_null) for part in splits]
 
 
 def make_dataset(
@@ -92,20 +151,42 @@ def make_dataset(
     cache: CacheConfig | None = CacheConfig(),  # noqa: B008 (frozen)
     fill_null: Any = None,
 ) -> Dataset:
-    """The dataset at `source`: a URL or path of a file, Parquet or Arrow IPC, of a folder or a glob, or a list.
+    """Return the dataset at `source`.
 
-    columns: those to read, in this order; a struct's name stands for its members; None: all. Keys in folders' names
-        (`label=cat/…`) are columns, too.
-    filters: which row groups to read, by partition keys and the footers' statistics, in pyarrow's form:
-        [("label", "=", "cat"), ("year", ">=", 2020)] must all hold, of a list of such lists one. A null matches none.
-    storage_options: for the filesystem of the URL, as fsspec takes them.
-    cache: where bytes are kept on this host; None: nowhere but in this process's memory.
-    fill_null: what stands for nulls, for all columns or by column; None: a null is an error.
+    Args:
+        source: URL or path of a Parquet or Arrow IPC file, a folder or a glob; or a list of them.
+        columns: Names of the columns to read, in this order; None: all. The name of a struct selects all its members.
+            Keys in folder names (`label=cat/…`) are columns, too.
+        filters: Row groups to read, by partition keys and footer statistics, in pyarrow's form. All predicates of
+            [("label", "=", "cat"), ("year", ">=", 2020)] must hold; of a list of such lists, one must hold. A null
+            matches no predicate.
+        storage_options: Options of the URL's filesystem, as fsspec takes them.
+        cache: The host's cache; None: cache nothing outside this process's memory.
+        fill_null: Replacement for nulls, for all columns or by column; None: a null raises a DataError.
 
-    Raises ConfigError for arguments that cannot work, for filters that leave no row and for those that would take some
-    rows of a row group and not others, or might for all that its statistics tell. OriginNotFound when nothing is there,
-    DataError for objects that are neither Parquet nor Arrow IPC, whose schemas differ, or of types that batches cannot
-    hold.
+    Raises:
+        ConfigError: An argument cannot work, the filters leave no row, or a filter may match only some rows of a row
+            group.
+        OriginNotFound: There is no object at `source`.
+        DataError: An object is neither Parquet nor Arrow IPC, schemas differ, or batches cannot hold a column's type.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import pyarrow as pa, pyarrow.parquet as pq
+        >>> from dataload import make_dataset
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> for label in ("cat", "dog"):
+        ...     path = Path(folder.name) / f"label={label}" / "rows.parquet"
+        ...     path.parent.mkdir()
+        ...     pq.write_table(pa.table({"id": range(3), "weight": [1.0, 2.5, 4.0]}), path)
+        >>> dogs = [("label", "=", "dog")]
+        >>> dataset = make_dataset(folder.name, columns=["weight", "label"], filters=dogs, cache=None)
+        >>> dataset
+        Dataset(3 rows in 1 row groups, weight, label)
+        >>> dataset[1]["label"], float(dataset[1]["weight"])
+        ('dog', 2.5)
+        >>> folder.cleanup()
     """
     blocks = open_source(source_paths(source)[0], storage_options, cache)
     manifest = resolve(source, blocks)

@@ -1,8 +1,8 @@
-"""What can go wrong. Every error is a `DataloadError`, and also the standard type that it is a case of."""
+"""The errors of this library. Each is a `DataloadError` and also the closest standard exception type."""
 
 
 class DataloadError(Exception):
-    """The root of every error raised on purpose by this library."""
+    """The base class of every error that this library raises on purpose."""
 
 
 class OriginError(DataloadError, OSError):
@@ -14,7 +14,7 @@ class OriginNotFound(OriginError, FileNotFoundError):
 
 
 class ObjectChanged(OriginError):
-    """An object was replaced while it was being read; bytes of two versions are never mixed."""
+    """An object was replaced while it was being read. Bytes of two versions are never mixed."""
 
 
 class CorruptEntry(DataloadError, OSError):
@@ -22,12 +22,12 @@ class CorruptEntry(DataloadError, OSError):
 
 
 class ConfigError(DataloadError, ValueError):
-    """An argument or a setting cannot work. The message says which one and what to use instead."""
+    """An argument or a setting cannot work. The message names it and says what to use instead."""
 
 
 class DataError(DataloadError, ValueError):
-    """The data cannot be delivered as asked. The message names the file, row group and column."""
+    """The data cannot be delivered as requested. The message names the file, row group and column."""
 
 
 class NonFiniteLoss(DataloadError, FloatingPointError):
-    """A loss, or a parameter after a step, is NaN or infinite. The message says at which step and on which rank."""
+    """A loss, or a parameter after a step, is NaN or infinite. The message names the step and the rank."""

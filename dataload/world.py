@@ -1,4 +1,4 @@
-"""Which rank this is. The environment is read here and nowhere else; everybody else is handed a `World`."""
+"""The rank of this process. Only this module reads the launcher's environment; others receive a `World`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from dataload.errors import ConfigError
 
-# (launcher, rank, world size, local rank, local world size), in the order they are believed.
-# Slurm's *step* size is set by srun alone: inside a bare sbatch script SLURM_PROCID is 0 on a job of many tasks.
+# (launcher, rank, world size, local rank, local world size), the most trusted launcher first.
+# Only srun sets Slurm's *step* size: in a bare sbatch script SLURM_PROCID is 0 although the job has many tasks.
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", None),
@@ -26,14 +26,27 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class World:
-    """One process's place among all ranks.
+    """The position of one process among all ranks.
 
-    rank: this process, in [0, world_size).
-    world_size: ranks in all.
-    local_rank: this process among those of its host; None where the launcher does not say.
-    local_world_size: ranks on this host; None where the launcher does not say (then the number of nodes is unknown).
+    Args:
+        rank: Number of this process, in [0, world_size).
+        world_size: Number of ranks.
+        local_rank: Number of this process among those of its host; None if the launcher does not say.
+        local_world_size: Number of ranks on this host; None if the launcher does not say. The number of nodes is
+            then unknown.
 
-    Raises ConfigError when the numbers contradict each other.
+    Raises:
+        ConfigError: The numbers contradict each other.
+
+    Example:
+        The second rank on the second of two hosts with four GPUs each:
+
+        >>> from dataload import World
+        >>> world = World(rank=5, world_size=8, local_rank=1, local_world_size=4)
+        >>> world.num_nodes
+        2
+        >>> World.detect(world) is world
+        True
     """
 
     rank: int = 0
@@ -52,7 +65,7 @@ class World:
 
     @property
     def num_nodes(self) -> int | None:
-        """Hosts in the world; None when unknown or when hosts hold unequal numbers of ranks."""
+        """Number of hosts; None if it is unknown or the hosts have unequal numbers of ranks."""
         if self.world_size == 1:
             return 1
         if self.local_world_size is None or self.world_size % self.local_world_size:
@@ -61,7 +74,7 @@ class World:
 
     @property
     def host_by_host(self) -> bool:
-        """Whether ranks are numbered one host after the other; True where that cannot be told, as of unequal hosts."""
+        """Whether ranks are numbered one host after another. True if that is unknown or the hosts are unequal."""
         size = self.local_world_size
         if size is None or self.local_rank is None or self.world_size % size:
             return True
@@ -69,9 +82,10 @@ class World:
 
     @classmethod
     def detect(cls, world: World | None = None) -> World:
-        """The world in force: the argument, else an initialised torch.distributed, else the launcher's environment.
+        """Return the argument, else the world of an initialised torch.distributed, else that of the launcher.
 
-        Raises ConfigError when there is more than one rank and no way to tell which one this is.
+        Raises:
+            ConfigError: There is more than one rank, and the rank of this process cannot be determined.
         """
         if world is not None:
             return world
@@ -82,23 +96,24 @@ class World:
             launched = read_environment(os.environ)
         except ConfigError:
             launched = None
-        # The process group knows the rank; only the launcher knows the host. Believe the host where the two agree.
+        # The process group knows the rank; only the launcher knows the host. Use the host if the two agree.
         if launched is not None and (launched.rank, launched.world_size) == group:
             return launched
         return cls(*group)
 
 
 def read_environment(environ: Mapping[str, str]) -> World:
-    """The world that a launcher describes in `environ`; one process when no launcher is at work.
+    """Return the world that a launcher describes in `environ`, or a world of one process without a launcher.
 
-    Raises ConfigError when more than one rank is announced and this one's number cannot be told.
+    Raises:
+        ConfigError: The launcher announces more than one rank but not the rank of this process.
     """
     for launcher, *names in LAUNCHERS:
         rank, world_size, local_rank, local_world_size = (_integer(environ, name) for name in names)
         if world_size is None:
             continue
         if rank is None and environ.get("NODE_RANK", "0") == "0":
-            rank = local_rank  # Lightning's own launcher sets no RANK; on the first node it is the local one.
+            rank = local_rank  # Lightning's own launcher sets no RANK; on the first node it is the local rank.
         if rank is None and world_size > 1:
             raise ConfigError(
                 f"{launcher} announces {world_size} ranks ({names[1]}={world_size}) but {names[0]} is not set: "
@@ -111,26 +126,27 @@ def read_environment(environ: Mapping[str, str]) -> World:
 
 
 def doubts(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """What is doubtful in what launchers say, though a world can be read from it, and what to do; None: nothing.
+    """Return (contradiction, remedy) if launchers contradict each other in a readable environment, else None.
 
-    Raises ConfigError as `read_environment` does.
+    Raises:
+        ConfigError: As for `read_environment`.
     """
-    told = []
+    announced = []
     for launcher, *names in LAUNCHERS:
         rank, world_size = (_integer(environ, name) for name in names[:2])
         if rank is not None and world_size is not None:
-            told.append((launcher, rank, world_size))
-    for launcher, rank, world_size in told[1:]:
-        believed, own, size = told[0]
+            announced.append((launcher, rank, world_size))
+    for launcher, rank, world_size in announced[1:]:
+        trusted, own, size = announced[0]
         if size == world_size and own != rank:
             return (
-                f"{believed} says that this is rank {own} of {size}, {launcher} says rank {rank}",
-                f"start with one launcher, or unset the variables of {launcher}: {believed} is believed",
+                f"{trusted} says that this is rank {own} of {size}, {launcher} says rank {rank}",
+                f"start with one launcher, or unset the variables of {launcher}: {trusted} is believed",
             )
     tasks = _integer(environ, "SLURM_NTASKS")
-    if not told and tasks is not None and tasks > 1:
+    if not announced and tasks is not None and tasks > 1:
         return (
-            f"this is a Slurm job of {tasks} tasks (SLURM_NTASKS), but not one of these",
+            f"this is a Slurm job of {tasks} tasks (SLURM_NTASKS), but this process is not one of them",
             "start the program with srun, or with torchrun",
         )
     return None
@@ -147,7 +163,7 @@ def _integer(environ: Mapping[str, str], name: str | None) -> int | None:
 
 
 def _process_group() -> tuple[int, int] | None:
-    """(rank, world size) of an initialised torch.distributed; never imports torch to find out."""
+    """Return (rank, world size) of an initialised torch.distributed. Never import torch."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""Orders of integers: which row comes when, and to whom. Names load when first used; only the sampler needs torch."""
+"""Shuffled orders of row numbers and their shards. Names load on first use; only `ShardedSampler` needs torch."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from dataload.samplers.window import Window
 
 Int64 = npt.NDArray[np.int64]
 
-GLANCE = 2048  # rows looked at together when asking which row groups they are from
+LOOKUP_ROWS = 2048  # rows whose row groups are looked up together
 
 
 class EpochOrder:
-    """Which row is at which place of the streams, in the epoch that (seed, epoch) draws.
+    """The mapping from places of the streams to rows, in the epoch that (seed, epoch) draws.
 
-    Notes: holds O(row groups); a window's permutation is made when a row of it is asked for.
+    Notes: memory is O(row groups); a window's permutation is computed on first use.
     """
 
     def __init__(self, placement: Placement, seed: int, epoch: int) -> None:
@@ -33,11 +33,11 @@ class EpochOrder:
         np.take(placement.length, self._pieces, out=self._starts[1:], mode="clip")  # "raise" would copy the output
         np.cumsum(self._starts, out=self._starts)
         self._window_starts = self._starts[placement.windows]
-        # Batches go through all streams at once, each of which is in a window or about to enter the next.
+        # A batch draws on all streams at once, and each stream may be at a border of two windows.
         self._windows: LRU[int, Window] = LRU(2 * len(placement.cuts))
 
     def rows(self, places: Int64) -> Int64:
-        """The rows at these places: int64, of the same length. Fastest where places ascend."""
+        """Return the rows at these places: int64 of the same length. Ascending places are fastest."""
         if (places[1:] < places[:-1]).any():
             ascending = np.argsort(places)
             rows = np.empty_like(places)
@@ -55,10 +55,12 @@ class EpochOrder:
         return rows
 
     def first_needs(self, place: int, end: int, starts: Int64) -> Iterator[tuple[int, int]]:
-        """(place, row group) where places from `place` to `end`, of one stream, first need each row group.
+        """Yield (place, row group) at the first place of one stream that needs each row group, in ascending order.
 
-        starts: the first row of each row group and the number of rows, as for `place`. Ascending. Looks at a window
-        only until all its row groups have shown up.
+        Args:
+            place: First place of the range.
+            end: End of the range (exclusive).
+            starts: First row of each row group, then the number of rows: int64 [M + 1].
         """
         while place < end:
             window = self._window_at(place)
@@ -66,7 +68,7 @@ class EpochOrder:
             size = int(self._placement.windows[window + 1] - self._placement.windows[window])
             seen: set[int] = set()
             while place < window_end and len(seen) < size:
-                rows = self.rows(np.arange(place, min(place + GLANCE, window_end)))
+                rows = self.rows(np.arange(place, min(place + LOOKUP_ROWS, window_end)))
                 groups, firsts = np.unique(np.searchsorted(starts, rows, "right") - 1, return_index=True)
                 for first, group in sorted(zip(firsts.tolist(), groups.tolist(), strict=True)):
                     if group not in seen:
@@ -79,7 +81,7 @@ class EpochOrder:
         return int(np.searchsorted(self._window_starts, place, "right")) - 1
 
     def _shuffled(self, stream: int) -> Int64:
-        """The stream's pieces in this epoch's order."""
+        """Return the stream's pieces in this epoch's order."""
         first, end = self._placement.pieces[stream : stream + 2].tolist()
         key = derive_key("row groups", self._seed, self._epoch, stream)
         pieces = KeyedPermutation(end - first, key)[:]

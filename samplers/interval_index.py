@@ -1,4 +1,4 @@
-"""Which of many consecutive pieces numbers fall into, for many numbers at once."""
+"""A vectorised lookup of the intervals that numbers fall into."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
 
-FEW = 256  # numbers that a binary search finds sooner
-GUIDES = 2  # at least so many for each piece
+FEW = 256  # numbers for which a plain binary search is faster
+GUIDES = 2  # guesses per piece, at least
 
 
 class IntervalIndex:
-    """Finds pieces. starts: where each begins, from 0 on, and where the last one ends, ascending: int64 [k + 1].
+    """An index of consecutive pieces.
 
-    Notes: a binary search costs more than all the rest of an order, mostly in mispredicted branches. So guess by the
-    piece at the start of a short stretch of numbers; few stretches hold a border of pieces.
+    Args:
+        starts: Start of each piece, ascending from 0, then the end of the last one: int64 [k + 1].
+
+    Notes: a binary search would cost more than the rest of an order, mostly in mispredicted branches. The index
+    instead guesses the piece at the start of a short stretch of numbers; few stretches contain a border of pieces.
     """
 
     def __init__(self, starts: Int64) -> None:
         self._starts = starts
         size = int(starts[-1])
-        self._stretch = (size // max(1, 2 * GUIDES * (len(starts) - 1))).bit_length()  # log2 of its numbers
-        reached = -(-starts[1:-1] >> self._stretch)  # by each piece but the first: the first stretch that begins in it
-        self._guesses = np.bincount(reached, minlength=(size >> self._stretch) + 1)
+        self._stretch = (size // max(1, 2 * GUIDES * (len(starts) - 1))).bit_length()  # log2 of its length
+        first_stretches = -(-starts[1:-1] >> self._stretch)  # per piece but the first: the first that begins inside it
+        self._guesses = np.bincount(first_stretches, minlength=(size >> self._stretch) + 1)
         np.cumsum(self._guesses, out=self._guesses)
 
     def pieces(self, numbers: Int64) -> Int64:
-        """The piece of each number, int64 of the same length. 0 <= numbers < starts[-1]."""
+        """Return the piece of each number: int64 of the same length. Each number must be in [0, starts[-1])."""
         if len(numbers) < FEW:
             return np.searchsorted(self._starts, numbers, "right") - 1
         pieces: Int64 = self._guesses[numbers >> self._stretch]

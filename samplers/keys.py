@@ -1,7 +1,7 @@
-"""A 64-bit key from any tuple, and hashed integers from a key.
+"""64-bit keys derived from tuples, and integer hashes derived from keys.
 
-Our own, fixed by golden vectors in the tests: Python's `hash` is salted, and the streams of numpy's Generator may
-change between versions, but an epoch that was interrupted must go on in the same order years later.
+Golden vectors in the tests fix both: an interrupted epoch must resume in the same order years later. Python's `hash` is
+salted, and the streams of numpy's Generator may change between versions.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 def derive_key(*parts: SupportsIndex | str | bytes) -> int:
-    """A key in [0, 2**64) from whole numbers, strings and bytes; different tuples give unrelated keys."""
+    """Return a key in [0, 2**64) for integers, strings and bytes. Different tuples give unrelated keys."""
     digest = blake2b(digest_size=8, person=PERSON)
     for part in parts:
         kind, content = _encode(part)
-        # With kind and length in front no two tuples run together: ("ab", "c") is not ("a", "bc"), 1 is not "1".
+        # Kind and length keep tuples apart: ("ab", "c") differs from ("a", "bc"), and 1 from "1".
         digest.update(kind + len(content).to_bytes(8, "little") + content)
     return int.from_bytes(digest.digest(), "little")
 
 
 def mix(key: int, numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Hashes of `numbers`, uint64 and of the same shape; no two distinct numbers have the same.
+    """Return hashes of `numbers`: uint64 of the same shape. Distinct numbers have distinct hashes.
 
-    Number i gives output i of splitmix64 seeded with `key` (Steele, Lea, Flood: Fast splittable pseudorandom number
+    Number i maps to output i of splitmix64 seeded with `key` (Steele, Lea, Flood: Fast splittable pseudorandom number
     generators, OOPSLA 2014).
     """
     hashes = (numbers + np.uint64(1)) * GAMMA

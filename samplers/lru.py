@@ -1,4 +1,4 @@
-"""A small LRU cache for values that can be built again."""
+"""A small LRU cache for values that can be rebuilt."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ V = TypeVar("V")
 
 
 class LRU(Generic[K, V]):
-    """Values by key; only the `size` most recently used stay.
+    """A mapping that keeps only the `size` most recently used values.
 
-    Notes: threads may share one, without a lock: a child forked by another thread would inherit the lock as held and
-    block for ever. Each step on the dict is atomic. Threads that miss the same key at once may each build its value;
-    all of them return the first one stored. Pickled copies start empty.
+    Notes: threads may share one cache. It has no lock, because a child forked meanwhile would inherit it locked and
+    block for ever. Each operation on the dict is atomic. Threads that miss the same key at once may each build its
+    value; all of them return the first one stored. Pickled copies start empty.
     """
 
     def __init__(self, size: int) -> None:

@@ -1,4 +1,4 @@
-"""The order of a dataset's rows as a formula: any part of any epoch by itself, in any process, without torch."""
+"""The order of a dataset's rows as a formula: any process can compute any part of any epoch, without torch."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ Shuffle = Literal["block", "full", False]
 
 SHUFFLES: Final[dict[object, Shuffle]] = {True: "block", "block": "block", "full": "full", False: False}
 
-MOST_STREAMS = 1 << 16  # each costs memory, whether it has rows or not; and 16 bits are sorted by radix
+MOST_STREAMS = 1 << 16  # an empty stream costs memory, too; and numpy sorts 16 bits by radix
 
 
 class Order:
-    """Which row of a dataset is at which position of which epoch.
+    """The mapping from positions of an epoch to rows of a dataset.
 
-    Rows are numbered in file order: those of row group 0, then those of row group 1, and so on. Position p of an epoch
-    belongs to stream p mod S and is that stream's row number p div S:
+    Rows are numbered in file order: first the rows of row group 0, then those of row group 1, and so on. Position p of
+    an epoch belongs to stream p mod S and is row number p div S of that stream:
 
         position  0    1    2    3    4    5    6          S = 3 streams over n = 7 rows
         stream 0  a0             a1             a2         a, b, c: the streams' own orders,
         stream 1       b0             b1                   each over its own row groups
         stream 2            c0             c1
 
-    block_lengths: rows of each row group, in file order; 0 is fine.
-    shuffle: "block" (or True): a stream's row groups are shuffled, then its rows in windows of row groups; "full": its
-        rows all together; False: file order, without streams.
-    seed: of the shuffle; each (seed, epoch) gives an order of its own.
-    window: row groups shuffled together, over all streams; None: `default_window`.
-    num_streams: parts of the dataset, of equal rows and next to disjoint in row groups, that each global batch draws on
-        equally.
-    dataset_key: names the dataset; decides, with nothing else, which row groups a stream has.
+    Args:
+        block_lengths: Rows of each row group, in file order: int64 [M]. 0 is allowed.
+        shuffle: "block" (or True) shuffles the row groups of a stream, then its rows within windows of row groups.
+            "full" shuffles all rows of a stream together. False keeps file order, without streams.
+        seed: Seed of the shuffle; each (seed, epoch) has its own order.
+        window: Row groups shuffled together, over all streams; None: `default_window`.
+        num_streams: Number of shards of the dataset. Shards have equal numbers of rows and share row groups only at
+            their borders. Each global batch draws equally on all of them.
+        dataset_key: Identifies the dataset. It alone decides the row groups of each stream.
 
-    Raises ConfigError for an argument that cannot work.
+    Raises:
+        ConfigError: An argument cannot work.
 
-    Notes: memory is O(row groups), whatever the number of rows; seeking costs the same everywhere. Threads may share
-    one; pickled copies are small and draw the same order.
+    Notes: memory is O(row groups), and a seek costs the same at every position. Threads may share one order. Pickled
+    copies are small and draw the same order.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Order:
             return
         width = None if self.shuffle == "full" else max(1, self.window // self.num_streams)
         self._placement = place(self._starts, self.num_streams, width, dataset_key)
-        self._epochs: LRU[int, EpochOrder] = LRU(2)  # at an epoch's end the next one is prefetched
+        self._epochs: LRU[int, EpochOrder] = LRU(2)  # at the end of an epoch, the loader prefetches the next one
 
     @property
     def block_lengths(self) -> Int64:
@@ -91,39 +93,54 @@ class Order:
         return lengths
 
     def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
-        """The rows at these positions of the epoch, by their numbers in the dataset.
+        """Return the rows at these positions of the epoch.
 
-        positions: int64 [k], each in [0, n). Returns int64 [k]. Raises IndexError for a position outside.
+        Args:
+            epoch: Number of the epoch.
+            positions: int64 [k], each in [0, n).
+
+        Returns:
+            Row numbers in the dataset: int64 [k].
+
+        Raises:
+            IndexError: A position is outside of the epoch.
         """
-        asked = np.asarray(positions, np.int64)
-        if asked.size and (asked.min() < 0 or asked.max() >= self.n):
-            raise IndexError(f"positions {asked.min()} to {asked.max()} are not all in an epoch of {self.n} rows")
+        requested = np.asarray(positions, np.int64)
+        if requested.size and (requested.min() < 0 or requested.max() >= self.n):
+            raise IndexError(
+                f"positions {requested.min()} to {requested.max()} are not all in an epoch of {self.n} rows"
+            )
         if self.shuffle is False:
-            return asked.copy()
+            return requested.copy()
         if self.num_streams == 1:
-            return self._epoch(epoch).rows(asked)
-        numbers = asked // self.num_streams
-        streams = asked - numbers * self.num_streams
+            return self._epoch(epoch).rows(requested)
+        numbers = requested // self.num_streams
+        streams = requested - numbers * self.num_streams
         places: Int64 = self._placement.cuts[streams] + numbers
         if not (streams[1:] < streams[:-1]).any():
             return self._epoch(epoch).rows(places)
-        by_stream = np.argsort(streams.astype(np.uint16), kind="stable")  # 16 bits: numpy sorts them by radix
+        by_stream = np.argsort(streams.astype(np.uint16), kind="stable")  # numpy sorts 16 bits by radix
         rows = np.empty_like(places)
         rows[by_stream] = self._epoch(epoch).rows(places[by_stream])
         return rows
 
     def blocks_from(self, epoch: int, position: int = 0, streams: Sequence[int] | None = None) -> Iterator[int]:
-        """Row groups in the order in which positions from `position` on first need them, each once.
+        """Yield each row group once, in the order in which positions from `position` on first need it.
 
-        streams: only the positions of these; None: all. Made as the iterator is walked. Raises IndexError when
-        `position` is not in [0, n].
+        Args:
+            epoch: Number of the epoch.
+            position: Start of the positions, in [0, n].
+            streams: Consider only the positions of these streams; None: all.
+
+        Raises:
+            IndexError: `position` is outside of the epoch.
         """
         return (block for _, block in self.needs_from(epoch, position, streams))
 
     def needs_from(
         self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
     ) -> Iterator[tuple[int, int]]:
-        """(position, row group), as `blocks_from`, with the position that needs it first."""
+        """Yield (position, row group) as `blocks_from` does, with the first position that needs the row group."""
         if not 0 <= position <= self.n:
             raise IndexError(f"position {position} is not in an epoch of {self.n} rows")
         if self.shuffle is False:
@@ -131,11 +148,11 @@ class Order:
             needed = np.flatnonzero(self._starts[1:] > starts)
             return zip(starts[needed].tolist(), needed.tolist(), strict=True)
         chosen = range(self.num_streams) if streams is None else streams
-        # A row group on a border of streams is needed by two of them.
+        # Two streams need a row group that lies on their border.
         return _unique(heapq.merge(*(self._first_needs(epoch, position, stream) for stream in chosen)))
 
     def _first_needs(self, epoch: int, position: int, stream: int) -> Iterator[tuple[int, int]]:
-        """(position, row group) where this stream, from `position` on, first needs each row group."""
+        """Yield (position, row group) at the first position from `position` on where this stream needs a row group."""
         start, end = self._placement.cuts[stream : stream + 2].tolist()
         place = start + (position - stream + self.num_streams - 1) // self.num_streams
         for needed, block in self._epoch(epoch).first_needs(place, end, self._starts):

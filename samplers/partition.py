@@ -1,4 +1,4 @@
-"""Who gets what: pure functions that split rows over streams, streams over nodes, and global batches over ranks."""
+"""Pure functions that split rows over streams, streams over nodes, and global batches over ranks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Int64 = npt.NDArray[np.int64]
 
 
 def even_split(total: int, parts: int) -> Int64:
-    """Borders, int64 [parts + 1], of `parts` parts of 0..total; part i has ceil((total - i) / parts)."""
+    """Return the borders of `parts` parts of 0..total: int64 [parts + 1]. Part i has ceil((total - i) / parts)."""
     numbers: Int64 = np.arange(parts + 1)
     return numbers * (total // parts) + np.minimum(numbers, total % parts)
 
 
 def stream_owners(num_streams: int, num_nodes: int) -> Int64:
-    """The node that owns each stream, int64 [num_streams].
+    """Return the node that owns each stream: int64 [num_streams].
 
-    Grown from one node: each node that joins takes what the others hold beyond their even share, and nothing else
-    moves. So what a node has cached stays of use when nodes join or, the other way round, leave. Shares differ by at
-    most one; of more nodes than streams the last own none.
+    A node that joins takes only the streams that exceed the even share of the others. All other streams keep their
+    owner, so caches stay useful when nodes join or leave. Shares differ by at most one. If there are more nodes than
+    streams, the last nodes own none.
     """
     owned = [list(range(num_streams))]
     for num_owners in range(2, min(num_nodes, num_streams) + 1):
@@ -36,37 +36,37 @@ def stream_owners(num_streams: int, num_nodes: int) -> Int64:
 
 
 def batch_slice(start: int, size: int, streams: Int64, low: int, high: int) -> Int64:
-    """Positions of one rank in one global batch, int64 [high - low].
+    """Return the positions of one rank in one global batch: int64 [high - low].
 
-    The batch is the positions start..start+size, sorted by stream, in the order that `streams` gives, then by
-    position; the slice takes those numbered low..high (exclusive). Nothing is sorted: each stream's positions in the
-    batch are known, every len(streams)-th from the first.
+    The global batch is the positions [start, start + size), sorted by stream in the order of `streams`, then by
+    position. The rank takes numbers low..high (exclusive) of it. Nothing is actually sorted, because each stream has
+    every len(streams)-th position.
     """
     firsts = start + (streams - start) % len(streams)
     counts = (start + size - firsts + len(streams) - 1) // len(streams)
     ends = np.cumsum(counts)
     numbers: Int64 = np.arange(low, high)
-    which = np.searchsorted(ends, numbers, "right")
-    positions: Int64 = firsts[which] + len(streams) * (numbers - (ends - counts)[which])
+    indices = np.searchsorted(ends, numbers, "right")
+    positions: Int64 = firsts[indices] + len(streams) * (numbers - (ends - counts)[indices])
     return positions
 
 
 def is_local(num_streams: int, num_nodes: int, num_replicas: int, batch_size: int) -> bool:
-    """Whether every full global batch takes from each node's own streams just as many rows as its ranks need."""
+    """Return whether each full global batch takes exactly as many rows of a node's own streams as its ranks need."""
     return (
         num_replicas % num_nodes == 0 and num_streams % num_nodes == 0 and num_replicas * batch_size % num_streams == 0
     )
 
 
 def check_locality(num_streams: int, num_nodes: int, num_replicas: int, batch_size: int) -> None:
-    """Raises ConfigError, naming the nearest number that works, when streams on nodes cannot be local."""
+    """Raise ConfigError, naming the nearest number that works, if streams cannot be local to nodes."""
     if is_local(num_streams, num_nodes, num_replicas, batch_size):
         return
     if num_replicas % num_nodes:
         nearest = min(_divisors(num_replicas), key=lambda nodes: abs(nodes - num_nodes))
         raise ConfigError(
             f"num_nodes={num_nodes} do not hold equal parts of num_replicas={num_replicas}: "
-            f"the nearest that do are num_nodes={nearest}; or give up locality with num_streams=1"
+            f"use num_nodes={nearest}, the nearest number that does, or give up locality with num_streams=1"
         )
     global_batch = num_replicas * batch_size
     nearest = num_nodes * min(_divisors(global_batch // num_nodes), key=lambda k: abs(k * num_nodes - num_streams))

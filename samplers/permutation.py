@@ -1,4 +1,4 @@
-"""Permutations as formulas: any element by itself, none of them stored."""
+"""Permutations as formulas: each element is computed on demand, and none is stored."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ MULTIPLIERS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 
 
 class Images:
-    """What a formula makes of 0..n-1, to be indexed like an array that was never stored.
+    """The images of 0..n-1 under a formula, indexed like an array but never stored.
 
-    formula: called with arrays that it may overwrite.
+    Args:
+        n: Number of elements.
+        formula: Maps int64 [k] to int64 [k]. It may overwrite its argument.
     """
 
     def __init__(self, n: int, formula: Callable[[Int64], Int64]) -> None:
@@ -43,7 +45,7 @@ class Images:
             return self._formula(np.arange(*index.indices(self._n)))
         indices = np.asarray(index)
         if indices.size and indices.dtype.kind not in "iu":
-            raise IndexError(f"a permutation is indexed by whole numbers, not by {indices.dtype}")
+            raise IndexError(f"a permutation needs integer indices, not {indices.dtype}")
         images = self._formula(self._checked(indices.astype(np.int64).ravel()))
         return int(images[0]) if indices.ndim == 0 else images.reshape(indices.shape)
 
@@ -55,7 +57,7 @@ class Images:
 
 
 class KeyedPermutation(Images):
-    """The permutation of 0..n-1 that a 64-bit key stands for (see `derive_key`); otherwise a `Permutation`."""
+    """The permutation of 0..n-1 that a 64-bit key draws (see `derive_key`); otherwise like `Permutation`."""
 
     def __init__(self, n: int, key: int) -> None:
         if n < 0:
@@ -66,15 +68,33 @@ class KeyedPermutation(Images):
 
 
 class Permutation(KeyedPermutation):
-    """A permutation of 0..n-1, drawn by (seed, epoch); those of (0, 1) and (1, 0) are unrelated.
+    """A permutation of 0..n-1, drawn by (seed, epoch); the permutations of (0, 1) and (1, 0) are unrelated.
 
-    `p[i]` is an int, `p[array]` and `p[slice]` are int64 arrays of the index's shape; negative indices count from the
-    end. `p.inverse[p[i]] == i`. Memory does not grow with n, and any element costs the same.
+    `p[i]` is an int. `p[array]` and `p[slice]` are int64 arrays of the index's shape. Negative indices count from the
+    end. `p.inverse[p[i]] == i`. Memory does not grow with n, and each element costs the same.
 
-    Raises ConfigError when n is negative, IndexError for an index that is out of range or no whole number.
+    Args:
+        n: Number of elements.
+        seed: Seed of the shuffle.
+        epoch: Number of the epoch.
 
-    Notes: arrays of thousands cost 10-15 ns an element on one core. Below 2**16 elements a table of 2 bytes an element
-    is made at the first use. Threads may share one.
+    Raises:
+        ConfigError: n is negative.
+        IndexError: On indexing: an index is out of range or not an integer.
+
+    Example:
+        >>> from dataload.samplers import Permutation
+        >>> shuffled = Permutation(10**12, seed=0, epoch=3)
+        >>> rows = shuffled[[0, 1, -1]]
+        >>> rows.shape, rows.dtype
+        ((3,), dtype('int64'))
+        >>> shuffled.inverse[rows].tolist()
+        [0, 1, 999999999999]
+        >>> sorted(Permutation(5, seed=0, epoch=0)[:].tolist())
+        [0, 1, 2, 3, 4]
+
+    Notes: arrays of thousands cost 10-15 ns per element on one core. Below 2**16 elements, the first use builds a table
+    of 2 bytes per element. Threads may share one permutation.
     """
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
@@ -82,7 +102,7 @@ class Permutation(KeyedPermutation):
 
 
 class _Sorted:
-    """Small n: the numbers in the order of their hashes. A Feistel network is far from uniform on small domains."""
+    """For small n: the numbers sorted by hash. A Feistel network is far from uniform on small domains."""
 
     def __init__(self, n: int, key: int) -> None:
         self._n = n
@@ -97,7 +117,7 @@ class _Sorted:
     @cached_property
     def _table(self) -> npt.NDArray[np.uint16]:
         hashes = mix(self._key, np.arange(self._n, dtype=np.uint64))
-        # The upper 32 bits, in two digits of 16: those numpy sorts by radix, at a fifth of the time of whole hashes.
+        # The upper 32 bits as two digits of 16: numpy sorts these by radix, in a fifth of the time of whole hashes.
         digits = (hashes >> np.uint64(32)).astype(np.uint16), (hashes >> np.uint64(48)).astype(np.uint16)
         return np.lexsort(digits).astype(np.uint16)
 
@@ -107,12 +127,12 @@ class _Sorted:
 
 
 class _Feistel:
-    """Large n: an alternating Feistel network, walked along its cycles until below n.
+    """For large n: an alternating Feistel network with cycle walking until the image is below n.
 
-    A number is a low half of `bits` bits and a high half below `radix`; the domain, radix * 2**bits, is the least such
-    that holds n, so that fewer than one number in a hundred walks a second step. Each round hashes one half and adds
-    the hash to the other: by xor to the low one, modulo radix to the high one. Taking it off again in reverse is exact.
-    (Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002: generalized Feistel and cycle walking.)
+    A number has a low half of `bits` bits and a high half below `radix`. The domain, radix * 2**bits, is the smallest
+    one that holds n, so fewer than one number in a hundred takes a second step. Each round hashes one half and adds
+    the hash to the other half: by xor to the low one, modulo radix to the high one. The inverse subtracts the hashes in
+    reverse order. (Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002.)
     """
 
     def __init__(self, n: int, key: int) -> None:
@@ -136,8 +156,8 @@ class _Feistel:
             outside = outside[numbers[outside] >= self._n]
         return numbers
 
-    # Sums modulo radix: of a number below radix and the same less radix, which then wraps to the top of the 32 bits,
-    # the right one is the smaller.
+    # Sums modulo radix: the result is the smaller of the sum and the sum minus radix. If the sum is below radix, the
+    # difference wraps to the top of the 32 bits.
 
     def _encipher(self, numbers: Int64) -> Int64:
         low, high = self._halves(numbers)
@@ -177,7 +197,7 @@ class _Feistel:
 
 
 def _hash(halves: UInt32, key: np.uint32) -> UInt32:
-    """32-bit hashes, good in their upper bits: C. Wellons's prospected hash functions, less the last shift."""
+    """Return 32-bit hashes with good upper bits: C. Wellons's prospected hash functions without the last shift."""
     hashes = halves + key
     hashes *= MULTIPLIERS[0]
     hashes ^= hashes >> np.uint32(15)

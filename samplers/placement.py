@@ -1,4 +1,4 @@
-"""What is the same in every epoch: the row groups laid end to end, cut into streams, in windows."""
+"""The placement of row groups in streams and windows, which all epochs share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """All rows, row group after row group, in S streams one behind the other; a *place* is a number in that line.
+    """All rows as one line of S consecutive streams; a *place* is an index in that line.
 
-    A piece is what one stream has of one row group: all of it, but where a border of streams runs through it.
+    A piece is the part of a row group that belongs to one stream: the whole row group, unless a border of streams cuts
+    it.
 
-    cuts: places where streams begin, and n: int64 [S + 1].
-    first: the row with which each piece begins, by its number in the dataset: int64 [P].
-    length: rows of each piece, none empty: int64 [P].
-    pieces: the first piece of each stream, and P: int64 [S + 1].
-    windows: the first piece of each window, stream after stream, and P: int64 [V + 1].
-    first_windows: the first window of each stream, and V: int64 [S + 1].
+    Args:
+        cuts: First place of each stream, then n: int64 [S + 1].
+        first: Number in the dataset of the first row of each piece: int64 [P].
+        length: Rows of each piece, at least 1: int64 [P].
+        pieces: First piece of each stream, then P: int64 [S + 1].
+        windows: First piece of each window, stream by stream, then P: int64 [V + 1].
+        first_windows: First window of each stream, then V: int64 [S + 1].
     """
 
     cuts: Int64
@@ -38,11 +40,17 @@ class Placement:
 
 
 def place(starts: Int64, num_streams: int, width: int | None, dataset_key: bytes) -> Placement:
-    """The placement of row groups that begin at `starts`, int64 [M + 1], the number of rows at the end.
+    """Return the placement of a dataset's row groups.
 
-    It depends on the dataset alone, so that all seeds, epochs and jobs share what a node has cached. Streams draw their
-    row groups at random, so that sorted data does not leave one node with one label; a single stream has them all, and
-    the epochs shuffle them. width: row groups in a window of one stream; None: all.
+    It depends on the dataset alone, so all seeds, epochs and jobs share a node's cache. Each stream gets random row
+    groups, so that sorted data does not leave one node with one label. A single stream keeps file order: each epoch
+    shuffles it anyway.
+
+    Args:
+        starts: First row of each row group, then the number of rows: int64 [M + 1].
+        num_streams: Number of streams.
+        width: Row groups in a window of one stream; None: all.
+        dataset_key: Identifies the dataset.
     """
     first, length = starts[:-1], np.diff(starts)
     if not length.all():
@@ -54,12 +62,12 @@ def place(starts: Int64, num_streams: int, width: int | None, dataset_key: bytes
         first, length = first[groups], length[groups]
         ends = np.cumsum(length)
         inner = cuts[cuts > 0]
-        at = np.searchsorted(ends, inner)
-        through = at != np.searchsorted(ends, inner, "right") - 1  # cuts that are no border of row groups
-        if through.any():
-            which = np.insert(np.arange(len(groups)), at[through], at[through])
-            first = (first - ends + length)[which]
-            ends = np.insert(ends, at[through], inner[through])
+        containing = np.searchsorted(ends, inner)
+        inside = containing != np.searchsorted(ends, inner, "right") - 1  # cuts that are no border of row groups
+        if inside.any():
+            sources = np.insert(np.arange(len(groups)), containing[inside], containing[inside])
+            first = (first - ends + length)[sources]
+            ends = np.insert(ends, containing[inside], inner[inside])
             length = np.diff(ends, prepend=0)
             first += ends - length
         pieces = np.searchsorted(ends, cuts, "right")
@@ -75,9 +83,9 @@ def place(starts: Int64, num_streams: int, width: int | None, dataset_key: bytes
 
 
 def window_borders(num_pieces: int, width: int | None) -> Int64:
-    """The first piece of each window: windows of 1, 2, 4, … and then `width` pieces; one window when width is None.
+    """Return the first piece of each window: windows of 1, 2, 4, … and then `width` pieces, or one if width is None.
 
-    The small ones come first because a batch needs every row group of its window: the first batch must not wait long.
+    Small windows come first because a batch needs every row group of its window: the first batch must not wait long.
     """
     if width is None:
         return np.arange(min(1, num_pieces))

@@ -1,4 +1,4 @@
-"""The sampler: a torch DistributedSampler whose order is a formula and whose position is a number of rows."""
+"""A torch DistributedSampler whose order is a formula and whose position is a number of rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE_VERSION: Final = 1
 
 
 class ShardedSampler(DistributedSampler[int]):
-    """Each rank's rows of each epoch: every row exactly once over all ranks, in the same order whatever the world.
+    """A sampler that shards each epoch over the ranks: each row exactly once, in an order independent of the world.
 
     11 positions of an epoch, in global batches of 4, on 2 ranks with a batch_size of 2 (* is padding):
 
@@ -35,25 +35,54 @@ class ShardedSampler(DistributedSampler[int]):
         num_streams=2   rank 0   0   2      4   6      8   10         node 0 owns stream 0, the even positions
         num_nodes=2     rank 1     1   3      5   7      9    0*      node 1 owns stream 1
 
-    The row at a position is that of `Order`; it depends on the dataset, seed, epoch, shuffle, window and num_streams.
-    So the rows of the t-th global batch are the same in every world with that global batch size, and an epoch begun in
-    one world is finished in another. With several streams, nodes that divide num_streams, which divides the global
-    batch, and ranks numbered node by node, each node reads its own row groups in every epoch, and no others.
+    `Order` maps positions to rows; it depends on the dataset, seed, epoch, shuffle, window and num_streams. So the t-th
+    global batch has the same rows in every world with that global batch size. An epoch that begins in one world can
+    finish in another.
 
-    block_lengths, shuffle, seed, window, num_streams, dataset_key: as for `Order`.
-    num_replicas, rank: this process among all; None: `World.detect()`.
-    drop_last: leave out the last, partial global batch instead of padding it by at most num_replicas - 1 rows.
-    batch_size: rows of one batch of one rank.
-    num_nodes: hosts, with equal numbers of consecutive ranks; None: those of the detected world, where the world is
-        detected and knows, else 1.
+    Streams are local to nodes if num_nodes divides num_streams, num_streams divides the global batch, and ranks are
+    numbered node by node. Each node then reads the same row groups in every epoch, and no others.
 
-    Attributes: order; num_rows of the dataset; epoch and cursor, the global rows of it that are used up. `shuffle`,
-    `num_samples` (= len()) and `total_size` are torch's, of a full epoch.
+    Args:
+        block_lengths: Rows of each row group, in file order; see `Order`.
+        num_replicas: Number of ranks; None: `World.detect()`.
+        rank: Number of this rank; None: `World.detect()`.
+        shuffle: "block" (or True), "full" or False; see `Order`.
+        seed: Seed of the shuffle.
+        drop_last: Drop the last, partial global batch instead of padding it by at most num_replicas - 1 rows.
+        window: Row groups shuffled together; see `Order`.
+        batch_size: Rows of one batch of one rank.
+        num_streams: Number of shards that each global batch draws on equally; see `Order`.
+        num_nodes: Number of hosts, each with the same number of consecutive ranks; None: that of the detected world if
+            it is known, else 1.
+        dataset_key: Identifies the dataset; see `Order`.
 
-    Raises ConfigError for an argument that cannot work, or when streams on nodes are asked for and cannot be local.
+    Attributes:
+        order: The `Order` of the dataset.
+        num_rows: Rows of the dataset.
+        epoch: The current epoch.
+        cursor: Global rows of the current epoch that are consumed.
+        num_samples: Rows of each rank in a full epoch, as in torch. `total_size` is that of all ranks.
 
-    Notes: iterating never moves the cursor: whoever takes the batches does, by `advance` or `seek`, so that rows which
-    were only prefetched are not counted. When an iteration comes to its end, the next one is of the next epoch.
+    Raises:
+        ConfigError: An argument cannot work, or several streams on several nodes cannot be local.
+
+    Example:
+        >>> from dataload.samplers import ShardedSampler
+        >>> for rank in range(2):
+        ...     sampler = ShardedSampler([6, 5], num_replicas=2, rank=rank, batch_size=2, shuffle=False)
+        ...     print(rank, list(sampler))
+        0 [0, 1, 4, 5, 8, 9]
+        1 [2, 3, 6, 7, 10, 0]
+        >>> sampler = ShardedSampler([6, 5], num_replicas=2, rank=0, batch_size=2, shuffle=False)
+        >>> sampler.advance()  # one global batch is consumed
+        >>> state = sampler.state_dict()
+        >>> resumed = ShardedSampler([6, 5], num_replicas=1, rank=0, batch_size=4)
+        >>> resumed.load_state_dict(state)
+        >>> list(resumed)
+        [4, 5, 6, 7, 8, 9, 10]
+
+    Notes: iteration does not move the cursor. The consumer of the batches does, by `advance` or `seek`, so that rows
+    that are only prefetched do not count. When an iteration ends, the sampler moves to the next epoch.
     """
 
     VERSION: Final = "version"
@@ -86,7 +115,7 @@ class ShardedSampler(DistributedSampler[int]):
             rank = world.rank if rank is None else rank
             if num_nodes is None and num_replicas == world.world_size:
                 num_nodes = world.num_nodes
-        # As Python ints: what numpy's narrow integers come to in a product depends on its version.
+        # Python ints: products of numpy's narrow integers overflow, depending on its version.
         num_replicas, rank, batch_size = int(num_replicas), int(rank), int(batch_size)
         num_nodes = 1 if num_nodes is None else int(num_nodes)
         if not 0 <= rank < num_replicas:
@@ -107,20 +136,22 @@ class ShardedSampler(DistributedSampler[int]):
 
     @property
     def num_rows(self) -> int:
+        """Rows of the dataset."""
         return self.order.n
 
     @property
     def global_batch_size(self) -> int:
+        """Rows of one batch of all ranks together."""
         return self._share.global_batch_size
 
     @property
     def node_share(self) -> float:
-        """Which part of the rows this rank's node reads, in (0, 1]: all of them, but where streams are local."""
+        """Share of the rows that this rank's node reads, in (0, 1]: below 1 only if streams are local."""
         return len(self._share.node_streams()) / self.order.num_streams
 
     @property
     def padding(self) -> int:
-        """How many of this rank's rows of a full epoch, its last ones, repeat others to make the ranks equal."""
+        """Number of padding rows at the end of this rank's full epoch; they repeat rows to make the ranks equal."""
         return self.padding_from(0)
 
     @property
@@ -129,65 +160,73 @@ class ShardedSampler(DistributedSampler[int]):
         return self.finished_at(self.cursor)
 
     def finished_at(self, cursor: int) -> bool:
-        """As `finished`, were the sampler at `cursor`."""
+        """Return whether no batch is left after `cursor` rows of an epoch."""
         return self._share.num_batches(self.num_rows - self._checked(cursor)) == 0
 
     def padding_from(self, cursor: int) -> int:
-        """As `padding`, of what is left of an epoch from `cursor` on."""
+        """Return the number of this rank's padding rows in the rest of an epoch from `cursor` on."""
         return self._share.padding(self.num_rows - self._checked(cursor))
 
     def batches(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
-        """The rank's batches, each the rows int64 [batch_size], the last one maybe shorter.
+        """Yield the rank's batches of row numbers without moving the sampler.
 
-        epoch: None: the current one. cursor: where in it; None: the current one, or 0 of another epoch.
-        Raises ConfigError when the cursor is not in [0, num_rows]. Does not move the sampler.
+        Args:
+            epoch: Number of the epoch; None: the current one.
+            cursor: Rows of it to skip; None: the sampler's cursor, or 0 for another epoch.
+
+        Yields:
+            int64 [batch_size]; the last batch may be shorter.
+
+        Raises:
+            ConfigError: The cursor is not in [0, num_rows].
         """
         return (rows for run in self.runs(epoch, cursor) for rows in run)
 
     def runs(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
-        """The rank's batches, more and more of them at a time: int64 [batches, rows]; arguments as for `batches`."""
+        """Yield the rank's batches in growing groups: int64 [batches, rows]. Arguments are those of `batches`."""
         epoch, cursor = self._position(epoch, cursor)
-        positions = self._share.runs(cursor, self.num_rows)
-        return (self.order.rows(epoch, some.ravel()).reshape(some.shape) for some in positions)
+        runs = self._share.runs(cursor, self.num_rows)
+        return (self.order.rows(epoch, positions.ravel()).reshape(positions.shape) for positions in runs)
 
     def blocks_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[int]:
-        """Row groups in the order in which this rank's node first needs them, each once; arguments as for `batches`.
+        """Yield each row group once, in the order in which this rank's node first needs it.
 
-        Where streams are local to nodes, the few that the partial last batch takes from other nodes are not among them.
+        Arguments are those of `batches`. If streams are local, the row groups that the partial last batch takes from
+        other nodes' streams are left out.
         """
         return (block for _, block in self.needs_from(epoch, cursor))
 
     def needs_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[int, int]]:
-        """(position in the epoch, row group), as `blocks_from`, with the position that needs it first."""
+        """Yield (position, row group) as `blocks_from` does, with the first position that needs the row group."""
         return self.order.needs_from(*self._position(epoch, cursor), streams=self._share.node_streams())
 
     def __iter__(self) -> Iterator[int]:
-        """The rank's rows from the cursor on, as Python ints. Starts when the first is asked for."""
+        """Yield the rank's rows from the cursor on, as Python ints. The cursor is read at the first `next`."""
         epoch = self.epoch
         for run in self.runs(epoch, self.cursor):
             yield from run.ravel().tolist()
-        if self.epoch == epoch:  # else somebody has set another epoch, or another iteration came to its end first
+        if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
             self.seek(epoch + 1, 0)
 
     def __len__(self) -> int:
-        """Rows of each rank in a full epoch, padding included."""
+        """Return the rows of each rank in a full epoch, padding included."""
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration. A cursor restored or advanced in this very epoch is kept."""
+        """Set the epoch of the next iteration. The cursor stays if the epoch is already the current one."""
         if epoch != self.epoch:
             self.seek(epoch, 0)
 
     def advance(self, batches: int = 1) -> None:
-        """So many more global batches are used up."""
+        """Mark the next `batches` global batches as consumed."""
         self.seek(self.epoch, self.cursor + batches * self.global_batch_size)
 
     def seek(self, epoch: int, cursor: int) -> None:
-        """The sampler is where `cursor` rows of `epoch` are used up; all of them where there are fewer."""
+        """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
         self.epoch, self.cursor = int(epoch), self._checked(min(int(cursor), self.num_rows))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler is: JSON-able, under 1 KB, and the same on every rank."""
+        """Return the sampler's position as a JSON-able dict of less than 1 KB, the same on every rank."""
         return {
             self.VERSION: STATE_VERSION,
             self.DATASET: self._dataset,
@@ -200,9 +239,12 @@ class ShardedSampler(DistributedSampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, in its order, in whatever world this is.
+        """Continue where `state` was taken, in its order. The world may differ.
 
-        Raises ConfigError when it is of another dataset or version. Streams that cannot be local in this world are not.
+        If the streams cannot be local to the nodes of this world, they are not.
+
+        Raises:
+            ConfigError: The state is of another dataset or version, or incomplete.
         """
         if state.get(self.VERSION) != STATE_VERSION:
             raise ConfigError(f"the state has version {state.get(self.VERSION)!r}; this release reads {STATE_VERSION}")
@@ -227,7 +269,7 @@ class ShardedSampler(DistributedSampler[int]):
         self.seek(state[self.EPOCH], cursor)
 
     def _follow(self, order: Order) -> None:
-        """Deal out this order from now on."""
+        """Use this order from now on."""
         self.order = order
         self._share = Share(
             self.num_replicas, self.rank, self.batch_size, self.drop_last, order.num_streams, self.num_nodes
@@ -249,6 +291,6 @@ class ShardedSampler(DistributedSampler[int]):
 
     @cached_property
     def _dataset(self) -> str:
-        """Stands for the dataset's key and the sizes of its row groups: both decide which row is where."""
+        """Digest of the dataset key and the row group lengths, which together determine the placement of rows."""
         lengths = self.order.block_lengths.astype("<i8").tobytes()
         return f"{derive_key('dataset', self.order.dataset_key, lengths):016x}"

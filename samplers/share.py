@@ -1,4 +1,4 @@
-"""One rank's share of an epoch: which positions are its batches, where they end, and what pads them."""
+"""One rank's share of an epoch: the positions of its batches and their padding."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dataload.samplers.partition import batch_slice, is_local, stream_owners
 
 Int64 = npt.NDArray[np.int64]
 
-RUN_ROWS = 1 << 14  # rows worked out together: enough to hide numpy's overheads, few enough for the CPU's cache
+RUN_ROWS = 1 << 14  # rows computed together: enough to hide numpy's overhead, few enough for the CPU's cache
 
 
 @dataclass(frozen=True)
 class Share:
-    """Rank `rank`'s share of global batches of num_replicas * batch_size consecutive positions.
+    """One rank's share of global batches of num_replicas * batch_size consecutive positions.
 
-    Each global batch is sorted by (node that owns the stream, stream, position) and cut into equal slices, one a rank,
-    so that ranks of one node meet few row groups that others meet. The last, partial batch of m rows gives each rank
-    ceil(m / num_replicas) rows, padded at its end by the first positions of the epoch, or is dropped (drop_last).
+    Each global batch is sorted by (owning node of the stream, stream, position) and cut into one equal slice per rank.
+    So nodes share few row groups. The last, partial batch of m rows gives each rank ceil(m / num_replicas) rows, padded
+    at its end by the first positions of the epoch; drop_last drops it instead.
     """
 
     num_replicas: int
@@ -35,26 +35,27 @@ class Share:
 
     @property
     def global_batch_size(self) -> int:
+        """Rows of one batch of all ranks together."""
         return self.num_replicas * self.batch_size
 
     def num_batches(self, rows: int) -> int:
-        """Batches of each rank when so many rows are left."""
+        """Return the batches of each rank when `rows` global rows are left."""
         full, tail = divmod(rows, self.global_batch_size)
         return full + (1 if tail and not self.drop_last else 0)
 
     def num_samples(self, rows: int) -> int:
-        """Rows of each rank, padding included, when so many rows are left."""
+        """Return the rows of each rank, padding included, when `rows` global rows are left."""
         full, tail = divmod(rows, self.global_batch_size)
         return full * self.batch_size + self._tail_size(tail)
 
     def padding(self, rows: int) -> int:
-        """How many of this rank's rows are padding, at the end, when so many rows are left."""
+        """Return the number of this rank's padding rows when `rows` global rows are left."""
         tail = rows % self.global_batch_size
         size = self._tail_size(tail)
         return min(size, max(0, (self.rank + 1) * size - tail))
 
     def node_streams(self) -> list[int]:
-        """The streams that full batches of this rank's node draw on: its own where streams are local, else all."""
+        """Return the streams that full batches of this rank's node draw on: its own if streams are local, else all."""
         if not is_local(self.num_streams, self.num_nodes, self.num_replicas, self.batch_size):
             return list(range(self.num_streams))
         node = self.rank * self.num_nodes // self.num_replicas
@@ -62,13 +63,14 @@ class Share:
         return own
 
     def runs(self, start: int, n: int) -> Iterator[Int64]:
-        """The rank's positions from position `start` to the end of an epoch of n, several batches at a time.
+        """Yield the rank's positions from position `start` to the end of an epoch of n, several batches at a time.
 
-        Each run is int64 [batches, batch_size]; the last may be [1, rows of the partial batch].
+        Yields:
+            int64 [batches, batch_size]; the last may be [1, rows of the partial batch].
         """
         full, tail = divmod(n - start, self.global_batch_size)
         pattern, period = self._pattern(start, full)
-        done, step = 0, 1  # the first batch does not wait for many others
+        done, step = 0, 1  # small first, so that the first batch does not wait for many others
         while done < full:
             repeats, batches = np.divmod(np.arange(done, min(done + step, full)), len(pattern))
             yield pattern[batches] + repeats[:, None] * period
@@ -77,7 +79,7 @@ class Share:
             yield self._tail(n - tail, n)[None]
 
     def _pattern(self, start: int, full: int) -> tuple[Int64, int]:
-        """Positions of the first few batches, and after how many positions the same ones come again, so much higher."""
+        """Return the positions of the first batches and the period after which they repeat, shifted by the period."""
         size, low = self.global_batch_size, self.rank * self.batch_size
         batches = min(full, self.num_streams // math.gcd(self.num_streams, size))
         slices = [
@@ -100,5 +102,5 @@ class Share:
 
     @cached_property
     def _by_owner(self) -> Int64:
-        """Streams, sorted by the nodes that own them."""
+        """Streams sorted by owning node."""
         return np.argsort(self._owners, kind="stable")

@@ -15,8 +15,11 @@ Int64 = npt.NDArray[np.int64]
 class Window:
     """Rows of consecutive pieces of row groups, in shuffled order.
 
-    pieces: their numbers: int64 [k]; starts: the places where they begin before the shuffle, and where the window ends:
-    int64 [k + 1], none of them empty. first: the row with which each piece of the dataset begins, by its number.
+    Args:
+        pieces: Numbers of the pieces: int64 [k].
+        starts: Place before the shuffle at which each piece begins, then the end of the window: int64 [k + 1].
+        first: Number in the dataset of the first row of each piece of the dataset: int64 [P].
+        key: Draws the permutation.
     """
 
     def __init__(self, pieces: Int64, starts: Int64, first: Int64, key: int) -> None:
@@ -26,18 +29,18 @@ class Window:
         self._shuffled = KeyedPermutation(int(starts[-1] - starts[0]), key)
 
     def rows(self, numbers: Int64) -> Int64:
-        """The rows numbered so in the shuffled window, int64 of the same length."""
+        """Return the rows at these indices of the shuffled window: int64 of the same length."""
         numbers = self._shuffled[numbers]
-        found = self._lookup.pieces(numbers)
-        numbers += self._shifts[found]
+        pieces = self._index.pieces(numbers)
+        numbers += self._shifts[pieces]
         return numbers
 
     @cached_property
-    def _lookup(self) -> IntervalIndex:
+    def _index(self) -> IntervalIndex:
         return IntervalIndex(self._starts - self._starts[0])
 
     @cached_property
     def _shifts(self) -> Int64:
-        """From the unshuffled window to the dataset, by piece."""
+        """Difference between row number and index in the unshuffled window, by piece."""
         shifts: Int64 = self._first[self._pieces] - (self._starts[:-1] - self._starts[0])
         return shifts

@@ -1,4 +1,4 @@
-"""What a window costs and what it buys: the trade behind the default one, to be shown before a byte is read."""
+"""The trade-off between the cost of a window and its shuffle quality, and the default window that follows from it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ import numpy.typing as npt
 
 from dataload.samplers.placement import window_borders
 
-MEMORY = 2**32  # bytes of two windows: of 16 row groups each, of 128 MiB, the size that Parquet's writers aim at
-BATCH = 256  # rows of the batch that quality is judged by: the order must not depend on the batch that is asked for
-GOAL = 2.0  # variance ratio that is good enough: a wider window would cost more than it shows
-UNKNOWN = 16  # row groups, where their bytes are not known
+MEMORY = 2**32  # bytes of two windows of 16 row groups of 128 MiB, the target size of Parquet writers
+BATCH = 256  # assumed batch size: the order must not depend on the batch size that the user chooses
+GOAL = 2.0  # variance ratio that is good enough: a wider window costs more than it improves
+UNKNOWN = 16  # row groups, if their bytes are unknown
 
 
 @dataclass(frozen=True)
 class WindowTrade:
-    """A window of so many row groups, over all streams.
+    """The cost and the quality of a window. Bytes are those of the footers, or 0 if unknown.
 
-    variance_ratio: expected, of batches of `batch_size` rows over data sorted by label; 1 is a uniform shuffle.
-    first_row_groups, first_bytes: at most, that the first batch waits for on each node, with one stream a node and the
-    row groups aside that borders of streams cut; bytes: of the two windows that are held at a time. Bytes are as the
-    footers say them, and 0 where they are not known.
+    Args:
+        window: Row groups in the window, over all streams.
+        variance_ratio: Expected for batches of `batch_size` rows over data sorted by label; 1 is a uniform shuffle.
+        first_row_groups: Upper bound of the row groups that the first batch needs on each node, with one stream per
+            node and without the row groups that borders of streams cut.
+        first_bytes: Bytes of these row groups.
+        bytes: Bytes of the two windows that are in memory at a time.
     """
 
     window: int
@@ -39,44 +42,50 @@ def weigh_window(
     block_bytes: Sequence[int] | npt.ArrayLike | None = None,
     batch_size: int = BATCH,
 ) -> WindowTrade:
-    """The trade of windows of m out of M row groups, block_lengths rows and block_bytes bytes each: int64 [M].
+    """Return the cost and quality of windows of m out of M row groups.
 
-    An epoch's windows are of 1, 2, 4, … and then m row groups (`window_borders`). Of V windows each adds as much to the
-    variance ratio, 1 + (b - 1) (V - 1) / M; without the small ones V is M / m, as in `shuffle_quality`. Of windows with
-    fewer rows than a batch it is these in the place of b, for a batch has all of them; and a batch of all rows is as
-    any order has it. The first batch draws on windows until they have as many rows.
+    An epoch has V windows of 1, 2, 4, … and then m row groups (`window_borders`). The variance ratio for batches of b
+    rows is 1 + (b - 1) (V - 1) / M, and V is about M / m, as in `shuffle_quality`. A window with fewer than b rows
+    counts with its rows in place of b, because a batch holds all of them. A batch of all rows has ratio 1.
+
+    Args:
+        window: Row groups in a window.
+        block_lengths: Rows of each row group: int64 [M].
+        block_bytes: Bytes of each row group: int64 [M]; None: unknown.
+        batch_size: Rows of a global batch.
     """
     lengths = np.sort(np.asarray(block_lengths, np.int64))
     sizes = np.zeros_like(lengths) if block_bytes is None else np.asarray(block_bytes, np.int64)
-    held = np.concatenate(([0], np.cumsum(np.sort(sizes)[::-1])))
+    largest = np.concatenate(([0], np.cumsum(np.sort(sizes)[::-1])))  # bytes of the k largest row groups
     count = len(lengths)
     window = max(1, min(window, count))
-    ends = np.append(window_borders(count, window)[1:], count)  # of the windows, if the smallest row groups came first
+    ends = np.append(window_borders(count, window)[1:], count)  # of windows, with the shortest row groups first
     rows = np.concatenate(([0], np.cumsum(lengths)))
-    drawn_from = np.diff(ends, prepend=0) * (rows[-1] / max(1, count))  # rows of each window, on average
-    together = np.clip(drawn_from, 1, batch_size) - 1 if batch_size < rows[-1] else np.zeros(1)
+    window_rows = np.diff(ends, prepend=0) * (rows[-1] / max(1, count))  # on average
+    effects = np.clip(window_rows, 1, batch_size) - 1 if batch_size < rows[-1] else np.zeros(1)
     first = int(ends[np.searchsorted(rows[ends], min(batch_size, rows[-1]))])
     return WindowTrade(
         window=window,
-        variance_ratio=1 + float(together.mean()) * (len(together) - 1) / max(1, count),
+        variance_ratio=1 + float(effects.mean()) * (len(effects) - 1) / max(1, count),
         first_row_groups=first,
-        first_bytes=int(held[first]),
-        bytes=int(held[min(2 * window, count)]),
+        first_bytes=int(largest[first]),
+        bytes=int(largest[min(2 * window, count)]),
     )
 
 
 def default_window(
     block_lengths: Sequence[int] | npt.ArrayLike, block_bytes: Sequence[int] | npt.ArrayLike | None = None
 ) -> int:
-    """Row groups in a window when the user does not say: it follows from the footers alone.
+    """Return the default number of row groups in a window, from the footers alone.
 
-    As few as reach a variance ratio of GOAL over data sorted by label, the epoch's first windows aside, but no more
-    than fit twice into MEMORY, and no fewer than two. Where bytes are not known, UNKNOWN takes the place of MEMORY.
+    It is the smallest number with a variance ratio of GOAL over data sorted by label, without the small first windows.
+    Two windows must fit into MEMORY, but a window has at least two row groups. If the bytes are unknown, UNKNOWN is the
+    limit instead of MEMORY.
     """
     count = len(np.asarray(block_lengths))
     good = -(-(BATCH - 1) * count // max(1, int(count * (GOAL - 1)) + BATCH - 1))
     if block_bytes is None:
         return max(1, min(good, count, UNKNOWN))
-    held = np.cumsum(np.sort(np.asarray(block_bytes, np.int64))[::-1])
-    fitting = int(np.searchsorted(held, MEMORY, "right")) // 2 if count and held[-1] > MEMORY else count
+    largest = np.cumsum(np.sort(np.asarray(block_bytes, np.int64))[::-1])
+    fitting = int(np.searchsorted(largest, MEMORY, "right")) // 2 if count and largest[-1] > MEMORY else count
     return max(1, min(good, count, max(2, fitting)))

@@ -1,1 +1,1 @@
-"""Which files and row groups a dataset has: listing, footers, partitions, pruning, splits."""
+"""The files and row groups of a dataset: listing, footers, partitions, pruning, splits."""

@@ -1,4 +1,4 @@
-"""The footers of a dataset's files, kept many together: to keep each by itself takes longer than to fetch it."""
+"""A cache of file footers. One blob holds many footers: caching each by itself takes longer than fetching it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
 
 FOOTERS_IN_FLIGHT = 128
-RUN = 64  # files, on average
+RUN = 64  # files per run, on average
 RUNS_AT_ONCE = 4
 
 T = TypeVar("T")
@@ -27,7 +27,12 @@ _BOUND = np.dtype("<i8")
 
 @dataclass(frozen=True)
 class Kept:
-    """Where a file's footer is kept: as one of a run's, which `run` names. That object has no bytes."""
+    """The location of a cached footer.
+
+    Args:
+        run: Names the run of files whose footers share a blob. This object has no bytes.
+        number: Index of the footer in the run.
+    """
 
     run: Object
     number: int
@@ -39,12 +44,20 @@ def read_footers(
     look: Callable[[Footer], T],
     progress: Callable[[Object], object] = lambda _: None,
 ) -> list[tuple[T, Kept]]:
-    """What is found in the footers of these objects, given in order of path, and where they are kept.
+    """Return the result of `look` for each object's footer, and where the footer is cached.
 
-    look: called with each footer, from any thread; not all are in memory at a time. progress: called with each object
-    whose footer is there, from any thread. Raises as `read_footer` does, and what `look` raises.
+    Args:
+        objects: Files in order of path.
+        blocks: Reads the files through the cache.
+        look: Called with each footer, from any thread. Not all footers are in memory at a time.
+        progress: Called with each object whose footer has been read, from any thread.
 
-    Notes: they are fetched once a host.
+    Raises:
+        DataError: A file is neither Parquet nor Arrow IPC.
+        OriginError: The origin failed.
+        Exception: `look` raised it.
+
+    Notes: each host fetches the footers once.
     """
 
     def fetch(obj: Object) -> bytes:
@@ -53,69 +66,73 @@ def read_footers(
         return footer
 
     def read(run: list[Object]) -> list[tuple[T, Kept]]:
-        name, untold = _name(run), run
+        name, unreported = _name(run), run
 
         def fill(allocate: Allocate) -> None:
-            nonlocal untold
-            untold = []  # `fetch` tells of each
+            nonlocal unreported
+            unreported = []  # `fetch` reports each of them.
             _join(list(pool.map(fetch, run)), allocate)
 
-        whole = blocks.tier.get_or_fill(_key(name, blocks), fill)
-        for obj in untold:
+        blob = blocks.tier.get_or_fill(_key(name, blocks), fill)
+        for obj in unreported:
             progress(obj)
-        return [(look(parse_footer(_cut(whole, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
+        return [(look(parse_footer(_cut(blob, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
 
     with (
         ThreadPoolExecutor(FOOTERS_IN_FLIGHT, "dataload-footers") as pool,
         ThreadPoolExecutor(RUNS_AT_ONCE, "dataload-runs") as runs,
     ):
         try:
-            return [one for found in runs.map(read, _runs(objects)) for one in found]
-        except BaseException:  # What has not begun is not to be waited for.
+            return [result for results in runs.map(read, _runs(objects)) for result in results]
+        except BaseException:  # Leave without waiting for fetches that have not started.
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
-    """The footer of one file; fetched anew, and kept by itself, where its run is gone.
+    """Return the footer of one file. If its run was evicted, fetch the footer again and cache it by itself.
 
-    Raises DataError when the file is neither Parquet nor Arrow IPC, OriginError.
+    Raises:
+        DataError: The file is neither Parquet nor Arrow IPC.
+        OriginError: The origin failed.
     """
 
     def fill(allocate: Allocate) -> None:
         footer = fetch_footer(obj, blocks)
         allocate(len(footer))[:] = footer
 
-    alone = blocks.key(obj, "footer")
-    found = blocks.tier.get(alone) or stored_footer(kept, blocks) or _brought_footer(kept, blocks)
-    return parse_footer(found or blocks.tier.get_or_fill(alone, fill), obj)
+    own_key = blocks.key(obj, "footer")
+    found = blocks.tier.get(own_key) or stored_footer(kept, blocks) or _footer_from_cluster(kept, blocks)
+    return parse_footer(found or blocks.tier.get_or_fill(own_key, fill), obj)
 
 
 def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
-    """The bytes of a footer, if its run is kept."""
-    key, at = _key(kept.run, blocks), kept.number * _BOUND.itemsize
-    bounds = blocks.tier.get(key, (at, at + 2 * _BOUND.itemsize))
+    """Return the bytes of a footer, or None if its run is not cached on this host."""
+    key, offset = _key(kept.run, blocks), kept.number * _BOUND.itemsize
+    bounds = blocks.tier.get(key, (offset, offset + 2 * _BOUND.itemsize))
     return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
 
 
-def _brought_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
-    """The bytes of a footer, if another host has its run."""
-    with blocks.tier.alone(blocks.key(kept.run, "bring footers"), elect=False):  # `bring` locks what it keeps
+def _footer_from_cluster(kept: Kept, blocks: Blocks) -> memoryview | None:
+    """Return the bytes of a footer, or None if no other host has its run."""
+    # A lock of its own: `bring` locks the key of the run.
+    with blocks.tier.alone(blocks.key(kept.run, "bring footers"), elect=False):
         found = stored_footer(kept, blocks)
-        if found is None and (brought := blocks.tier.bring([_key(kept.run, blocks)])):
-            found = _cut(brought[0], kept.number)
+        if found is None and (fetched := blocks.tier.bring([_key(kept.run, blocks)])):
+            found = _cut(fetched[0], kept.number)
     return found
 
 
 def run_digest(run: Object, blocks: Blocks) -> bytes:
-    """What the cache knows a run's blob by."""
+    """Return the digest of the key under which a run's footers are cached."""
     return _key(run, blocks).digest
 
 
 def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
-    """Neighbours. A name alone says whether a run begins with it, so that a file more, or less, changes one run.
+    """Yield runs of neighbouring files.
 
-    As files are cut by their content in LBFS (Muthitacharoen, Chen, Mazières, SOSP 2001).
+    A file's name alone decides whether a run begins with it, so adding or removing a file changes one run. LBFS cuts
+    files by content in the same way (Muthitacharoen, Chen, Mazières, SOSP 2001).
     """
     run: list[Object] = []
     for obj in objects:
@@ -129,8 +146,8 @@ def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
 
 
 def _name(run: list[Object]) -> Object:
-    made_of = json.dumps([[obj.path, obj.size, obj.version] for obj in run]).encode()
-    return Object(run[0].path, 0, hashlib.blake2b(made_of, digest_size=16, person=b"footers").hexdigest())
+    content = json.dumps([[obj.path, obj.size, obj.version] for obj in run]).encode()
+    return Object(run[0].path, 0, hashlib.blake2b(content, digest_size=16, person=b"footers").hexdigest())
 
 
 def _key(run: Object, blocks: Blocks) -> BlobKey:
@@ -138,18 +155,18 @@ def _key(run: Object, blocks: Blocks) -> BlobKey:
 
 
 def _join(footers: list[bytes], allocate: Allocate) -> None:
-    """First where each footer begins, and where the last ends; then the footers."""
+    """Write the start of each footer, the end of the last one, and then the footers."""
     bounds = np.cumsum([_BOUND.itemsize * (len(footers) + 1), *map(len, footers)], dtype=_BOUND)
-    room = allocate(int(bounds[-1]))
-    room[: bounds[0]] = bounds.tobytes()
+    blob = allocate(int(bounds[-1]))
+    blob[: bounds[0]] = bounds.tobytes()
     for footer, start, stop in zip(footers, bounds, bounds[1:], strict=False):
-        room[start:stop] = footer
+        blob[start:stop] = footer
 
 
-def _cut(whole: memoryview, number: int) -> memoryview:
-    """One footer of a run's."""
-    start, stop = _bounds(whole, number)
-    return whole[start:stop]
+def _cut(blob: memoryview, number: int) -> memoryview:
+    """Return one footer of a run's blob."""
+    start, stop = _bounds(blob, number)
+    return blob[start:stop]
 
 
 def _bounds(table: memoryview, number: int) -> Span:

@@ -1,4 +1,4 @@
-"""Which objects a dataset is made of: one listing, one footer each, pinned and named by a fingerprint."""
+"""The manifest of a dataset: its objects and row groups, pinned by one listing and named by a fingerprint."""
 
 from __future__ import annotations
 
@@ -33,11 +33,16 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 @dataclass(frozen=True)
 class RowGroup:
-    """One row group of one object. rows: how many; bytes: compressed, of all its columns.
+    """One row group of one object.
 
-    sizes: bytes, uncompressed but encoded as the file has them, of each of the manifest's `ragged` columns.
-    constants: names and values of the columns that its file does not hold, for the folders' names say them.
-    kept: where the footer of its file is.
+    Args:
+        file: The object.
+        kept: Location of the file's cached footer.
+        number: Index of the row group in the file.
+        rows: Number of rows.
+        bytes: Compressed bytes of all its columns.
+        sizes: Uncompressed, encoded bytes of each of the manifest's `ragged` columns.
+        constants: Names and values of the partition columns, which come from folder names.
     """
 
     file: Object
@@ -51,11 +56,13 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A generation of a dataset: its objects in order of path, their row groups in file order, their common schema.
+    """One generation of a dataset.
 
-    schema: flat: the members of structs are dotted columns; then the keys of partitions.
-    fingerprint: hex digest of the objects' paths, sizes, versions and partition keys; the same on every host that sees
-        the same objects, whatever the endpoint.
+    Args:
+        schema: The flat schema that all objects share: struct members are dotted columns. Partition keys come last.
+        row_groups: Row groups in file order, of the objects in order of path.
+        fingerprint: Hex digest of the objects' paths, sizes, versions and partition keys. It does not depend on the
+            endpoint, so it is the same on every host that sees the same objects.
     """
 
     schema: pa.Schema
@@ -64,15 +71,20 @@ class Manifest:
 
     @cached_property
     def num_rows(self) -> int:
+        """Number of rows."""
         return sum(group.rows for group in self.row_groups)
 
     @cached_property
     def ragged(self) -> tuple[str, ...]:
-        """The columns whose values vary in length, in the schema's order, those that no batch can hold among them."""
+        """Columns whose values vary in length, in schema order, including those that no batch can hold."""
         return tuple(field.name for field in self.schema if _is_ragged(field))
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raises ConfigError naming the first that is neither a column nor a struct of some."""
+        """Check that each name is a column or a struct of columns.
+
+        Raises:
+            ConfigError: A name is neither.
+        """
         for column in columns:
             if column not in self._chosen_by:
                 near = difflib.get_close_matches(column, self.schema.names, n=1)
@@ -80,9 +92,12 @@ class Manifest:
                 raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:
-        """The columns that these names choose, in their order; a struct's name chooses all its members. None: all.
+        """Return the columns that these names choose, in their order; None: all.
 
-        Raises ConfigError for a name that is not there and for a column chosen twice.
+        The name of a struct chooses all its members.
+
+        Raises:
+            ConfigError: A name is not in the dataset, or a column is chosen twice.
         """
         if columns is None:
             return list(self.schema.names)
@@ -102,7 +117,7 @@ class Manifest:
         return chosen | {name: [name] for name in self.schema.names}
 
     def only(self, numbers: Iterable[int]) -> Manifest:
-        """The part of it that has these of its `row_groups`, in file order, with a fingerprint of its own."""
+        """Return the manifest of these row groups, in file order, with its own fingerprint."""
         chosen = sorted(set(map(int, numbers)))
         if len(chosen) == len(self.row_groups):
             return self
@@ -110,6 +125,7 @@ class Manifest:
         return Manifest(self.schema, tuple(self.row_groups[number] for number in chosen), digest.hexdigest())
 
     def to_bytes(self) -> bytes:
+        """Return the manifest as JSON. Files and runs appear once."""
         files: dict[Object, tuple[int, int, Constants, list[Any]]] = {}
         runs: dict[Object, int] = {}
         for group in self.row_groups:
@@ -122,34 +138,36 @@ class Manifest:
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
                 "runs": [[run.path, run.version] for run in runs],
-                "files": [[file.path, file.size, file.version, *of] for file, of in files.items()],
+                "files": [[file.path, file.size, file.version, *entry] for file, entry in files.items()],
             },
             separators=(",", ":"),
         ).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        known = json.loads(data)
+        """Return the manifest that `to_bytes` wrote."""
+        content = json.loads(data)
         groups = []
-        runs = [Object(path, 0, version) for path, version in known["runs"]]
-        for path, size, version, run, place, constants, row_groups in known["files"]:
+        runs = [Object(path, 0, version) for path, version in content["runs"]]
+        for path, size, version, run, position, constants, row_groups in content["files"]:
             file, shared = Object(path, size, version), tuple((name, value) for name, value in constants)
-            kept = Kept(runs[run], place)
+            kept = Kept(runs[run], position)
             groups += [
                 RowGroup(file, kept, number, rows, size_bytes, tuple(sizes), shared)
                 for number, rows, size_bytes, sizes in row_groups
             ]
-        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(known["schema"])))
-        return cls(schema, tuple(groups), known["fingerprint"])
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
+        return cls(schema, tuple(groups), content["fingerprint"])
 
 
 def resolve(source: Source, blocks: Blocks) -> Manifest:
-    """The dataset at `source`: a path, folder or glob at the origin of `blocks`, or a list of them.
+    """Return the manifest of `source`: a path, folder or glob at the origin of `blocks`, or a list of them.
 
-    The objects are listed now; their footers are read once a host for each listing.
+    Each call lists the objects. Each host reads the footers once per distinct listing.
 
-    Raises OriginNotFound when nothing is there, DataError for objects that are neither Parquet nor Arrow IPC and for
-    schemas that differ.
+    Raises:
+        OriginNotFound: There is no object at `source`.
+        DataError: An object is neither Parquet nor Arrow IPC, or schemas differ.
     """
     return pin(list_objects(source, blocks), blocks)
 
@@ -157,9 +175,15 @@ def resolve(source: Source, blocks: Blocks) -> Manifest:
 def pin(
     objects: Mapping[Object, Keys], blocks: Blocks, progress: Callable[[Object], object] = lambda _: None
 ) -> Manifest:
-    """The dataset that these objects, at least one, in order of path, make up. Raises DataError as `resolve` does.
+    """Return the manifest of these objects.
 
-    progress: called with each object whose footer has been read, from any thread.
+    Args:
+        objects: At least one object, in order of path, with its partition keys.
+        blocks: Reads the objects through the cache.
+        progress: Called with each object whose footer has been read, from any thread.
+
+    Raises:
+        DataError: An object is neither Parquet nor Arrow IPC, or schemas differ.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
     for obj, keys in objects.items():
@@ -175,7 +199,7 @@ def pin(
 
 
 def source_paths(source: Source) -> list[str]:
-    """The URLs or paths that `source` names. Raises ConfigError when there are none."""
+    """Return the URLs or paths that `source` names. Raise ConfigError if there are none."""
     paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
     if not paths:
         raise ConfigError("the source is an empty list: name at least one file, folder or glob")
@@ -183,11 +207,13 @@ def source_paths(source: Source) -> list[str]:
 
 
 def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
-    """The objects that `source` names, in order of path, with the partition keys between them and what was named.
+    """Return the objects that `source` names, in order of path, with their partition keys.
 
-    Names that start with "_" or "." are passed over, as Spark writes them.
+    The keys are those of the folders below the named path. Names that start with "_" or "." are skipped: Spark writes
+    its metadata there.
 
-    Raises OriginNotFound when there are none.
+    Raises:
+        OriginNotFound: There are no such objects.
     """
     found: dict[str, tuple[Object, Keys]] = {}
     for path in source_paths(source):
@@ -198,7 +224,7 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
                 f"no objects at {redacted(path)} ({blocks.origin.address}): check bucket, prefix and endpoint{hint}"
             )
         for obj, keys in listed.items():
-            # One object may be named by itself and by a folder above it, which knows more of its keys.
+            # The source may name an object twice: by itself and by a folder above it, which yields more keys.
             if obj.path not in found or len(keys) > len(found[obj.path][1]):
                 found[obj.path] = obj, keys
     return dict(found[path] for path in sorted(found))
@@ -219,7 +245,7 @@ def _hidden(relative: str) -> bool:
 def _read_footers(
     objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
 ) -> Manifest:
-    found = read_footers(objects, blocks, _Look(), progress)
+    found = read_footers(objects, blocks, _Summarize(), progress)
     first, ((schema, _), _) = next(iter(objects)), found[0]
     partitions, constants = partition_columns(objects, {*schema.own.names, *schema.flat.names})
     groups = []
@@ -227,27 +253,27 @@ def _read_footers(
         if other is not schema:
             _check_schema(first, schema.flat, obj, other.flat)
         for number, (rows, stored_bytes, sizes) in enumerate(row_groups):
-            named = [
+            texts = [
                 str(value or "") for field, (_, value) in zip(partitions, values, strict=True) if _is_ragged(field)
             ]
-            sizes += [rows * len(value.encode()) for value in named]
+            sizes += [rows * len(text.encode()) for text in texts]
             groups.append(RowGroup(obj, kept, number, rows, stored_bytes, tuple(sizes), values))
     return Manifest(pa.schema([*schema.flat, *partitions]), tuple(groups), fingerprint)
 
 
 @dataclass(frozen=True)
 class _Schema:
-    """A file's own, and flat; and which columns of that are ragged."""
+    """A file's own schema, its flat form, and the ragged columns of that."""
 
     own: pa.Schema
     flat: pa.Schema
     ragged: list[str]
 
 
-class _Look:
-    """What a manifest has of footers: the schema, and each row group's rows, stored bytes, and bytes by ragged column.
+class _Summarize:
+    """Returns a footer's schema, and each row group's rows, stored bytes and bytes by ragged column.
 
-    Notes: may be called from any thread. Files of one schema, one after the other, share what is made of it.
+    Notes: thread-safe. Consecutive files of one schema share one `_Schema`.
     """
 
     _latest: _Schema | None = None
@@ -268,14 +294,14 @@ def _is_ragged(field: pa.Field) -> bool:
     try:
         return fields_of(pa.schema([field]))[0].ragged
     except DataError:
-        return True  # Nobody can choose it, so that it may be in the way of nobody.
+        return True  # No batch can hold the column, so its size does not matter.
 
 
 def _check_schema(first: Object, schema: pa.Schema, other: Object, found: pa.Schema) -> None:
     if [(field.name, field.type) for field in found] == [(field.name, field.type) for field in schema]:
         return
     for name in [*schema.names, *found.names]:
-        ours, theirs = (_type_of(name, which) for which in (schema, found))
+        ours, theirs = _type_of(name, schema), _type_of(name, found)
         if ours != theirs:
             raise DataError(
                 f"{other.path} and {first.path} differ in column {name!r}: {theirs} there, {ours} here; "

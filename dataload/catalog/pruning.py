@@ -1,7 +1,7 @@
-"""Filters in pyarrow's form, which take away whole row groups: by partition keys and by the footers' statistics.
+"""Filters in pyarrow's form that prune whole row groups, by partition keys and footer statistics.
 
-Of each row group two things are found out: whether some of its rows may match, and whether some may not. Where both
-are so, neither keeping it nor leaving it out would be right, and the filters are refused.
+For each row group, partition keys and statistics tell whether some rows may match and whether some may not. If both are
+possible, the row group can be neither kept nor dropped, and the filters raise a ConfigError.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ Filters = Sequence[Any]
 
 @dataclass(frozen=True)
 class Predicate:
-    """said: as it was given; values: one, or those of a set, comparable with the column's statistics."""
+    """One predicate of a filter.
+
+    Args:
+        said: (column, operator, value) as the caller wrote it.
+        kind: Storage type of the column.
+        values: The value, or the members of a set, as the column's statistics represent them.
+    """
 
     said: tuple[str, str, Any]
     kind: pa.DataType
@@ -43,12 +49,13 @@ class Predicate:
 
 
 def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
-    """The part of the manifest whose rows match; a null matches nothing, NaN only `!=` and `not in`.
+    """Return the manifest of the row groups that match. A null matches nothing, NaN only `!=` and `not in`.
 
-    Footers are read where the keys of partitions do not decide.
+    Footers are read only if partition keys do not decide.
 
-    Raises ConfigError for filters that are malformed or leave nothing, and naming the first row group of which some
-    rows match and others do not, or may not for all that its statistics tell.
+    Raises:
+        ConfigError: The filters are malformed or leave no row, or a row group has rows that may match and rows that may
+            not. The message names the row group.
     """
     choices = parse(filters, manifest)
 
@@ -56,20 +63,21 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
         groups = list(file)
         first = groups[0][1]
         footer = cache(lambda: read_footer(first.file, first.kept, blocks))
-        return [at for at, group in groups if group.rows and _matches(choices, group, footer)]
+        return [number for number, group in groups if group.rows and _matches(choices, group, footer)]
 
-    files = [list(file) for _, file in groupby(enumerate(manifest.row_groups), lambda one: one[1].file)]
+    files = [list(file) for _, file in groupby(enumerate(manifest.row_groups), lambda item: item[1].file)]
     with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
-        kept = [at for numbers in pool.map(keep, files) for at in numbers]
+        kept = [number for numbers in pool.map(keep, files) for number in numbers]
     if not kept:
         raise ConfigError(f"filters={filters!r} leave none of {manifest.num_rows} rows")
     return manifest.only(kept)
 
 
 def parse(filters: Filters, manifest: Manifest) -> list[list[Predicate]]:
-    """Lists of predicates, of one of which all must hold; those on partition keys come first in each.
+    """Return lists of predicates; all predicates of one list must hold. Those on partition keys come first.
 
-    Raises ConfigError for what is malformed, names no column, or compares it with a value of another type.
+    Raises:
+        ConfigError: A predicate is malformed, names no column, or has a value of another type.
     """
     if not _is_list(filters) or not filters or not all(_is_list(part) and part for part in filters):
         raise ConfigError(f"filters={filters!r} must be a list of (column, operator, value), or a list of such lists")
@@ -91,21 +99,21 @@ def _predicate(said: Any, manifest: Manifest) -> Predicate:
         raise ConfigError(f"filters: {column!r} is a struct, name one of its members: {manifest.select([column])}")
     kind = storage(manifest.schema.field(column).type)
     if number(kind) is None and not is_bytes(kind):
-        raise ConfigError(f"filters: column {column!r} is of {kind}, and only single values can be compared")
+        raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
     if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
         raise ConfigError(f"filters: {said!r} needs a list of values")
     values = list(value) if sign in {"in", "not in"} else [value]
     try:
-        return Predicate((column, sign, value), kind, frozenset(_comparable(one, kind) for one in values))
+        return Predicate((column, sign, value), kind, frozenset(_comparable(member, kind) for member in values))
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"filters: {said!r} cannot be compared: column {column!r} is of {kind}, give such a value"
+            f"filters: {said!r} cannot be compared: column {column!r} has type {kind}, give a value of it"
         ) from error
 
 
 def _comparable(value: Any, kind: pa.DataType) -> Any:
-    """The value as the statistics of a column of this type have it. Raises ValueError, as pyarrow may, for others."""
-    # As pyarrow does: 0.1 is not the float32 nearest to it.
+    """Return the value as statistics of this type represent it. Raise ValueError if it is no value of this type."""
+    # Floats are compared as float64, as pyarrow does: 0.1 is not the nearest float32.
     scalar = pa.scalar(value, pa.float64() if pa.types.is_floating(kind) else kind)
     if value is None or scalar.as_py() != value:
         raise ValueError(value)
@@ -131,16 +139,16 @@ def _matches(choices: list[list[Predicate]], group: RowGroup, footer: Callable[[
         return False
     raise ConfigError(
         f"{group.file.path} row group {group.number}: by its statistics some of its {group.rows} rows may match "
-        f"{doubts[0].said!r} and some may not (statistics pass over NaN, which matches nothing, so a float proves no "
-        f"match): filter by a key of the folders' names, sort the data by {doubts[0].column!r} before writing it, or "
-        "filter in a transform"
+        f"{doubts[0].said!r} and some may not (statistics ignore NaN, which matches nothing, so those of floats prove "
+        f"no match): filter by a partition key, sort the data by {doubts[0].column!r} before writing it, or filter in "
+        "a transform"
     )
 
 
 def _all_hold(
     choice: list[Predicate], known: Callable[[Predicate], Bounds], rows: int
 ) -> tuple[bool, Predicate | None]:
-    """Whether rows may match all the predicates, and if so the first that some rows may not match."""
+    """Return whether rows may match all predicates, and if so the first predicate that some rows may fail."""
     doubt = None
     for predicate in choice:
         match, fail = _outcomes(predicate, known(predicate), rows)
@@ -151,7 +159,7 @@ def _all_hold(
 
 
 def _outcomes(predicate: Predicate, known: Bounds, rows: int) -> tuple[bool, bool]:
-    """Whether some of the rows may match, and whether some may not."""
+    """Return whether some rows may match, and whether some may not."""
     if known.nulls == rows:
         return False, True
     if known.low is None:
@@ -167,7 +175,7 @@ def _outcomes(predicate: Predicate, known: Bounds, rows: int) -> tuple[bool, boo
     negated = sign in {"!=", "not in"}
     if negated:
         match, fail = fail, match
-    # The statistics of floats pass over NaN, of which there may be any number.
+    # Statistics of floats ignore NaN: there may be any number of them.
     nan = pa.types.is_floating(predicate.kind)
     return match or (nan and negated), fail or known.nulls != 0 or (nan and not negated)
 
@@ -181,7 +189,7 @@ ORDERS: dict[str, Callable[[Any, Any], bool]] = {
 
 
 def _covers(values: frozenset[Any], low: Any, high: Any) -> bool:
-    """Whether all that lies between the bounds is among the values."""
+    """Return whether `values` contains everything between the bounds."""
     if isinstance(low, int):
         return all(value in values for value in range(low, high + 1))
     return bool(low == high) and low in values

@@ -1,4 +1,4 @@
-"""A dataset in parts, such as for training and validation: whole row groups, the same ones in every process."""
+"""Splits of a dataset, such as training and validation, by whole row groups. Each process gets the same splits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ TOLERANCE = 1e-6  # of the sum of the fractions
 
 
 def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Manifest]:
-    """Disjoint parts that together are everything, of as near these fractions of the rows as whole row groups allow.
+    """Return disjoint splits that cover the dataset, as close to these fractions of the rows as row groups allow.
 
-    Row groups are put in the order of a hash of (seed, path, number), and that is cut: so that those of a dataset
-    which has grown stay in their old order. Inside a part they are in file order; each part has one with rows.
+    Row groups are sorted by a hash of (seed, path, number), and that order is cut. So the row groups of a dataset that
+    grows keep their relative order. Each split has at least one row group with rows, and is in file order.
 
-    Raises ConfigError for fractions that are not positive or do not sum to 1, and for fewer row groups than parts.
+    Raises:
+        ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
     """
     fractions = list(fractions)
     if not fractions or not all(fraction > 0 for fraction in fractions) or abs(math.fsum(fractions) - 1) > TOLERANCE:
@@ -29,20 +30,20 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     filled = [number for number, group in enumerate(groups) if group.rows]
     if len(filled) < len(fractions):
         raise ConfigError(
-            f"fractions={fractions} ask for {len(fractions)} parts of whole row groups, and the dataset has "
-            f"{len(filled)} with rows: ask for fewer parts, or write smaller row groups"
+            f"fractions={fractions} need {len(fractions)} row groups with rows, and the dataset has {len(filled)}: "
+            "make fewer splits, or write smaller row groups"
         )
     keys = {number: derive_key("split", seed, groups[number].file.path, groups[number].number) for number in filled}
     order = sorted(filled, key=lambda number: (keys[number], number))
-    # Those without rows go where they lie in no one's way.
+    # Row groups without rows go to the last split.
     order += [number for number, group in enumerate(groups) if not group.rows]
     borders = _borders([groups[number].rows for number in order[: len(filled)]], fractions)
-    parts = zip([0, *borders], [*borders, len(order)], strict=True)
-    return [manifest.only(order[start:stop]) for start, stop in parts]
+    spans = zip([0, *borders], [*borders, len(order)], strict=True)
+    return [manifest.only(order[start:stop]) for start, stop in spans]
 
 
 def _borders(rows: Sequence[int], fractions: Sequence[float]) -> list[int]:
-    """Where to cut a sequence of row groups into parts of at least one each: after as many as stand here."""
+    """Return the indices at which to cut a sequence of row groups into splits of at least one row group each."""
     ends = np.cumsum([0, *rows])
     borders = [0]
     for number in range(1, len(fractions)):

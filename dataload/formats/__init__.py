@@ -1,1 +1,1 @@
-"""The bytes of one file: its format, its schema, its footer, and how one of its row groups is read."""
+"""File formats: detecting them, reading their schemas and footers, and decoding row groups."""

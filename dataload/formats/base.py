@@ -1,4 +1,4 @@
-"""What a file says of its row groups, whatever its format."""
+"""The interface of a file format: a file's footer, and readers of its row groups."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 
-SHARED_BYTES = 512 << 10  # of a row group with all its columns; smaller ones are not worth a request each
-GAP_BYTES = 256 << 10  # between ranges that are fetched all the same rather than with one more request
+SHARED_BYTES = 512 << 10  # row groups with fewer bytes are not worth a request each
+GAP_BYTES = 256 << 10  # smaller gaps between ranges are fetched, which is cheaper than another request
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What is known of the values of one column in one row group. nulls: how many; None, like a bound: unknown."""
+    """Statistics of one column in one row group; None: unknown.
+
+    Args:
+        low: Least value.
+        high: Greatest value.
+        nulls: Number of nulls.
+    """
 
     low: Any
     high: Any
@@ -29,11 +35,14 @@ class RowGroupReader(Protocol):
     """Decodes some columns of one row group."""
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
-        """Its rows in tables of `rows` rows; the last may be smaller."""
+        """Yield the row group in tables of `rows` rows; the last may be smaller."""
 
 
 class Footer(Protocol):
-    """A file's schema, without metadata, and its row groups by number. lengths: rows of each."""
+    """A file's schema, without metadata, and its row groups by number. lengths: rows of each row group.
+
+    Column names are flat: a member of a struct has a dotted name.
+    """
 
     @property
     def schema(self) -> pa.Schema: ...
@@ -42,43 +51,46 @@ class Footer(Protocol):
     def lengths(self) -> Sequence[int]: ...
 
     def stored_bytes(self, number: int) -> int:
-        """Bytes of a row group in the file, all its columns."""
+        """Return the bytes of a row group in the file, all its columns."""
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
-        """About how many bytes these columns, dotted where they are members of structs, take once decompressed."""
+        """Return about how many bytes each of these columns takes once decompressed."""
 
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
-        """Those of these columns, of bytes or text, of which the file has codes: `decoded_bytes` may be far too few."""
+        """Return the dictionary-encoded ones of these bytes or text columns: `decoded_bytes` may be far too low."""
 
     def held_bytes(self, number: int, columns: Sequence[str]) -> int:
-        """Bytes of a row group that are in memory at a time while these columns are decoded, as they are stored."""
+        """Return the most stored bytes of a row group that are in memory at a time while these columns are decoded."""
 
     def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
-        """What `open_row_group` has fetched of the file: from the blocks that the cache keeps; in requests of its own.
+        """Return the byte ranges that `open_row_group` reads: through cached blocks, and in requests of their own.
 
-        Of the second kind each span is a request, unless blocks that hold it are kept.
+        Each range of the second list is one request, unless cached blocks hold it.
         """
 
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
-        """What is known of a column's values, which are of the type `kind`."""
+        """Return the statistics of a column whose storage type is `kind`."""
 
     def open_row_group(
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks
     ) -> AbstractContextManager[RowGroupReader]:
-        """Some columns of one row group of the file, which is `obj`.
+        """Open some columns of one row group of the file `obj`.
 
-        Notes: row groups of less than `SHARED_BYTES` go through the cache, in blocks, which neighbours share; but not
-        where the cache is so small that these would be gone by then.
-        Raises DataError when the data cannot be decoded, OriginError.
+        Raises:
+            DataError: The data cannot be decoded.
+            OriginError: The origin failed.
+
+        Notes: row groups of less than `SHARED_BYTES` go through cached blocks, which neighbours share. If the cache is
+        too small to keep blocks, they are fetched directly.
         """
 
 
 def joined(spans: Sequence[Span], gap: int = GAP_BYTES) -> list[Span]:
-    """Spans [start, stop) in order of their start, made one where no more than `gap` lies between them."""
-    found: list[Span] = []
+    """Return the sorted spans [start, stop), merging neighbours that are at most `gap` bytes apart."""
+    merged: list[Span] = []
     for start, stop in spans:
-        if found and start - found[-1][1] <= gap:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if merged and start - merged[-1][1] <= gap:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged

@@ -1,4 +1,4 @@
-"""The formats that a dataset's files may have, told by their first and last bytes."""
+"""Detection of a file's format by its first and last bytes."""
 
 from __future__ import annotations
 
@@ -7,36 +7,41 @@ from dataload.errors import DataError
 from dataload.formats import arrow_ipc, parquet
 from dataload.formats.base import SHARED_BYTES, Footer
 
-# What is fetched of a file's end, where its footer is: a 64th of it, so that small files are not fetched for it.
+# The part of a file that is fetched for its footer: a 64th of it, so that small files are not fetched whole.
 LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
 
 
 def parse_footer(footer: memoryview, obj: Object) -> Footer:
-    """What `fetch_footer` has fetched, understood. Raises DataError when it cannot be."""
+    """Return the footer in the bytes that `fetch_footer` returned. Raise DataError if they cannot be read."""
     if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
         return parquet.ParquetFooter.from_bytes(footer, obj)
     return arrow_ipc.ArrowFooter.from_bytes(footer, obj)
 
 
 def tail_bytes(obj: Object) -> int:
-    """How much of a file's end is fetched in one request, in the hope that its footer is there."""
+    """Return how many bytes at a file's end the first request for its footer fetches."""
     return min(obj.size, MOST_TAIL_BYTES, max(LEAST_TAIL_BYTES, obj.size // TAIL_SHARE))
 
 
 def fetched_beside_tail(obj: Object, footer: memoryview) -> list[int]:
-    """Bytes of each further request that the footer of a file took, which is known by now.
+    """Return the bytes of each further request that a file's footer took.
 
-    Arrow's, but for what was read through blocks, which hold rows, too.
+    Messages of an Arrow file that were read through blocks do not count: the blocks hold rows, too.
     """
     if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
-        beyond = len(footer) - tail_bytes(obj)
-        return [beyond] if beyond > 0 else []
+        rest = len(footer) - tail_bytes(obj)
+        return [rest] if rest > 0 else []
     messages = arrow_ipc.message_bytes(footer)
     return [] if obj.size < SHARED_BYTES * len(messages) else messages
 
 
 def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
-    """What is kept of a file to know its row groups by. Raises DataError when it is neither Parquet nor Arrow IPC."""
+    """Return the bytes of a file's footer: Parquet's own, or the packed metadata of Arrow messages.
+
+    Raises:
+        DataError: The file is neither Parquet nor Arrow IPC.
+        OriginError: The origin failed.
+    """
     start = max(0, obj.size - tail_bytes(obj))
     tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
 
@@ -56,5 +61,5 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     if obj.size >= arrow_ipc.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == arrow_ipc.CONTINUATION:
         return arrow_ipc.index_of_stream(obj, blocks)
     raise DataError(
-        f"{obj.path} is not a Parquet file, nor Arrow IPC: take it out of the dataset, or name the files with a glob"
+        f"{obj.path} is not a Parquet file, nor Arrow IPC: remove it from the dataset, or name the files with a glob"
     )

@@ -1,4 +1,4 @@
-"""Hive partitions: what the names of folders say of the files below them, as in `label=cat/part.parquet`."""
+"""Hive partitions: columns from folder names, as in `label=cat/part.parquet`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ NULL = "__HIVE_DEFAULT_PARTITION__"
 WHOLE_NUMBER = re.compile(r"-?[0-9]{1,19}")
 
 Keys = tuple[tuple[str, str | None], ...]
-"""Names and values, the outermost folder first; None: a null."""
+"""(name, value) of each key, the outermost folder first; None: a null."""
 Constants = tuple[tuple[str, int | str | None], ...]
-"""Columns that have one value in all rows of a file, by name."""
+"""(name, value) of each column that has one value in all rows of a file."""
 
 
 def keys_of(relative: str) -> Keys:
-    """What the folders of a path say; it starts below the folder that was asked for, and ends with the file's name."""
+    """Return the keys in a path's folders. The path starts below the source's folder and ends with a file name."""
     pairs = (folder.split("=", 1) for folder in relative.split("/")[:-1] if folder.find("=") > 0)
     return tuple((unquote(key), None if value == NULL else unquote(value)) for key, value in pairs)
 
 
 def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tuple[list[pa.Field], list[Constants]]:
-    """The columns that the keys of files become, and for each file what they hold there.
+    """Return the columns that the files' keys become, and their values for each file.
 
-    own: names of columns in the files, which win over keys. A column is int64 when all its values but nulls are whole
-    numbers that fit, else string.
+    A column is int64 if all its values except nulls are integers that fit, else string.
 
-    Raises DataError naming two files that have different keys, or one that has the same key twice.
+    Args:
+        files: The files and their keys.
+        own: Names of columns in the files. They win over keys.
+
+    Raises:
+        DataError: Two files have different keys, or one file has the same key twice. The message names them.
     """
     names: list[str] = []
     values: list[dict[str, str | None]] = []
@@ -45,11 +49,11 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
         if set(found) != set(names):
             first = next(iter(files))
             raise DataError(
-                f"{obj.path} and {first.path} lie in folders of different keys, {_listed(found)} and {_listed(names)}: "
+                f"{obj.path} and {first.path} have different partition keys, {_listed(found)} and {_listed(names)}: "
                 f"move one, or read them as two datasets"
             )
         values.append(dict(keys))
-    columns = {name: _typed([of[name] for of in values]) for name in names}
+    columns = {name: _typed([by_name[name] for by_name in values]) for name in names}
     fields = [pa.field(name, column.type) for name, column in columns.items()]
     lists = {name: column.to_pylist() for name, column in columns.items()}
     return fields, [tuple((name, lists[name][number]) for name in names) for number in range(len(values))]

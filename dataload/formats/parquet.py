@@ -1,4 +1,4 @@
-"""Parquet through the cache: footers and row groups."""
+"""Parquet files: footers and row groups."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from dataload.formats.schema import flatten, is_list, number, storage
 from dataload.runtime.cached_property import cached_property
 
 MAGIC = b"PAR1"
-HELD_BYTES = 40 << 20  # of a row group, as it is stored, that are fetched before they are decoded
-BUFFER_BYTES = 1 << 20  # of a column that is being decoded
-CHUNK_BYTES = 1 << 20  # of a column; where they are smaller on average, they are fetched together and held
-DICTIONARY_BYTES = 1 << 20  # of values, at which writers give up a chunk's dictionary: what follows is as it is
-CODE_BYTES = 4  # of the code of a value, at most
-UNLIKE_BYTES = 1 << 10  # of a value, from which on few are alike: a dictionary has them all
+HELD_BYTES = 40 << 20  # stored bytes of a row group that are fetched before decoding starts
+BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
+CHUNK_BYTES = 1 << 20  # column chunks that are smaller on average are fetched together and held in memory
+DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
+CODE_BYTES = 4  # most bytes of a dictionary index
+UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
 TRAILER_BYTES = 8  # footer length (u32, little-endian), magic
 
 
 def fetch_footer(last: Callable[[int], bytes]) -> bytes:
-    """The footer of a Parquet file. last: has so many of its last bytes fetched."""
+    """Return the footer of a Parquet file. `last(n)` must return the last n bytes of the file."""
     return last(int.from_bytes(last(TRAILER_BYTES)[:4], "little") + TRAILER_BYTES)
 
 
@@ -45,7 +45,7 @@ class ParquetFooter:
 
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
-        """Raises DataError when it cannot be read."""
+        """Return the footer in these bytes. Raise DataError if they cannot be read."""
         try:
             return cls(pq.read_metadata(pa.BufferReader(pa.py_buffer(data))))
         except (pa.ArrowException, OSError) as error:
@@ -64,7 +64,7 @@ class ParquetFooter:
 
     def _decoded(self, column: str, chunks: Sequence[pq.ColumnChunkMetaData]) -> int:
         dtype = self._numbers.get(column)
-        if dtype is not None:  # Encoded they may be small, but of numbers it is known how large they are.
+        if dtype is not None:  # The encoded size may be small, but the decoded size of numbers is known.
             return int(dtype.itemsize * sum(chunk.num_values for chunk in chunks))
         return sum(chunk.total_uncompressed_size for chunk in chunks)
 
@@ -73,37 +73,38 @@ class ParquetFooter:
 
     def held_bytes(self, number: int, columns: Sequence[str]) -> int:
         ranges = _ranges(self._chunks(number, columns))
-        return min(sum(stop - start for start, stop in ranges), _room(columns))
+        return min(sum(stop - start for start, stop in ranges), _held_limit(columns))
 
     def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
         ranges = _ranges(self._chunks(number, columns))
         if self.stored_bytes(number) < SHARED_BYTES:
             return ranges, []
-        return [], pieces(ranges, _room(columns))
+        return [], pieces(ranges, _held_limit(columns))
 
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
-        known = self._metadata.row_group(number).column(self._leaves[column].start).statistics
-        if known is None:
+        statistics = self._metadata.row_group(number).column(self._leaves[column].start).statistics
+        if statistics is None:
             return Bounds(None, None, None)
-        nulls = cast("int", known.null_count) if known.has_null_count else None
-        if not known.has_min_max or pa.types.is_float16(kind):
+        nulls = cast("int", statistics.null_count) if statistics.has_null_count else None
+        if not statistics.has_min_max or pa.types.is_float16(kind):
             return Bounds(None, None, nulls)
-        # Python's own times have no nanoseconds; the file's numbers count in the unit of the type.
-        low, high = (known.min_raw, known.max_raw) if pa.types.is_temporal(kind) else (known.min, known.max)
-        # Some writers let NaN into the bounds of floats, against the rule.
+        # Raw integers, in the unit of the type: Python's times have no nanoseconds.
+        raw = pa.types.is_temporal(kind)
+        low, high = (statistics.min_raw, statistics.max_raw) if raw else (statistics.min, statistics.max)
+        # Some writers put NaN into the bounds of floats, although the format forbids it.
         return Bounds(low, high, nulls) if low <= high else Bounds(None, None, nulls)
 
     @contextmanager
     def open_row_group(
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks
     ) -> Iterator[RowGroupReader]:
-        """Of the columns, `HELD_BYTES` are fetched now, the others as they are read; see `Footer`."""
+        """Open a row group. `HELD_BYTES` are fetched in advance, the rest during decoding; see `Footer`."""
         ranges = _ranges(self._chunks(number, columns))
         fetch = _from_blocks if blocks.stay and self.stored_bytes(number) < SHARED_BYTES else _from_origin
-        stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, _room(columns))
+        stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, _held_limit(columns))
         try:
-            # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row. What is
-            # there whole it need not read in pieces.
+            # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
+            # fetch the whole row group before decoding the first row.
             buffer = 0 if stream.stays else BUFFER_BYTES
             with stream, pq.ParquetFile(stream, metadata=self._metadata, buffer_size=buffer, pre_buffer=False) as file:
                 stream.wait()
@@ -114,20 +115,20 @@ class ParquetFooter:
             raise DataError(f"{obj.path} row group {number} cannot be decoded: {str(error).strip()}") from error
 
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
-        """Those of these columns, column by column."""
+        """Return the chunks of these columns, column by column."""
         group = self._metadata.row_group(number)
         return [group.column(leaf) for name in columns for leaf in self._leaves[name]]
 
     @cached_property
     def _numbers(self) -> dict[str, np.dtype[Any]]:
-        """The columns of lists of numbers, and what these are in batches."""
+        """The dtype in batches of each column that holds lists of numbers."""
         lists = ((field.name, storage(field.type)) for field in flatten(self.schema))
         found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
         return {name: dtype for name, dtype in found if dtype is not None}
 
     @cached_property
     def _leaves(self) -> dict[str, range]:
-        """Which of the file's columns, the leaves of its tree of types, hold each of a flat schema's."""
+        """The range of Parquet leaf columns that holds each column of the flat schema."""
         flat = flatten(self.schema)
         stops = list(itertools.accumulate(_leaf_count(field.type) for field in flat))
         return dict(zip(flat.names, map(range, [0, *stops], stops), strict=True))
@@ -143,51 +144,49 @@ class _Reader:
         if self._file.metadata.row_group(self._number).num_rows <= rows:
             yield self._file.read_row_group(self._number, columns=self._columns, use_threads=False)
             return
-        found: list[pa.RecordBatch] = []
-        batches = self._file.iter_batches(
-            rows, row_groups=[self._number], columns=self._columns, use_threads=False
-        )  # of so many rows at most: values that are too long for one array end a batch before
-        for batch in batches:
-            found.append(batch)
-            beyond = sum(map(len, found)) - rows
-            if beyond >= 0:
-                yield pa.Table.from_batches(found).slice(0, rows)
-                found = [batch.slice(len(batch) - beyond)] if beyond else []
-        if found:
-            yield pa.Table.from_batches(found)
+        pending: list[pa.RecordBatch] = []
+        # Batches may be shorter than `rows`: pyarrow ends one early if its values are too long for one array.
+        for batch in self._file.iter_batches(rows, row_groups=[self._number], columns=self._columns, use_threads=False):
+            pending.append(batch)
+            excess = sum(map(len, pending)) - rows
+            if excess >= 0:
+                yield pa.Table.from_batches(pending).slice(0, rows)
+                pending = [batch.slice(len(batch) - excess)] if excess else []
+        if pending:
+            yield pa.Table.from_batches(pending)
 
 
 def _is_coded(chunk: pq.ColumnChunkMetaData) -> bool:
-    """Whether most of it may be codes of values in its dictionary, so that its bytes do not tell those of the values.
+    """Return whether the chunk may be mostly dictionary indices, whose bytes do not show the size of the values.
 
-    A footer does not tell how many pages have codes; so it is told by how many bytes there are for each value.
+    The footer does not say how many pages are dictionary-encoded, so the bytes per value decide.
     """
     size, values = chunk.total_uncompressed_size, chunk.num_values
-    most = 2 * (DICTIONARY_BYTES + CODE_BYTES * values)
-    return bool(chunk.has_dictionary_page and size < min(most, UNLIKE_BYTES * values))
+    limit = 2 * (DICTIONARY_BYTES + CODE_BYTES * values)
+    return bool(chunk.has_dictionary_page and size < min(limit, UNLIKE_BYTES * values))
 
 
 def _leaf_count(kind: pa.DataType) -> int:
     kind = storage(kind)
-    inner = [kind.field(number) for number in range(kind.num_fields)]
-    return sum(_leaf_count(field.type) for field in inner) if inner else 1
+    children = [kind.field(number) for number in range(kind.num_fields)]
+    return sum(_leaf_count(field.type) for field in children) if children else 1
 
 
 def _ranges(chunks: Sequence[pq.ColumnChunkMetaData]) -> list[Span]:
-    """Where these chunks lie in their file; neighbours in one, unless they are too large to be held."""
-    places = []
+    """Return the byte ranges of these chunks; neighbours are merged unless they are too large to hold in memory."""
+    spans = []
     for chunk in chunks:
         first = chunk.data_page_offset
         if chunk.has_dictionary_page and chunk.dictionary_page_offset:
             first = min(first, chunk.dictionary_page_offset)
-        places.append((first, first + chunk.total_compressed_size))
-    places.sort()
-    too_large = sum(stop - start for start, stop in places) > max(HELD_BYTES, len(places) * CHUNK_BYTES)
-    return places if too_large else joined(places)
+        spans.append((first, first + chunk.total_compressed_size))
+    spans.sort()
+    too_large = sum(stop - start for start, stop in spans) > max(HELD_BYTES, len(spans) * CHUNK_BYTES)
+    return spans if too_large else joined(spans)
 
 
-def _room(columns: Sequence[str]) -> int:
-    """Bytes of these columns of a row group that are held, as they are stored."""
+def _held_limit(columns: Sequence[str]) -> int:
+    """Return the most stored bytes of these columns of a row group that are held in memory."""
     return max(HELD_BYTES, len(columns) * CHUNK_BYTES)
 
 
@@ -196,6 +195,6 @@ def _from_origin(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[m
 
 
 def _from_blocks(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[memoryview]:
-    found: Future[memoryview] = Future()
-    found.set_result(blocks.read(obj, start, stop))
-    return found
+    future: Future[memoryview] = Future()
+    future.set_result(blocks.read(obj, start, stop))
+    return future

@@ -1,4 +1,4 @@
-"""Some ranges of an object, fetched ahead of those who read them."""
+"""Byte ranges of an object as a stream, with read-ahead."""
 
 from __future__ import annotations
 
@@ -12,35 +12,41 @@ from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.telemetry.wait_timeline import doing
 
-SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 4 << 20  # of a range, in one request
+SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 4 << 20  # bytes of one request
 
 
 class RangeStream(io.RawIOBase):
-    """A file of which only `ranges` are there, in the order of the object, each to be read forward.
+    """A seekable stream over some byte ranges of an object, each to be read forward.
 
-    room: bytes that are held at a time. Where all fit in, all are fetched at once, and stay. Otherwise each range has
-    its even share of what is fetched ahead, and what has been read is let go of; to go back costs another request.
-    fetch: has the bytes [start, stop) of the object fetched.
+    If all ranges fit into `capacity`, all are fetched at once and stay in memory. Otherwise each range has an even
+    share of the capacity for its read-ahead, and pieces are freed once they are read; seeking back fetches them again.
 
-    stays: whether all is held at a time.
+    Args:
+        fetch: Starts fetching the bytes [start, stop) of the object.
+        obj: The object.
+        ranges: Byte ranges, in the order of the object.
+        capacity: Bytes that are in memory at a time.
+
+    Attributes:
+        stays: Whether all ranges are in memory at a time.
     """
 
     def __init__(
-        self, fetch: Callable[[int, int], Future[memoryview]], obj: Object, ranges: Sequence[Span], room: int
+        self, fetch: Callable[[int, int], Future[memoryview]], obj: Object, ranges: Sequence[Span], capacity: int
     ) -> None:
         super().__init__()
         self._fetch = fetch
         self._object = obj
         self._ranges = ranges
         self._position = 0
-        self.stays = sum(stop - start for start, stop in ranges) <= room
-        self._share = room // max(1, len(ranges))
-        self._pieces: dict[int, Future[memoryview]] = {}  # by their first byte
+        self.stays = sum(stop - start for start, stop in ranges) <= capacity
+        self._share = capacity // max(1, len(ranges))
+        self._pieces: dict[int, Future[memoryview]] = {}  # by first byte
         for start, stop in ranges:
-            self._ask(start, start, stop)
+            self._read_ahead(start, start, stop)
 
     def wait(self) -> None:
-        """Until what was asked for in advance is there. Raises what fetching it raised."""
+        """Block until all pending fetches are done. Raise the exception of the first that failed."""
         with doing("origin"):
             wait(self._pieces.values())
         for piece in self._pieces.values():
@@ -64,7 +70,7 @@ class RangeStream(io.RawIOBase):
         return bytes(self._take(size))
 
     def read_buffer(self, size: int) -> Any:
-        """The next `size` bytes as a `pyarrow.Buffer`, without a copy where one piece holds them."""
+        """Return the next `size` bytes as a `pyarrow.Buffer`, without a copy if one piece holds them."""
         import pyarrow as pa
 
         return pa.py_buffer(self._take(size))
@@ -76,7 +82,7 @@ class RangeStream(io.RawIOBase):
         super().close()
 
     def _take(self, size: int) -> memoryview | bytes:
-        """Raises DataError for bytes outside of the ranges."""
+        """Return the next `size` bytes. Raise DataError if they are outside of the ranges."""
         first, last = self._position, self._position + max(0, size)
         for start, stop in self._ranges:
             if start <= first and last <= stop:
@@ -87,45 +93,45 @@ class RangeStream(io.RawIOBase):
         )
 
     def _between(self, start: int, stop: int, first: int, last: int) -> memoryview | bytes:
-        """Bytes [first, last) of the range [start, stop)."""
+        """Return the bytes [first, last) of the range [start, stop)."""
         size = self._piece(start, stop)
         begin = start + (first - start) // size * size
-        self._ask(begin, start, stop)
+        self._read_ahead(begin, start, stop)
         parts = []
-        for at in range(begin, last, size):
-            self._ask(at, start, stop)
+        for position in range(begin, last, size):
+            self._read_ahead(position, start, stop)
             with doing("origin"):
-                whole = self._pieces[at].result()
-            parts.append(whole[max(first, at) - at : last - at])
+                piece = self._pieces[position].result()
+            parts.append(piece[max(first, position) - position : last - position])
         if not self.stays:
-            for read in [at for at in self._pieces if start <= at <= last - size]:
-                del self._pieces[read]
+            for consumed in [position for position in self._pieces if start <= position <= last - size]:
+                del self._pieces[consumed]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _ask(self, begin: int, start: int, stop: int) -> None:
-        """Have the piece at `begin` of a range fetched, and those that come after it, as far as there is room."""
+    def _read_ahead(self, begin: int, start: int, stop: int) -> None:
+        """Start fetching the piece at `begin` of a range and the next pieces, as far as they fit."""
         size = self._piece(start, stop)
         end = stop if self.stays else min(stop, begin + max(2, self._share // size) * size)
-        for at in range(begin, end, size):
-            if at not in self._pieces:
-                self._pieces[at] = self._fetch(at, min(at + size, stop))
+        for position in range(begin, end, size):
+            if position not in self._pieces:
+                self._pieces[position] = self._fetch(position, min(position + size, stop))
 
     def _piece(self, start: int, stop: int) -> int:
         return _piece_bytes(stop - start, self._share, stays=self.stays)
 
 
-def pieces(ranges: Sequence[Span], room: int) -> list[Span]:
-    """What a stream of these has fetched, in one request each."""
-    stays, share = sum(stop - start for start, stop in ranges) <= room, room // max(1, len(ranges))
+def pieces(ranges: Sequence[Span], capacity: int) -> list[Span]:
+    """Return the byte ranges of the requests that a `RangeStream` of these ranges makes."""
+    stays, share = sum(stop - start for start, stop in ranges) <= capacity, capacity // max(1, len(ranges))
     found = []
     for start, stop in ranges:
         size = _piece_bytes(stop - start, share, stays=stays)
-        found += [(at, min(at + size, stop)) for at in range(start, stop, size)]
+        found += [(position, min(position + size, stop)) for position in range(start, stop, size)]
     return found
 
 
 def _piece_bytes(size: int, share: int, *, stays: bool) -> int:
-    """Bytes that are fetched together of a range of `size` bytes; all of its pieces are about as large."""
+    """Return the bytes of one request for a range of `size` bytes; all requests are about equally large."""
     if not stays:
         return max(SMALLEST_PIECE, min(LARGEST_PIECE, share // 2))
     return -(-size // -(-size // LARGEST_PIECE))

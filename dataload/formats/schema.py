@@ -1,4 +1,4 @@
-"""How a row is laid out in memory: the columns that batches can hold, and the record that one row of them makes."""
+"""The memory layout of rows: the columns that batches can hold, and the record of one row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from dataload.errors import DataError
 from dataload.runtime.cached_property import cached_property
 
 RECORD_ALIGN = 8
-_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # Arrow's names; it shares the others
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # other names are the same in numpy
 MOST_VALUE_BYTES = 1 << 30  # numpy counts a record's bytes in 31 bits
 SPAN = np.dtype((np.uint32, (2,)))
-"""Where a value of varying length lies in its column's heap: (first element, number of elements)."""
+"""The position of a value of varying length in its column's heap: (first element, number of elements)."""
 
 
 @dataclass(frozen=True)
 class Field:
     """One column of a batch.
 
-    name: dotted, for a member of a struct. kind: "dense", one value or array of a fixed shape a row; or, of varying
-    length, "list" of numbers, "binary" or "string". dtype: of one element; shape: of a dense value.
+    Args:
+        name: Name of the column, dotted for a member of a struct.
+        kind: "dense" for one value or array of a fixed shape per row; "list" (of numbers), "binary" or "string" for
+            values of varying length.
+        dtype: Type of one element.
+        shape: Shape of a dense value.
     """
 
     name: str
@@ -37,20 +41,19 @@ class Field:
 
     @property
     def ragged(self) -> bool:
+        """Whether the values vary in length."""
         return self.kind != "dense"
 
 
 class Layout:
-    """A record of some columns: those of the largest elements first, neighbours of one size as they were given.
-
-    dtype: numpy's, structured, with the columns' names; of a multiple of 8 bytes. A ragged column is there as a `SPAN`.
-    """
+    """The layout of a record: columns sorted by element size, the largest first; equal sizes keep their order."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = tuple(fields)
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
+        """Structured numpy dtype with the columns' names, a multiple of 8 bytes. A ragged column is a `SPAN`."""
         formats = {field.name: SPAN if field.ragged else np.dtype((field.dtype, field.shape)) for field in self.fields}
         names = sorted(formats, key=lambda name: -formats[name].base.itemsize)
         ends = np.cumsum([formats[name].itemsize for name in names]).tolist()
@@ -61,35 +64,36 @@ class Layout:
 
     @cached_property
     def ragged(self) -> tuple[Field, ...]:
+        """The columns whose values vary in length."""
         return tuple(field for field in self.fields if field.ragged)
 
     def offset(self, field: Field) -> int:
-        """Bytes of a record before this column."""
-        known = self.dtype.fields
-        assert known is not None
-        return int(known[field.name][1])
+        """Return the byte offset of this column in a record."""
+        fields = self.dtype.fields
+        assert fields is not None
+        return int(fields[field.name][1])
 
     def describe(self) -> list[Any]:
-        """What tells it from others, for keys."""
+        """Return a JSON-able description for cache keys; different layouts have different ones."""
         return [[field.name, field.kind, np.dtype(field.dtype).str, field.shape] for field in self.fields]
 
 
 def flatten(schema: pa.Schema) -> pa.Schema:
-    """The schema with the members of structs as dotted columns. Raises DataError when two come to bear one name."""
+    """Return the schema with the members of structs as dotted columns. Raise DataError if two have the same name."""
     fields = [leaf for field in schema for leaf in _leaves(field)]
-    times = Counter(field.name for field in fields)
-    if twice := [name for name, count in times.items() if count > 1]:
-        raise DataError(f"two columns come to be called {min(twice)!r}: rename one of them")
+    counts = Counter(field.name for field in fields)
+    if duplicates := [name for name, count in counts.items() if count > 1]:
+        raise DataError(f"two columns come to be called {min(duplicates)!r}: rename one of them")
     return pa.schema(fields)
 
 
 def fields_of(schema: pa.Schema) -> tuple[Field, ...]:
-    """The columns of a flat schema. Raises DataError naming the first of a type that batches cannot hold."""
+    """Return the columns of a flat schema. Raise DataError, naming the column, if batches cannot hold its type."""
     return tuple(_field(field) for field in schema)
 
 
 def storage(kind: pa.DataType) -> pa.DataType:
-    """What values of this type are made of: extension types without their names, dictionaries as their values."""
+    """Return the storage type of an extension type, the value type of a dictionary, or else the type itself."""
     while True:
         if isinstance(kind, pa.BaseExtensionType):
             kind = kind.storage_type
@@ -100,26 +104,30 @@ def storage(kind: pa.DataType) -> pa.DataType:
 
 
 def is_text(kind: pa.DataType) -> bool:
+    """Return whether values are text."""
     types = pa.types
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
 def is_bytes(kind: pa.DataType) -> bool:
-    """Whether values are bytes or text."""
+    """Return whether values are bytes or text."""
     types = pa.types
     binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
     return bool(binary or types.is_fixed_size_binary(kind) or is_text(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether values are lists of varying length."""
+    """Return whether values are lists of varying length."""
     types = pa.types
     views = types.is_list_view(kind) or types.is_large_list_view(kind)
     return bool(types.is_list(kind) or types.is_large_list(kind) or views)
 
 
 def number(kind: pa.DataType) -> np.dtype[Any] | None:
-    """The dtype that numbers of this type have in batches: decimals are float64, dates and times int64; else None."""
+    """Return the dtype in batches of a numeric type, or None for other types.
+
+    Decimals become float64; dates and times become int64.
+    """
     types = pa.types
     if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
         name = str(kind)  # `to_pandas_dtype` imports pandas in older releases of pyarrow.

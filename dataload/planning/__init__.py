@@ -1,1 +1,1 @@
-"""What an epoch will read, before it is read: simulation, the plan and the warm-up."""
+"""Predictions of the bytes that epochs fetch (the simulation and the plan), and warming of the cache."""

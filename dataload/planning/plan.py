@@ -1,4 +1,4 @@
-"""What reading a dataset will take, from its footers, and a look at text that files have codes of."""
+"""A plan of what reading a dataset costs, from its footers and from samples of dictionary-encoded text."""
 
 from __future__ import annotations
 
@@ -24,31 +24,48 @@ from dataload.samplers.order import Order
 from dataload.samplers.window_size import GOAL, WindowTrade, default_window, weigh_window
 
 BANDWIDTH = 10**9  # bytes a second
-# Seconds to the first byte. "Roughly 100-200 milliseconds" for small objects, says Amazon:
+# Seconds to the first byte. Amazon says "roughly 100-200 milliseconds" for small objects:
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
 LATENCY = 0.1
 FOOTERS_AT_ONCE = min(FOOTERS_IN_FLIGHT, CacheConfig().in_flight)
-EPOCHS = 3  # after the first, of which the mean is what a later one takes
-LONG_SECONDS = 600.0  # of fetching, while GPUs wait
-LARGE_BYTES = 1 << 30  # of a row group
-ENDLESS = 1 << 62  # bytes of a cache
-TWICE = 2.0  # what is said to be much
+EPOCHS = 3  # simulated after the first one; their mean is reported
+LONG_SECONDS = 600.0  # a first epoch that fetches for longer should be warmed
+LARGE_BYTES = 1 << 30  # a row group with more bytes is too large
+UNLIMITED = 1 << 62  # bytes of a cache that holds everything
+TWICE = 2.0  # a variance ratio this many times the goal is bad
 
 
 @dataclass(frozen=True)
 class Plan:
-    """bytes: of the objects; decoded_bytes: of their rows as records; cache_bytes_needed: with so many, epochs but the
-    first fetch nothing; cache_bytes: those it may have. is_estimate: whether these are known of some row groups only,
-    because files have codes of values.
+    """The predicted cost of reading a dataset.
 
-    footers: what is fetched to know all this, and once a host; first_batch: beside that, before it is there.
-    first_epoch, later_epoch: what they fetch through a cache of `cache_bytes`, beside the footers, the later ones on
-    average; later_epochs: some of those, one by one. None where the cache is too small for the window.
-    Seconds are those on the way, footers included: as many requests wait `latency` seconds at a time as are under way,
-    and all bytes share `bandwidth`, in bytes a second. Costs, of the first epoch with the footers, are in the currency
-    of the price of 10**9 bytes; None where there is none.
-    trade: what the window of a "block" shuffle buys and costs, in bytes as they are stored; held_bytes: decoded, of the
-    two windows that are held at a time. advice: what to do, a line each.
+    Epochs are None if the cache is too small for the window. Seconds include the footers: concurrent requests wait
+    `latency` together, and all bytes share `bandwidth`. Costs are in the currency of the price, or None without one.
+
+    Args:
+        objects: Number of objects.
+        bytes: Bytes of the objects.
+        rows: Number of rows.
+        row_groups: Number of row groups.
+        decoded_bytes: Bytes of the rows as records.
+        is_estimate: Whether decoded_bytes and cache_bytes_needed come from sampled row groups, because values are
+            dictionary-encoded.
+        cache_bytes_needed: With a cache of this size, only the first epoch fetches.
+        cache_bytes: Size limit of the cache.
+        footers: Fetched once per host to read the footers.
+        first_epoch: Fetched in the first epoch, without the footers.
+        later_epoch: Fetched in a later epoch, on average.
+        later_epochs: Fetched in each simulated later epoch.
+        first_batch: Fetched before the first batch, without the footers.
+        bandwidth: Bytes a second from the origin.
+        latency: Seconds that a request waits.
+        first_batch_seconds: Seconds until the first batch has arrived.
+        first_epoch_seconds: Seconds that the first epoch fetches.
+        first_epoch_cost: Cost of the first epoch, footers included.
+        later_epoch_cost: Cost of a later epoch, on average.
+        trade: Quality and cost of the window of a "block" shuffle, in stored bytes.
+        held_bytes: Decoded bytes of the two windows that are in memory at a time.
+        advice: Recommendations, a line each.
     """
 
     objects: int
@@ -75,6 +92,7 @@ class Plan:
     advice: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON-able dict."""
         return asdict(self)
 
 
@@ -89,9 +107,17 @@ def plan(
     latency: float = LATENCY,
     price: float | None = None,
 ) -> Plan:
-    """The plan for epochs of this order in batches of `batch_size` rows, of all ranks together.
+    """Return the plan for epochs of this order.
 
-    bandwidth: bytes a second from the origin; latency: seconds that a request waits; price: of 10**9 bytes.
+    Args:
+        manifest: The dataset.
+        blobs: The cache of decoded row groups.
+        blocks: Reads the objects through the cache.
+        order: The order of the epochs.
+        batch_size: Rows of one batch of all ranks together.
+        bandwidth: Bytes a second from the origin.
+        latency: Seconds that a request waits.
+        price: Price of 10**9 bytes.
     """
     lengths = [group.rows for group in manifest.row_groups]
     sizes = [group.bytes for group in manifest.row_groups]
@@ -99,23 +125,23 @@ def plan(
     limit = blocks.tier.limit if isinstance(blocks.tier, LocalTier) else 0
     blobs.measure()
     costs = Costs(manifest, blobs, blocks)
-    whole = Reader(costs, order, ENDLESS)
-    all_of_it = whole.all_rows()
-    needed_bytes = max(whole.kept_bytes, math.ceil(blobs.num_bytes / FITS))
-    first, later, refusal = all_of_it, [Fetched()], ""
+    unlimited = Reader(costs, order, UNLIMITED)
+    everything = unlimited.all_rows()
+    needed_bytes = max(unlimited.kept_bytes, math.ceil(blobs.num_bytes / FITS))
+    first, later, too_small = everything, [Fetched()], ""
     if limit < needed_bytes:
         try:
             first, *later = islice(Reader(costs, order, limit).epochs(batch_size), 1 + EPOCHS)
         except ConfigError as error:
-            refusal = str(error)
-    before, first_batch = footers(manifest, blobs, blocks), Reader(costs, order, ENDLESS).first_rows(batch_size)
+            too_small = str(error)
+    all_footers, first_batch = footers(manifest, blobs, blocks), Reader(costs, order, UNLIMITED).first_rows(batch_size)
 
     def seconds(fetched: Fetched) -> float:
-        waits = math.ceil(before.requests / FOOTERS_AT_ONCE) + math.ceil(fetched.requests / IN_FLIGHT)
-        return (before + fetched).bytes / bandwidth + waits * latency
+        waits = math.ceil(all_footers.requests / FOOTERS_AT_ONCE) + math.ceil(fetched.requests / IN_FLIGHT)
+        return (all_footers + fetched).bytes / bandwidth + waits * latency
 
-    fits = not refusal
-    found = Plan(
+    fits = not too_small
+    result = Plan(
         objects=len(files),
         bytes=sum(file.size for file in files),
         rows=manifest.num_rows,
@@ -124,7 +150,7 @@ def plan(
         is_estimate=bool(blobs.value_sizes.coded),
         cache_bytes_needed=needed_bytes,
         cache_bytes=limit,
-        footers=before,
+        footers=all_footers,
         first_epoch=first if fits else None,
         later_epoch=_mean(later) if fits else None,
         later_epochs=tuple(later) if fits else (),
@@ -133,29 +159,35 @@ def plan(
         latency=latency,
         first_batch_seconds=seconds(first_batch),
         first_epoch_seconds=seconds(first) if fits else None,
-        first_epoch_cost=_cost(before + first, price) if fits else None,
+        first_epoch_cost=_cost(all_footers + first, price) if fits else None,
         later_epoch_cost=_cost(_mean(later), price) if fits else None,
         trade=weigh_window(order.window, lengths, sizes, batch_size),
         held_bytes=needed(order, blobs)[1],
     )
     usual = weigh_window(default_window(lengths, sizes), lengths, sizes, batch_size)
-    return replace(found, advice=(*([refusal] if refusal else []), *advice(found, sizes, usual)))
+    return replace(result, advice=(*([too_small] if too_small else []), *advice(result, sizes, usual)))
 
 
 def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
-    """What to do, a line each. sizes: bytes of the row groups; usual: what the default window buys and costs."""
+    """Yield recommendations, a line each.
+
+    Args:
+        plan: The plan without advice.
+        sizes: Stored bytes of the row groups.
+        usual: Quality and cost of the default window.
+    """
     if plan.later_epoch and plan.later_epoch.bytes:
         yield f"with cache_bytes={decimal(plan.cache_bytes_needed)} or more, later epochs fetch nothing"
     if len(sizes) > 1 and (typical := sorted(sizes)[len(sizes) // 2]) < SHARED_BYTES:
         yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
     if max(sizes, default=0) > LARGE_BYTES:
-        yield f"a row group of {decimal(max(sizes))} makes what needs it wait: write them of about 128 MB"
+        yield f"a row group of {decimal(max(sizes))} delays every batch that needs it: write row groups of about 128 MB"
     if plan.trade != replace(usual, window=plan.trade.window):
-        yield f"window={usual.window} is the default, and costs least for what it buys"
+        yield f"window={usual.window} is the default, and the cheapest window with good shuffle quality"
     elif plan.trade.variance_ratio > TWICE * GOAL:
         yield "are the rows sorted by label? Then shuffle them once when they are written: no window mixes these well"
     if plan.first_epoch_seconds and plan.first_epoch_seconds > LONG_SECONDS:
-        yield "fetch it before the GPUs are there: dataload warm"
+        yield "fetch the dataset before the GPUs start: dataload warm"
 
 
 def _mean(epochs: Sequence[Fetched]) -> Fetched:

@@ -1,4 +1,4 @@
-"""What epochs will have fetched, foretold: the order is a formula, so all that happens can be gone through before."""
+"""A simulation of what epochs fetch. The order is a formula, so each request is known in advance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dataload.samplers.share import RUN_ROWS
 
 @dataclass(frozen=True)
 class Fetched:
-    """What is fetched from the origin: bytes, in so many requests."""
+    """Bytes fetched from the origin, and the number of requests."""
 
     bytes: int = 0
     requests: int = 0
@@ -38,19 +38,23 @@ class Fetched:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row group takes. blocks: bytes of its file that are read through blocks; alone: in a request each.
+    """The cost of reading one row group.
 
-    sizes: bytes on disk of each of its blobs.
+    Args:
+        file: Its file.
+        shared: Byte ranges that are read through cached blocks.
+        own: Byte ranges that are fetched in one request each.
+        sizes: Bytes on disk of each of its blobs.
     """
 
     file: Object
-    blocks: list[Span]
-    alone: list[Span]
+    shared: list[Span]
+    own: list[Span]
     sizes: list[int]
 
 
 class Costs:
-    """What the row groups of a dataset take, and its footers: found once, file by file, for any number of readers."""
+    """The costs of a dataset's row groups and footers, computed once for any number of readers."""
 
     def __init__(self, manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> None:
         self.blobs = blobs
@@ -70,11 +74,13 @@ class Costs:
 
 
 class Reader:
-    """Row groups as they are read through an empty cache of `limit` bytes that some pass through if need be.
+    """A simulated loader that reads row groups through an initially empty cache of `limit` bytes.
 
-    Where small record batches of Arrow files were fetched to find out what is in them, less is fetched than that.
+    Row groups that do not fit are cached in a transient region. The result is an upper bound for Arrow files whose
+    small record batches were already fetched with the messages.
 
-    Raises ConfigError when the cache is too small for what the order needs at a time.
+    Raises:
+        ConfigError: The cache is too small for what the order needs at a time.
     """
 
     def __init__(self, costs: Costs, order: Order, limit: int) -> None:
@@ -82,59 +88,59 @@ class Reader:
         region, self._further = region_of(order, costs.blobs, limit)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
-        self._needs: LRU[int, list[tuple[int, int]]] = LRU(2)  # by epoch: to find them takes a look at each row
+        self._needs: LRU[int, list[tuple[int, int]]] = LRU(2)  # by epoch: computing them visits each row
 
     def all_rows(self) -> Fetched:
-        """What is fetched to have each row group once."""
+        """Return what reading each row group once fetches."""
         for number in range(len(self._costs)):
             self._read(number)
         return self._fetched
 
     def first_rows(self, rows: int) -> Fetched:
-        """What is fetched before the first so many rows of the first epoch are there."""
+        """Return what the first `rows` rows of the first epoch fetch."""
         for _, group in takewhile(lambda need: need[0] < rows, self._order.needs_from(0)):
             self._read(group)
         return self._fetched
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that are in the cache by now."""
+        """Bytes in the cache so far."""
         return self._cache.used
 
     def epochs(self, batch_size: int) -> Iterator[Fetched]:
-        """What each epoch fetches, without end. What one fetches in advance for the next is its own."""
+        """Yield what each epoch fetches, without end. Prefetches for the next epoch count for the current one."""
         at_once = gathered_at_once(self._costs.row_bytes * batch_size)
         ahead = drawn_on_at_a_time(self._order, at_once * batch_size)
-        beyond = -self._order.n % batch_size  # positions of the next epoch, that the last batch counts as its own
-        room = 2 * ahead
-        opened: OrderedDict[int, None] = OrderedDict()  # row groups, as in `Shelf`
-        asked: set[int] = set()  # that are not open yet
+        excess = -self._order.n % batch_size  # positions of the next epoch that the last batch reaches
+        capacity = 2 * ahead
+        opened: OrderedDict[int, None] = OrderedDict()  # row groups, like the open row groups of `RowStore`
+        requested: set[int] = set()  # row groups that are not open yet
 
-        def ask(groups: Iterable[int]) -> None:
+        def request(groups: Iterable[int]) -> None:
             for group in groups:
-                if group not in opened and group not in asked:
-                    asked.add(group)
+                if group not in opened and group not in requested:
+                    requested.add(group)
                     self._read(group)
 
         for epoch in count():
             before = self._fetched
-            lookahead = Lookahead(self._needs_from(epoch), ask, ahead, self._further, self._passes)
+            lookahead = Lookahead(self._needs_from(epoch), request, ahead, self._further, self._is_transient)
             for gathered in self._gathered(epoch, batch_size, at_once):
-                together = {group for _, group in gathered}
+                needed = {group for _, group in gathered}
                 lookahead.reach(gathered[-1][0] + 1)
-                room = max(room, len(together))
-                for group in sorted(together):  # as `RowStore.gather` puts them there
-                    ask([group])
-                    asked.discard(group)
+                capacity = max(capacity, len(needed))
+                for group in sorted(needed):  # the order of `RowStore.gather`
+                    request([group])
+                    requested.discard(group)
                     if group not in opened:
-                        while len(opened) >= room:
-                            del opened[next(old for old in opened if old not in together)]
+                        while len(opened) >= capacity:
+                            del opened[next(old for old in opened if old not in needed)]
                         opened[group] = None
-            lookahead.reach(self._order.n + beyond)
+            lookahead.reach(self._order.n + excess)
             yield self._fetched - before
 
     def _gathered(self, epoch: int, batch_size: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
-        """(position, row group), those that each gather is the first to need. Gathers grow, as `Share.runs` does."""
+        """Yield the (position, row group) that each gather needs first. Gathers grow, as in `Share.runs`."""
         most = max(1, RUN_ROWS // batch_size)
         doublings = (most - 1).bit_length()
 
@@ -148,44 +154,44 @@ class Reader:
             yield list(needs)
 
     def _needs_from(self, epoch: int) -> Iterator[tuple[int, int]]:
-        """As a loader has them."""
+        """Yield (position, row group) of this epoch and then of the next one, as a loader does."""
         yield from self._needs_of(epoch)
         for position, group in self._needs_of(epoch + 1):
             yield self._order.n + position, group
 
-    def _passes(self, number: int) -> bool:
-        return not all(self._cache.stays((number, part)) for part in range(len(self._costs[number].sizes)))
+    def _is_transient(self, number: int) -> bool:
+        return not all(self._cache.is_pinned((number, part)) for part in range(len(self._costs[number].sizes)))
 
     def _needs_of(self, epoch: int) -> list[tuple[int, int]]:
         return self._needs.get(epoch, lambda epoch: list(self._order.needs_from(epoch)))
 
     def _read(self, number: int) -> None:
-        """A row group's records are made, unless they are kept; then they are, as far as they find room."""
+        """Decode a row group unless it is cached, and cache as much of it as fits."""
         cost, cache = self._costs[number], self._cache
         if all((number, part) in cache for part in range(len(cost.sizes))):
             return
         file = cost.file
-        for start, stop in [] if cache.region else cost.blocks:
+        for start, stop in [] if cache.region else cost.shared:
             for first, last in self._blocks_of(file, start, stop):
                 if (file.path, first) not in cache:
                     self._fetched += Fetched(last - first, 1)
                     cache.put((file.path, first), size_on_disk(last - first, f"{file.path}#{first}-{last}"))
-        for start, stop in [*cost.blocks, *cost.alone] if cache.region else cost.alone:
+        for start, stop in [*cost.shared, *cost.own] if cache.region else cost.own:
             if not all((file.path, first) in cache for first, _ in self._blocks_of(file, start, stop)):
                 self._fetched += Fetched(stop - start, 1)
         for part, size in enumerate(cost.sizes):
             cache.put((number, part), size)
 
     def _blocks_of(self, file: Object, start: int, stop: int) -> Iterator[Span]:
-        """The blocks that hold some of [start, stop)."""
+        """Return the blocks that overlap [start, stop)."""
         size = self._costs.block_bytes
         return ((first, min(first + size, file.size)) for first in range(start // size * size, stop, size))
 
 
 def footers(manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> Fetched:
-    """What is fetched to know what is there: of each file, and where files have codes of values, of some row groups.
+    """Return what reading the footers fetches, and the sampled row groups of dictionary-encoded columns.
 
-    The files are listed before, which is not counted: S3 names 1,000 in a request.
+    Listing the files is not counted: S3 lists 1,000 per request.
     """
     sizes = []
     for file, kept in {group.file: group.kept for group in manifest.row_groups}.items():
@@ -198,7 +204,7 @@ def footers(manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> Fetched
 
 
 def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
-    """Bytes that the footers of a dataset take in the cache, and its manifest."""
+    """Return the bytes of a dataset's footers and manifest in the cache."""
     tier = blocks.tier
     if not isinstance(tier, LocalTier):
         return 0
@@ -209,33 +215,41 @@ def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
 
 
 class Cache:
-    """A cache as its index accounts for it, under "pin"; see `Index.reserve`. Nothing in it is of an earlier job."""
+    """A cache as its index accounts for it under the "pin" policy, without blobs of earlier jobs; see `Index.reserve`.
+
+    Args:
+        limit: Size limit in bytes.
+        region: Bytes reserved for transient blobs.
+        used: Bytes in use.
+    """
 
     def __init__(self, limit: int, region: int, used: int) -> None:
         self._limit, self.region, self.used = limit, region, used
-        self._kept: set[tuple[object, int]] = set()
-        self._passing: OrderedDict[tuple[object, int], int] = OrderedDict()
-        self._passing_bytes = 0
+        self._pinned: set[tuple[object, int]] = set()
+        self._transient: OrderedDict[tuple[object, int], int] = OrderedDict()
+        self._transient_bytes = 0
 
     def __contains__(self, blob: tuple[object, int]) -> bool:
-        return blob in self._kept or blob in self._passing
+        return blob in self._pinned or blob in self._transient
 
-    def stays(self, blob: tuple[object, int]) -> bool:
-        return blob in self._kept
+    def is_pinned(self, blob: tuple[object, int]) -> bool:
+        """Return whether the blob is cached for good."""
+        return blob in self._pinned
 
     def put(self, blob: tuple[object, int], size: int) -> None:
-        stays = self.used - self._passing_bytes + size <= self._limit - self.region or not self.region
-        over = self.used + size - self._limit
-        if over > self._passing_bytes:
+        """Cache a blob if it fits. Evict the oldest transient blobs for it."""
+        is_pinned = self.used - self._transient_bytes + size <= self._limit - self.region or not self.region
+        excess = self.used + size - self._limit
+        if excess > self._transient_bytes:
             return
-        while over > 0:
-            _, freed = self._passing.popitem(last=False)
-            self._passing_bytes -= freed
+        while excess > 0:
+            _, freed = self._transient.popitem(last=False)
+            self._transient_bytes -= freed
             self.used -= freed
-            over -= freed
+            excess -= freed
         self.used += size
-        if stays:
-            self._kept.add(blob)
+        if is_pinned:
+            self._pinned.add(blob)
         else:
-            self._passing[blob] = size
-            self._passing_bytes += size
+            self._transient[blob] = size
+            self._transient_bytes += size

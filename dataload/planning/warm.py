@@ -1,4 +1,4 @@
-"""Fetching and decoding a dataset before the training that needs it."""
+"""Warming of the cache: fetching and decoding a dataset before training."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dataload.samplers.order import Order
 from dataload.samplers.partition import stream_owners
 from dataload.samplers.window_size import default_window
 
-AT_ONCE = 16  # row groups; `RowBlobs` bounds their memory
-AHEAD = 64
+AT_ONCE = 16  # row groups; `RowGroupCache` bounds their memory
+AHEAD = 64  # row groups queued
 
 
 def part_of(
@@ -32,11 +32,19 @@ def part_of(
     seed: int = 0,
     window: int | None = None,
 ) -> list[int]:
-    """The row groups that one node of several will read, every epoch, whatever the seed: those of its streams.
+    """Return the row groups that one node reads in every epoch, in the order in which one epoch needs them.
 
-    num_streams: as the loader will have it; None: as many as there are nodes. epoch, seed, window: of the loader; they
-    decide the order, which is that in which this epoch needs them.
-    Raises ConfigError when there is no such node, or the streams cannot be shared out evenly.
+    Args:
+        manifest: The dataset.
+        node: Number of the node.
+        num_nodes: Number of nodes.
+        num_streams: As for the loader; None: one per node. It decides the row groups, whatever the seed.
+        epoch: The epoch whose order is used.
+        seed: As for the loader.
+        window: As for the loader; None: its default.
+
+    Raises:
+        ConfigError: There is no such node, or num_streams is no multiple of num_nodes.
     """
     streams = num_nodes if num_streams is None else num_streams
     if not 0 <= node < num_nodes:
@@ -49,7 +57,7 @@ def part_of(
 
 
 def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, num_streams: int = 1) -> Order:
-    """The order that a loader has of a dataset. window: None: its default."""
+    """Return the order in which a loader delivers a dataset. window: None: the default."""
     lengths = [group.rows for group in manifest.row_groups]
     if window is None:
         window = default_window(lengths, [group.bytes for group in manifest.row_groups])
@@ -58,30 +66,36 @@ def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, nu
 
 
 def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:
-    """Have these row groups kept as records, those that are not yet; how many of them are there then.
+    """Cache the decoded records of these row groups. Return how many of them are cached.
 
-    It stops when the cache is full or failing: what comes after that would be fetched in vain.
+    The function stops once the cache is full or fails. After an interruption, the next call skips cached row groups.
 
-    progress: called with each row group that is there. Stopped half-way, the next call goes on where this one ended.
-    Raises OriginError, DataError.
+    Args:
+        blobs: The cache of decoded row groups.
+        groups: Numbers of the row groups.
+        progress: Called with each row group that is cached.
+
+    Raises:
+        OriginError: The origin failed.
+        DataError: A row group cannot be decoded.
     """
     pending: deque[tuple[int, Future[bool]]] = deque()
     stopped = threading.Event()
-    kept = 0
+    cached = 0
 
     def make(group: int) -> bool:
-        is_kept = not stopped.is_set() and blobs.make(group)
-        if not is_kept and not blobs.keeps:
+        is_cached = not stopped.is_set() and blobs.make(group)
+        if not is_cached and not blobs.keeps:
             stopped.set()
-        return is_kept
+        return is_cached
 
     def settle(at_most: int) -> None:
-        nonlocal kept
+        nonlocal cached
         while len(pending) > at_most:
-            group, made = pending.popleft()
-            if made.result():
+            group, future = pending.popleft()
+            if future.result():
                 progress(group)
-                kept += 1
+                cached += 1
 
     threads = DaemonExecutor(AT_ONCE, "dataload-warm")
     try:
@@ -91,4 +105,4 @@ def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], 
         settle(0)
     finally:
         stopped.set()
-    return kept
+    return cached

@@ -1,1 +1,1 @@
-"""What was written down of a run, as a page, a picture or metrics."""
+"""Reports on recorded runs: an HTML page, plots and Prometheus metrics."""

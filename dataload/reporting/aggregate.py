@@ -1,4 +1,4 @@
-"""What the ranks wrote, put together epoch by epoch."""
+"""Aggregation of the ranks' statistics by epoch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
 AVERAGED = ("seconds", "wait_seconds")
-LATE = 0.05  # of an epoch: who waited so much longer than the others held them up
-CLOCKS = 2.0  # seconds that hosts' clocks may be apart
+LATE = 0.05  # of an epoch: a rank that waits this much longer than the median is a straggler
+CLOCKS = 2.0  # most seconds of skew between hosts' clocks
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """One epoch of all ranks. again: how often it had been begun before; ranks: their passes."""
+    """One epoch of all ranks.
+
+    Args:
+        number: Number of the epoch.
+        again: How often the epoch was begun before.
+        ranks: The pass of each rank.
+    """
 
     number: int
     again: int
@@ -33,97 +39,110 @@ class Epoch:
 
     @property
     def name(self) -> str:
-        """As files are named that are there already: "3", "3 (1)", "3 (2)"."""
+        """The number and, for a repeated epoch, a counter: "3", "3 (1)", "3 (2)"."""
         return f"{self.number}" + (f" ({self.again})" if self.again else "")
 
-    def has(self, one: Pass) -> bool:
-        """Whether a rank's pass that began no earlier than these is of this very epoch: they overlap in time.
+    def has(self, record: Pass) -> bool:
+        """Return whether a pass belongs to this attempt at the epoch: whether it overlaps another pass in time.
 
-        Notes: a rank may begin late, or have been killed before it wrote; and clocks differ.
+        The pass must not begin earlier than those of `ranks`.
+
+        Notes: a rank may begin late, or be killed before it writes; and clocks differ.
         """
-        return one.rank not in self.ranks and any(
-            one.world_size == other.world_size and one.began <= other.until + CLOCKS for other in self.ranks.values()
+        return record.rank not in self.ranks and any(
+            record.world_size == other.world_size and record.began <= other.until + CLOCKS
+            for other in self.ranks.values()
         )
 
     @property
     def began(self) -> float:
-        """The first rank, in seconds since 1970."""
-        return min(one.began for one in self.ranks.values())
+        """Start of the first rank, in seconds since 1970."""
+        return min(record.began for record in self.ranks.values())
 
     @property
     def until(self) -> float:
-        """The last sample of any rank, in seconds since 1970."""
-        return max(one.until for one in self.ranks.values())
+        """Last sample of any rank, in seconds since 1970."""
+        return max(record.until for record in self.ranks.values())
 
     @property
     def ended(self) -> bool:
-        return all(one.ended for one in self.ranks.values())
+        """Whether all ranks reached the end of the epoch."""
+        return all(record.ended for record in self.ranks.values())
 
     @property
     def total(self) -> LoaderStats:
-        """Over ranks: counts added up, seconds averaged."""
-        return added([one.stats for one in self.ranks.values()])
+        """Statistics over all ranks: counts summed, seconds averaged."""
+        return added([record.stats for record in self.ranks.values()])
 
     def stragglers(self) -> dict[int, float]:
-        """Ranks that the others had to wait for, as seconds that they waited longer than the median rank.
+        """Return the ranks that delayed the others, and how many seconds longer than the median rank each waited.
 
-        Notes: ranks that train together are as long at an epoch, all of them; but who waits for data keeps the others
-        waiting in the step, which their own loaders do not see.
+        Notes: ranks that train together finish an epoch together. A rank that waits for data delays the others in the
+        optimizer step, where their own loaders do not see it.
         """
-        usual = median_low(one.stats.wait_seconds for one in self.ranks.values())
-        least = LATE * self.total.seconds
-        late = {rank: one.stats.wait_seconds - usual for rank, one in self.ranks.items()}
-        return {rank: more for rank, more in late.items() if more > least}
+        median = median_low(record.stats.wait_seconds for record in self.ranks.values())
+        threshold = LATE * self.total.seconds
+        excess = {rank: record.stats.wait_seconds - median for rank, record in self.ranks.items()}
+        return {rank: seconds for rank, seconds in excess.items() if seconds > threshold}
 
     def late(self) -> list[str]:
-        """A line for each straggler, the latest first: who, by how much, and what to change there."""
+        """Return a line for each straggler, the slowest first: its rank, host, delay, cause and the remedy."""
         lines = []
-        for rank, more in sorted(self.stragglers().items(), key=itemgetter(1), reverse=True):
-            one = self.ranks[rank]
-            cause = max(one.stats.waits, key=one.stats.waits.__getitem__)
-            said = f"rank {rank} ({one.host}) waited {more:.1f} s longer for data than the median rank"
-            lines.append(f"{said}, mostly on {cause}: {ADVICE[cause]}")
+        for rank, seconds in sorted(self.stragglers().items(), key=itemgetter(1), reverse=True):
+            record = self.ranks[rank]
+            cause = max(record.stats.waits, key=record.stats.waits.__getitem__)
+            delay = f"rank {rank} ({record.host}) waited {seconds:.1f} s longer for data than the median rank"
+            lines.append(f"{delay}, mostly on {cause}: {ADVICE[cause]}")
         return lines
 
 
 def added(stats: Sequence[LoaderStats]) -> LoaderStats:
-    """Several ranks' figures of one epoch as one: counts added up, seconds averaged."""
+    """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
     total = LoaderStats(stats[0].epoch)
     for field in fields(LoaderStats):
         if field.name not in ("epoch", "waits"):
-            values = [getattr(one, field.name) for one in stats]
+            values = [getattr(rank_stats, field.name) for rank_stats in stats]
             setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
-    total.waits = {cause: fmean(one.waits[cause] for one in stats) for cause in CAUSES}
+    total.waits = {cause: fmean(rank_stats.waits[cause] for rank_stats in stats) for cause in CAUSES}
     return total
 
 
 def epochs(passes: Sequence[Pass]) -> list[Epoch]:
-    """In the order in which they were begun, as `passes` have to be."""
+    """Return the epochs in the order in which they began. `passes` must be in that order, too."""
     found: list[Epoch] = []
     latest: dict[int, Epoch] = {}
-    for one in passes:
-        number = one.stats.epoch
+    for record in passes:
+        number = record.stats.epoch
         before = latest.get(number)
-        if before is None or not before.has(one):
+        if before is None or not before.has(record):
             latest[number] = Epoch(number, 0 if before is None else before.again + 1, {})
             found.append(latest[number])
-        latest[number].ranks[one.rank] = one
+        latest[number].ranks[record.rank] = record
     return [replace(epoch, ranks=dict(sorted(epoch.ranks.items()))) for epoch in found]
 
 
 def throughput(passes: Sequence[Pass], points: int = 240) -> tuple[Floats, dict[int, Floats]]:
-    """Edges of spans of the run, in seconds since it began, and the rows per second in each, by rank.
+    """Return the edges of time spans of the run, and each rank's throughput in each span.
 
-    Notes: each epoch is cut into spans of its own, `points` of them in all, or one each where there are more epochs:
-    the ends of epochs, where nothing comes, would else show as a pattern.
+    Args:
+        passes: The passes of all ranks.
+        points: About how many spans to return; each epoch has at least one.
+
+    Returns:
+        Edges in seconds since the run began: float64 [S + 1]. Rows per second by rank: float64 [S].
+
+    Notes: no span crosses the border of two epochs. Otherwise the pauses between epochs would show as a pattern.
     """
-    first = min(one.began for one in passes)
+    first = min(record.began for record in passes)
     times: defaultdict[int, list[float]] = defaultdict(list)
     rows: defaultdict[int, list[float]] = defaultdict(list)
-    for one in passes:
-        before = rows[one.rank][-1] if rows[one.rank] else 0
-        times[one.rank] += [one.began - first, *(one.began - first + sample.seconds for sample in one.samples)]
-        rows[one.rank] += [before, *(before + sample.rows for sample in one.samples)]
+    for record in passes:
+        before = rows[record.rank][-1] if rows[record.rank] else 0
+        times[record.rank] += [
+            record.began - first,
+            *(record.began - first + sample.seconds for sample in record.samples),
+        ]
+        rows[record.rank] += [before, *(before + sample.rows for sample in record.samples)]
     end = max(max(of_rank) for of_rank in times.values())
     turns = [*(epoch.began - first for epoch in epochs(passes)), end]
     spans = [(start, stop, max(1, round(points * (stop - start) / (end or 1)))) for start, stop in pairwise(turns)]

@@ -1,4 +1,4 @@
-"""A run as one page: no scripts, and nothing that a browser would have to fetch."""
+"""A report as one HTML page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dataload.telemetry.loader_stats import TIERS
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
-MOST_NAMED = 5  # stragglers, of which the table marks all, or ranks that are missing
-LONG = 3600.0  # seconds without an epoch, as a run hardly has them
+MOST_NAMED = 5  # stragglers or missing ranks in one text; the table marks all stragglers
+LONG = 3600.0  # seconds between two epochs that probably belong to two runs
 STYLE = """
 :root { color-scheme: light }
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1200px; margin: 0 auto;
@@ -44,7 +44,7 @@ small { color: #666 }
 
 
 def summary(passes: Sequence[Pass]) -> dict[str, Any]:
-    """JSON-able: notes on the run; of each epoch what it came to, over all ranks and on each, stragglers and advice."""
+    """Return a JSON-able summary: notes on the run, and each epoch's statistics, stragglers and advice."""
     found = epochs(passes)
     of_epochs = [
         {
@@ -55,7 +55,7 @@ def summary(passes: Sequence[Pass]) -> dict[str, Any]:
             "stragglers": {str(rank): seconds for rank, seconds in epoch.stragglers().items()},
             "late": epoch.late(),
             "total": asdict(epoch.total),
-            "ranks": {str(rank): asdict(one.stats) for rank, one in epoch.ranks.items()},
+            "ranks": {str(rank): asdict(record.stats) for rank, record in epoch.ranks.items()},
         }
         for epoch in found
     ]
@@ -63,37 +63,38 @@ def summary(passes: Sequence[Pass]) -> dict[str, Any]:
 
 
 def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
-    """A line for each thing about the folder that is odd, and what to do about it."""
-    said = []
-    wrote, world_size = {one.rank for one in passes}, max(one.world_size for one in passes)
-    missing = world_size - sum(rank < world_size for rank in wrote)
+    """Return a line for each anomaly of the folder, with its remedy."""
+    lines = []
+    present, world_size = {record.rank for record in passes}, max(record.world_size for record in passes)
+    missing = world_size - sum(rank < world_size for rank in present)
     if missing > 0:
-        named = [str(rank) for rank in islice((rank for rank in range(world_size) if rank not in wrote), MOST_NAMED)]
+        absent = (rank for rank in range(world_size) if rank not in present)
+        named = [str(rank) for rank in islice(absent, MOST_NAMED)]
         more = f" and {missing - len(named)} more" if missing > len(named) else ""
-        said.append(
-            f"{'rank' if missing == 1 else 'ranks'} {', '.join(named)}{more} wrote nothing here: copy in what lies on "
-            "the disks of other hosts, or give all hosts one folder that they share"
+        lines.append(
+            f"{'rank' if missing == 1 else 'ranks'} {', '.join(named)}{more} wrote nothing here: copy the files of "
+            "other hosts into this folder, or give all hosts one folder that they share"
         )
     gaps = [(after.began - before.until, after) for before, after in pairwise(found)]
     gap, after = max(gaps, key=itemgetter(0), default=(0, found[0]))
     if gap > LONG:
         again = " again" if after.again else ""
-        said.append(
+        lines.append(
             f"nothing ran for {_duration(gap)} before epoch {after.number} was begun{again}: if these are two runs, "
-            "give each a folder of its own"
+            "give each its own folder"
         )
-    return said
+    return lines
 
 
 def html(passes: Sequence[Pass], title: str) -> str:
-    """The page. title: what the run is called."""
+    """Return the page. title: name of the run."""
     from dataload.reporting.plots import plots, svg
 
     found = epochs(passes)
-    ranks, numbers = len({one.rank for one in passes}), Counter(epoch.number for epoch in found)
+    ranks, numbers = len({record.rank for record in passes}), Counter(epoch.number for epoch in found)
     again = sum(times > 1 for times in numbers.values())
-    said = _counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
-    seconds = max(one.until for one in passes) - min(one.began for one in passes)
+    number = _counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
+    seconds = max(record.until for record in passes) - min(record.began for record in passes)
     figures = "".join(
         f'<figure><h2>{plot.title}</h2><img src="{svg(plot)}" alt="{plot.title}, as a plot"></figure>\n'
         for plot in plots(passes, found)
@@ -110,15 +111,15 @@ def html(passes: Sequence[Pass], title: str) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>{said} on {_counted(ranks, "rank")} in {_duration(seconds)}. The last one:</p>
+<p>{number} on {_counted(ranks, "rank")} in {_duration(seconds)}. The last one:</p>
 <p class="advice">{escape(str(found[-1].total))}</p>
 {_late(found[-1])}
 {"".join(f'<p class="advice">{escape(note)}</p>' for note in notes(passes, found))}
 <div class="plots">
 {figures}</div>
 {tables}
-<p><small>Of all ranks, rows and bytes are added up, seconds averaged. A rank is marked when its loop waited for data
-longer than the median rank's, by more than a twentieth of the epoch: in training by steps the others waited for it.
+<p><small>Totals sum rows and bytes over all ranks and average seconds. A rank is marked if its loop waited for data
+longer than the median rank's, by more than a twentieth of the epoch: in synchronous training the others waited for it.
 </small></p>
 </body>
 </html>
@@ -128,7 +129,7 @@ longer than the median rank's, by more than a twentieth of the epoch: in trainin
 def _epoch(epoch: Epoch, *, opened: bool) -> str:
     late = epoch.stragglers()
     causes = [cause for cause in CAUSES if epoch.total.waits[cause]]
-    rows = "".join(_row(one, causes, late=rank in late) for rank, one in epoch.ranks.items())
+    rows = "".join(_row(record, causes, late=rank in late) for rank, record in epoch.ranks.items())
     headings = ["rank", "host", "rows", "rows/s", "seconds", "waiting", *(f"on {cause}, s" for cause in causes)]
     headings += ["hits", *(f"from {tier}" for tier in TIERS)]
     again = f", begun again ({epoch.again})" if epoch.again else ""
@@ -143,10 +144,10 @@ def _epoch(epoch: Epoch, *, opened: bool) -> str:
 """
 
 
-def _row(one: Pass, causes: Sequence[str], *, late: bool) -> str:
-    stats = one.stats
+def _row(record: Pass, causes: Sequence[str], *, late: bool) -> str:
+    stats = record.stats
     cells = [
-        *(f"{one.rank}", one.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
+        *(f"{record.rank}", record.host, f"{stats.rows:,}", f"{stats.rows_per_second:,.0f}", f"{stats.seconds:,.1f}"),
         f"{stats.stall_fraction:.1%}",
         *(f"{stats.waits[cause]:,.1f}" for cause in causes),
         f"{stats.hit_rate:.1%}" if stats.hits + stats.misses else "\N{EN DASH}",
@@ -173,4 +174,5 @@ def _duration(seconds: float) -> str:
 
 
 def write(passes: Sequence[Pass], path: Path, title: str) -> None:
+    """Write the page to `path`."""
     path.write_text(html(passes, title), encoding="utf-8", errors="replace")  # a title may be a path

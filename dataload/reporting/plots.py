@@ -1,4 +1,4 @@
-"""The pictures of a report: what was waited for, how fast it went, and where the bytes came from."""
+"""The plots of a report: waits by cause, throughput, and bytes by tier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dataload.telemetry.loader_stats import TIERS
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
-# Of Okabe and Ito, which people of all kinds of sight can tell apart.
+# The palette of Okabe and Ito, safe for colour-blind readers.
 COLOURS = {
     "origin": "#d55e00",
     "cluster": "#cc79a7",
@@ -30,22 +30,28 @@ COLOURS = {
     "transfer": "#999999",
 }
 TIER_COLOURS = {"local": "#009e73", "cluster": "#cc79a7", "origin": "#d55e00"}
-SIZE = (4.4, 2.9)  # inches; a phone shows them as large, so letters of 9 points can be read
-FEW = 8  # ranks that a plot can tell apart
-MANY = 40  # epochs whose bars would be thinner than the gaps between them can be seen
-LETTERS = 36  # of the names below a plot, in all
+SIZE = (4.4, 2.9)  # inches; about the width of a phone, so that text of 9 points stays legible
+FEW = 8  # most ranks that have a line each
+MANY = 40  # epochs from which on bars are too thin for gaps between them
+LETTERS = 36  # most characters of all tick labels of an axis
 SPANS = ((2 * 86_400, "days", 86_400), (2 * 3_600, "hours", 3_600), (240, "minutes", 60), (0, "seconds", 1))
 
 
 @dataclass(frozen=True)
 class Plot:
-    """title: what it shows; draw: draws it into axes."""
+    """One plot.
+
+    Args:
+        title: Its heading.
+        draw: Draws it into axes.
+    """
 
     title: str
     draw: Callable[[Any], None]
 
 
 def plots(passes: Sequence[Pass], epochs: Sequence[Epoch]) -> list[Plot]:
+    """Return the plots of a report."""
     return [
         Plot("Waiting, by cause", lambda axes: _waiting(axes, epochs)),
         Plot("Throughput", lambda axes: _throughput(axes, passes)),
@@ -57,7 +63,7 @@ def plots(passes: Sequence[Pass], epochs: Sequence[Epoch]) -> list[Plot]:
 
 
 def svg(plot: Plot) -> str:
-    """The plot as a data: URL."""
+    """Return the plot as a data: URL."""
     figure = Figure(figsize=SIZE, layout="constrained")
     _drawn(plot, figure.subplots())
     out = BytesIO()
@@ -66,16 +72,16 @@ def svg(plot: Plot) -> str:
 
 
 def png(some: Sequence[Plot], path: Path) -> None:
-    """All plots as one picture."""
+    """Write all plots into one PNG file."""
     picture(some).savefig(path, dpi=110, format="png")
 
 
 def picture(some: Sequence[Plot]) -> Figure:
-    """All plots, two in a row."""
+    """Return one figure of all plots, two in a row."""
     rows = -(-len(some) // 2)
     figure = Figure(figsize=(2 * SIZE[0], rows * SIZE[1]), layout="constrained")
     for plot, part in zip(some, figure.subfigures(rows, 2, squeeze=False).flat, strict=False):
-        part.suptitle(plot.title, fontsize=11, x=0.02, ha="left")  # not of the axes: these have the legend above them
+        part.suptitle(plot.title, fontsize=11, x=0.02, ha="left")  # An axes title would collide with the legend.
         _drawn(plot, part.subplots())
     return figure
 
@@ -132,7 +138,7 @@ def _ranks(axes: Any, epochs: Sequence[Epoch]) -> None:
         [100 * epoch.ranks[rank].stats.stall_fraction if rank in epoch.ranks else float("nan") for epoch in epochs]
         for rank in ranks
     ]
-    highest = max(5.0, np.nanmax(shares))  # what is not worth saying stays pale
+    highest = max(5.0, np.nanmax(shares))  # negligible waits stay pale
     image = axes.imshow(shares, aspect="auto", cmap="OrRd", vmin=0, vmax=highest)
     axes.figure.colorbar(image, ax=axes, format=FuncFormatter(lambda share, _: f"{share:.3g} %")).outline.set_visible(
         False
@@ -160,7 +166,7 @@ def _all_ranks(epochs: Sequence[Epoch]) -> list[int]:
 
 
 def _stacked(axes: Any, parts: dict[str, list[float]], colours: dict[str, str]) -> None:
-    """One bar for each epoch; of what there is nothing of, nothing is said."""
+    """Draw one stacked bar per epoch. Names whose heights are all 0 are left out."""
     number = len(next(iter(parts.values())))
     bottom = np.zeros(number)
     for name, heights in parts.items():
@@ -170,7 +176,7 @@ def _stacked(axes: Any, parts: dict[str, list[float]], colours: dict[str, str]) 
         if number < MANY:
             axes.bar(range(number), heights, bottom=bottom, color=colours[name], label=name, width=0.7)
         else:
-            # The line around it keeps an epoch in sight that is thinner than a pixel: the first, cold one matters most.
+            # The outline keeps epochs visible that are thinner than a pixel: the first, cold one matters most.
             shown, edges, colour = np.where(top > bottom, top, np.nan), np.arange(number + 1) - 0.5, colours[name]
             line = {"edgecolor": colour, "linewidth": 0.8}
             axes.stairs(shown, edges, baseline=bottom, fill=True, facecolor=colour, label=name, **line)

@@ -1,4 +1,4 @@
-"""A run's figures in Prometheus' text format, for the textfile collector of node_exporter."""
+"""Statistics of a run in Prometheus' text format, for the textfile collector of node_exporter."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from dataload.telemetry.wait_timeline import CAUSES
 
 
 class Run(Collector):
-    """Counters of each rank over the whole run, and gauges of its latest epoch."""
+    """A collector of each rank's counters over the whole run and gauges of its latest epoch."""
 
     def __init__(self, passes: Sequence[Pass]) -> None:
-        self._of_ranks: dict[str, list[Pass]] = {}
-        for one in sorted(passes, key=lambda one: one.rank):
-            self._of_ranks.setdefault(str(one.rank), []).append(one)
+        self._by_rank: dict[str, list[Pass]] = {}
+        for record in sorted(passes, key=lambda record: record.rank):
+            self._by_rank.setdefault(str(record.rank), []).append(record)
 
     def collect(self) -> Iterator[Metric]:
         rows = CounterMetricFamily("dataload_rows", "Rows handed to the training loop.", labels=["rank"])
         seconds = CounterMetricFamily("dataload_seconds", "Time in the loop over the loader.", labels=["rank"])
         waits = CounterMetricFamily("dataload_wait_seconds", "Time waited for batches.", labels=["rank", "cause"])
-        read = CounterMetricFamily("dataload_bytes", "Bytes, by who served them.", labels=["rank", "tier"])
+        read = CounterMetricFamily("dataload_bytes", "Bytes, by the tier that served them.", labels=["rank", "tier"])
         requests = CounterMetricFamily("dataload_origin_requests", "Requests to the origin.", labels=["rank"])
         reads = CounterMetricFamily("dataload_cache_reads", "Row groups used.", labels=["rank", "result"])
         epoch = GaugeMetricFamily("dataload_epoch", "The latest epoch, counted from 0.", labels=["rank"])
-        rate = GaugeMetricFamily("dataload_rows_per_second", "Of the latest epoch so far.", labels=["rank"])
-        stall = GaugeMetricFamily("dataload_stall_ratio", "Of the latest epoch, the share waited.", labels=["rank"])
-        sampled = GaugeMetricFamily("dataload_sampled_timestamp_seconds", "When it last said so.", labels=["rank"])
-        for rank, passes in self._of_ranks.items():
-            all_stats, latest = [one.stats for one in passes], passes[-1]
+        rate = GaugeMetricFamily("dataload_rows_per_second", "Rows per second of the latest epoch.", labels=["rank"])
+        stall = GaugeMetricFamily("dataload_stall_ratio", "Share of the latest epoch spent waiting.", labels=["rank"])
+        sampled = GaugeMetricFamily("dataload_sampled_timestamp_seconds", "Time of the latest sample.", labels=["rank"])
+        for rank, passes in self._by_rank.items():
+            all_stats, latest = [record.stats for record in passes], passes[-1]
             rows.add_metric([rank], sum(stats.rows for stats in all_stats))
             seconds.add_metric([rank], sum(stats.seconds for stats in all_stats))
             requests.add_metric([rank], sum(stats.requests_origin for stats in all_stats))
@@ -52,7 +52,7 @@ class Run(Collector):
 
 
 def write(passes: Sequence[Pass], path: Path) -> None:
-    """Written beside `path` and renamed, so that nobody reads half of it."""
+    """Write the metrics to a temporary file and rename it to `path`, so that readers never see half of them."""
     registry = CollectorRegistry()
     registry.register(Run(passes))
     write_to_textfile(str(path), registry)

@@ -84,7 +84,7 @@ def test_one_file_more_fetches_the_footers_of_its_run(
 def test_no_more_footers_are_in_memory_than_are_looked_at(
     opened: Callable[[str], Dataset], dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tables with thousands of columns each is some megabytes, and ten times as much once it is understood."""
+    """A table with thousands of columns has a footer of megabytes, and ten times as much once it is parsed."""
     parsed: list[weakref.ref[Any]] = []
     most = 0
 
@@ -145,7 +145,7 @@ def test_of_a_run_that_another_host_has_nothing_is_fetched(
     path = tier.folder.path_of(run_digest(group.kept.run, dataset.blocks))
     whole = tier.get(dataset.blocks.key(group.kept.run, "footers"))
     path.unlink()
-    monkeypatch.setattr(tier, "bring", lambda _: [whole])  # and there is no room for it here
+    monkeypatch.setattr(tier, "bring", lambda _: [whole])  # which this host has no capacity to cache
     before = fetched(bucket)
     assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
     assert fetched(bucket) == before
@@ -194,7 +194,7 @@ def test_a_part_of_a_manifest_still_says_where_footers_are(
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_what_is_held_is_of_the_columns_that_are_read(tmp_path: Path, kind: str) -> None:
-    """So that labels of large images are fetched many at a time."""
+    """Many small labels next to large images are fetched at a time."""
     table = pa.table({"label": range(100), "image": [os.urandom(20_000) for _ in range(100)]})
     path = tmp_path / f"x.{kind}"
     if kind == "parquet":

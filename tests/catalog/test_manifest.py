@@ -118,7 +118,9 @@ def test_sizes_of_ragged_columns(bucket: Any, cache: CacheConfig) -> None:
         for name, size in zip(manifest.ragged, group.sizes, strict=True):
             mine = [chunk for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{name}.")]
             kind = manifest.schema.field(name).type
-            if pa.types.is_list(kind) and pa.types.is_integer(kind.value_type):  # of numbers, however they are encoded
+            if pa.types.is_list(kind) and pa.types.is_integer(
+                kind.value_type
+            ):  # the size of numbers does not depend on their encoding
                 assert size == sum(chunk.num_values for chunk in mine) * kind.value_type.bit_width // 8
             else:
                 assert size == sum(chunk.total_uncompressed_size for chunk in mine) > 0

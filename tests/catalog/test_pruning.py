@@ -1,4 +1,4 @@
-"""Filters: what they leave is what pyarrow leaves, row for row, or they are refused for a reason."""
+"""Filters keep the same rows as pyarrow, or raise an error with a reason."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def written(groups: list[pa.Table], **options: Any) -> io.BytesIO:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
-    """The manifest of one file of these row groups."""
+    """Return the manifest of one file of these row groups."""
     folder = tmp_path_factory.mktemp("filters")
     blocks = open_source(str(folder), None, None)
     count = itertools.count()
@@ -85,7 +85,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 
 @pytest.fixture(scope="module")
 def narrowed(stored: Stored) -> Callable[..., Manifest]:
-    """What filters leave of one file of these row groups."""
+    """Return the row groups of one file that the filters keep."""
 
     def narrowed(groups: list[pa.Table], filters: Filters, **options: Any) -> Manifest:
         manifest, blocks = stored(groups, **options)
@@ -108,7 +108,7 @@ COMPARE = {
 
 
 def holds(predicate: tuple[str, str, Any], groups: list[pa.Table]) -> list[np.ndarray]:
-    """Which rows match, by pyarrow; but a null matches nothing, not even `not in`."""
+    """Return the rows that match by pyarrow, except that a null matches nothing, not even `not in`."""
     name, sign, value = predicate
     whole = pa.concat_tables(groups)
     kind = whole.schema.field(name).type
@@ -181,14 +181,14 @@ def test_what_is_left_is_what_pyarrow_leaves(data: st.DataObject, narrowed: Call
 
 
 def is_doubtful(predicate: tuple[str, str, Any], match: np.ndarray, column: pa.ChunkedArray) -> bool:
-    """Whether some rows match and others do not, NaN is to be feared, or there are gaps between the values."""
+    """Return whether only some rows match, NaN is possible, or there are gaps between the values."""
     gaps = predicate[1] not in {"<", "<=", ">", ">="} and len(set(column.to_pylist())) > 1
     return 0 < match.sum() < len(match) or pa.types.is_floating(column.type) or gaps
 
 
 @pytest.mark.parametrize("kind", COMPARABLE, ids=str)
 def test_every_type_by_every_operator(kind: pa.DataType, stored: Stored) -> None:
-    """One value a row group: but for NaN nothing is in doubt."""
+    """With one value per row group, only NaN leaves a doubt."""
     values = [value for value in VALUES[kind] if value is not math.nan]
     groups = [pa.table({"x": pa.array([value] * 2, kind)}) for value in values]
     manifest, blocks = stored(groups)
@@ -204,7 +204,7 @@ def test_every_type_by_every_operator(kind: pa.DataType, stored: Stored) -> None
 
 
 def left_of(manifest: Manifest, blocks: Blocks, filters: Filters) -> list[int] | None:
-    """The numbers of the row groups that filters leave; None: they are refused, for some are in doubt."""
+    """Return the numbers of the row groups that filters keep; None: they raise, because some are in doubt."""
     try:
         return [group.number for group in narrow(manifest, blocks, filters).row_groups]
     except ConfigError as error:
@@ -351,7 +351,7 @@ def test_members_of_structs(stored: Stored) -> None:
         ([("z", "=", 1)], "'z' is not in the dataset"),
         ([("dat", "=", 1)], "'dat'.*did you mean 'date'"),
         ([("s", "=", 1)], r"'s' is a struct.*s\.a"),
-        ([("list", "=", [1])], "'list' is of list.*only single values"),
+        ([("list", "=", [1])], "'list' has type list.*only single values"),
         ([("x", "=", "a")], "int64"),
         ([("x", "=", 1.5)], "int64"),
         ([("x", "=", True)], "int64"),
@@ -435,7 +435,7 @@ def test_partition_keys(keyed: tuple[Manifest, Blocks], filters: Filters, left: 
 
 def test_values_of_keys_have_types(keyed: tuple[Manifest, Blocks]) -> None:
     for said in [("year", "=", "1"), ("label", "=", 1)]:
-        with pytest.raises(ConfigError, match="give such a value"):
+        with pytest.raises(ConfigError, match="give a value of it"):
             narrow(*keyed, [said])
 
 

@@ -1,4 +1,4 @@
-"""Parts of a dataset: disjoint, together everything, near the fractions, and always the same."""
+"""Splits of a dataset are disjoint, complete, close to the fractions, and always the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_parts(files: list[list[int]], weights: list[int], seed: int) -> None:
     whole, fractions = manifest_of(files), fractions_of(weights)
     filled = sum(rows > 0 for counts in files for rows in counts)
     if filled < len(fractions):
-        with pytest.raises(ConfigError, match=f"{len(fractions)} parts .* has {filled} with rows"):
+        with pytest.raises(ConfigError, match=f"need {len(fractions)} row groups with rows, .* has {filled}:"):
             split(whole, fractions, seed)
         return
     parts = split(whole, fractions, seed)
@@ -69,8 +69,8 @@ def test_parts(files: list[list[int]], weights: list[int], seed: int) -> None:
 def test_parts_are_as_near_the_fractions_as_row_groups_allow(rows: list[int], weights: list[int]) -> None:
     whole, fractions = manifest_of([rows]), fractions_of(weights)
     ends = list(itertools.accumulate(part.num_rows for part in split(whole, fractions, 0)))
-    for end, wanted in zip(ends, itertools.accumulate(fractions), strict=True):
-        assert abs(end - wanted * sum(rows)) <= max(rows) / 2 + 1e-6
+    for end, expected in zip(ends, itertools.accumulate(fractions), strict=True):
+        assert abs(end - expected * sum(rows)) <= max(rows) / 2 + 1e-6
 
 
 def test_a_small_part_has_a_row_group() -> None:
@@ -81,7 +81,7 @@ def test_a_small_part_has_a_row_group() -> None:
 
 
 def test_it_is_the_same_for_ever() -> None:
-    """Fixed once and for all: who goes on training must not find what it has learnt among what it is judged by."""
+    """Golden splits: a resumed training must not find its training rows in the validation split."""
     train, val = split(manifest_of([[3, 4, 5], [6, 7], [8, 9, 10]]), [0.7, 0.3], 7)
     assert [(group.file.path, group.number) for group in val.row_groups] == [
         ("bucket/0.parquet", 0),
@@ -106,7 +106,7 @@ def test_no_part_is_a_run_of_files() -> None:
 
 
 def test_row_groups_keep_their_order_when_files_come() -> None:
-    """Of the old ones in the first part all but a few at the border stay there."""
+    """All old row groups of the first split stay there, except a few at the border."""
     files = [[10] * 10 for _ in range(10)]
     before, after = (split(manifest_of(some), [0.5, 0.5], 0)[0] for some in (files, [*files, [10] * 10]))
     old = {group for group in after.row_groups if group.file.path != "bucket/10.parquet"}

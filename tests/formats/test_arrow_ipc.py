@@ -1,4 +1,4 @@
-"""Arrow IPC, files and streams: the rows that were written, the bytes that are needed, errors by name."""
+"""Arrow IPC files and streams deliver the rows that were written, fetch only the needed bytes, and name errors."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats import arrow_ipc
+from dataload.formats.arrow_ipc import messages
 
 BATCH, BATCHES = 8, 5
 
@@ -64,7 +65,7 @@ def written(batches: list[pa.RecordBatch], form: str = "file", **options: Any) -
 
 @pytest.fixture
 def stored(bucket: Any, cache: CacheConfig) -> Callable[..., Any]:
-    """The dataset of one file, or of several, with these contents."""
+    """Return a function that makes a dataset of files with these contents."""
 
     def store(*contents: bytes, **options: Any) -> Any:
         for number, content in enumerate(contents):
@@ -85,12 +86,12 @@ def test_the_rows_are_those_that_were_written(stored: Callable[..., Any], form: 
     content = written(BATCHES_OF_ROWS, form, compression=compression)
     dataset = stored(content, content, columns=CHOSEN)
     assert [group.rows for group in dataset.row_groups] == [BATCH] * BATCHES * 2
-    wanted = [row for batch in BATCHES_OF_ROWS * 2 for row in batch.select(CHOSEN).to_pylist()]
-    order = np.random.default_rng(0).permutation(len(wanted))
+    expected = [row for batch in BATCHES_OF_ROWS * 2 for row in batch.select(CHOSEN).to_pylist()]
+    order = np.random.default_rng(0).permutation(len(expected))
     for row, number in zip(dataset.__getitems__(order), order, strict=True):
-        point = wanted[number].pop("point")
+        point = expected[number].pop("point")
         flat = {"point.x": point["x"], "point.name.long": point["name"]["long"]}
-        assert {name: plain(value) for name, value in row.items()} == wanted[number] | flat
+        assert {name: plain(value) for name, value in row.items()} == expected[number] | flat
 
 
 @pytest.mark.parametrize("version", [pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5])
@@ -144,7 +145,7 @@ def test_large_columns_that_are_not_read_are_not_fetched(bucket: Any, stored: Ca
     if form == "file":
         assert indexed < 100_000
         assert fetched == 2 * batches[0]["b"].nbytes
-    else:  # Of a stream the first block is read, before it is known how large its batches are.
+    else:  # The first block of a stream is read before the size of its batches is known.
         assert indexed < 100_000 + (4 << 20)
         assert fetched == batches[0]["b"].nbytes
 
@@ -156,7 +157,7 @@ def test_small_batches_are_fetched_together(bucket: Any, stored: Callable[..., A
 
 
 def test_dictionaries_that_grow(stored: Callable[..., Any]) -> None:
-    """In a stream the later ones take the place of the earlier, or add to them; in a file they add to them."""
+    """Later dictionaries of a stream replace or extend the earlier ones; those of a file extend them."""
     words = [["a"], ["a", "bb"], ["a", "bb", "ccc"]]
     batches = [
         pa.record_batch({"c": pa.DictionaryArray.from_arrays(pa.array([len(some) - 1], pa.int32()), pa.array(some))})
@@ -202,14 +203,14 @@ def test_dictionaries_that_others_have_taken_the_place_of_are_not_fetched(stored
 
 
 def test_a_stream_that_goes_back_is_refused(stored: Callable[..., Any]) -> None:
-    """And not read for ever."""
+    """The reader must not loop for ever."""
     content = bytearray(written(BATCHES_OF_ROWS[:2], "stream"))
     second = 8 + int.from_bytes(content[4:8], "little")
     metadata = memoryview(
         bytes(content[second : second + 8 + int.from_bytes(content[second + 4 : second + 8], "little")])
     )
     message = arrow_ipc.Message(second, metadata)
-    struct.pack_into("<q", content, second + 8 + arrow_ipc._place(message._root, 3), -len(metadata))
+    struct.pack_into("<q", content, second + 8 + messages._position(message._root, 3), -len(metadata))
     with pytest.raises(DataError, match="message at bytes"):
         stored(bytes(content))
 
@@ -250,7 +251,7 @@ def test_a_file_that_is_cut_short(stored: Callable[..., Any], form: str) -> None
 
 
 def damaged(content: bytes, tmp_path: Path) -> None:
-    """Read through a cache, all of it."""
+    """The whole file is read through a cache."""
     file = tmp_path / "data.arrow"
     file.write_bytes(content)
     dataset = make_dataset(str(file), columns=CHOSEN, cache=None)
@@ -265,7 +266,7 @@ def damaged(content: bytes, tmp_path: Path) -> None:
 @given(data=st.data())
 @pytest.mark.parametrize("form", ["file", "stream"])
 def test_damage_is_an_error_that_names_the_file(form: str, data: st.DataObject, tmp_path: Path) -> None:
-    """Or goes unseen, where it is in the values."""
+    """Damage in the values may go undetected."""
     content = bytearray(written(BATCHES_OF_ROWS[:2], form))
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

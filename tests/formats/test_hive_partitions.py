@@ -1,4 +1,4 @@
-"""Keys in the names of folders: which columns they become, of which type, and when they are refused."""
+"""Keys in folder names become columns of the right types, or raise an error."""
 
 from __future__ import annotations
 

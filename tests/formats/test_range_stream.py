@@ -1,4 +1,4 @@
-"""Ranges that are read while more of them are fetched, within a bound."""
+"""Byte ranges are read while the next ones are fetched, within a memory limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is foretold of bytes and requests is what a server then counts."""
+"""The plan's bytes and requests are those that a server then counts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokens(rows: int) -> pa.Table:
 
 
 def captions(rows: int) -> pa.Table:
-    """As Parquet's writers have it unless told otherwise: codes of a few values."""
+    """Dictionary-encoded columns of a few values, the default of Parquet writers."""
     texts = [f"{'hello world ' * repeats}{repeats}" for repeats in noise.integers(20, 200, rows).tolist()]
     return pa.table({"caption": texts, "kind": [f"kind {number % 7}" for number in range(rows)], "id": range(rows)})
 
@@ -86,7 +86,7 @@ def origin(folder: Path) -> Iterator[Origin]:
 
 
 def planned(origin: Origin, name: str, cache: CacheConfig, columns: Any = None, **options: Any) -> tuple[Plan, Any]:
-    """And the dataset that it is the plan of."""
+    """Return a plan and its dataset."""
     _, _, _, batch, window = DATASETS[name]
     dataset = make_dataset(f"s3://bucket/{name}", storage_options=origin.storage_options, cache=cache, columns=columns)
     manifest, blobs = dataset.manifest, dataset.rowstore.blobs
@@ -94,7 +94,7 @@ def planned(origin: Origin, name: str, cache: CacheConfig, columns: Any = None, 
 
 
 def counted(origin: Origin) -> Fetched:
-    """Since the last time."""
+    """Return what was fetched since the last call."""
     stats = origin.stats()
     origin.reset()
     return Fetched(stats["get_bytes"], stats["get_requests"])
@@ -106,13 +106,13 @@ def files(origin: Origin, name: str) -> set[Object]:
 
 
 def settled(dataset: Any) -> None:
-    """What was asked for in advance is there."""
+    """Wait for all prefetched row groups."""
     for asked in list(dataset.rowstore._asked.values()):
         asked.contents.result(60)
 
 
 def epochs(origin: Origin, dataset: Any, name: str, count: int) -> list[Fetched]:
-    """What a loader has fetched in each epoch, as the server counts it."""
+    """Return what a loader fetches in each epoch, as the server counts it."""
     _, _, _, batch, window = DATASETS[name]
     loader = make_loader(dataset, batch, window=window)
     counted(origin)
@@ -131,7 +131,7 @@ def decoded(dataset: Any) -> int:
 
 @pytest.mark.parametrize("name", ["images", "tabular", "tokens", "captions"])
 def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a cache that all fits into, and in one that half of it does."""
+    """In a cache that holds the whole dataset, and in one that holds half of it."""
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "all"), "1GB"))
     dataset.blocks.tier._limit = found.cache_bytes_needed
     assert found.later_epoch == Fetched()
@@ -143,7 +143,7 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     assert found.is_estimate == (name == "captions")
 
     monkeypatch.setattr(capacity, "RUN_BYTES", 1)  # a gather draws on few row groups, as it does of large data
-    monkeypatch.setattr(row_store, "LOADERS", 1)  # row groups find room in their order, not just by and large
+    monkeypatch.setattr(row_store, "LOADERS", 1)  # row groups are cached exactly in their order
     limit = found.decoded_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "half"), limit), price=0.09)
     _, _, _, batch, window = DATASETS[name]
@@ -164,7 +164,7 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("name", ["small", "tiny"])
 def test_of_many_row_groups_it_happens_by_and_large(origin: Origin, name: str, tmp_path: Path) -> None:
-    """Whatever the threads that load them do first: to 1 %, as docs/commands.md says, and this for small ones, too."""
+    """The thread schedule changes the result by at most 1 %, as docs/commands.md says, for small datasets, too."""
     _, dataset = planned(origin, name, CacheConfig(str(tmp_path / "a"), "1GB"))
     limit = dataset.rowstore.blobs.num_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "b"), limit))
@@ -179,7 +179,7 @@ def test_of_many_row_groups_it_happens_by_and_large(origin: Origin, name: str, t
 
 @pytest.mark.parametrize("room", [6000, 3000])
 def test_what_a_stream_asks_for(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of columns that are held whole, and of those that are too large for that."""
+    """For columns that fit into memory, and for columns that do not."""
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 100)
     monkeypatch.setattr(range_stream, "LARGEST_PIECE", 400)
     asked = []
@@ -201,7 +201,7 @@ def test_what_a_stream_asks_for(room: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", ["images", "tabular", "captions"])
 def test_no_byte_of_the_data_is_read_for_it(origin: Origin, name: str, tmp_path: Path) -> None:
-    """Footers alone; and where files have codes of values, some of these: all that a bill has beside the row groups."""
+    """Footers, and samples of dictionary-encoded columns: all that is fetched in addition to the row groups."""
     counted(origin)
     found, _ = planned(origin, name, CacheConfig(str(tmp_path / "a"), "1GB"))
     assert counted(origin) == found.footers
@@ -215,7 +215,7 @@ def test_no_byte_of_the_data_is_read_for_it(origin: Origin, name: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["images", "captions"])
 def test_the_bill_of_warming_is_the_plan(origin: Origin, name: str, tmp_path: Path) -> None:
-    """Footers and all, on a host that has nothing; and what is to be done is shown as what it is."""
+    """Including footers, on a host with an empty cache; the advice is printed, too."""
     found, _ = planned(origin, name, CacheConfig(str(tmp_path / "a"), "1GB"))
     assert found.first_epoch is not None
     counted(origin)
@@ -238,7 +238,7 @@ def test_a_footer_larger_than_what_is_tried_first(tmp_path: Path) -> None:
 
 
 def test_seconds_are_those_of_requests_and_bytes(origin: Origin, tmp_path: Path) -> None:
-    """Footers first; 64 of them at a time, and of what follows 16."""
+    """Footers first, 64 at a time; then 16 requests at a time."""
     cache = CacheConfig(str(tmp_path / "a"), "8MB")
     found, _ = planned(origin, "small", cache, bandwidth=10**6, latency=10.0)
     assert found.first_epoch is not None
@@ -309,17 +309,17 @@ def test_each_advice_has_its_reason(origin: Origin, tmp_path: Path) -> None:
     small = "row groups of 1.0 kB are small: write them of 1 MB or more, so that each is a request"
     assert list(advice(calm, [1000, 1000], mixed)) == [small]
     assert list(advice(calm, [1000], mixed)) == []
-    large = "a row group of 2.0 GB makes what needs it wait: write them of about 128 MB"
+    large = "a row group of 2.0 GB delays every batch that needs it: write row groups of about 128 MB"
     assert list(advice(calm, [2 * 10**9] * 2, mixed)) == [large]
     narrow = replace(calm, trade=replace(mixed, window=1, variance_ratio=9.0))
-    other = f"window={usual.window} is the default, and costs least for what it buys"
+    other = f"window={usual.window} is the default, and the cheapest window with good shuffle quality"
     assert list(advice(narrow, sizes, mixed)) == [other]
     [sorted_rows] = advice(
         replace(calm, trade=replace(mixed, variance_ratio=4.1)), sizes, replace(mixed, variance_ratio=4.1)
     )
     assert sorted_rows.startswith("are the rows sorted by label?")
     assert list(advice(replace(calm, first_epoch_seconds=601.0), sizes, mixed)) == [
-        "fetch it before the GPUs are there: dataload warm"
+        "fetch the dataset before the GPUs start: dataload warm"
     ]
 
 

@@ -1,4 +1,4 @@
-"""A report in a real browser: nothing on its console, nothing fetched, every plot there, no line off the screen.
+"""Check a report in a real browser: an empty console, no requests, all plots, and no text off the screen.
 
 python tests/reporting/report_in_browser.py [FOLDER FOR SCREENSHOTS]        # or: make browser
 """
@@ -17,7 +17,7 @@ from dataload.telemetry.stats_log import read
 
 WIDTHS = (1280, 390)
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-LETTERS = 8.0  # pixels that the smallest text of a plot has at least, on any screen
+LETTERS = 8.0  # least pixels of a plot's smallest text, on any screen
 SMALLEST = 8.5  # points, of that text
 
 

@@ -1,4 +1,4 @@
-"""What ranks write about their epochs, and what becomes of it: a page, a picture, metrics."""
+"""The statistics that ranks write become a correct page, picture and metrics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loader_of(dataset_of, bucket, cache, tmp_path):
 
 @pytest.fixture
 def dataload(monkeypatch, capsys):
-    """Runs the command in this process: exit code, what it printed, what it said on stderr."""
+    """Run the command in this process. Return its exit code, stdout and stderr."""
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["dataload", *map(str, words)])
@@ -328,7 +328,7 @@ def test_a_resumed_epoch_is_told_apart(tmp_path):
 
 
 def begun(folder):
-    """Epochs as (number, how often it was begun before, ranks)."""
+    """Return epochs as (number, how often it was begun before, ranks)."""
     return [(epoch.number, epoch.again, list(epoch.ranks)) for epoch in epochs(read(folder))]
 
 
@@ -413,7 +413,7 @@ def test_throughput_of_many_epochs_shows_no_pattern_that_is_not_there(tmp_path, 
 
 
 def write_short_epochs(folder, number):
-    """The first one from the origin. Each takes 7 s, and the next one begins 3 s later."""
+    """Write epochs of 7 s with pauses of 3 s; the first one reads from the origin."""
     for epoch in range(number):
         cold = {"origin": 0.5, "bytes_origin": 40_000_000} if epoch == 0 else {}
         write_pass(folder, 0, epoch, BEGAN + 10 * epoch, [{"rows": 100, "bytes_local": 1_000_000, **cold}] * 7)
@@ -430,7 +430,7 @@ def write_two(folder):
 
 
 def axes_of(folder, title):
-    """The plot of that title, drawn."""
+    """Return the drawn plot of that title."""
     passes = read(folder)
     [plot] = [plot for plot in plots(passes, epochs(passes)) if plot.title == title]
     axes = Figure().subplots()
@@ -439,7 +439,7 @@ def axes_of(folder, title):
 
 
 def bars(axes, length):
-    """By label; length: of a bar, "height" or "width"."""
+    """Return bars by label. length: "height" or "width" of a bar."""
     return {of.get_label(): [round(getattr(bar, f"get_{length}")(), 6) for bar in of] for of in axes.containers}
 
 
@@ -453,7 +453,7 @@ def test_the_plots_show_what_the_passes_say(tmp_path):
     assert bars(waiting, "height") == {"origin": [25, 0], "disk": [0, 25], "decode": [12.5, 0]}
     assert named(waiting.xaxis) == ["0", "1"]
     assert bars(tiers, "height") == {"local": [120e6, 0], "cluster": [40e6, 0], "origin": [100e6, 0]}
-    for axes in (waiting, tiers):  # one upon the other
+    for axes in (waiting, tiers):  # stacked
         tops = [bar.get_y() + bar.get_height() for of in axes.containers for bar in of]
         assert max(tops) == pytest.approx(sum(of[0].get_height() for of in axes.containers))
     [hits] = axes_of(tmp_path, "Cache hits").lines
@@ -517,7 +517,7 @@ def test_titles_and_legends_of_the_picture_stand_apart(tmp_path, ranks):
 
 
 class Page(HTMLParser):
-    """Its tags with their attributes, its tables' rows as (class, cells), and the texts; it must be nested properly."""
+    """Parse tags with their attributes, table rows as (class, cells), and texts. Require proper nesting."""
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The order's arithmetic, against the scheme written out in loops and lists."""
+"""The order's arithmetic agrees with a reference in loops and lists."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def permuted(items, *key):
 
 
 def reference_rows(lengths, epoch, shuffle="block", seed=0, window=16, num_streams=1, dataset_key=b""):
-    """The rows of an epoch, position by position."""
+    """Return the rows of an epoch, position by position."""
     blocks = [list(range(sum(lengths[:block]), sum(lengths[: block + 1]))) for block in range(len(lengths))]
     if shuffle is False:
         return [*chain(*blocks)]
@@ -58,7 +58,7 @@ def reference_rows(lengths, epoch, shuffle="block", seed=0, window=16, num_strea
 
 
 def reference_batches(n, start, num_streams, num_nodes, num_replicas, batch_size, drop_last):
-    """Positions of each rank's batches, and how many of its last are padding."""
+    """Return the positions of each rank's batches, and how many of its last ones are padding."""
     owner = [0] * num_streams
     for new in range(1, num_nodes):
         for node in range(new):
@@ -138,7 +138,7 @@ def test_blocks_come_when_first_needed(lengths, arguments, epoch, random):
     0.1,
 )
 def test_ranks_get_their_slices_from_any_cursor(lengths, arguments, epoch, world, where):
-    """A state taken by one process goes on in any world, with any streams, from any row."""
+    """The state of one process resumes in any world, with any streams, at any row."""
     num_nodes, num_replicas, batch_size, drop_last = world
     rows = reference_rows(lengths, epoch, **arguments)
     before = ShardedSampler(lengths, 1, 0, **arguments)
@@ -267,7 +267,7 @@ def test_the_default_window_of_odd_row_groups():
 
 @pytest.mark.parametrize("num_streams", [1, 2, 4])
 def test_the_first_batch_waits_for_little(num_streams):
-    """Of row groups of 128 MB: at most 256 MB on each node, one stream a node."""
+    """With row groups of 128 MB and one stream per node, each node needs at most 256 MB."""
     lengths, sizes, batch_size = [100_000] * 400, [128_000_000] * 400, 4096
     order = Order(lengths, window=default_window(lengths, sizes), num_streams=num_streams)
     blocks = order.rows(0, np.arange(num_streams * batch_size)) // 100_000
@@ -295,7 +295,7 @@ def test_the_trade_can_be_printed():
     trade = weigh_window(8, [100] * 50, [1000] * 50, batch_size=150)
     assert json.loads(json.dumps(asdict(trade))) == {
         "window": 8,
-        # Windows of 1, 2, 4, five of 8, and 3 are left: of 100 rows the first, the others of as many as a batch.
+        # Windows of 1, 2, 4, five of 8, and 3 row groups. The first has 100 rows, the others at least one batch.
         "variance_ratio": pytest.approx(1 + (99 + 8 * 149) / 9 * (9 - 1) / 50),
         "first_row_groups": 3,
         "first_bytes": 3000,
@@ -478,14 +478,14 @@ def test_quality_is_as_foretold_of_batches_larger_than_windows(count, length, wi
 
 
 def test_no_more_streams_than_can_be_held():
-    """More than there are rows is fine, as of a small dataset on many nodes."""
+    """There may be more streams than rows, such as for a small dataset on many nodes."""
     with pytest.raises(ConfigError, match="num_streams=65537: must be at most 65536"):
         Order([1, 3], num_streams=65_537)
     assert sorted(Order([1, 3], num_streams=65_536).rows(0, range(4)).tolist()) == [0, 1, 2, 3]
 
 
 def test_full_is_uniform_over_sorted_labels():
-    """Ten labels, one after the other in the file: as in chance, neighbours share theirs, and batches vary in them."""
+    """With data sorted by ten labels, neighbours share labels and batches vary in them as by chance."""
     lengths, n = [100_000] * 10, 1_000_000
     rows = Order(lengths, shuffle="full").rows(0, np.arange(n))
     labels = rows // 100_000

@@ -1,4 +1,4 @@
-"""Permutations: bijective, uniform, and for ever the same."""
+"""Permutations are bijective, uniform and reproducible for ever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HUGE = [10**9, 2**40 + 1, 2**62 + 3, 2**63 - 1]
 
 
 def z_score(counts: np.ndarray) -> float:
-    """Chi-square of equal expected counts, as standard deviations from its mean."""
+    """Return the chi-square of equal expected counts, in standard deviations from its mean."""
     expected = counts.sum() / counts.size
     chi_square = ((counts - expected) ** 2 / expected).sum()
     return (chi_square - (counts.size - 1)) / np.sqrt(2 * (counts.size - 1))
@@ -107,7 +107,7 @@ def test_bijective_with_exact_inverse(n):
 @given(st.integers(1, 10**7), st.integers(-(2**70), 2**70), st.integers(0, 2**40))
 @example(10**7, 0, 0)
 def test_bijective_at_any_size(n, seed, epoch):
-    """In range and undone exactly: so no two images are the same. All of them, or 50,000 of many."""
+    """Images are in range and the inverse is exact, so no two are equal. Checks all, or 50,000 of many."""
     permutation = Permutation(n, seed, epoch)
     indices = np.arange(n) if n < 10**6 or n == 10**7 else np.random.default_rng(epoch).integers(0, n, 50_000)
     images = permutation[indices]
@@ -185,7 +185,7 @@ def test_memory_does_not_grow_with_n():
 
 @pytest.mark.parametrize("n", [100, 10_000, 65_536, 10**6])
 def test_epochs_do_not_resemble_each_other(n):
-    """Spearman's correlation of the ranks in two epochs."""
+    """Return Spearman's correlation of the ranks in two epochs."""
     epochs = [Permutation(n, 5, epoch)[:] for epoch in range(3)]
     for first, second in itertools.combinations(epochs, 2):
         assert abs(np.corrcoef(first, second)[0, 1]) < 3 / np.sqrt(n)
@@ -196,7 +196,7 @@ def test_few_go_everywhere(n):
     counts = np.zeros((n, n), np.int64)
     for seed in range(3000):
         counts[np.arange(n), Permutation(n, seed, seed % 5)[:]] += 1
-    # Of the n * n counts only (n - 1)**2 are free: each row and each column has as many.
+    # Only (n - 1)**2 of the n * n counts are free: all rows and columns have the same sum.
     chi_square = ((counts - 3000 / n) ** 2 / (3000 / n)).sum() * (n - 1) / n
     assert abs(chi_square - (n - 1) ** 2) / np.sqrt(2 * (n - 1) ** 2) < 4
 
@@ -210,7 +210,7 @@ def test_all_permutations_of_few_are_equally_likely(n):
 
 @pytest.mark.parametrize("n", [1000, 65_536, 80_000, 10**9])
 def test_an_index_goes_everywhere(n):
-    # Of 16 x 16 places for the first two numbers' images, over seeds.
+    # 16 x 16 bins for the images of the first two numbers, over seeds.
     images = np.array([Permutation(n, seed, 0)[:2] for seed in range(2560)])
     assert abs(z_score(joint_counts(images[:, 0], images[:, 1], n, 16))) < 4
     assert abs(z_score(np.bincount(images[:, 0] % 32, minlength=32))) < 4

@@ -1,4 +1,4 @@
-"""What each rank gets: exactly once over all ranks, the same whatever the world, and from where it stopped."""
+"""Ranks get each row exactly once, in an order independent of the world, and resume where they stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ranks(num_replicas, lengths=LENGTHS, **arguments):
 
 
 def global_batches(samplers, epoch=0, cursor=0):
-    """The rows of each global batch, over all ranks."""
+    """Return the rows of each global batch, over all ranks."""
     return [np.concatenate(batch).tolist() for batch in zip(*(s.batches(epoch, cursor) for s in samplers), strict=True)]
 
 
@@ -66,7 +66,7 @@ def test_exactly_once_in_equal_parts(shuffle):
         counts = Counter(row for mine in rows for row in mine)
         assert set(counts) == set(range(ROWS))
         assert counts.total() - ROWS == sum(sampler.padding for sampler in samplers) <= num_replicas - 1
-        # Without the padding, which is at the very end of a rank, nothing is left twice.
+        # Without the padding at the end of each rank, no row appears twice.
         unpadded = [
             row for mine, sampler in zip(rows, samplers, strict=True) for row in mine[: len(mine) - sampler.padding]
         ]
@@ -86,14 +86,14 @@ def test_drop_last_leaves_out_less_than_a_global_batch():
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("lengths", [[5, 0, 1, 9], [1], [0], [], [2, 0, 1], [40, 1, 0, 17]])
 def test_every_small_world(lengths, drop_last):
-    """More ranks than row groups, fewer rows than ranks, row groups of one row and of none."""
+    """With more ranks than row groups, fewer rows than ranks, and row groups of one row or none."""
     n = sum(lengths)
     for num_replicas, batch_size in product(range(1, 17), (1, 3, 8)):
         samplers = ranks(num_replicas, lengths, batch_size=batch_size, drop_last=drop_last, num_streams=2)
         batches = [[rows.tolist() for rows in sampler.batches()] for sampler in samplers]
         global_batch = num_replicas * batch_size
-        wanted = n // global_batch if drop_last else math.ceil(n / global_batch)
-        assert {len(mine) for mine in batches} == {wanted}
+        expected = n // global_batch if drop_last else math.ceil(n / global_batch)
+        assert {len(mine) for mine in batches} == {expected}
         assert len({tuple(map(len, mine)) for mine in batches}) == 1
         rows = [list(chain(*mine)) for mine in batches]
         unpadded = [row for mine, s in zip(rows, samplers, strict=True) for row in mine[: len(mine) - s.padding]]
@@ -123,7 +123,7 @@ def test_global_batches_do_not_depend_on_the_world():
 
 @pytest.mark.parametrize("shuffle", ["block", "full"])
 def test_global_batches_of_1_2_4_and_8_ranks(shuffle):
-    """The partial last batch too, its padding aside."""
+    """This includes the partial last batch without its padding."""
     seen = set()
     for num_replicas in (1, 2, 4, 8):
         samplers = ranks(num_replicas, batch_size=16 // num_replicas, shuffle=shuffle, num_streams=4)
@@ -180,14 +180,14 @@ def test_nodes_keep_to_their_own_row_groups(num_nodes, num_streams, per_node, ba
             read[rank // per_node] |= blocks
             assert blocks <= set(sampler.blocks_from(epoch))
         assert sum(map(len, map(set, map(sampler.blocks_from, mine)))) < 3 * (100 / num_nodes + 10)
-    # Only row groups on the borders of streams are read by two nodes.
+    # Two nodes read a row group only if it lies on a border of streams.
     assert sum(map(len, read)) <= len(set(block_of)) + num_streams - 1
     assert max(map(len, read)) < 100 / num_nodes + 15
 
 
 @pytest.mark.parametrize(("num_replicas", "batch_size"), [(2, 4), (3, 2)])
 def test_streams_that_cannot_be_local_are_everybodys(num_replicas, batch_size):
-    """A state's streams in a world that they do not suit: each node is told of all that it reads."""
+    """If a state's streams do not suit the world, `blocks_from` still names all row groups that a node reads."""
     state = ShardedSampler(LENGTHS, 1, 0, num_streams=3).state_dict()
     block_of = np.repeat(np.arange(len(LENGTHS)), LENGTHS)
     for sampler in ranks(num_replicas, batch_size=batch_size, num_nodes=2):
@@ -197,7 +197,7 @@ def test_streams_that_cannot_be_local_are_everybodys(num_replicas, batch_size):
 
 
 def blocks_by_node(num_nodes, epoch, num_streams=12, per_node=2, batch_size=6):
-    """The row groups that each node reads in an epoch of 100 uneven ones, whose rows are whole global batches."""
+    """Return the row groups that each node reads in an epoch of 100 uneven ones. Their rows fill whole batches."""
     chance = random.Random(1)
     lengths = [chance.randint(0, 60) for _ in range(99)]
     lengths.append(-sum(lengths) % 72 + 72)
@@ -279,7 +279,7 @@ def test_the_world_is_detected(monkeypatch):
         monkeypatch.setenv(name, str(number))
     found = ShardedSampler(LENGTHS, num_streams=2)
     assert (found.num_replicas, found.rank, found.num_nodes) == (8, 5, 2)
-    assert ShardedSampler(LENGTHS, 16).num_nodes == 1  # how 16 ranks are spread is not known
+    assert ShardedSampler(LENGTHS, 16).num_nodes == 1  # the spread of 16 ranks over hosts is unknown
     given = ShardedSampler(LENGTHS, 3, 1)
     assert (given.num_replicas, given.rank, given.num_nodes) == (3, 1, 1)
     monkeypatch.delenv("RANK")
@@ -379,7 +379,7 @@ def test_state_restores_the_order_as_well():
 
 
 def test_seeking_far_is_no_more_work(monkeypatch):
-    """Elements looked up and calls made until the first batches of a resumed epoch, near 1 % and near 99 % of it."""
+    """Return lookups and calls until the first batches of an epoch resumed near 1 % and near 99 %."""
     lengths = [1000] * 2000
     looked_up, calls = [], []
     look_up = Images.__getitem__
@@ -392,7 +392,7 @@ def test_seeking_far_is_no_more_work(monkeypatch):
     monkeypatch.setattr(Images, "__getitem__", counted)
 
     def work(share, shuffle):
-        """Of 16 resumptions, a window's length in all, for some meet the end of a window and others do not."""
+        """Resume 16 times within the length of a window: only some resumptions meet the end of a window."""
         looked_up.clear()
         calls.clear()
         for step in range(16):

@@ -1,0 +1,251 @@
+"""The messages of Arrow IPC: their metadata, read from flatbuffers, and the index of a file's messages."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pyarrow as pa
+from flatbuffers import number_types
+from flatbuffers.table import Table
+
+from dataload.cache.blocks.reader import Blocks, Object
+from dataload.errors import DataError, DataloadError
+from dataload.formats.base import SHARED_BYTES
+from dataload.runtime.cached_property import cached_property
+
+MAGIC, FEATHER_1 = b"ARROW1", b"FEA1"
+CONTINUATION = b"\xff\xff\xff\xff"
+PREFIX_BYTES = 8  # of a message, before its metadata: continuation, length (i32, little-endian)
+TRAILER_BYTES = 4 + len(MAGIC)  # after a file's footer: its length (i32, little-endian), magic
+HEAD_BYTES = 8  # before a file's first message: magic, padding
+GUESSED_BYTES = 16 << 10  # read of a message whose metadata length is unknown
+END_OF_STREAM = CONTINUATION + bytes(4)
+DICTIONARY, RECORDS = 2, 3  # of Message.fbs: MessageHeader
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a file: its prefix and metadata in [start, body), then its body in [body, stop).
+
+    Args:
+        start: Byte of the file at which the message begins.
+        metadata: The prefix and the metadata.
+    """
+
+    start: int
+    metadata: memoryview
+
+    @property
+    def body(self) -> int:
+        """Byte of the file at which the body begins."""
+        return self.start + len(self.metadata)
+
+    @property
+    def stop(self) -> int:
+        """Byte of the file at which the body ends."""
+        return self.body + int(_scalar(self._root, 3, number_types.Int64Flags))
+
+    @property
+    def kind(self) -> int:
+        """The type of the header, such as `DICTIONARY` or `RECORDS`."""
+        return int(_scalar(self._root, 1, number_types.Uint8Flags))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a record batch."""
+        return int(_scalar(self._header, 0, number_types.Int64Flags))
+
+    @property
+    def buffers(self) -> list[tuple[int, int]]:
+        """(offset in the body, bytes) of each buffer of a record batch."""
+        return _structs(self._header, 2, "<qq")
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether a record batch has compressed buffers."""
+        return _position(self._header, 3) is not None
+
+    @property
+    def views(self) -> tuple[int, ...]:
+        """Number of character buffers of each view column."""
+        return tuple(count for (count,) in _structs(self._header, 4, "<q"))
+
+    @property
+    def dictionary(self) -> int:
+        """The id of a dictionary, as the schema has it."""
+        return int(_scalar(self._header, 0, number_types.Int64Flags))
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether a dictionary extends the previous one of the same id instead of replacing it."""
+        return bool(_scalar(self._header, 2, number_types.BoolFlags))
+
+    @property
+    def is_compressed_dictionary(self) -> bool:
+        """Whether a dictionary has compressed buffers."""
+        return _position(_table(self._header, 1), 3) is not None
+
+    @property
+    def dictionaries_of_columns(self) -> dict[str, set[int]]:
+        """The ids of the dictionaries that each column of a schema uses."""
+        fields = _tables(self._header, 1)
+        return {bytes(field.String(_position(field, 0))).decode(): _dictionaries(field) for field in fields}
+
+    def check(self, size: int) -> None:
+        """Raise ValueError if the message is inconsistent or does not fit a file of `size` bytes."""
+        if not self.start < self.body <= self.stop <= size:
+            raise ValueError(f"message at bytes {self.start} to {self.stop} of {size}")
+        if self.kind != RECORDS:
+            return
+        body, columns = self.stop - self.body, _structs(self._header, 1, "<qq")
+        if any(min(offset, length) < 0 or offset + length > body for offset, length in self.buffers):
+            raise ValueError(f"message at byte {self.start} with buffers outside of its body")
+        if columns and columns[0][0] != self.rows:
+            raise ValueError(f"message at byte {self.start} of {self.rows} rows, the first column of {columns[0][0]}")
+
+    @cached_property
+    def _root(self) -> Table:
+        return root_table(self.metadata[PREFIX_BYTES if self.metadata[:4] == CONTINUATION else PREFIX_BYTES - 4 :])
+
+    @cached_property
+    def _header(self) -> Table:
+        return _table(self._root, 2)
+
+
+def index_of_file(obj: Object, blocks: Blocks, last: Callable[[int], bytes]) -> bytes:
+    """Return the packed metadata of an Arrow file's messages.
+
+    Args:
+        obj: The file.
+        blocks: Reads the file through the cache.
+        last: Returns the last `n` bytes of the file.
+
+    Raises:
+        DataError: The file is damaged.
+        OriginError: The origin failed.
+    """
+    size = int.from_bytes(last(TRAILER_BYTES)[:4], "little") + TRAILER_BYTES
+    with map_errors(obj):
+        footer = root_table(memoryview(last(size)))
+        dictionaries, batches = (_structs(footer, slot, "<qi4xq") for slot in (2, 3))
+        first = min((start for start, _, _ in dictionaries + batches), default=obj.size - size)
+    spans = [(HEAD_BYTES, first), *((start, start + length) for start, length, _ in dictionaries + batches)]
+    if obj.size < SHARED_BYTES * len(spans):
+        return pack([Message(start, blocks.read(obj, start, stop)) for start, stop in spans])
+    pending = [blocks.submit(blocks.fetch, obj, start, stop) for start, stop in spans]
+    return pack([Message(start, fetched.result()) for (start, _), fetched in zip(spans, pending, strict=True)])
+
+
+def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
+    """Return the packed metadata of an Arrow stream's messages.
+
+    The messages are read in sequence: each one gives the position of the next.
+
+    Raises:
+        DataError: The stream is damaged.
+        OriginError: The origin failed.
+    """
+    found: list[Message] = []
+    position, read = 0, blocks.read
+    while position + PREFIX_BYTES <= obj.size:
+        head = read(obj, position, min(obj.size, position + GUESSED_BYTES))
+        length = PREFIX_BYTES + int.from_bytes(head[4:PREFIX_BYTES], "little")
+        if head[:4] != CONTINUATION or position + length > obj.size:
+            raise DataError(f"{obj.path} has no Arrow message at byte {position}: is it cut short?")
+        if length == PREFIX_BYTES:
+            break
+        metadata = head[:length] if length <= len(head) else read(obj, position, position + length)
+        found.append(Message(position, metadata))
+        with map_errors(obj):
+            found[-1].check(obj.size)
+        stop = found[-1].stop
+        # The next message is probably as large as this one. A block holds many small messages.
+        read = blocks.read if stop - position < SHARED_BYTES else blocks.fetch
+        position = stop
+    return pack(found)
+
+
+def message_bytes(index: memoryview) -> list[int]:
+    """Return the metadata length in bytes of each message of a packed index."""
+    return [len(message.metadata) for message in unpack(index)]
+
+
+def pack(messages: Sequence[Message]) -> bytes:
+    """Return the index of these messages as bytes.
+
+    The format: the number of messages; (start, metadata length) of each; the metadata of all; the magic.
+    """
+    index = struct.pack("<q", len(messages))
+    index += b"".join(struct.pack("<qq", message.start, len(message.metadata)) for message in messages)
+    return b"".join([index, *(message.metadata for message in messages), MAGIC])
+
+
+def unpack(index: memoryview) -> list[Message]:
+    """Return the messages of a packed index. Their metadata shares its memory."""
+    (count,) = struct.unpack_from("<q", index)
+    entries = [struct.unpack_from("<qq", index, 8 + 16 * number) for number in range(count)]
+    stops = accumulate((length for _, length in entries), initial=8 + 16 * count)
+    return [
+        Message(start, index[first:last]) for (start, _), (first, last) in zip(entries, pairwise(stops), strict=True)
+    ]
+
+
+@contextmanager
+def map_errors(obj: Object) -> Iterator[None]:
+    """Raise DataError, naming the file, for the exceptions that damaged messages cause."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, OverflowError, struct.error) as error:
+        if isinstance(error, DataloadError):
+            raise
+        raise DataError(f"{obj.path} has Arrow messages that cannot be read: {str(error).strip()}") from error
+
+
+def root_table(data: memoryview) -> Table:
+    """Return the root table of a flatbuffer."""
+    return Table(data, struct.unpack_from("<I", data)[0])
+
+
+# `slot` below is the number of a field in its table's flatbuffers schema.
+
+
+def _position(table: Table, slot: int) -> int | None:
+    """Return the position of a field's value in the flatbuffer, or None if the field is absent."""
+    offset = int(table.Offset(4 + 2 * slot))
+    return int(table.Pos) + offset if offset else None
+
+
+def _table(table: Table, slot: int) -> Table:
+    return Table(table.Bytes, table.Indirect(_position(table, slot)))
+
+
+def _tables(table: Table, slot: int) -> list[Table]:
+    """Return a vector of tables."""
+    offset = table.Offset(4 + 2 * slot)
+    positions = range(table.Vector(offset), table.Vector(offset) + 4 * table.VectorLen(offset), 4) if offset else ()
+    return [Table(table.Bytes, table.Indirect(position)) for position in positions]
+
+
+def _dictionaries(field: Table) -> set[int]:
+    """Return the dictionary ids of a Field of Schema.fbs and of its children."""
+    own = [_scalar(_table(field, 4), 0, number_types.Int64Flags)] if _position(field, 4) is not None else []
+    return set(own).union(*map(_dictionaries, _tables(field, 5)))
+
+
+def _scalar(table: Table, slot: int, kind: Any) -> Any:
+    position = _position(table, slot)
+    return 0 if position is None else table.Get(kind, position)
+
+
+def _structs(table: Table, slot: int, form: str) -> list[Any]:
+    """Return a vector of structs or numbers, each as a tuple."""
+    offset = table.Offset(4 + 2 * slot)
+    if not offset:
+        return []
+    start, size = table.Vector(offset), struct.calcsize(form) * table.VectorLen(offset)
+    return list(struct.iter_unpack(form, table.Bytes[start : start + size]))

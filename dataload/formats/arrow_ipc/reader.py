@@ -1,0 +1,220 @@
+"""The row groups of an Arrow file or stream: what each holds, which bytes it needs, and how it is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.tier import Span
+from dataload.errors import DataError, DataloadError
+from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, Message, map_errors, unpack
+from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, joined
+from dataload.formats.range_stream import pieces
+from dataload.telemetry.wait_timeline import doing
+
+COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
+
+Read = Callable[[Object, int, int], memoryview]
+
+
+class Dictionary(NamedTuple):
+    """A dictionary message. number: its id in the schema."""
+
+    number: int
+    is_compressed: bool
+    message: Message
+
+
+class ArrowFooter:
+    """The messages of an Arrow file or stream without their bodies; see `Footer`.
+
+    Args:
+        messages: The schema first, then each record batch after the dictionaries that it needs.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self._head = messages[0]
+        self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata)).remove_metadata()
+        self._dictionaries_of = self._head.dictionaries_of_columns
+        self._batches: list[Message] = []
+        self._dictionaries: list[tuple[Dictionary, ...]] = []  # needed by each batch
+        needed: tuple[Dictionary, ...] = ()
+        for message in messages:
+            if message.kind == DICTIONARY:
+                new = Dictionary(message.dictionary, message.is_compressed_dictionary, message)
+                needed = (*(old for old in needed if message.is_delta or old.number != new.number), new)
+            elif message.kind == RECORDS:
+                self._batches.append(message)
+                self._dictionaries.append(needed)
+        self.lengths = [batch.rows for batch in self._batches]
+        self._slices: dict[tuple[int, ...], dict[str, slice]] = {}
+        for number, batch in enumerate(self._batches):
+            if len(batch.buffers) != self._slices_of(batch)[""].stop:
+                raise ValueError(f"record batch {number} has {len(batch.buffers)} buffers, which do not fit the schema")
+
+    @classmethod
+    def from_bytes(cls, data: memoryview, obj: Object) -> ArrowFooter:
+        """Return the footer of a packed index.
+
+        Raises:
+            DataError: The messages cannot be read.
+        """
+        with map_errors(obj):
+            messages = unpack(data)
+            for message in messages:
+                message.check(obj.size)
+            return cls(messages)
+
+    def stored_bytes(self, number: int) -> int:
+        return self._batches[number].stop - self._batches[number].start
+
+    def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
+        batch = self._batches[number]
+        buffers, ratio = batch.buffers, COMPRESSION_RATIO if batch.is_compressed else 1
+        return [ratio * sum(size for _, size in buffers[self._slice(batch, name)]) for name in columns]
+
+    def coded(self, number: int, columns: Collection[str]) -> list[str]:  # noqa: ARG002 (the schema holds for all)
+        return [name for name in columns if any(self._dictionaries_of[own] for own in self._own_columns([name]))]
+
+    def held_bytes(self, number: int, columns: Sequence[str]) -> int:
+        return sum(stop - start for spans in self.fetched(number, columns) for start, stop in spans)
+
+    def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
+        *before, (_, spans) = self._needed(number, self._own_columns(columns))
+        dictionaries = [span for _, needed in before for span in needed]
+        if self.stored_bytes(number) < SHARED_BYTES:
+            return [*dictionaries, *spans], []
+        return dictionaries, pieces(spans, self.stored_bytes(number))
+
+    def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:  # noqa: ARG002 (Arrow has no statistics)
+        return Bounds(None, None, None)
+
+    @contextmanager
+    def open_row_group(
+        self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks
+    ) -> Iterator[RowGroupReader]:
+        """Open a record batch. All chosen columns are in memory at once; see `Footer`."""
+        own = self._own_columns(columns)
+        options = pa.ipc.IpcReadOptions(
+            included_fields=[self.schema.get_field_index(name) for name in own], use_threads=False
+        )
+        try:
+            stream = pa.BufferReader(self._stream(obj, number, own, blocks))
+            with pa.ipc.open_stream(stream, options=options) as reader:
+                table = reader.read_all()
+            table.validate(full=True)  # Arrow does not check offsets: damaged ones would crash the process.
+            if table.num_rows != self.lengths[number]:
+                raise pa.ArrowInvalid(f"{table.num_rows} rows, but its metadata says {self.lengths[number]}")
+            yield _Reader(table)
+        except DataloadError:
+            raise
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{obj.path} record batch {number} cannot be decoded: {str(error).strip()}") from error
+
+    def _stream(self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks) -> pa.Buffer:
+        """Return a stream of one record batch in which only the bytes of these columns are filled."""
+        needed = self._needed(number, columns)
+        starts = list(accumulate((message.stop - message.start for message, _ in needed), initial=0))
+        buffer = pa.allocate_buffer(starts[-1] + len(END_OF_STREAM))
+        target = memoryview(buffer).cast("B")
+
+        def copy(read: Read, start: int, stop: int, to: int) -> None:
+            target[to : to + stop - start] = read(obj, start, stop)
+
+        pending = []
+        for (message, spans), offset in zip(needed, starts, strict=False):
+            target[offset : offset + len(message.metadata)] = message.metadata
+            for start, stop in spans:
+                if blocks.stay and (message.kind == DICTIONARY or self.stored_bytes(number) < SHARED_BYTES):
+                    copy(blocks.read, start, stop, offset + start - message.start)
+                    continue
+                pending += [
+                    blocks.submit(copy, blocks.fetch, first, last, offset + first - message.start)
+                    for first, last in pieces([(start, stop)], stop - start)
+                ]
+        target[starts[-1] :] = END_OF_STREAM
+        with doing("origin"):
+            wait(pending)
+        for future in pending:
+            future.result()
+        return buffer
+
+    def _own_columns(self, columns: Sequence[str]) -> list[str]:
+        """Return the file's own columns that hold these; a member of a struct has a dotted name."""
+        return [name for name in self.schema.names if any(f"{column}.".startswith(f"{name}.") for column in columns)]
+
+    def _spans(self, batch: Message, columns: Sequence[str]) -> list[Span]:
+        """Return the byte ranges of the file that hold these columns' buffers."""
+        buffers = batch.buffers
+        chosen = [
+            buffers[index] for name in columns for index in range(*self._slice(batch, name).indices(len(buffers)))
+        ]
+        return joined(sorted((batch.body + start, batch.body + start + size) for start, size in chosen if size))
+
+    def _needed(self, number: int, columns: Sequence[str]) -> list[tuple[Message, list[Span]]]:
+        """Return the messages that decode one record batch, each with the byte ranges that its body needs."""
+        used = {dictionary for name in columns for dictionary in self._dictionaries_of[name]}
+        needed: list[tuple[Message, list[Span]]] = [(self._head, [])]
+        # Arrow needs the messages of all dictionaries. It reads the bodies of compressed ones even if no column is.
+        for dictionary in self._dictionaries[number]:
+            message = dictionary.message
+            has_body = (dictionary.number in used or dictionary.is_compressed) and message.body < message.stop
+            needed.append((message, [(message.body, message.stop)] if has_body else []))
+        return [*needed, (self._batches[number], self._spans(self._batches[number], columns))]
+
+    def _slice(self, batch: Message, column: str) -> slice:
+        """Return the slice of a record batch's buffers for a column; for a dictionary's member, that of all codes."""
+        slices = self._slices_of(batch)
+        while column not in slices:
+            column = column.rpartition(".")[0]
+        return slices[column]
+
+    def _slices_of(self, batch: Message) -> dict[str, slice]:
+        views = batch.views
+        if views not in self._slices:
+            self._slices[views] = _buffer_slices(self.schema, views)
+        return self._slices[views]
+
+
+class _Reader:
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+
+    def tables(self, rows: int) -> Iterator[pa.Table]:
+        for first in range(0, max(1, self._table.num_rows), rows):
+            yield self._table.slice(first, rows)
+
+
+def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:
+    """Return the slice of a record batch's buffers by dotted column name; "" maps to all buffers.
+
+    views: number of character buffers of each view column.
+    """
+    slices, character_buffers = {}, iter(views)
+
+    def add(name: str, kind: pa.DataType, start: int) -> int:
+        if isinstance(kind, pa.BaseExtensionType):
+            return add(name, kind.storage_type, start)
+        types = pa.types
+        stop = start + int(kind.num_buffers)
+        if types.is_null(kind) or types.is_union(kind) or types.is_run_end_encoded(kind):
+            stop -= 1  # pyarrow counts a validity bitmap, which IPC omits for these types.
+        if types.is_string_view(kind) or types.is_binary_view(kind):
+            stop += next(character_buffers, 0)
+        if not types.is_dictionary(kind):
+            for child in (kind.field(number) for number in range(kind.num_fields)):
+                stop = add(f"{name}.{child.name}" if types.is_struct(kind) else "", child.type, stop)
+        slices[name] = slice(start, stop)
+        return stop
+
+    end = 0
+    for field in schema:
+        end = add(field.name, field.type, end)
+    slices[""] = slice(0, end)
+    return slices
