@@ -40,7 +40,7 @@ def bench(
     And beside what this machine can do at best.
     """
     try:
-        from dataload.benchmarks import report
+        from dataload.benchmarks import render
         from dataload.benchmarks.circumstances import circumstances
         from dataload.benchmarks.measure import Limits
         from dataload.benchmarks.suite import Suite
@@ -71,11 +71,11 @@ def bench(
     kept = results / _name(found, restricted=bool(workloads or systems) and not readme, quick=quick)
     results.mkdir(parents=True, exist_ok=True)
     kept.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    kept.with_suffix(".md").write_text(report.markdown(found))
-    report.plot(found, kept.with_suffix(".png"))
+    kept.with_suffix(".md").write_text(render.markdown(found))
+    render.plot(found, kept.with_suffix(".png"))
     if readme:
-        report.into_readme(README, report.headline(found))
-    typer.echo(json.dumps(found) if as_json else f"{report.headline(found)}\n\nMore in {kept}.md, .json and .png")
+        render.into_readme(README, render.headline(found))
+    typer.echo(json.dumps(found) if as_json else f"{render.headline(found)}\n\nMore in {kept}.md, .json and .png")
     if other:
         both = compared(found, other)
         total = (

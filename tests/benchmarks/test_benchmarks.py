@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dataload.benchmarks import report
+from dataload.benchmarks import render
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
 from dataload.benchmarks.convert import made_of, price_of
@@ -236,11 +236,11 @@ def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
         "versions": {"torch": "2"},
         "machine": {"processor": "a", "cores": 2, "memory": "1 GB", "system": "Linux"},
     }
-    text = report.markdown(results)
+    text = render.markdown(results)
     assert "its environment is not made" in text
     assert all(f"| {name}" in text for name in names)
-    assert "| images | warm epochs |" in report.headline(results)
-    report.plot(results, data / "plot.png")
+    assert "| images | warm epochs |" in render.headline(results)
+    render.plot(results, data / "plot.png")
     assert (data / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -395,12 +395,12 @@ def test_a_measurement_that_hangs_is_ended(tmp_path: Path) -> None:
 
 def test_readme_takes_the_table_between_its_marks(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.into_readme(readme, "new")
-    assert readme.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
+    readme.write_text(f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n")
+    render.into_readme(readme, "new")
+    assert readme.read_text() == f"before\n{render.BEGIN}\n\nnew\n\n{render.END}\nafter\n"
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="no place"):
-        report.into_readme(readme, "new")
+        render.into_readme(readme, "new")
 
 
 def test_a_system_that_delivers_nothing_ends_no_report(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_system_that_delivers_nothing_ends_no_report(tmp_path: Path) -> None:
     run["phases"]["warm"]["rows"] = 0
     results = {"runs": [run, *result_of("dataload", 7)], "workloads": {"images": TRUTH}}
     assert "warm_rate" not in summarise(results)[0]["figures"]
-    report.plot(results, tmp_path / "plot.png")  # of cold epochs there is nothing
+    render.plot(results, tmp_path / "plot.png")  # of cold epochs there is nothing
 
 
 def test_who_delivers_wrong_rows_is_nobodys_best(tmp_path: Path) -> None:
@@ -417,6 +417,6 @@ def test_who_delivers_wrong_rows_is_nobodys_best(tmp_path: Path) -> None:
         *result_of("LitData", 5),
         *result_of("LitData", 999, workers=2, problem="epoch 0: 3 rows of 100"),
     ]
-    headline = report.headline({"runs": runs, "workloads": {"images": TRUTH}})
+    headline = render.headline({"runs": runs, "workloads": {"images": TRUTH}})
     assert "| 5 | LitData |" in headline
     assert "999" not in headline
