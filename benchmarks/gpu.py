@@ -1,6 +1,6 @@
 """The GPU utilization of the loader: steps on its batches beside steps on a batch that is resident on the device.
 
-`python -m dataload.benchmarks.gpu` takes up to 8 minutes. Without a GPU it runs a tiny model on the CPU as a smoke test.
+`python -m dataload.benchmarks.gpu` takes up to 8 minutes. Without a GPU it runs a tiny model on the CPU.
 
 The targets: a step with the loader takes at most 1.01 times the step on a resident batch. Copies to the device reach
 0.9 of the bandwidth from pinned memory, and overlap with kernels for 95 % of their time. No step synchronizes with the

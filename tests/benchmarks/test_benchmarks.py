@@ -152,7 +152,7 @@ class _Fake:
     [
         (slice(None), True, None),
         (slice(1, None), True, "epoch 0: 24999 rows of 25000"),
-        (slice(None), False, "epoch 0: an order that was there before, or that of the files"),
+        (slice(None), False, "epoch 0: the order of an earlier epoch or of the files"),
     ],
 )
 def test_what_is_wrong_with_an_epoch_is_said(
@@ -226,7 +226,7 @@ def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
     assert [run["system"] for run in results["runs"]] == [*names, *turned]
     assert [run["round"] for run in results["runs"]] == [0] * len(names) + [1] * len(names)
     errors = {run["system"]: run["error"] for run in results["runs"] if "error" in run}
-    assert errors == {"LitData": "not run: its environment is not made (make peers)"}
+    assert errors == {"LitData": "not run: its environment does not exist (make peers)"}
     assert all(run["peak_memory_bytes"] > 10_000_000 for run in results["runs"] if "error" not in run)
     assert not [path for path in data.iterdir() if path.name not in {BUCKET, "data"}]
 
@@ -237,7 +237,7 @@ def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
         "machine": {"processor": "a", "cores": 2, "memory": "1 GB", "system": "Linux"},
     }
     text = render.markdown(results)
-    assert "its environment is not made" in text
+    assert "its environment does not exist" in text
     assert all(f"| {name}" in text for name in names)
     assert "| images | warm epochs |" in render.headline(results)
     render.plot(results, data / "plot.png")
@@ -267,7 +267,7 @@ def test_an_accelerator_is_busy_as_long_as_it_does_not_wait(data: Path, tmp_path
 @pytest.mark.parametrize(
     ("program", "error"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "ended with -9: nothing said"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with -9: no output"),
         ("raise SystemExit('no such thing')", "ended with 1: no such thing"),
     ],
 )
@@ -380,7 +380,7 @@ def test_a_conversion_is_made_anew_when_what_it_is_made_of_changed(tmp_path: Pat
 
 def test_when_the_time_is_over_the_rest_is_not_run_and_says_so(data: Path) -> None:
     results = suite_of(data, "dataload", rounds=1, seconds=0).run(lambda _: None)
-    assert [run["error"] for run in results["runs"]] == ["not run: 0 s were over"]
+    assert [run["error"] for run in results["runs"]] == ["not run: the limit of 0 s was reached"]
 
 
 def test_a_measurement_that_hangs_is_ended(tmp_path: Path) -> None:

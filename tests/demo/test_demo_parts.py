@@ -401,12 +401,12 @@ def test_failing_ranks_are_named_and_gone(own, tmp_path):
 
 
 def test_launcher_that_will_not_end_is_killed(monkeypatch):
-    monkeypatch.setattr(runner, "PATIENCE", 0.2)
+    monkeypatch.setattr(runner, "SHUTDOWN_TIMEOUT", 0.2)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     launcher = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
     with launcher.stdout:
         launcher.stdout.readline()
-        with pytest.raises(KeyboardInterrupt), runner._ended(launcher):
+        with pytest.raises(KeyboardInterrupt), runner._terminated(launcher):
             raise KeyboardInterrupt
     assert launcher.returncode == -9
 
