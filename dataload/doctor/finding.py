@@ -18,7 +18,7 @@ class Finding:
 
     Args:
         status: "ok", "warning" (it works, at a cost) or "problem".
-        what: What the check found.
+        what: Description of the finding.
         advice: How to fix it, or "".
     """
 

@@ -1,4 +1,4 @@
-"""The instrument: that it counts what went by, sees what is slower or wrong, and leaves nothing out."""
+"""The benchmark suite counts every row, detects slower and wrong systems, and reports every run."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_every_system_delivers_each_row_once(
 
 
 class _Fake:
-    """Delivers `rows` of the table workload, in the order of the files or as the epoch's seed says."""
+    """A system that delivers `rows` of the table workload, in the order of the files or shuffled by epoch."""
 
     def __init__(self, setting: Setting, rows: slice, *, shuffled: bool) -> None:
         self._table = pq.read_table(setting.files)
@@ -180,7 +180,7 @@ def test_a_phase_that_takes_too_long_is_cut_and_says_so(data: Path, tmp_path: Pa
 
 
 def test_a_slowed_loader_is_slower_by_its_sleep(data: Path, tmp_path: Path) -> None:
-    """The one thing that a clock can promise: a sleep does not end early."""
+    """The clock is only used for a lower bound: a sleep does not end early."""
     truth = write(WORKLOADS["tokens"], data / BUCKET / "tiny/tokens/parquet")
     with Origin(data) as origin:
         setting = setting_of(data, origin, "tokens", tmp_path)

@@ -63,7 +63,7 @@ def body_of(key: str, size: int = 5000) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Bucket "b" with the odd keys, "empty" and "big"; bucket "other" with nothing."""
+    """A folder with bucket "b", which has unusual keys, "empty" and "big", and the empty bucket "other"."""
     root = tmp_path / "origin"
     (root / "other").mkdir(parents=True)
     for key in [*ODD_KEYS, "empty", "big"]:
@@ -80,7 +80,7 @@ def origin(folder: Path) -> Iterator[Origin]:
 
 
 class Raw:
-    """An HTTP client that sends paths as they are, and takes what it gets."""
+    """An HTTP client that sends paths unchanged and accepts every answer."""
 
     def __init__(self, origin: Origin) -> None:
         host, port = origin.endpoint_url.removeprefix("http://").split(":")
@@ -760,7 +760,7 @@ def test_a_connection_carries_no_more_than_its_rate(folder: Path, origin: Origin
 
 
 class CountingClient(threading.Thread):
-    """A random mix of requests for its own objects; it counts what it asked for and what it got."""
+    """Send random requests for the thread's own objects. Count requests and received bytes."""
 
     def __init__(self, origin: Origin, number: int, sizes: dict[str, int]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Two hosts, many threads, and a cluster whose nodes are killed and stopped all the time: minutes, for `make chaos`."""
+"""Two hosts with many threads and a cluster whose nodes are killed and stopped repeatedly, for `make chaos`."""
 
 from __future__ import annotations
 

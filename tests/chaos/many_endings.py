@@ -1,4 +1,4 @@
-"""A hundred programs that end in the middle of an epoch, of each kind: how long the slowest of them took to be gone."""
+"""A hundred programs of each kind that exit in the middle of an epoch, and the time of the slowest exit."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def closed(tmp_path: Path) -> Iterator[Path]:
     path, user = tmp_path / "closed", os.geteuid()
     path.mkdir(mode=0)
     if user == 0:
-        os.seteuid(65534)  # root ignores permissions; nobody's user id does not
+        os.seteuid(65534)  # permissions do not apply to root
     yield path
     os.seteuid(user)
 
