@@ -90,28 +90,28 @@ def free_port():
 def test_ddp_on_two_nodes(folder, tmp_path):
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
     job = program("train_ddp.py", folder, tmp_path)
-    said = run_all([[*RUN, *nodes, "--node-rank", str(node), *job] for node in range(2)], tmp_path)
+    output = run_all([[*RUN, *nodes, "--node-rank", str(node), *job] for node in range(2)], tmp_path)
     check_rows(folder, tmp_path, 2)
-    assert re.search(r"accuracy \d+\.\d%, [\d,]+ rows/s", said)
+    assert re.search(r"accuracy \d+\.\d%, [\d,]+ rows/s", output)
     assert (tmp_path / "checkpoints" / "checkpoint-000002").is_dir()
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("train_accelerate.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
         ("train_lightning.py", r"accuracy \d+\.\d% of 101 rows"),
     ],
 )
-def test_two_ranks_of_other_trainers(folder, tmp_path, name, said):
+def test_two_ranks_of_other_trainers(folder, tmp_path, name, expected):
     two = ["--standalone", "--nproc-per-node", "2"]
-    assert re.search(said, run_all([[*RUN, *two, *program(name, folder, tmp_path)]], tmp_path))
+    assert re.search(expected, run_all([[*RUN, *two, *program(name, folder, tmp_path)]], tmp_path))
     check_rows(folder, tmp_path, 2)
 
 
 def test_data_parallel(folder, tmp_path):
-    said = run_all([[sys.executable, *program("train_dataparallel.py", folder, tmp_path)]], tmp_path)
-    assert re.search(r"accuracy \d+\.\d% on \d+ devices", said)
+    output = run_all([[sys.executable, *program("train_dataparallel.py", folder, tmp_path)]], tmp_path)
+    assert re.search(r"accuracy \d+\.\d% on \d+ devices", output)
     check_rows(folder, tmp_path, 1)
 
 

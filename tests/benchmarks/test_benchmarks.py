@@ -98,8 +98,8 @@ def test_features_count_the_same_in_columns_as_in_one_array() -> None:
     assert apart.num_bytes == 3 * 8 + 3 * 8
 
 
-# fsspec's block cache leaves its files open, and the datasets of pyarrow leave the files of theirs.
-# Two processes that make a file of fsspec's blockcache at once break it, now and then ("mmap length is greater …").
+# fsspec's blockcache and the datasets of pyarrow leave files open. Two processes that create a file of the blockcache
+# at the same time may corrupt it ("mmap length is greater …").
 PARALLEL = [entry for entry in OWN if entry.parallel and "blockcache" not in entry.name]
 
 
@@ -165,7 +165,7 @@ def test_what_is_wrong_with_an_epoch_is_said(
         measured = measure(named("DataLoader over rows"), setting, truth)
         wrong = measure(named("DataLoader over rows"), setting, replace(truth, digest=1))
     assert (problem in measured.problems) if problem else not measured.problems
-    assert any("rows" in said for said in wrong.problems)
+    assert any("rows" in problem for problem in wrong.problems)
 
 
 def test_a_phase_that_takes_too_long_is_cut_and_says_so(data: Path, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_phase_that_takes_too_long_is_cut_and_says_so(data: Path, tmp_path: Pa
     with Origin(data) as origin:
         setting = setting_of(data, origin, "table", tmp_path)
         measured = measure(named("DataLoader over rows"), setting, truth, Limits(0, 0, 0))
-    assert measured.phases.keys() == {"cold"}, "what follows a cut epoch is not warm"
+    assert measured.phases.keys() == {"cold"}, "an epoch after a cut one is not warm"
     assert measured.phases["cold"].cut
     assert measured.phases["cold"].rows == WORKLOADS["table"].batch_size
     assert not measured.problems
@@ -331,7 +331,7 @@ def test_two_runs_agree_where_their_ranges_overlap() -> None:
 
     both = compare(run(10, 20), run(20, 30))
     assert (both.shared, both.apart, both.one_sided) == (4, [], [])
-    assert both.by_chance == pytest.approx(4 / 3)  # of 6 ways to deal 4 values, 2 keep the low ones apart
+    assert both.by_chance == pytest.approx(4 / 3)  # 2 of the 6 ways to split 4 values give disjoint ranges
     both = compare(run(10, 20), run(21, 30))
     assert (both.shared, len(both.apart)) == (4, 1)
     assert "warm_rate  10–20 against 21–30" in both.apart[0]
@@ -399,7 +399,7 @@ def test_readme_takes_the_table_between_its_marks(tmp_path: Path) -> None:
     render.into_readme(readme, "new")
     assert readme.read_text() == f"before\n{render.BEGIN}\n\nnew\n\n{render.END}\nafter\n"
     readme.write_text("no marks")
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="no benchmark marks"):
         render.into_readme(readme, "new")
 
 
@@ -408,7 +408,7 @@ def test_a_system_that_delivers_nothing_ends_no_report(tmp_path: Path) -> None:
     run["phases"]["warm"]["rows"] = 0
     results = {"runs": [run, *result_of("dataload", 7)], "workloads": {"images": TRUTH}}
     assert "warm_rate" not in summarise(results)[0]["figures"]
-    render.plot(results, tmp_path / "plot.png")  # of cold epochs there is nothing
+    render.plot(results, tmp_path / "plot.png")  # the results have no cold epochs
 
 
 def test_who_delivers_wrong_rows_is_nobodys_best(tmp_path: Path) -> None:

@@ -41,5 +41,5 @@ def test_it_is_gone_soon(origin: Origin, tmp_path: Path, end: str, filled: bool)
             slowest = max(slowest, time.monotonic() - begun)
         psutil.wait_procs(started, timeout=5)
         assert not [process for process in started if process.is_running()]
-    sys.stderr.write(f"{end}, filled={filled}: the slowest of {TIMES // 4} was gone after {slowest:.2f} s\n")
+    sys.stderr.write(f"{end}, filled={filled}: the slowest of {TIMES // 4} exited after {slowest:.2f} s\n")
     assert slowest < MOST_SECONDS

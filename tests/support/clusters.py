@@ -104,14 +104,14 @@ class Server:
             preexec_fn=_end_with_the_tests,
         )
         assert self._process.stdout is not None
-        said = b""
-        while b"Ready to accept connections" not in said:
+        output = b""
+        while b"Ready to accept connections" not in output:
             line = self._process.stdout.readline()
-            said += line
+            output += line
             if not line:
                 self._process.wait()
                 self._process.stdout.close()
-                raise AssertionError(f"the server ended: {said.decode()}")
+                raise AssertionError(f"the server ended: {output.decode()}")
         self._drain = threading.Thread(target=self._process.stdout.read, daemon=True)
         self._drain.start()
 
@@ -210,8 +210,8 @@ class ServerCluster:
 
     @staticmethod
     def _state(one: Server, line: str) -> bool:
-        said = one.ask("CLUSTER", "INFO")
-        pairs = [f"{name}:{value}" for name, value in said.items()] if isinstance(said, dict) else said.decode().split()
+        info = one.ask("CLUSTER", "INFO")
+        pairs = [f"{name}:{value}" for name, value in info.items()] if isinstance(info, dict) else info.decode().split()
         return line in pairs
 
 
