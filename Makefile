@@ -1,4 +1,4 @@
-# Everything here sets itself up first, in .venv, from Python 3.11 and pip alone.
+# Each target first creates .venv, which needs only Python 3.11 and pip.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -21,8 +21,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/support/plain_english.py
 
-# The samplers, row store and cache on the oldest dependencies that pyproject.toml admits; torch stays at the pinned release.
+# Test samplers, row store and cache on the oldest dependencies of pyproject.toml; torch stays at the pinned release.
 LOWEST := .venv-lowest/bin/python -m
 LOWEST_TESTS := samplers rows formats catalog \
 	cache/test_blob_file.py cache/test_local_tier.py cache/test_tier_contract.py cache/test_memory.py \
@@ -38,7 +39,7 @@ lowest: .venv-lowest/.ready
 	$(LOWEST) pip install --quiet --constraint .venv-lowest/constraints.txt --editable ".[cluster]" --group lowest
 	touch $@
 
-# A thousand kills of the tier and 200 of training, ten thousand steps of fuzzing, columns of more than 2 GiB: some minutes.
+# Long tests: a thousand kills of the tier, 200 of training, ten thousand fuzzing steps, columns of more than 2 GiB.
 chaos: setup
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $$(grep -rlE "nightly|hypothesis" tests --include="test_*.py") tests/chaos/*.py
 
@@ -49,11 +50,11 @@ format: setup
 demo: setup
 	$(BIN)/dataload demo
 
-# Beside the other loaders; they live in an environment of their own, for their pins exclude ours.
+# Compare with other loaders, which have their own environment because their pins conflict with ours.
 bench: setup .venv-peers/.ready
 	$(BIN)/dataload bench $(BENCH)
 
-# Does the loader keep a GPU busy? Without one: does the program run?
+# Measure the GPU utilization of the loader; without a GPU, check that the program runs.
 gpu: setup
 	$(BIN)/python -m dataload.benchmarks.gpu
 
@@ -63,19 +64,19 @@ peers: .venv-peers/.ready
 	PYTHON=$(PYTHON) sh benchmarks/peers.sh
 	touch $@
 
-# What `dataload report` makes, in Chromium: says so, and does nothing, where there is none.
+# Open the page of `dataload report` in Chromium; skipped if Chromium is not installed.
 browser: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group browser
 	$(BIN)/python tests/reporting/report_in_browser.py build/browser
 
-# The documentation, into build/site.
+# Build the documentation in build/site.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: setup
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
-# The newest versions that pyproject.toml admits, exactly; torch stays at the pinned release.
+# Pin the newest versions that pyproject.toml allows; torch stays at the pinned release.
 constraints: setup
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group browser
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt

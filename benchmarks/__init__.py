@@ -1,1 +1,1 @@
-"""What every claim of speed is measured with: an S3-shaped origin, workloads, the systems side by side, the report."""
+"""Benchmarks: an S3-compatible origin, workloads, several systems side by side, and reports."""

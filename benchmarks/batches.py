@@ -1,4 +1,4 @@
-"""From Arrow to what training takes: a batch is a dict of arrays by row, of lists of bytes, or of lists of strings."""
+"""Batches from Arrow tables. A batch is a dict of arrays, of lists of bytes, or of lists of strings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 class Read(Protocol):
-    """What there is to know of a workload to make its batches."""
+    """The properties of a workload that determine its batches."""
 
     @property
     def batch_size(self) -> int: ...
@@ -22,13 +22,16 @@ class Read(Protocol):
 
 
 def batches_of(table: pa.Table, read: Read) -> Iterator[Batch]:
-    """The rows of `table`, in order, in batches (the last may be smaller), each transformed."""
+    """Yield the rows of `table` in order in transformed batches. The last batch may be smaller."""
     for chunk in table.combine_chunks().to_batches(read.batch_size):
         yield transformed({name: values(chunk.column(name)) for name in table.column_names}, read.transform)
 
 
 def values(column: pa.Array) -> Any:
-    """A column without nulls as numpy array, shape (rows,) or (rows, length), without a copy; else as a list."""
+    """Return a column without nulls as a numpy array of shape (rows,) or (rows, length), or as a list.
+
+    Numbers are not copied.
+    """
     if pa.types.is_fixed_size_list(column.type):
         return column.flatten().to_numpy().reshape(len(column), column.type.list_size)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
@@ -39,7 +42,7 @@ def values(column: pa.Array) -> Any:
 
 
 def transformed(batch: Batch, transform: Callable[[Row], Row] | None) -> Batch:
-    """The batch with `transform` applied to each row and the results stacked."""
+    """Apply `transform` to each row of a batch. Return the stacked results."""
     return stacked([transform(row) for row in rows_of(batch)]) if transform else batch
 
 
@@ -50,7 +53,7 @@ def rows_of(batch: Batch) -> Iterator[Row]:
 
 
 def stacked(rows: list[Row]) -> Batch:
-    """One batch of many rows: numbers and arrays stacked, bytes and strings as lists. What a collate function does."""
+    """Collate rows to a batch: numbers and arrays are stacked, bytes and strings become lists."""
     return {name: _stack([row[name] for row in rows]) for name in rows[0]}
 
 

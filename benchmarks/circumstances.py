@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code: the machine, the versions, the commit, the day."""
+"""The environment of a benchmark run: machine, package versions, commit and date."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ LIST = "import importlib.metadata as m; print(*(f'{d.name}={d.version}' for d in
 
 
 def circumstances(peers_python: Path | None) -> dict[str, Any]:
-    """JSON-able; versions of the peers' environment are marked so."""
+    """Return the environment of this run as JSON values.
+
+    Args:
+        peers_python: Interpreter of the peers' environment. Its versions are marked "(peers)". None: no such
+            environment.
+    """
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": _commit(),
@@ -39,19 +44,19 @@ def _own() -> dict[str, str]:
 def _peers(python: Path | None) -> dict[str, str]:
     if python is None:
         return {}
-    listed = subprocess.run([python, "-c", LIST], capture_output=True, text=True, check=True).stdout.split()
-    found = dict(each.split("=") for each in listed)
-    return {f"{name} (peers)": found[name] for name in PACKAGES if name in found}
+    lines = subprocess.run([python, "-c", LIST], capture_output=True, text=True, check=True).stdout.split()
+    versions = dict(line.split("=") for line in lines)
+    return {f"{name} (peers)": versions[name] for name in PACKAGES if name in versions}
 
 
 def _commit() -> str:
-    """The checkout's commit, "+" when files differ from it; "unknown" outside of one."""
+    """Return the commit of the checkout, with "+" for changed files; "unknown" without a checkout."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
-    named = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    if named.returncode:
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    if commit.returncode:
         return "unknown"
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=False)
-    return named.stdout.strip() + ("+" if changed.stdout.strip() else "")
+    return commit.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def _processor() -> str:

@@ -1,4 +1,4 @@
-"""The training step of the benchmarks: it touches every byte it is given, and can tell whether the epoch was whole."""
+"""The consumer of batches in the benchmarks. It reads every byte and checks that an epoch is complete."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
 MASK = (1 << 64) - 1
-ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbouring labels come out far apart
+ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, which spreads neighbouring labels
 
 
 class Consumer:
-    """Takes batches, each a dict of arrays or tensors by row, of lists of bytes-like objects, or of lists of strings.
+    """A consumer of batches: dicts of arrays or tensors, of lists of bytes-like objects, or of lists of strings.
 
-    features: columns that are made one contiguous array of shape (batch, len(features)), as a model wants them;
-        a batch that has "x" in their place has done so already.
+    Args:
+        features: Columns to stack into one contiguous array of shape (batch, len(features)). A batch with "x" is
+            stacked already.
 
-    After an epoch `rows` rows of `num_bytes` bytes went by, and `digest` is a sum over them modulo 2^64: the same in
-    any order and any batches, another one when a row is missing or doubled, a value wrong, or beside another label.
-    `order` is a checksum of the labels as they came: another one in another order.
+    Attributes:
+        rows: Rows so far.
+        num_bytes: Their bytes.
+        digest: A sum over the rows modulo 2^64, independent of their order and batches. It changes if a row is missing
+            or duplicated, a value is wrong, or a label belongs to another row.
+        order: A checksum of the labels in their order.
     """
 
     def __init__(self, features: tuple[str, ...] = ()) -> None:
@@ -55,16 +59,16 @@ class Consumer:
 
 
 def _array(value: Any) -> npt.NDArray[Any]:
-    """What arrives as a tensor, as numpy array."""
+    """Return an array or tensor as a numpy array."""
     array: npt.NDArray[Any] = value if isinstance(value, np.ndarray) else value.numpy()
     return array
 
 
 def _total(array: npt.NDArray[Any], labels: npt.NDArray[Any]) -> int:
-    """A sum over the words of each row, times an odd number for its label, so that it is the same in any order."""
+    """Return the sum over all rows of the sum of a row's words times an odd number for its label."""
     if not len(array):
         return 0
-    of_a_row = array.nbytes // len(array)
-    word = next(size for size in (8, 4, 2, 1) if of_a_row % size == 0)
+    row_bytes = array.nbytes // len(array)
+    word = next(size for size in (8, 4, 2, 1) if row_bytes % size == 0)
     sums = array.reshape(len(array), -1).view(f"u{word}").sum(axis=1, dtype=np.uint64)
     return int(np.dot(sums, labels.astype(np.uint64) * np.uint64(ODD) | np.uint64(1)))

@@ -1,6 +1,6 @@
-"""A workload in a system's own format, made once, in a process of its own: free, with its price noted.
+"""The conversion of a workload to a system's own format, in its own process. Its cost is stored beside the result.
 
-Started as `python -m dataload.benchmarks.convert SYSTEM WORKLOAD SIZE FILES FOLDER` in the system's environment.
+The suite runs `python -m dataload.benchmarks.convert SYSTEM WORKLOAD SIZE FILES FOLDER` in the system's environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataload.benchmarks.workloads import workloads
 
 
 def convert(system: str, workload: str, size: str, files: Path, folder: Path) -> None:
-    """Fills `folder`, and notes beside it, as JSON, the seconds it took, the bytes it has and what it was `made_of`."""
+    """Convert a workload to `folder`. Write seconds, bytes and `made_of` as JSON beside it."""
     unfinished = folder.with_name(folder.name + "-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -35,16 +35,16 @@ def convert(system: str, workload: str, size: str, files: Path, folder: Path) ->
 
 
 def price_of(entry: Entry, files: Path, folder: Path) -> dict[str, Any] | None:
-    """What was noted of a conversion that still holds; None when there is none."""
+    """Return the cost of a conversion that is up to date; None without one."""
     try:
-        noted: dict[str, Any] = json.loads(folder.with_suffix(".json").read_text())
+        price: dict[str, Any] = json.loads(folder.with_suffix(".json").read_text())
     except FileNotFoundError:
         return None
-    return noted if noted.get("made_of") == made_of(entry, files) else None
+    return price if price.get("made_of") == made_of(entry, files) else None
 
 
 def made_of(entry: Entry, files: Path) -> str:
-    """A hash of what a conversion depends on: the rows, and the system's module here."""
+    """Return a hash of the inputs of a conversion: the rows and the system's module."""
     truth = files.with_suffix(".json").read_bytes()
     return xxh3_64_hexdigest(truth + entry.source().read_bytes())
 

@@ -1,11 +1,10 @@
-"""Does the loader keep a GPU busy? Steps on its batches beside steps on a batch that is there already.
+"""The GPU utilization of the loader: steps on its batches beside steps on a batch that is resident on the device.
 
-Started as `python -m dataload.benchmarks.gpu`; ends within 8 minutes. Without a GPU it runs at a tiny size on the CPU,
-which shows that it runs, and no more.
+`python -m dataload.benchmarks.gpu` takes up to 8 minutes. Without a GPU it runs a tiny model on the CPU.
 
-What is asked: a step with the loader takes at most 1.01 times that on a resident batch; copies to the device reach 0.9
-of what copies from pinned memory reach in the same run, and 95 % of their time kernels run beside them; no step waits
-for the device; the batches are, byte for byte, those of a loader that leaves them on the host.
+The targets: a step with the loader takes at most 1.01 times the step on a resident batch. Copies to the device reach
+0.9 of the bandwidth from pinned memory, and overlap with kernels for 95 % of their time. No step synchronizes with the
+device. The batches are equal, byte for byte, to those of a loader without a device.
 """
 
 from __future__ import annotations
@@ -40,14 +39,23 @@ from dataload.train.loss_monitor import LossMonitor
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.profiling import traced
 
-ROUNDS = 7  # of each kind, in turns
+ROUNDS = 7
 PATCH, CLASSES = 16, 10
-LARGE = 1 << 16  # bytes; smaller copies are of labels and the like
+LARGE = 1 << 16  # bytes; ignores the copies of labels
 
 
 @dataclass(frozen=True)
 class Size:
-    """side: pixels of an image's edge. width, depth: of the model. steps: of a round."""
+    """The size of the dataset and the model.
+
+    Args:
+        rows: Rows of the dataset.
+        side: Width and height of an image in pixels.
+        batch: Rows of a batch.
+        width: Channels of the model.
+        depth: Layers of the model.
+        steps: Steps of a round.
+    """
 
     rows: int
     side: int
@@ -62,7 +70,14 @@ SIZES = {"cuda": Size(8192, 224, 256, 384, 8, 30), "cpu": Size(512, 32, 32, 32, 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. asked: None where nothing is; ok: None where it cannot be told."""
+    """A line of the table.
+
+    Args:
+        what: Name of the figure.
+        figure: Its value with a unit.
+        asked: The target, or "".
+        ok: Whether the target is met; None without a target.
+    """
 
     what: str
     figure: str
@@ -71,7 +86,7 @@ class Row:
 
 
 class Classifier(nn.Module):
-    """uint8[B, 3 · side · side] to float[B, 10]: patches, a transformer, a mean."""
+    """A vision transformer from uint8[B, 3 · side · side] to float[B, 10] logits."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -92,39 +107,39 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def write(folder: Path, size: Size) -> None:
-    """Random images, in row groups of 256."""
-    draw = np.random.default_rng(0)
+    """Write random images in row groups of 256 rows."""
+    rng = np.random.default_rng(0)
     numbers = 3 * size.side**2
     kind = pa.list_(pa.uint8(), numbers)
     with pq.ParquetWriter(folder / "images.parquet", pa.schema([("image", kind), ("label", pa.int64())])) as file:
         for _ in range(0, size.rows, 256):
-            pixels = pa.array(np.frombuffer(draw.bytes(256 * numbers), np.uint8))
+            pixels = pa.array(np.frombuffer(rng.bytes(256 * numbers), np.uint8))
             images = pa.FixedSizeListArray.from_arrays(pixels, type=kind)
-            file.write_table(pa.table({"image": images, "label": draw.integers(CLASSES, size=256)}), 256)
+            file.write_table(pa.table({"image": images, "label": rng.integers(CLASSES, size=256)}), 256)
 
 
 def measure(size: Size, device: torch.device, dataset: Dataset) -> Iterator[Row]:
-    """The lines of the table, one after the other."""
+    """Measure one line of the table after the other."""
     cuda = device.type == "cuda"
     loader = make_loader(dataset, size.batch, drop_last=True, device=device if cuda else None)
     model = Classifier(size).to(device)
     steps = OptimizerStep(model, torch.optim.AdamW(model.parameters()), loss, device, "bf16")
     losses = LossMonitor(0)
-    *_, resident = loader  # a whole epoch, which decodes
+    *_, resident = loader  # a whole epoch, which fills the cache
     with closing(forever(loader)) as endless:
 
-        def alone() -> float:
+        def resident_step() -> float:
             return run(steps, losses, (resident for _ in range(size.steps)))
 
-        def fed() -> float:
+        def loader_step() -> float:
             return run(steps, losses, (next(endless) for _ in range(size.steps)))
 
-        alone()  # warms up
-        fed()
-        pairs = [(alone(), fed()) for _ in range(ROUNDS)]
-        ratio = median(after / before for before, after in pairs)
-        yield Row("step on a resident batch", f"{median(before for before, _ in pairs) * 1e3:.2f} ms")
-        yield Row("step with the loader", f"{median(after for _, after in pairs) * 1e3:.2f} ms")
+        resident_step()  # warm-up
+        loader_step()
+        pairs = [(resident_step(), loader_step()) for _ in range(ROUNDS)]
+        ratio = median(with_loader / without for without, with_loader in pairs)
+        yield Row("step on a resident batch", f"{median(without for without, _ in pairs) * 1e3:.2f} ms")
+        yield Row("step with the loader", f"{median(with_loader for _, with_loader in pairs) * 1e3:.2f} ms")
         yield Row("  of the step on a resident batch", f"{ratio:.3f} x", "at most 1.01 x", ratio <= 1.01)
         if cuda:
             yield from copies(steps, losses, endless, size, pinned_speed(resident["image"], device))
@@ -138,7 +153,7 @@ def forever(loader: Loader) -> Generator[Any, None, None]:
 
 
 def run(steps: OptimizerStep, losses: LossMonitor, batches: Iterable[Any]) -> float:
-    """Seconds a step."""
+    """Return the mean time of a step in seconds."""
     if steps.device.type == "cuda":
         torch.cuda.synchronize()
     started, number = perf_counter(), 0
@@ -156,13 +171,13 @@ def take(steps: OptimizerStep, losses: LossMonitor, batch: Any) -> None:
 
 
 def pinned_speed(batch: Tensor, device: torch.device) -> float:
-    """Bytes per second of copies from pinned memory, of a batch's size: the best of twenty."""
-    host, there = torch.empty_like(batch, device="cpu", pin_memory=True), torch.empty_like(batch, device=device)
+    """Return the best bandwidth of twenty copies of a batch from pinned memory, in bytes per second."""
+    host, target = torch.empty_like(batch, device="cpu", pin_memory=True), torch.empty_like(batch, device=device)
     best = float("inf")
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        there.copy_(host, non_blocking=True)
+        target.copy_(host, non_blocking=True)
         end.record()
         end.synchronize()
         best = min(best, begin.elapsed_time(end) / 1e3)
@@ -180,7 +195,12 @@ def copies(steps: OptimizerStep, losses: LossMonitor, batches: Iterator[Any], si
 
 
 def copied_in(events: list[dict[str, Any]], ceiling: float) -> list[Row]:
-    """Copies to the device in a trace: how fast, beside `ceiling`, and how much of them is hidden behind kernels."""
+    """Return the lines for the copies to the device in a trace.
+
+    Args:
+        events: Events of the trace.
+        ceiling: Bandwidth of copies from pinned memory in bytes per second.
+    """
     copied = [e for e in events if e.get("cat") == "gpu_memcpy" and "HtoD" in e["name"] and e["args"]["bytes"] >= LARGE]
     kernels = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "kernel"]
     if not copied:
@@ -196,7 +216,7 @@ def copied_in(events: list[dict[str, Any]], ceiling: float) -> list[Row]:
 
 
 def overlap(start: float, end: float, spans: list[tuple[float, float]]) -> float:
-    """How much of [start, end] is covered by the union of `spans`."""
+    """Return the length of the part of [start, end] that the union of `spans` covers."""
     covered, reached = 0.0, start
     for first, last in sorted(spans):
         begin, stop = max(first, reached), min(last, end)
@@ -217,12 +237,12 @@ def waits(steps: OptimizerStep, losses: LossMonitor, batch: Any) -> Row:
 
 
 def same_batches(dataset: Dataset, size: Size, loader: Loader) -> Row:
-    """A whole epoch, by a checksum of each batch."""
+    """Compare the checksums of all batches of an epoch with those of a loader without a device."""
     plain = make_loader(dataset, size.batch, drop_last=True)
-    for some in (loader, plain):
-        some.set_epoch(1)
-    here, there = ([checksum(batch) for batch in some] for some in (plain, loader))
-    return Row("batches as on the host", f"{len(there)} of {len(here)}", "all", here == there)
+    for each in (loader, plain):
+        each.set_epoch(1)
+    expected, actual = ([checksum(batch) for batch in each] for each in (plain, loader))
+    return Row("batches as on the host", f"{len(actual)} of {len(expected)}", "all", expected == actual)
 
 
 def checksum(batch: dict[str, Tensor]) -> int:
@@ -232,26 +252,26 @@ def checksum(batch: dict[str, Tensor]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="the table as JSON")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = (
-        torch.cuda.get_device_name() if device.type == "cuda" else "no GPU here: a tiny size on the CPU, to see it run"
+        torch.cuda.get_device_name() if device.type == "cuda" else "no GPU here: a smoke test of tiny size on the CPU"
     )
     size = SIZES[device.type]
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder, "data")
-        place.mkdir()
-        write(place, size)
-        dataset = make_dataset(str(place), cache=CacheConfig(cache_dir=str(Path(folder, "cache"))))
+        data = Path(folder, "data")
+        data.mkdir()
+        write(data, size)
+        dataset = make_dataset(str(data), cache=CacheConfig(cache_dir=str(Path(folder, "cache"))))
         rows = list(measure(size, device, dataset))
     if args.json:
         sys.stdout.write(json.dumps({"device": name, "rows": [vars(row) for row in rows]}) + "\n")
     else:
-        table = Table("what", "measured", "asked", "", title=f"{name}; torch {torch.__version__}")
+        table = Table("figure", "measured", "target", "", title=f"{name}; torch {torch.__version__}")
         for row in rows:
-            said = "" if row.ok is None or device.type == "cpu" else "yes" if row.ok else "NO"
-            table.add_row(row.what, row.figure, row.asked, said)
+            verdict = "" if row.ok is None or device.type == "cpu" else "yes" if row.ok else "NO"
+            table.add_row(row.what, row.figure, row.asked, verdict)
         Console().print(table)
     sys.exit(device.type == "cuda" and any(row.ok is False for row in rows))
 

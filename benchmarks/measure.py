@@ -1,7 +1,7 @@
-"""One measurement, in a process of its own: a system reads a cold epoch, then warm ones, and every figure is noted.
+"""One measurement in its own process: a system reads a cold epoch and then warm ones.
 
-Started as `python -m dataload.benchmarks.measure ANSWER`, it reads a Task from its standard input and writes what it
-saw to the file ANSWER; both are JSON.
+`python -m dataload.benchmarks.measure ANSWER` reads a Task from standard input and writes the result to the file
+ANSWER. Both are JSON.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from dataload.benchmarks.systems.registry import Entry, named
 from dataload.benchmarks.workloads import Truth, workloads
 
 WARM_EPOCHS = 2
-# What some systems import at their first use, pyarrow and fsspec among them. Imports are not what is measured here.
-LOADED_LATE = ("pandas", "s3fs", "torch")
+# Packages that some systems import at first use. Importing them before keeps imports out of the measurement.
+LAZY_IMPORTS = ("pandas", "s3fs", "torch")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. A phase that takes longer is cut short; warm epochs are repeated, twice at least, until they took
-    `warm_at_least`.
+    """Limits of the phases in seconds.
+
+    Args:
+        cold_at_most: Limit of the cold epoch, which is cut short there.
+        warm_at_least: Least time of the warm epochs together. There are at least two.
+        warm_at_most: Limit of the warm epochs, which are cut short there.
     """
 
     cold_at_most: float
@@ -43,7 +47,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Task:
-    """What one process is to measure. system, workload: by name; truth: what each epoch must deliver."""
+    """The input of a measurement: a system and a workload by name, the fields of Setting, and the workload's truth."""
 
     system: str
     workload: str
@@ -62,9 +66,9 @@ class Task:
 
 @dataclass
 class Phase:
-    """What one phase took. The origin counts requests and bytes; cpu_seconds are of all processes together.
+    """The totals of one phase. The origin counts requests and bytes, and `cpu_seconds` includes all processes.
 
-    step_seconds: of `seconds`, in which an accelerator, emulated by a sleep, was busy.
+    `step_seconds` is the part of `seconds` in which the emulated accelerator was busy.
     """
 
     epochs: int = 0
@@ -82,13 +86,20 @@ class Phase:
 
 @dataclass
 class Measured:
-    """phases by name, those that came to their end; problems: what was wrong with the rows that were delivered."""
+    """The result of a measurement.
+
+    Args:
+        phases: Completed phases by name.
+        problems: Differences between the delivered rows and the dataset.
+    """
 
     phases: dict[str, Phase] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
 class Measurement:
+    """A measurement of one system on one workload."""
+
     def __init__(self, entry: Entry, setting: Setting, truth: Truth, limits: Limits) -> None:
         self._entry = entry
         self._setting = setting
@@ -98,9 +109,9 @@ class Measurement:
         self.measured = Measured()
 
     def run(self) -> None:
-        """Fills `measured`, as far as it comes. Raises whatever the system raises."""
+        """Run the phases and fill `measured`. Errors of the system propagate."""
         make, limits = self._entry.load(), self._limits
-        for name in LOADED_LATE:
+        for name in LAZY_IMPORTS:
             with suppress(ImportError):
                 import_module(name)
         with self._phase("cold") as cold:
@@ -109,7 +120,7 @@ class Measurement:
             if "cold" in self._entry.phases:
                 self._epoch(system, cold, 0, started, limits.cold_at_most)
         with closing(system):
-            if cold.cut:  # What follows would not be warm.
+            if cold.cut:  # The cache is not full, so the next epoch would not be warm.
                 return
             with self._phase("warm") as warm:
                 while "warm" in self._entry.phases and not self._enough(warm):
@@ -163,7 +174,7 @@ class Measurement:
         elif consumer.num_bytes and consumer.digest != self._truth.digest:
             self.measured.problems.append(f"epoch {number}: not the rows of the dataset")
         if consumer.order in self._orders and self._entry.kind != "floor":
-            self.measured.problems.append(f"epoch {number}: an order that was there before, or that of the files")
+            self.measured.problems.append(f"epoch {number}: the order of an earlier epoch or of the files")
         self._orders.add(consumer.order)
 
     def _sent(self) -> dict[str, int]:
@@ -173,9 +184,9 @@ class Measurement:
 
 
 def _cpu_seconds() -> float:
-    """User and system time of this process and of all that it started, ended or not."""
-    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = process_time() + ended.ru_utime + ended.ru_stime
+    """Return the user and system time of this process and all its children."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = process_time() + children.ru_utime + children.ru_stime
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
@@ -198,20 +209,20 @@ def _measured(task: Task) -> dict[str, Any]:
     run = Measurement(named(task.system), setting, Truth(**task.truth), Limits(**task.limits))
     try:
         run.run()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the table shows it
+    except Exception as error:  # noqa: BLE001 - the table shows every error
         traceback.print_exc()
-        said = (str(error).strip().splitlines() or [""])[-1]  # A worker's error brings its traceback along.
-        return asdict(run.measured) | {"error": f"{type(error).__name__}: {said}"}
+        message = (str(error).strip().splitlines() or [""])[-1]  # A worker's error includes its traceback.
+        return asdict(run.measured) | {"error": f"{type(error).__name__}: {message}"}
     return asdict(run.measured)
 
 
 def _write(answer: Path, measured: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the result atomically."""
     unfinished = answer.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(measured))
     unfinished.rename(answer)
 
 
 if __name__ == "__main__":
-    given = Task(**json.load(sys.stdin))
-    _write(Path(sys.argv[1]), _measured(given))
+    task = Task(**json.load(sys.stdin))
+    _write(Path(sys.argv[1]), _measured(task))

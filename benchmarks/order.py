@@ -1,7 +1,7 @@
-"""How fast the order is made: `python -m dataload.benchmarks.order`, on one core, beside numpy's own in the same run.
+"""The speed of the shuffle order beside numpy's permutation: `python -m dataload.benchmarks.order`, on one core.
 
-A billion rows in 200,000 row groups. Times are of the processor, not of the clock, and the least of several. What a
-process pays the first time is told apart: there most of it goes into fresh pages of memory.
+The dataset has a billion rows in 200,000 row groups. Times are the least CPU time of several runs. The first run in a
+process is reported separately: page faults take most of it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from rich.table import Table
 from dataload.samplers.permutation import Permutation
 from dataload.samplers.sharded import ShardedSampler
 
-BLOCKS, ROWS_OF_EACH = 200_000, 5_000
+BLOCKS, ROWS_PER_BLOCK = 200_000, 5_000
 BATCH = 256
 STREAM = 4_000_000  # rows
 REPEATS = 5
 
 
 def main() -> None:
-    table = Table("what", "figure", "aim", title=f"{BLOCKS * ROWS_OF_EACH:,} rows in {BLOCKS:,} row groups")
-    lengths = np.full(BLOCKS, ROWS_OF_EACH)
+    table = Table("figure", "measured", "target", title=f"{BLOCKS * ROWS_PER_BLOCK:,} rows in {BLOCKS:,} row groups")
+    lengths = np.full(BLOCKS, ROWS_PER_BLOCK)
     for shuffle, rate in (("block", 20), ("full", 5)):
-        begins = ("in a fresh process", _begin_afresh(shuffle)), ("again", _begin_again(shuffle))
-        for when, least in begins:
+        starts = ("in a fresh process", _start_in_fresh_process(shuffle)), ("again", _start_again(shuffle))
+        for when, least in starts:
             table.add_row(f"{shuffle}: construct, set_epoch, first batch, {when}", f"{least * 1e3:.1f} ms", "<= 15 ms")
-        table.add_row(f"{shuffle}: the same, peak of memory", f"{_peak(shuffle) / 1e6:.1f} MB", "<= 20 MB")
+        table.add_row(f"{shuffle}: the same, peak memory", f"{_peak(shuffle) / 1e6:.1f} MB", "<= 20 MB")
         sampler: Any = ShardedSampler(lengths, 1, 0, shuffle=shuffle, batch_size=BATCH)  # type: ignore[arg-type]
         next(sampler.batches())
         for share in (0.01, 0.5, 0.99):
             table.add_row(f"{shuffle}: seek to {share:.0%}", f"{_seek(sampler, share) * 1e3:.2f} ms", "<= 1 ms")
         table.add_row(f"{shuffle}: index stream", f"{_stream(sampler):.1f} M/s", f">= {rate} M/s")
     random = np.random.default_rng(0)
-    permutation, indices = Permutation(BLOCKS * ROWS_OF_EACH, 0, 0), np.arange(STREAM)
-    values, places = np.arange(STREAM), random.permutation(STREAM)
+    permutation, indices = Permutation(BLOCKS * ROWS_PER_BLOCK, 0, 0), np.arange(STREAM)
+    values, positions = np.arange(STREAM), random.permutation(STREAM)
     for name, make in (
         ("Permutation alone", lambda: permutation[indices]),
-        ("floor: numpy's permutation of as many", lambda: random.permutation(STREAM)),
-        ("floor: numpy's take at random", lambda: values.take(places)),
+        ("floor: numpy's permutation of equal size", lambda: random.permutation(STREAM)),
+        ("floor: numpy's take at random positions", lambda: values.take(positions)),
         ("floor: a copy", values.copy),
     ):
         table.add_row(name, f"{STREAM / _least(make) / 1e6:.1f} M/s", "")
@@ -54,8 +54,8 @@ def main() -> None:
 
 
 def begin(shuffle: Any) -> float:
-    """Seconds of the processor until there is a first batch."""
-    lengths = np.full(BLOCKS, ROWS_OF_EACH)
+    """Return the CPU seconds to the first batch."""
+    lengths = np.full(BLOCKS, ROWS_PER_BLOCK)
     start = process_time()
     sampler = ShardedSampler(lengths, 8, 3, shuffle=shuffle, batch_size=BATCH)
     sampler.set_epoch(1)
@@ -63,17 +63,17 @@ def begin(shuffle: Any) -> float:
     return process_time() - start
 
 
-def _begin_afresh(shuffle: str) -> float:
+def _start_in_fresh_process(shuffle: str) -> float:
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         return min(processes.map(begin, [shuffle] * REPEATS))
 
 
-def _begin_again(shuffle: str) -> float:
+def _start_again(shuffle: str) -> float:
     return min(begin(shuffle) for _ in range(REPEATS))
 
 
 def _peak(shuffle: str) -> int:
-    """Bytes above the row groups' lengths."""
+    """Return the peak memory in bytes, without the lengths of the row groups."""
     tracemalloc.start()
     begin(shuffle)
     _, peak = tracemalloc.get_traced_memory()
@@ -82,13 +82,13 @@ def _peak(shuffle: str) -> int:
 
 
 def _seek(sampler: ShardedSampler, share: float) -> float:
-    """Seconds to the first batch from somewhere near `share` of the epoch, each time in another window."""
-    near = iter(range(int(share * sampler.num_rows), sampler.num_rows, 16 * ROWS_OF_EACH))
-    return _least(lambda: next(sampler.batches(sampler.epoch, next(near))))
+    """Return the CPU seconds of a seek to about `share` of the epoch, each time in another window."""
+    starts = iter(range(int(share * sampler.num_rows), sampler.num_rows, 16 * ROWS_PER_BLOCK))
+    return _least(lambda: next(sampler.batches(sampler.epoch, next(starts))))
 
 
 def _stream(sampler: ShardedSampler) -> float:
-    """Millions of rows a second, in batches."""
+    """Return the rate of batches in millions of rows per second."""
 
     def stream() -> None:
         batches = sampler.batches()
@@ -104,7 +104,7 @@ def _two(random: np.random.Generator) -> None:
 
 
 def _least(work: Callable[[], Any]) -> float:
-    """Seconds of the fastest of a few runs."""
+    """Return the CPU seconds of the fastest of REPEATS runs."""
     seconds = []
     for _ in range(REPEATS):
         start = process_time()

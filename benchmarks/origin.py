@@ -1,10 +1,10 @@
-"""A read-only S3 for measurements: a folder served by a process of its own, as late, slow and faulty as you like.
+"""A read-only S3 server for measurements, in its own process, with configurable latency, bandwidth and faults.
 
 `with Origin(folder) as origin:` starts it; `python -m dataload.benchmarks.origin FOLDER` runs it by hand. The
-subfolders of the folder are the buckets, the files below them the objects; a symbolic link is neither.
+subfolders of the folder are the buckets, and the files below them are the objects. Symbolic links are ignored.
 
-`GET /__stats` shows the counters as JSON and `POST /__reset` zeroes them; `GET /__behaviour` shows the behaviour and
-`PUT /__behaviour` replaces it by the one in its JSON body, and starts the sequence of faults anew.
+`GET /__stats` returns the counters as JSON and `POST /__reset` sets them to zero. `GET /__behaviour` returns the
+behaviour. `PUT /__behaviour` replaces it by its JSON body and restarts the sequence of faults.
 """
 
 from __future__ import annotations
@@ -30,16 +30,25 @@ from dataload.errors import ConfigError
 
 __all__ = ["Behaviour", "Origin"]
 
-PATIENCE = 30.0
+TIMEOUT = 30.0  # seconds
 
 
 class Origin:
-    """`with Origin(folder) as origin:` an S3 endpoint at `origin.endpoint_url`, on a free port of 127.0.0.1.
+    """An S3 endpoint on a free port of 127.0.0.1.
 
-    nice: how much the server's process yields to others (0 to 19).
+    The server process ends with the block, or with this process.
 
-    Entering raises ConfigError when aiohttp is missing or the server does not start; its reason is on standard error.
-    The server ends with the block, and with this process whatever happens to it.
+    Args:
+        folder: Folder of the buckets.
+        behaviour: Latency, bandwidth and faults. Default: none.
+        nice: Niceness of the server process, 0 to 19.
+
+    Raises:
+        ConfigError: aiohttp is missing, or the server did not start. Standard error has the reason.
+
+    Example:
+        with Origin(folder) as origin:
+            filesystem = S3FileSystem(**origin.storage_options)
     """
 
     def __init__(self, folder: str | Path, *, behaviour: Behaviour | None = None, nice: int = 0) -> None:
@@ -63,15 +72,15 @@ class Origin:
         self._end()
 
     def _command(self) -> list[str]:
-        given = {name: value for name, value in asdict(self.behaviour).items() if value is not None}
-        options = [f"{option(name)}={value}" for name, value in given.items()]
-        here = [sys.executable, "-m", "dataload.benchmarks.origin", str(self.folder)]
-        return [*here, "--port=0", "--until-eof", f"--nice={self._nice}", *options]
+        values = {name: value for name, value in asdict(self.behaviour).items() if value is not None}
+        options = [f"{option(name)}={value}" for name, value in values.items()]
+        program = [sys.executable, "-m", "dataload.benchmarks.origin", str(self.folder)]
+        return [*program, "--port=0", "--until-eof", f"--nice={self._nice}", *options]
 
     def _end(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(PATIENCE)
+            self._process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -82,7 +91,7 @@ class Origin:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
+        """Process id of the server."""
         return self._process.pid
 
     @property
@@ -91,27 +100,28 @@ class Origin:
         return s3.storage_options(self.endpoint_url)
 
     def url(self, bucket: str, key: str = "") -> str:
-        """Where an object is, over HTTP."""
+        """Return the HTTP URL of an object."""
         return f"{self.endpoint_url}/{quote(bucket)}/{quote(key)}"
 
     def stats(self) -> dict[str, Any]:
-        """Totals since the start or the last `reset()`, whatever the status of the answers.
+        """Return totals since the start or the last `reset()`, including answers with errors.
 
-        get_requests: GETs of objects. get_bytes: bytes of objects handed to connections for them. head_requests,
-        list_requests, other_requests: HEADs, pages of ListObjectsV2, and all the rest. duplicate_gets: GETs of the
-        same bytes of the same version of an object as one that was answered whole. errors: the faults that struck,
-        by their names. most_gets_at_once: GETs of objects under way at a time.
+        A client that has an answer finds it counted. Bytes in flight when a connection breaks count, too.
 
-        Who has an answer finds it counted. Bytes on their way when a connection breaks count, though lost.
+        Returns:
+            get_requests: GETs of objects. get_bytes: bytes of their bodies. head_requests: HEADs. list_requests:
+            pages of ListObjectsV2. other_requests: all other requests. duplicate_gets: GETs whose bytes and version
+            an earlier GET received completely. errors: number of faults by name. most_gets_at_once: most concurrent
+            GETs of objects.
         """
         return self._control("GET", "__stats")
 
     def reset(self) -> None:
-        """Counts start from zero, and nothing counts as served before."""
+        """Set all counters to zero, and forget which bytes were served."""
         self._control("POST", "__reset")
 
     def behave(self, **changes: Any) -> None:
-        """Changes settings of the behaviour, from the next request on. The sequence of faults starts anew."""
+        """Change settings of the behaviour for all later requests. Restart the sequence of faults."""
         changed = replace(self.behaviour, **changes)
         self._control("PUT", "__behaviour", asdict(changed))
         self.behaviour = changed
@@ -119,13 +129,13 @@ class Origin:
     def _control(self, method: str, name: str, body: Any = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.endpoint_url}/{name}", data, method=method)
-        with build_opener(ProxyHandler({})).open(request, timeout=PATIENCE) as answer:
-            told: dict[str, Any] = json.load(answer)
-        return told
+        with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT) as answer:
+            result: dict[str, Any] = json.load(answer)
+        return result
 
 
 def check_aiohttp() -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if aiohttp is not installed."""
     if importlib.util.find_spec("aiohttp") is None:
         raise ConfigError("the origin server needs aiohttp: pip install 'dataload[bench]'")
 
@@ -137,34 +147,36 @@ def option(name: str) -> str:
 def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="python -m dataload.benchmarks.origin",
-        description="Serves a folder as a read-only S3: its subfolders are the buckets. Prints its URL, and serves.",
+        description="Serve a folder as a read-only S3, with its subfolders as buckets. Print the URL first.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     command.add_argument("folder", type=Path, help="the folder whose subfolders are the buckets")
     command.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    command.add_argument("--port", type=int, default=0, help="port to listen on; 0: a free one")
-    command.add_argument("--nice", type=int, default=0, help="how much the process yields to others, 0 to 19")
-    command.add_argument("--until-eof", action="store_true", help="end when standard input does")
-    for each in fields(Behaviour):
-        kind = int if each.name == "seed" else float
-        command.add_argument(option(each.name), type=kind, default=each.default, help=each.metadata["help"])
+    command.add_argument("--port", type=int, default=0, help="port to listen on; 0 for a free one")
+    command.add_argument("--nice", type=int, default=0, help="niceness of the process, 0 to 19")
+    command.add_argument("--until-eof", action="store_true", help="exit when standard input is closed")
+    for attribute in fields(Behaviour):
+        kind = int if attribute.name == "seed" else float
+        command.add_argument(
+            option(attribute.name), type=kind, default=attribute.default, help=attribute.metadata["help"]
+        )
     return command
 
 
 def main() -> None:
     command = parser()
-    given = command.parse_args()
+    args = command.parse_args()
     try:
         check_aiohttp()
-        behaviour = Behaviour(**{each.name: getattr(given, each.name) for each in fields(Behaviour)})
+        behaviour = Behaviour(**{attribute.name: getattr(args, attribute.name) for attribute in fields(Behaviour)})
     except ConfigError as error:
         command.error(str(error))
-    if not given.folder.is_dir():
-        command.error(f"{given.folder} is not a folder")
+    if not args.folder.is_dir():
+        command.error(f"{args.folder} is not a folder")
     from dataload.benchmarks.server import serve
 
-    os.nice(given.nice)
-    asyncio.run(serve(given.folder, behaviour, given.host, given.port, until_eof=given.until_eof))
+    os.nice(args.nice)
+    asyncio.run(serve(args.folder, behaviour, args.host, args.port, until_eof=args.until_eof))
 
 
 if __name__ == "__main__":

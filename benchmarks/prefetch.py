@@ -1,7 +1,7 @@
-"""What prefetching is for: `python -m dataload.benchmarks.prefetch [--part NAME]`, against an S3 as late as a network.
+"""The effect of prefetching: `python -m dataload.benchmarks.prefetch [--part NAME]`, with an S3 of network latency.
 
-Each part prints a table: the first epoch, alone and beside a training step, a step that burns the interpreter beside a
-filler, a cache smaller than the data, ranks of one host that share the work, the first batch, many files' footers.
+Each part prints a table. The parts are the first epoch, alone and beside a training step; a CPU-bound step beside the
+background decoder; a cache smaller than the data; two ranks of a host; the first batch; and footers of many files.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ MANY = 10_000  # files
 
 
 @dataclass(frozen=True)
-class Place:
-    """A workload's objects at an origin that answers late, and room for caches."""
+class Bench:
+    """A workload's objects at an origin, and a folder for caches."""
 
     origin: Origin
     workload: Workload
@@ -62,14 +62,14 @@ class Place:
 
     @contextmanager
     def dataset(self, cache_bytes: int | None = None) -> Iterator[Dataset]:
-        """The dataset, behind a cache that is empty."""
+        """Open the dataset with an empty cache."""
         url = f"s3://{BUCKET}/{self.size}/{self.workload.name}/parquet"
         with TemporaryDirectory(dir=self.caches, ignore_cleanup_errors=True) as folder:
             cache = CacheConfig(folder, cache_bytes)
             yield make_dataset(url, storage_options=self.origin.storage_options, cache=cache)
 
     def wire_seconds(self) -> float:
-        """What ranged GETs of everything take, when nobody looks at the bytes."""
+        """Return the seconds of concurrent ranged GETs of all objects."""
         wire = Wire(self.origin.endpoint_url, f"{BUCKET}/{self.size}/{self.workload.name}/parquet", RANGE_BYTES)
         ranges = [
             (path.name, start, min(start + RANGE_BYTES, path.stat().st_size))
@@ -95,25 +95,25 @@ def timed(loader: Loader, step: Callable[[], object] = lambda: None) -> float:
     return time.perf_counter() - started
 
 
-def cold(place: Place) -> Table:
-    """The first epoch from an empty cache, listing and footers included, whose batches nobody looks at."""
+def cold(bench: Bench) -> Table:
+    """The first epoch from an empty cache, with listing and footers; batches are not used."""
     table = Table("wire, s", "first epoch, s", "of the wire's speed")
     for _ in range(3):
-        wire, started = place.wire_seconds(), time.perf_counter()
-        with place.dataset() as dataset:
-            timed(loader_of(dataset, place.workload))
+        wire, started = bench.wire_seconds(), time.perf_counter()
+        with bench.dataset() as dataset:
+            timed(loader_of(dataset, bench.workload))
             taken = time.perf_counter() - started
         table.add_row(f"{wire:.2f}", f"{taken:.2f}", f"{wire / taken:.2f}")
     return table
 
 
-def step(place: Place) -> Table:
-    """The first epoch beside a step of a fixed time, in windows of a 16th of the data: the last has no successor."""
+def step(bench: Bench) -> Table:
+    """The first epoch beside a step of fixed time, with windows of a 16th of the data."""
     table = Table("step, ms", "wire, s", "compute, s", "first epoch, s", "of the longer", "utilisation")
     for share in (0.8, 1.0, 1.25):
-        wire = place.wire_seconds()
-        with place.dataset() as dataset:
-            loader = loader_of(dataset, place.workload, window=max(1, len(dataset.row_groups) // 16))
+        wire = bench.wire_seconds()
+        with bench.dataset() as dataset:
+            loader = loader_of(dataset, bench.workload, window=max(1, len(dataset.row_groups) // 16))
             pause = share * wire / len(loader)
             taken = timed(loader, partial(time.sleep, pause))
             compute = pause * len(loader)
@@ -125,14 +125,14 @@ def step(place: Place) -> Table:
 
 
 def _burn() -> None:
-    """About two milliseconds of bytecode."""
+    """Run bytecode for about two milliseconds."""
     total = 0
     for number in range(40_000):
         total += number & 7
 
 
 def _steps(seconds: float) -> float:
-    """Steps a second that burn the interpreter."""
+    """Return the rate of CPU-bound steps per second."""
     count, started = 0, time.perf_counter()
     while time.perf_counter() - started < seconds:
         _burn()
@@ -140,46 +140,46 @@ def _steps(seconds: float) -> float:
     return count / (time.perf_counter() - started)
 
 
-def burn(place: Place) -> Table:
-    """A step that burns the interpreter: alone, and while all row groups are being fetched and decoded."""
-    table = Table("alone, steps/s", "beside a filler, steps/s", "of that", "filler, MB/s")
+def burn(bench: Bench) -> Table:
+    """A CPU-bound step: alone, and while the background decoder fetches and decodes all row groups."""
+    table = Table("alone, steps/s", "beside the decoder, steps/s", "ratio", "decoder, MB/s")
     for _ in range(3):
-        with place.dataset() as dataset:
-            filler = BackgroundDecoder(dataset.rowstore.blobs)
-            while not filler.make(0):
+        with bench.dataset() as dataset:
+            decoder = BackgroundDecoder(dataset.rowstore.blobs)
+            while not decoder.make(0):
                 time.sleep(0.05)
-            asked = [Thread(target=filler.make, args=(group,)) for group in range(1, len(dataset.row_groups))]
-            alone, before = _steps(2.0), filler.counts()["bytes_origin"]
-            for one in asked:
-                one.start()
+            requests = [Thread(target=decoder.make, args=(group,)) for group in range(1, len(dataset.row_groups))]
+            alone, before = _steps(2.0), decoder.counts()["bytes_origin"]
+            for request in requests:
+                request.start()
             beside = _steps(2.0)
-            filled = (filler.counts()["bytes_origin"] - before) / 2.0
-            for one in asked:
-                one.join()
-            filler.end()
-            table.add_row(f"{alone:.0f}", f"{beside:.0f}", f"{beside / alone:.1%}", f"{filled / 1e6:.0f}")
+            rate = (decoder.counts()["bytes_origin"] - before) / 2.0
+            for request in requests:
+                request.join()
+            decoder.end()
+            table.add_row(f"{alone:.0f}", f"{beside:.0f}", f"{beside / alone:.1%}", f"{rate / 1e6:.0f}")
     return table
 
 
-def smaller(place: Place) -> Table:
-    """Caches of a part of the decoded data: what is fetched in later epochs, beside what stays.
+def smaller(bench: Bench) -> Table:
+    """Caches smaller than the decoded data: the share that later epochs fetch, beside the share that is not pinned.
 
-    And how long these wait beside a step to which the wire could give 1.2 times what it asks.
+    The stall is that of a step that needs the bytes at 1 / 1.2 of the network's bandwidth.
     """
-    table = Table("cache", "of which stays", "fetched an epoch", "of what does not stay", "refused", "stall")
-    wire = place.wire_seconds()
-    with place.dataset() as dataset:
+    table = Table("cache", "pinned", "fetched an epoch", "of the rest", "refused", "stall")
+    wire = bench.wire_seconds()
+    with bench.dataset() as dataset:
         decoded = dataset.rowstore.blobs.num_bytes
     for share in (0.25, 0.5, 0.75, 0.9):
-        with place.dataset(int(share * decoded)) as dataset:
-            loader = loader_of(dataset, place.workload, window=max(1, len(dataset.row_groups) // 25))
+        with bench.dataset(int(share * decoded)) as dataset:
+            loader = loader_of(dataset, bench.workload, window=max(1, len(dataset.row_groups) // 25))
             timed(loader)
-            place.origin.reset()
+            bench.origin.reset()
             for _ in range(3):
                 timed(loader)
-            fetched = place.origin.stats()["get_bytes"] / 3 / place.num_bytes
+            fetched = bench.origin.stats()["get_bytes"] / 3 / bench.num_bytes
             assert isinstance(dataset.blocks.tier, LocalTier)
-            stays = share - dataset.blocks.tier.region / decoded
+            pinned = share - dataset.blocks.tier.region / decoded
             refused = dataset.blocks.stats()["refused"]
             timed(loader, pause := partial(time.sleep, 1.2 * fetched * wire / len(loader)))
             stalls = []
@@ -187,7 +187,7 @@ def smaller(place: Place) -> Table:
                 timed(loader, pause)
                 stalls.append(loader.stats().stall_fraction)
             table.add_row(
-                f"{share:.0%}", f"{stays:.1%}", f"{fetched:.1%}", f"{fetched / (1 - stays):.3f}", str(refused),
+                f"{share:.0%}", f"{pinned:.1%}", f"{fetched:.1%}", f"{fetched / (1 - pinned):.3f}", str(refused),
                 f"{sum(stalls) / 3:.1%}",
             )  # fmt: skip
     return table
@@ -201,64 +201,64 @@ rank(*sys.argv[1:])
 
 
 def rank(number: str, endpoint_url: str, url: str, cache_dir: str) -> None:
-    """A rank of two, with two workers: an epoch."""
+    """Read an epoch as one of two ranks, with two workers. Print the number of rows."""
     from dataload.benchmarks import s3
 
     dataset = make_dataset(url, storage_options=s3.storage_options(endpoint_url), cache=CacheConfig(cache_dir))
-    loader = make_loader(dataset, 64, world=World(int(number), 2, int(number), 2), num_workers=2, transform=_as_it_is)
+    loader = make_loader(dataset, 64, world=World(int(number), 2, int(number), 2), num_workers=2, transform=_identity)
     sys.stdout.write(str(sum(len(batch["label"]) for batch in loader)))
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-def ranks(place: Place) -> Table:
+def ranks(bench: Bench) -> Table:
     """Two ranks with two workers each, on one host, from an empty cache."""
     table = Table("rows", "bytes from the origin", "of the data", "duplicate GETs", "seconds")
-    url = f"s3://{BUCKET}/{place.size}/{place.workload.name}/parquet"
+    url = f"s3://{BUCKET}/{bench.size}/{bench.workload.name}/parquet"
     for _ in range(2):
-        place.origin.reset()
-        with TemporaryDirectory(dir=place.caches, ignore_cleanup_errors=True) as folder:
+        bench.origin.reset()
+        with TemporaryDirectory(dir=bench.caches, ignore_cleanup_errors=True) as folder:
             started = time.perf_counter()
             command = [sys.executable, "-c", RANK]
-            given = [place.origin.endpoint_url, url, folder]
+            args = [bench.origin.endpoint_url, url, folder]
             both = [
-                subprocess.Popen([*command, str(number), *given], stdout=subprocess.PIPE, text=True)
+                subprocess.Popen([*command, str(number), *args], stdout=subprocess.PIPE, text=True)
                 for number in range(2)
             ]
-            rows = sum(int(one.communicate()[0]) for one in both)
+            rows = sum(int(process.communicate()[0]) for process in both)
             seconds = time.perf_counter() - started
-        stats = place.origin.stats()
-        share = stats["get_bytes"] / place.num_bytes
+        stats = bench.origin.stats()
+        share = stats["get_bytes"] / bench.num_bytes
         table.add_row(
             str(rows), str(stats["get_bytes"]), f"{share:.4f}", str(stats["duplicate_gets"]), f"{seconds:.1f}"
         )
     return table
 
 
-def first(place: Place) -> Table:
-    """The first batch from an empty cache, once the manifest is there; against the wire's time for its row groups."""
-    table = Table("first batch, s", "its row groups' bytes", "6 x latency + 1.3 x the wire's time, s")
+def first(bench: Bench) -> Table:
+    """The first batch from an empty cache, after the manifest, beside the network's time for its row groups."""
+    table = Table("first batch, s", "its row groups' bytes", "6 x latency + 1.3 x the network's time, s")
     for _ in range(3):
-        with place.dataset() as dataset:
+        with bench.dataset() as dataset:
             started = time.perf_counter()
-            loader = loader_of(dataset, place.workload)
+            loader = loader_of(dataset, bench.workload)
             next(iter(loader))
             taken = time.perf_counter() - started
             end = loader.sampler.global_batch_size
             groups = [group for position, group in loader.sampler.needs_from(0, 0) if position < end]
             size = sum(dataset.row_groups[group].bytes for group in groups)
             pieces = max(1, -(-size // RANGE_BYTES))
-            rate = (place.workload.bytes_per_second or 1e12) * min(pieces, IN_FLIGHT)
+            rate = (bench.workload.bytes_per_second or 1e12) * min(pieces, IN_FLIGHT)
             table.add_row(f"{taken:.3f}", str(size), f"{6 * WIRE_LATENCY + 1.3 * (WIRE_LATENCY + size / rate):.3f}")
     return table
 
 
-def footers(place: Place) -> Table:
-    """Ten thousand files that nobody has read yet: listed and pinned, beside bare requests, 128 in flight."""
+def footers(bench: Bench) -> Table:
+    """Ten thousand new files, listed and pinned, beside bare requests with 128 in flight."""
     table = Table("listing, s", "GETs of footers, s", "both x 1.3, s", "the dataset, s")
-    data = place.files.parents[3]
+    data = bench.files.parents[3]
     folder = data / BUCKET / "footers"
     names = [f"{number:05d}.parquet" for number in range(MANY)]
     content = pa.BufferOutputStream()
@@ -268,17 +268,17 @@ def footers(place: Place) -> Table:
         (folder / name).write_bytes(content.getvalue())
     size, url = content.getvalue().size, f"s3://{BUCKET}/footers"
     for _ in range(3):
-        bare, started = S3FileSystem(**place.origin.storage_options, skip_instance_cache=True), time.perf_counter()
+        bare, started = S3FileSystem(**bench.origin.storage_options, skip_instance_cache=True), time.perf_counter()
         assert len(bare.find(url)) == MANY
         listing = time.perf_counter() - started
-        wire, started = Wire(place.origin.endpoint_url, f"{BUCKET}/footers", size), time.perf_counter()
+        wire, started = Wire(bench.origin.endpoint_url, f"{BUCKET}/footers", size), time.perf_counter()
         with ThreadPoolExecutor(FOOTERS_IN_FLIGHT) as pool:
             list(pool.map(wire.get, [(name, 0, size) for name in names]))
         gets = time.perf_counter() - started
         wire.close()
-        with TemporaryDirectory(dir=place.caches, ignore_cleanup_errors=True) as cache:
+        with TemporaryDirectory(dir=bench.caches, ignore_cleanup_errors=True) as cache:
             started = time.perf_counter()
-            make_dataset(url, storage_options=place.origin.storage_options, cache=CacheConfig(cache))
+            make_dataset(url, storage_options=bench.origin.storage_options, cache=CacheConfig(cache))
             taken = time.perf_counter() - started
         table.add_row(f"{listing:.2f}", f"{gets:.2f}", f"{1.3 * (listing + gets):.2f}", f"{taken:.2f}")
     return table
@@ -296,22 +296,22 @@ PARTS = {
 
 
 def main(
-    part: Annotated[list[str] | None, typer.Option(help="Which parts; all, unless told.")] = None,
-    workload: Annotated[str, typer.Option(help="Whose data.")] = "images",
-    size: Annotated[str, typer.Option(help="tiny, small, full, large or huge.")] = "full",
-    wire: Annotated[bool, typer.Option(help="An origin with a network's latency and rates.")] = True,
-    folder: Annotated[Path, typer.Option(help="For the data: made once, kept for the next time.")] = Path(".bench"),
+    part: Annotated[list[str] | None, typer.Option(help="Names of parts; default: all.")] = None,
+    workload: Annotated[str, typer.Option(help="Name of the workload.")] = "images",
+    size: Annotated[str, typer.Option(help="Size of the workload: tiny, small, full, large or huge.")] = "full",
+    wire: Annotated[bool, typer.Option(help="Give the origin a network's latency and bandwidth.")] = True,
+    folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
 ) -> None:
-    """Measure what prefetching is for."""
+    """Measure the effect of prefetching."""
     data = folder.absolute() / "data"
     chosen = workloads(size)[workload]
     files = data / BUCKET / size / workload / "parquet"
     write(chosen, files)
-    late = Behaviour(WIRE_LATENCY, chosen.bytes_per_second) if wire else Behaviour()
+    behaviour = Behaviour(WIRE_LATENCY, chosen.bytes_per_second) if wire else Behaviour()
     for name in part or PARTS:
-        # S3 is elsewhere: it does not take the cores of a step that is to be left alone.
-        with Origin(data, behaviour=late, nice=19 if name == "burn" else 0) as origin:
-            table = PARTS[name](Place(origin, chosen, size, files, folder.absolute()))
+        # A real S3 takes no CPU time from the CPU-bound step, so the server yields to it.
+        with Origin(data, behaviour=behaviour, nice=19 if name == "burn" else 0) as origin:
+            table = PARTS[name](Bench(origin, chosen, size, files, folder.absolute()))
             table.title = " ".join((PARTS[name].__doc__ or "").split())
             Console(width=120).print(table)
 

@@ -20,27 +20,29 @@ QUICK_SECONDS = 160.0
 
 
 def bench(
-    quick: Annotated[bool, typer.Option(help="A look in under three minutes: little data, one round.")] = False,
-    size: Annotated[str, typer.Option(help='"tiny", "small" or "full".')] = "full",
-    workloads: Annotated[str, typer.Option(help="Names, comma-separated; default: all.")] = "",
-    systems: Annotated[str, typer.Option(help="Parts of names, comma-separated; default: all.")] = "",
+    quick: Annotated[bool, typer.Option(help="Run for less than three minutes: small data, one round.")] = False,
+    size: Annotated[str, typer.Option(help='Size of the workloads: "tiny", "small" or "full".')] = "full",
+    workloads: Annotated[str, typer.Option(help="Names of workloads, comma-separated; default: all.")] = "",
+    systems: Annotated[str, typer.Option(help="Parts of systems' names, comma-separated; default: all.")] = "",
     workers: Annotated[str, typer.Option(help="Worker counts, comma-separated.")] = "0,2",
-    rounds: Annotated[int, typer.Option(min=1, help="How often each system runs, in turns.")] = 3,
-    wire: Annotated[bool, typer.Option(help="An origin with a network's latency and rates.")] = False,
-    step: Annotated[float, typer.Option(min=0, help="Milliseconds of an emulated accelerator for each batch.")] = 0.0,
-    folder: Annotated[Path, typer.Option(help="For the data: made once, kept for the next time.")] = Path(".bench"),
-    peers_python: Annotated[Path, typer.Option(help="Of the peers' environment.")] = Path(".venv-peers/bin/python"),
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the systems alternate in each.")] = 3,
+    wire: Annotated[bool, typer.Option(help="Give the origin a network's latency and bandwidth.")] = False,
+    step: Annotated[float, typer.Option(min=0, help="Milliseconds of an emulated accelerator step.")] = 0.0,
+    folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
+    peers_python: Annotated[Path, typer.Option(help="Python of the peers' environment.")] = Path(
+        ".venv-peers/bin/python"
+    ),
     results: Annotated[Path, typer.Option(help="Folder for JSON, table and plot.")] = Path("benchmarks/results"),
-    readme: Annotated[bool, typer.Option(help="Publish: as latest, the short table in README.md.")] = False,
-    compare: Annotated[Path | None, typer.Option(help="JSON of another run: do the ranges overlap?")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    readme: Annotated[bool, typer.Option(help="Publish the results as latest, and in README.md.")] = False,
+    compare: Annotated[Path | None, typer.Option(help="Compare with the JSON of another run.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Measure dataload beside other loaders.
 
-    And beside what this machine can do at best.
+    Floors show the limits of this machine.
     """
     try:
-        from dataload.benchmarks import report
+        from dataload.benchmarks import render
         from dataload.benchmarks.circumstances import circumstances
         from dataload.benchmarks.measure import Limits
         from dataload.benchmarks.suite import Suite
@@ -49,9 +51,9 @@ def bench(
     except ImportError as error:
         raise ConfigError(f"bench needs more packages ({error.name}): pip install 'dataload[bench]'") from error
 
-    other = _read(compare) if compare else None  # before `latest` is written anew
+    other = _read(compare) if compare else None  # before `latest` is overwritten
     peers = peers_python.absolute() if peers_python.exists() else None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that a measurement under way is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # also stops a running measurement
     suite = Suite(
         size="small" if quick else size,
         workloads=tuple(_parts(workloads or (QUICK_WORKLOADS if quick else ""))),
@@ -71,15 +73,16 @@ def bench(
     kept = results / _name(found, restricted=bool(workloads or systems) and not readme, quick=quick)
     results.mkdir(parents=True, exist_ok=True)
     kept.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    kept.with_suffix(".md").write_text(report.markdown(found))
-    report.plot(found, kept.with_suffix(".png"))
+    kept.with_suffix(".md").write_text(render.markdown(found))
+    render.plot(found, kept.with_suffix(".png"))
     if readme:
-        report.into_readme(README, report.headline(found))
-    typer.echo(json.dumps(found) if as_json else f"{report.headline(found)}\n\nMore in {kept}.md, .json and .png")
+        render.into_readme(README, render.headline(found))
+    typer.echo(json.dumps(found) if as_json else f"{render.headline(found)}\n\nMore in {kept}.md, .json and .png")
     if other:
         both = compared(found, other)
         total = (
-            f"{len(both.apart)} of {both.shared} figures are apart from {compare}; by chance alone {both.by_chance:.0f}"
+            f"the ranges of {len(both.apart)} of {both.shared} figures do not overlap those of {compare}; "
+            f"expected by chance: {both.by_chance:.0f}"
         )
         typer.echo("\n".join([*both.one_sided, *both.apart, total]), err=True)
     if wrong := _wrong(found["summary"]):
@@ -87,7 +90,7 @@ def bench(
 
 
 def _name(found: dict[str, Any], *, restricted: bool, quick: bool) -> str:
-    """Of the files: what is published is only replaced by a whole run."""
+    """Return the name of the result files. Only a full run may overwrite published results."""
     if quick:
         return "quick"
     whole = not restricted and found["size"] == "full" and not found["step_seconds"]
@@ -112,7 +115,7 @@ def _read(results: Path) -> Any:
 
 
 def _entries(systems: str) -> tuple[Entry, ...]:
-    """The entries whose names contain one of the parts; without any, all but the checks of the instrument itself."""
+    """Return the systems whose names contain one of the parts; by default all except checks."""
     parts = [part.lower() for part in _parts(systems)]
     if not parts:
         return tuple(entry for entry in ENTRIES if entry.kind != "check")
@@ -128,12 +131,12 @@ def _entries(systems: str) -> tuple[Entry, ...]:
 
 
 def _wrong(summary: list[dict[str, Any]]) -> list[str]:
-    """What went wrong with our own; what goes wrong with others stands in the table."""
+    """Return the errors of dataload. The table has those of other systems."""
     return [
-        f"{entry['workload']}, {entry['workers']} workers: {said}"
+        f"{entry['workload']}, {entry['workers']} workers: {error}"
         for entry in summary
         if entry["system"] == "dataload"
-        for said in [*entry["errors"], *entry["problems"]]
+        for error in [*entry["errors"], *entry["problems"]]
     ]
 
 

@@ -1,4 +1,4 @@
-"""The pure part of a read-only S3: addresses, conditions, ranges, listings and the XML they are told in."""
+"""The protocol of a read-only S3 without I/O: addresses, conditions, ranges, listings and their XML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ERRORS = {
 
 
 def storage_options(endpoint_url: str) -> dict[str, Any]:
-    """Arguments for `s3fs.S3FileSystem`; any key and secret will do."""
+    """Return arguments for `s3fs.S3FileSystem`. The server accepts any key and secret."""
     return {
         "key": "testing",
         "secret": "testing",
@@ -42,7 +42,13 @@ def storage_options(endpoint_url: str) -> dict[str, Any]:
 
 
 class S3Error(Exception):
-    """An answer that S3 gives as an error: its code, its HTTP status, and the XML that says so."""
+    """An error answer of S3.
+
+    Args:
+        code: S3's error code, a key of ERRORS.
+        resource: The path of the request.
+        headers: Headers of the answer.
+    """
 
     def __init__(self, code: str, resource: str = "", headers: Mapping[str, str] | None = None) -> None:
         super().__init__(code)
@@ -54,14 +60,14 @@ class S3Error(Exception):
 
 
 class Span(NamedTuple):
-    """Bytes `start` up to `stop`, without `stop`."""
+    """A range of bytes: `start` (inclusive) to `stop` (exclusive)."""
 
     start: int
     stop: int
 
 
 class Answer(NamedTuple):
-    """What a GET or HEAD of an object is answered with. Bytes of `span` follow the headers of a GET."""
+    """The answer to a GET or HEAD of an object. The body of a GET is `span`."""
 
     status: int
     headers: dict[str, str]
@@ -69,14 +75,14 @@ class Answer(NamedTuple):
 
 
 def address(raw_path: str) -> tuple[str, str]:
-    """(bucket, key) of a path as it stands in the request, percent-encoded; "" for what is not there."""
+    """Return (bucket, key) of a percent-encoded path; "" for a missing part."""
     decoded = os.fsdecode(unquote_to_bytes(raw_path.encode(errors="surrogateescape")))
     bucket, _, key = decoded.removeprefix("/").partition("/")
     return bucket, key
 
 
 def find_bucket(folder: Path, bucket: str) -> Path:
-    """The folder of a bucket. `folder` is absolute and without symbolic links. Raises NoSuchBucket."""
+    """Return the folder of a bucket in `folder`, which is absolute and without symbolic links. Raise NoSuchBucket."""
     path = folder / bucket
     if not bucket or not stays_inside(folder, bucket) or not path.is_dir():
         raise S3Error("NoSuchBucket", bucket)
@@ -84,7 +90,7 @@ def find_bucket(folder: Path, bucket: str) -> Path:
 
 
 def open_object(folder: Path, bucket: str, key: str) -> BinaryIO:
-    """The object's file, unbuffered. Only regular files are objects. Raises NoSuchBucket and NoSuchKey."""
+    """Open the file of an object, unbuffered. Only regular files are objects. Raise NoSuchBucket or NoSuchKey."""
     inside = find_bucket(folder, bucket)
     if stays_inside(inside, key):
         with suppress(OSError):
@@ -96,31 +102,37 @@ def open_object(folder: Path, bucket: str, key: str) -> BinaryIO:
 
 
 def stays_inside(folder: Path, name: str) -> bool:
-    """Whether `name` is a plain path below `folder`: no "..", no empty part, no symbolic link on the way."""
+    """Return whether `name` is a path below `folder` without "..", empty parts and symbolic links."""
     path = f"{folder}/{name}"
     return "\0" not in name and os.path.realpath(path) == path
 
 
 def etag_of(status: os.stat_result) -> str:
-    """Opaque, in quotes; another one after any change of the object."""
+    """Return the quoted ETag of a file, which changes with the file."""
     return f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"'
 
 
-def answer_object(asked: Mapping[str, str], status: os.stat_result, resource: str = "") -> Answer:
-    """The answer to a GET or HEAD with the headers `asked`, for an object whose file has this `status`.
+def answer_object(request: Mapping[str, str], status: os.stat_result, resource: str = "") -> Answer:
+    """Return the answer to a GET or HEAD of an object.
 
-    Raises PreconditionFailed, InvalidRange, and NotImplemented for conditions on dates.
+    Args:
+        request: Headers of the request.
+        status: Status of the object's file.
+        resource: Path of the object, for errors.
+
+    Raises:
+        S3Error: PreconditionFailed, InvalidRange, or NotImplemented for conditions on dates.
     """
-    if {"If-Modified-Since", "If-Unmodified-Since", "If-Range"} & set(asked):
+    if {"If-Modified-Since", "If-Unmodified-Since", "If-Range"} & set(request):
         raise S3Error("NotImplemented", resource)
     etag, size = etag_of(status), status.st_size
-    if "If-Match" in asked and not names_etag(asked["If-Match"], etag):
+    if "If-Match" in request and not names_etag(request["If-Match"], etag):
         raise S3Error("PreconditionFailed", resource)
     headers = {"ETag": etag, "Last-Modified": formatdate(int(status.st_mtime), usegmt=True), "Accept-Ranges": "bytes"}
-    if "If-None-Match" in asked and names_etag(asked["If-None-Match"], etag):
+    if "If-None-Match" in request and names_etag(request["If-None-Match"], etag):
         return Answer(304, headers, Span(0, 0))
     try:
-        span = resolve_range(asked.get("Range", ""), size)
+        span = resolve_range(request.get("Range", ""), size)
     except ValueError:
         raise S3Error("InvalidRange", resource, {"Content-Range": f"bytes */{size}"}) from None
     headers |= {"Content-Type": "binary/octet-stream", "Content-Length": str(size)}
@@ -134,15 +146,18 @@ def answer_object(asked: Mapping[str, str], status: os.stat_result, resource: st
 
 
 def names_etag(header: str, etag: str) -> bool:
-    """Whether an If-Match or If-None-Match header names `etag`; quotes may be missing, "*" names every one."""
+    """Return whether an If-Match or If-None-Match header matches `etag`. Quotes are optional; "*" matches all."""
     tags = {tag.strip().removeprefix("W/").strip('"') for tag in header.split(",")}
     return "*" in tags or etag.strip('"') in tags
 
 
 def resolve_range(header: str, size: int) -> Span | None:
-    """The bytes a Range header asks for; None for the whole object, which several or malformed ranges get too.
+    """Return the bytes that a Range header requests; None for the whole object.
 
-    Raises ValueError when the object has none of the bytes.
+    Several ranges and malformed ones get the whole object.
+
+    Raises:
+        ValueError: The object has none of the bytes.
     """
     match = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header.strip())
     if match is None or match.groups() == ("", ""):
@@ -160,12 +175,12 @@ def resolve_range(header: str, size: int) -> Span | None:
 
 
 def keys_below(folder: Path, prefix: str = "", after: str = "", base: str = "") -> Iterator[str]:
-    """Keys of the files below `folder` that begin with `prefix` and come after `after`, in UTF-8 byte order.
+    """Yield the keys below `folder` that start with `prefix` and sort after `after`, in UTF-8 byte order.
 
-    Symbolic links, and names that are not UTF-8, are left out.
+    Symbolic links and names that are not UTF-8 are skipped.
     """
     with os.scandir(folder) as entries:
-        names = sorted(  # strings compare as their UTF-8 does
+        names = sorted(  # strings sort like their UTF-8
             base + entry.name + ("/" if entry.is_dir(follow_symlinks=False) else "")
             for entry in entries
             if (entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False)) and is_text(entry.name)
@@ -183,7 +198,7 @@ def is_text(name: str) -> bool:
 
 
 class Page(NamedTuple):
-    """One page of a listing. `token`: the last entry when more follow, "" on the last page."""
+    """A page of a listing. `token` is its last entry if more pages follow, else ""."""
 
     keys: list[str]
     prefixes: list[str]
@@ -191,10 +206,16 @@ class Page(NamedTuple):
 
 
 def page_of(keys: Iterable[str], prefix: str, delimiter: str, token: str, max_keys: int) -> Page:
-    """The `max_keys` entries after the entry `token` ("" for the first page).
+    """Return the page of `max_keys` entries after the entry `token`.
 
-    keys: sorted, all beginning with `prefix`. Those that hold the `delimiter` beyond it count as one entry each
-    common prefix, which ends with the delimiter.
+    Keys with the delimiter after the prefix form one entry for each common prefix, which ends with the delimiter.
+
+    Args:
+        keys: Sorted keys that start with `prefix`.
+        prefix: Prefix of the listing.
+        delimiter: Delimiter of common prefixes, or "".
+        token: Last entry of the page before; "" for the first page.
+        max_keys: Most entries of a page.
     """
     following = (entry for entry in entries_of(keys, prefix, delimiter) if entry[0] > token)
     entries = list(islice(following, max_keys))
@@ -207,7 +228,7 @@ def page_of(keys: Iterable[str], prefix: str, delimiter: str, token: str, max_ke
 
 
 def entries_of(keys: Iterable[str], prefix: str, delimiter: str) -> Iterator[tuple[str, bool]]:
-    """(key, False) or (common prefix, True), each once."""
+    """Yield (key, False) and (common prefix, True), each once."""
     last = ""
     for key in keys:
         cut = key.find(delimiter, len(prefix)) if delimiter else -1
@@ -219,7 +240,7 @@ def entries_of(keys: Iterable[str], prefix: str, delimiter: str) -> Iterator[tup
 
 @dataclass(frozen=True)
 class Listing:
-    """What a ListObjectsV2 request asks for."""
+    """The parameters of a ListObjectsV2 request."""
 
     prefix: str = ""
     delimiter: str = ""
@@ -230,9 +251,9 @@ class Listing:
 
     @classmethod
     def parse(cls, query: Mapping[str, str]) -> Listing:
-        """Raises InvalidArgument."""
-        given = query.get("max-keys", str(MAX_KEYS))
-        if not re.fullmatch("[0-9]{1,9}", given):
+        """Parse the query of a request. Raise InvalidArgument."""
+        max_keys = query.get("max-keys", str(MAX_KEYS))
+        if not re.fullmatch("[0-9]{1,9}", max_keys):
             raise S3Error("InvalidArgument", "max-keys")
         if query.get("encoding-type", "url") != "url":
             raise S3Error("InvalidArgument", "encoding-type")
@@ -241,12 +262,12 @@ class Listing:
             delimiter=query.get("delimiter", ""),
             start_after=query.get("start-after", ""),
             token=read_token(query.get("continuation-token", "")),
-            max_keys=min(int(given), MAX_KEYS),
+            max_keys=min(int(max_keys), MAX_KEYS),
             encode="encoding-type" in query,
         )
 
     def name(self, tag: str, name: str) -> str:
-        """An element with a key or a part of one, encoded as the request wants it."""
+        """Return an element with a key or prefix, URL-encoded if the request says so."""
         return element(tag, quote(name) if self.encode else name)
 
 
@@ -261,37 +282,37 @@ def read_token(token: str) -> str:
         raise S3Error("InvalidArgument", "continuation-token") from None
 
 
-def list_objects(folder: Path, bucket: str, asked: Listing) -> str:
-    """The XML of one page. Raises NoSuchBucket."""
+def list_objects(folder: Path, bucket: str, listing: Listing) -> str:
+    """Return the XML of one page. Raise NoSuchBucket."""
     inside = find_bucket(folder, bucket)
-    keys = keys_below(inside, asked.prefix, max(asked.start_after, asked.token))
-    page = page_of(keys, asked.prefix, asked.delimiter, asked.token, asked.max_keys)
+    keys = keys_below(inside, listing.prefix, max(listing.start_after, listing.token))
+    page = page_of(keys, listing.prefix, listing.delimiter, listing.token, listing.max_keys)
     return document(
         "ListBucketResult",
         element("Name", bucket),
-        asked.name("Prefix", asked.prefix),
-        asked.name("Delimiter", asked.delimiter) if asked.delimiter else "",
-        asked.name("StartAfter", asked.start_after) if asked.start_after else "",
-        element("ContinuationToken", write_token(asked.token)) if asked.token else "",
+        listing.name("Prefix", listing.prefix),
+        listing.name("Delimiter", listing.delimiter) if listing.delimiter else "",
+        listing.name("StartAfter", listing.start_after) if listing.start_after else "",
+        element("ContinuationToken", write_token(listing.token)) if listing.token else "",
         element("NextContinuationToken", write_token(page.token)) if page.token else "",
         element("KeyCount", len(page.keys) + len(page.prefixes)),
-        element("MaxKeys", asked.max_keys),
-        element("EncodingType", "url") if asked.encode else "",
+        element("MaxKeys", listing.max_keys),
+        element("EncodingType", "url") if listing.encode else "",
         element("IsTruncated", "true" if page.token else "false"),
-        *(contents(inside, key, asked) for key in page.keys),
-        *(group("CommonPrefixes", asked.name("Prefix", prefix)) for prefix in page.prefixes),
+        *(contents(inside, key, listing) for key in page.keys),
+        *(group("CommonPrefixes", listing.name("Prefix", prefix)) for prefix in page.prefixes),
     )
 
 
-def contents(folder: Path, key: str, asked: Listing) -> str:
-    """The entry of an object; nothing when its file is gone since it was listed."""
+def contents(folder: Path, key: str, listing: Listing) -> str:
+    """Return the entry of an object; "" if its file has been removed since the listing."""
     try:
         status = (folder / key).stat()
     except FileNotFoundError:
         return ""
     return group(
         "Contents",
-        asked.name("Key", key),
+        listing.name("Key", key),
         element("LastModified", timestamp(int(status.st_mtime))),
         element("ETag", etag_of(status)),
         element("Size", status.st_size),
@@ -309,7 +330,7 @@ def list_buckets(folder: Path) -> str:
 
 
 def location(folder: Path, bucket: str) -> str:
-    """us-east-1, which S3 tells by an empty element. Raises NoSuchBucket."""
+    """Return the XML of the region us-east-1, which is an empty element in S3. Raise NoSuchBucket."""
     find_bucket(folder, bucket)
     return document("LocationConstraint")
 

@@ -1,7 +1,7 @@
-"""A cold scan: `python -m dataload.benchmarks.scan [--wire]`, a gigabyte from the origin into the cache.
+"""A cold scan of a gigabyte from the origin into the cache: `python -m dataload.benchmarks.scan [--wire]`.
 
-Beside a bare saturator and other readers of the same objects, which take turns, each in a process of its own. With
---wire the origin answers as S3 does over a network: late, and 20 MB/s for each connection.
+Other readers of the same objects and bare ranged GETs run beside it. The readers alternate, each in its own process.
+With --wire the origin has the latency of a network and 20 MB/s for each connection.
 """
 
 from __future__ import annotations
@@ -35,12 +35,19 @@ RANGE_BYTES = 8 << 20
 IN_FLIGHT = 16
 WIRE_RATE = 20e6
 FLOOR = "floor: ranged GETs"
-STORED = "the same, into plain files"
+STORED = "floor: ranged GETs into plain files"
 
 
 @dataclass(frozen=True)
 class Scan:
-    """What a scanner is told: where the objects are, how large each is, and a folder for a cache."""
+    """The input of a reader.
+
+    Args:
+        endpoint_url: URL of the origin.
+        objects: Number of objects.
+        object_bytes: Size of an object in bytes.
+        cache_dir: Folder for a cache.
+    """
 
     endpoint_url: str
     objects: int
@@ -49,7 +56,7 @@ class Scan:
 
     @property
     def folder(self) -> str:
-        """Bucket and prefix."""
+        """Bucket and prefix of the objects."""
         return f"{BUCKET}/scan-{self.objects}-of-{self.object_bytes}"
 
     @property
@@ -62,7 +69,7 @@ class Scan:
 
     @property
     def ranges(self) -> list[tuple[str, int, int]]:
-        """(name, start, stop) of all there is."""
+        """(name, start, stop) of all ranges of all objects."""
         starts = range(0, self.object_bytes, RANGE_BYTES)
         return [(name, start, min(start + RANGE_BYTES, self.object_bytes)) for name in self.names for start in starts]
 
@@ -72,16 +79,16 @@ class Scan:
 
 
 def saturator(scan: Scan) -> int:
-    return _by_range(scan, lambda _, came: len(came))
+    return _by_range(scan, lambda _, data: len(data))
 
 
 def stored(scan: Scan) -> int:
-    """The least that a cache has to do: what comes is written down, unproven and not to be found again."""
+    """Write the bytes to plain files without checksums and without an index: the least work of a cache."""
 
-    def store(wanted: tuple[str, int, int], came: memoryview) -> int:
-        name, start, _ = wanted
-        pieces = range(0, len(came), WRITTEN_BYTES)  # as large as the cache's own, which is much faster than at once
-        return sum(os.pwrite(files[name].fileno(), came[at : at + WRITTEN_BYTES], start + at) for at in pieces)
+    def store(requested: tuple[str, int, int], data: memoryview) -> int:
+        name, start, _ = requested
+        pieces = range(0, len(data), WRITTEN_BYTES)  # the cache's size of a write, which is faster than one write
+        return sum(os.pwrite(files[name].fileno(), data[at : at + WRITTEN_BYTES], start + at) for at in pieces)
 
     with ExitStack() as opened:
         files = {name: opened.enter_context((Path(scan.cache_dir) / name).open("wb")) for name in scan.names}
@@ -89,12 +96,12 @@ def stored(scan: Scan) -> int:
 
 
 def _by_range(scan: Scan, use: Callable[[tuple[str, int, int], memoryview], int]) -> int:
-    """All there is, in ranges, by a client that does nothing else. use: what is done with each, and how many bytes."""
+    """Fetch all ranges concurrently. `use` processes each range and returns its bytes. Return the sum."""
     wire = Wire(scan.endpoint_url, scan.folder, RANGE_BYTES)
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        got = sum(pool.map(lambda wanted: use(wanted, wire.read(wanted)), scan.ranges))
+        total = sum(pool.map(lambda requested: use(requested, wire.read(requested)), scan.ranges))
     wire.close()
-    return got
+    return total
 
 
 def tiercache(scan: Scan) -> int:
@@ -134,7 +141,7 @@ def blockcache(scan: Scan) -> int:
     filesystem = fsspec.filesystem(
         "blockcache", target_protocol="s3", target_options=scan.options, cache_storage=scan.cache_dir
     )
-    return _by_file(scan, filesystem.open, threads=1)  # It loses its books among several.
+    return _by_file(scan, filesystem.open, threads=1)  # blockcache is not thread-safe
 
 
 def sequential(scan: Scan) -> int:
@@ -144,14 +151,14 @@ def sequential(scan: Scan) -> int:
 
 
 def _by_file(scan: Scan, opened: Callable[[str], Any], threads: int = IN_FLIGHT) -> int:
-    """Each object by a thread, from its beginning to its end."""
+    """Read each object in a thread from beginning to end. Return the bytes."""
 
     def read(path: str) -> int:
-        got = 0
+        size = 0
         with opened(path) as file:
             while data := file.read(RANGE_BYTES):
-                got += len(data)
-        return got
+                size += len(data)
+        return size
 
     with ThreadPoolExecutor(threads) as pool:
         return sum(pool.map(read, scan.paths))
@@ -169,18 +176,18 @@ SCANNERS: dict[str, Callable[[Scan], int]] = {
 
 
 def timed(name: str, scan: Scan) -> tuple[float, float, int]:
-    """(seconds, seconds of the processor, bytes) of a scan. What it imports is there before."""
+    """Return the seconds, CPU seconds and bytes of a scan, without the time of imports."""
     import fsspec  # noqa: F401
     import pyarrow.fs  # noqa: F401
     import s3fs  # noqa: F401
 
     started, cpu = perf_counter(), process_time()
-    got = SCANNERS[name](scan)
-    return perf_counter() - started, process_time() - cpu, got
+    size = SCANNERS[name](scan)
+    return perf_counter() - started, process_time() - cpu, size
 
 
 def write(data: Path, scan: Scan) -> None:
-    """The objects, in the folder that an origin serves, unless they are there."""
+    """Write the objects to the folder of an origin, unless they exist."""
     (data / scan.folder).mkdir(parents=True, exist_ok=True)
     for number, path in enumerate(scan.paths):
         if not (data / path).exists() or (data / path).stat().st_size != scan.object_bytes:
@@ -188,18 +195,18 @@ def write(data: Path, scan: Scan) -> None:
 
 
 def main(
-    wire: Annotated[bool, typer.Option(help="An origin with a network's latency and rates.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each reader runs, in turns.")] = 3,
-    objects: Annotated[int, typer.Option(min=1, help="How many objects there are.")] = 16,
-    object_bytes: Annotated[int, typer.Option(min=1, help="Bytes of each.")] = OBJECT_BYTES,
-    folder: Annotated[Path, typer.Option(help="For the data: made once, kept for the next time.")] = Path(".bench"),
+    wire: Annotated[bool, typer.Option(help="Give the origin a network's latency and bandwidth.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the readers alternate in each.")] = 3,
+    objects: Annotated[int, typer.Option(min=1, help="Number of objects.")] = 16,
+    object_bytes: Annotated[int, typer.Option(min=1, help="Size of an object in bytes.")] = OBJECT_BYTES,
+    folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
 ) -> None:
     """Measure a cold scan beside other readers."""
     data = folder.absolute() / "data"
     data.mkdir(parents=True, exist_ok=True)
     total = objects * object_bytes
     spawn = get_context("spawn")
-    seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SCANNERS}
+    figures: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SCANNERS}
     with Origin(data) as origin:
         scan = Scan(origin.endpoint_url, objects, object_bytes, "")
         write(data, scan)
@@ -208,15 +215,15 @@ def main(
             for name in SCANNERS:
                 origin.reset()
                 with TemporaryDirectory(dir=folder) as cache_dir, ProcessPoolExecutor(1, spawn) as process:
-                    seconds, cpu, got = process.submit(timed, name, replace(scan, cache_dir=cache_dir)).result()
-                if got != total:
-                    raise ValueError(f"{name} read {got} bytes of {total}")
+                    seconds, cpu, size = process.submit(timed, name, replace(scan, cache_dir=cache_dir)).result()
+                if size != total:
+                    raise ValueError(f"{name} read {size} bytes of {total}")
                 stats = origin.stats()
-                seen[name].append((total / seconds, cpu / total * 1e9, stats["get_bytes"] / total))
+                figures[name].append((total / seconds, cpu / total * 1e9, stats["get_bytes"] / total))
     table = Table("reader", "MB/s", "of the floor", "CPU, s/GB", "bytes", title=f"{total / 1e9:.2f} GB, cold")
-    for name, figures in seen.items():
-        rates, cpus, shares = zip(*figures, strict=True)
-        ratios = [rate / floor for rate, (floor, *_) in zip(rates, seen[FLOOR], strict=True)]
+    for name, rows in figures.items():
+        rates, cpus, shares = zip(*rows, strict=True)
+        ratios = [rate / floor for rate, (floor, *_) in zip(rates, figures[FLOOR], strict=True)]
         table.add_row(name, _range([rate / 1e6 for rate in rates]), _range(ratios), _range(cpus), _range(shares))
     Console(width=120).print(table)
 

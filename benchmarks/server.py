@@ -1,4 +1,4 @@
-"""The HTTP server of `dataload.benchmarks.origin`: a folder as S3, on asyncio, whose bodies leave through sendfile."""
+"""The HTTP server of `dataload.benchmarks.origin`: serves a folder as S3 with asyncio and sendfile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLOSE_BY_RST = struct.pack("ii", 1, 0)
 
 
 async def serve(folder: Path, behaviour: Behaviour, host: str, port: int, *, until_eof: bool) -> None:
-    """Serves until SIGTERM or SIGINT, or when `until_eof` the end of standard input. Prints its URL once it listens."""
+    """Print the URL and serve until SIGTERM or SIGINT, or with `until_eof` until standard input ends."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -46,16 +46,16 @@ async def serve(folder: Path, behaviour: Behaviour, host: str, port: int, *, unt
     await runner.setup()
     site = web.TCPSite(runner, host, port, backlog=1024)
     await site.start()
-    print(f"http://{host}:{runner.addresses[0][1]}", flush=True)  # noqa: T201 - the line that its starter waits for
+    print(f"http://{host}:{runner.addresses[0][1]}", flush=True)  # noqa: T201 - the parent process waits for this line
     await stop.wait()
     await runner.cleanup()
 
 
 @dataclass
 class Tally:
-    """What was asked and what was sent since the last reset.
+    """The counters since the last reset.
 
-    Errors count the faults that struck. Served: the (path, bytes, ETag) of every GET that was answered whole.
+    `errors` counts faults. `served` has (path, bytes, ETag) of every GET that was answered completely.
     """
 
     get_requests: int = 0
@@ -83,8 +83,8 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request for something of S3."""
+class S3Request:
+    """A request with its bucket and key."""
 
     request: web.BaseRequest
     bucket: str
@@ -96,7 +96,7 @@ class Asked:
 
     @cached_property
     def kind(self) -> str:
-        """Which of the counters it goes to: "get", "head", "list" or "other"."""
+        """Name of the counter of this request: "get", "head", "list" or "other"."""
         query = self.request.rel_url.query
         if self.request.method == "HEAD":
             return "head"
@@ -108,12 +108,12 @@ class Asked:
 
 
 def is_harmless(parameter: str) -> bool:
-    """Whether a query parameter leaves a GET of an object what it is: a signature, or the operation's name."""
+    """Return whether a query parameter, such as a signature, does not change the kind of a GET."""
     return parameter.lower() == "x-id" or parameter.lower().startswith("x-amz-")
 
 
 class Server:
-    """Answers requests for the objects below `folder`, whose first-level folders are the buckets."""
+    """A server of the objects below `folder`, whose first-level folders are the buckets."""
 
     def __init__(self, folder: Path, behaviour: Behaviour) -> None:
         self.folder = folder.resolve(strict=True)
@@ -123,7 +123,7 @@ class Server:
         self._replacing = asyncio.Lock()
 
     def behave(self, behaviour: Behaviour) -> None:
-        """From the next request on; the faults' sequence starts anew."""
+        """Set the behaviour for all later requests. Restart the sequence of faults."""
         self.behaviour = behaviour
         self._faults = Faults(behaviour)
 
@@ -131,23 +131,23 @@ class Server:
         bucket, key = s3.address(request.rel_url.raw_path)
         if bucket.startswith("__"):
             return await self.control(request, bucket)
-        asked = Asked(request, bucket, key)
-        counter = f"{asked.kind}_requests"
+        s3_request = S3Request(request, bucket, key)
+        counter = f"{s3_request.kind}_requests"
         setattr(self.tally, counter, getattr(self.tally, counter) + 1)
-        drawn = self._faults.draw() if asked.kind == "get" else (None, 0.0)
+        drawn = self._faults.draw() if s3_request.kind == "get" else (None, 0.0)
         await asyncio.sleep(self.behaviour.latency)
         try:
-            if asked.kind == "get":
+            if s3_request.kind == "get":
                 with self.tally.under_way():
-                    return await self.get_object(asked, *drawn)
-            if asked.kind == "head":
-                return self.head(asked)
-            return xml(await asyncio.to_thread(self.describe, asked))
+                    return await self.get_object(s3_request, *drawn)
+            if s3_request.kind == "head":
+                return self.head(s3_request)
+            return xml(await asyncio.to_thread(self.describe, s3_request))
         except s3.S3Error as error:
             return xml(error.body, error.status, error.headers)
 
     async def control(self, request: web.BaseRequest, name: str) -> web.Response:
-        """`/__stats`, `/__reset` and `/__behaviour`, neither counted nor slowed."""
+        """Answer `/__stats`, `/__reset` and `/__behaviour` without latency and counters."""
         match request.method, name:
             case "GET", "__stats":
                 return web.json_response(self.tally.shown())
@@ -164,35 +164,35 @@ class Server:
                 return web.json_response(asdict(self.behaviour))
         return web.Response(status=404, text=f"{request.method} {name}: there is no such control")
 
-    def describe(self, asked: Asked) -> str:
-        """The XML that answers a listing. Raises S3Error, NotImplemented for all that is no listing."""
-        query = asked.request.rel_url.query
-        if asked.kind == "list":
-            return s3.list_objects(self.folder, asked.bucket, s3.Listing.parse(query))
-        if asked.request.method == "GET" and not asked.key:
-            if not asked.bucket:
+    def describe(self, s3_request: S3Request) -> str:
+        """Return the XML of a listing. Raise NotImplemented for other requests."""
+        query = s3_request.request.rel_url.query
+        if s3_request.kind == "list":
+            return s3.list_objects(self.folder, s3_request.bucket, s3.Listing.parse(query))
+        if s3_request.request.method == "GET" and not s3_request.key:
+            if not s3_request.bucket:
                 return s3.list_buckets(self.folder)
             if "location" in query:
-                return s3.location(self.folder, asked.bucket)
-        raise s3.S3Error("NotImplemented", asked.resource)
+                return s3.location(self.folder, s3_request.bucket)
+        raise s3.S3Error("NotImplemented", s3_request.resource)
 
-    def head(self, asked: Asked) -> web.StreamResponse:
-        if not asked.key:
-            s3.find_bucket(self.folder, asked.bucket)
+    def head(self, s3_request: S3Request) -> web.StreamResponse:
+        if not s3_request.key:
+            s3.find_bucket(self.folder, s3_request.bucket)
             return web.Response(headers={"x-amz-bucket-region": "us-east-1"})
-        with s3.open_object(self.folder, asked.bucket, asked.key) as file:
-            answer = s3.answer_object(asked.request.headers, os.fstat(file.fileno()), asked.resource)
+        with s3.open_object(self.folder, s3_request.bucket, s3_request.key) as file:
+            answer = s3.answer_object(s3_request.request.headers, os.fstat(file.fileno()), s3_request.resource)
         return web.StreamResponse(status=answer.status, headers=answer.headers)
 
-    async def get_object(self, asked: Asked, fault: Fault | None, part: float) -> web.StreamResponse:
+    async def get_object(self, s3_request: S3Request, fault: Fault | None, part: float) -> web.StreamResponse:
         if fault == "slow_down":
             self.tally.errors[fault] += 1
-            raise s3.S3Error("SlowDown", asked.resource)
-        with s3.open_object(self.folder, asked.bucket, asked.key) as file:
-            answer = s3.answer_object(asked.request.headers, os.fstat(file.fileno()), asked.resource)
+            raise s3.S3Error("SlowDown", s3_request.resource)
+        with s3.open_object(self.folder, s3_request.bucket, s3_request.key) as file:
+            answer = s3.answer_object(s3_request.request.headers, os.fstat(file.fileno()), s3_request.resource)
             if answer.status == 304:
                 return web.Response(status=304, headers=answer.headers)
-            body = Body(self, asked, answer, file)
+            body = Body(self, s3_request, answer, file)
             try:
                 await body.send(fault, part)
             except ConnectionError:
@@ -200,7 +200,7 @@ class Server:
             return body.response
 
     async def pace(self, transport: asyncio.Transport, size: int, rate: float) -> AsyncIterator[int]:
-        """Sizes of pieces of a body of `size` bytes, each when a connection of `rate` bytes per second may carry it."""
+        """Yield the sizes of pieces of a body, at a rate of `rate` bytes per second and connection."""
         loop = asyncio.get_running_loop()
         due = max(loop.time(), self._paid_until.get(transport, 0.0))
         for piece in pieces(size, int(min(PIECE, max(1, rate / 100)))):
@@ -209,24 +209,24 @@ class Server:
             self._paid_until[transport] = due
             yield piece
 
-    async def replace(self, asked: Asked) -> None:
+    async def replace(self, s3_request: S3Request) -> None:
         async with self._replacing:
-            await asyncio.to_thread(complement, self.folder / asked.bucket / asked.key, self.folder)
+            await asyncio.to_thread(complement, self.folder / s3_request.bucket / s3_request.key, self.folder)
 
 
 class Body:
-    """The body of one answer on its way."""
+    """The body of an answer."""
 
-    def __init__(self, server: Server, asked: Asked, answer: s3.Answer, file: BinaryIO) -> None:
+    def __init__(self, server: Server, s3_request: S3Request, answer: s3.Answer, file: BinaryIO) -> None:
         self.response = web.StreamResponse(status=answer.status, headers=answer.headers)
-        self._server, self._asked, self._file, self._span = server, asked, file, answer.span
+        self._server, self._request, self._file, self._span = server, s3_request, file, answer.span
         self._tally, self._behaviour = server.tally, server.behaviour
-        self._identity = (asked.resource, answer.span, answer.headers["ETag"])
+        self._identity = (s3_request.resource, answer.span, answer.headers["ETag"])
         self._repeats = self._identity in self._tally.served
         self._tally.duplicate_gets += self._repeats
 
     async def send(self, fault: Fault | None, part: float) -> None:
-        """Sends the bytes asked for, and lets `fault` strike after this `part` of them. Raises ConnectionError."""
+        """Send the requested bytes, with `fault` after a share `part` of them. Raise ConnectionError."""
         start, stop = self._span
         self._file.seek(start)
         if fault is None or start == stop:
@@ -244,11 +244,11 @@ class Body:
             case "stalled":
                 await asyncio.sleep(self._behaviour.stall)
             case "replaced":
-                await self._server.replace(self._asked)
+                await self._server.replace(self._request)
         await self.send_until(stop)
 
     async def send_until(self, stop: int) -> None:
-        """Every byte is counted before it leaves, and not counted when it did not."""
+        """Send bytes up to `stop`. Count each byte before it is sent, and subtract bytes that were not sent."""
         rate = self._behaviour.bytes_per_second or math.inf
         async for size in self._server.pace(self.transport, stop - self._file.tell(), rate):
             end = self._file.tell() + size
@@ -256,7 +256,7 @@ class Body:
             if end == self._span.stop:
                 self.count_served()
             try:
-                await self.response.prepare(self._asked.request)
+                await self.response.prepare(self._request.request)
                 if size:
                     await asyncio.get_running_loop().sendfile(self.transport, self._file, self._file.tell(), size)
             finally:
@@ -268,22 +268,22 @@ class Body:
         self._tally.served.add(self._identity)
 
     def hang_up(self) -> None:
-        """Closes the connection by RST, whatever was still under way."""
+        """Close the connection with RST and drop bytes in flight."""
         connection: socket.socket = self.transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, CLOSE_BY_RST)
         self.transport.abort()
 
     @property
     def transport(self) -> asyncio.Transport:
-        """Raises ConnectionResetError when the client is gone."""
-        transport = self._asked.request.transport
+        """The transport. Raises ConnectionResetError if the client has disconnected."""
+        transport = self._request.request.transport
         if transport is None:
             raise ConnectionResetError
         return transport
 
 
 def pieces(size: int, most: int) -> Iterator[int]:
-    """Sizes of at most `most` that add up to `size`; at least one, so that an empty body is one empty piece."""
+    """Yield sizes of at most `most` that add up to `size`. An empty body is one empty piece."""
     while size > most:
         yield most
         size -= most
@@ -291,7 +291,7 @@ def pieces(size: int, most: int) -> Iterator[int]:
 
 
 def complement(path: Path, scratch: Path) -> None:
-    """Replaces the file by one of the same length whose every byte b is 255 - b, and which is later."""
+    """Replace a file by one of equal length and later time whose bytes are 255 minus the old ones."""
     with path.open("rb") as old, tempfile.NamedTemporaryFile(dir=scratch, delete=False) as new:
         try:
             while piece := old.read(PIECE):

@@ -1,4 +1,4 @@
-"""Runs every system on every workload, side by side, each time in a fresh process, and collects what was measured."""
+"""The suite: measurements of every system on every workload, each in a fresh process."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from dataload.errors import ConfigError
 
 WIRE_LATENCY = 0.030
 SAMPLE_SECONDS = 0.2
-UNFINISHED = "unfinished.json"  # what was measured so far, should the suite be ended early
-PATIENCE_SECONDS = 60.0  # beyond the limits of its phases, for a process to start, to open and to end
+UNFINISHED = "unfinished.json"  # the results so far, kept if the suite is interrupted
+PATIENCE_SECONDS = 60.0  # beyond the limits of the phases, for start and exit of a process
 CONVERSION_SECONDS = 1800.0
 
 Result = dict[str, Any]
@@ -36,14 +36,20 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Suite:
-    """What is run.
+    """The systems, workloads and settings of a run.
 
-    workloads: by name; none: all. wire: the origin answers as S3 does over a network, late and at a workload's rate
-        for each connection; otherwise as fast as it can.
-    folder: for the data, which is kept, and for scratch; absolute.
-    peers_python: the interpreter of the peers' environment; None when there is none.
-    step_seconds: that an emulated accelerator takes for each batch.
-    seconds: for everything; what has not begun by then is not run, and says so.
+    Args:
+        size: Size of the workloads.
+        workloads: Names of the workloads; empty for all.
+        entries: Systems to measure.
+        workers: Worker counts.
+        rounds: Number of rounds.
+        limits: Limits of the phases.
+        wire: Whether the origin has the latency and bandwidth of S3 over a network.
+        folder: Absolute path of the data, which is kept, and of temporary files.
+        peers_python: Interpreter of the peers' environment; None if it does not exist.
+        step_seconds: Time of an emulated accelerator step.
+        seconds: Limit of the whole run. Measurements that have not started by then are reported as not run.
     """
 
     size: str
@@ -59,7 +65,14 @@ class Suite:
     seconds: float = math.inf
 
     def run(self, say: Callable[[str], object]) -> Result:
-        """Every figure, JSON-able. say: is told what is going on, a line at a time."""
+        """Run all measurements.
+
+        Args:
+            say: Called with each line of progress.
+
+        Returns:
+            The results as JSON values.
+        """
         data = self.folder / "data"
         chosen = self._chosen()
         data.mkdir(parents=True, exist_ok=True)
@@ -77,7 +90,7 @@ class Suite:
         until = time.monotonic() + self.seconds
         with Origin(data) as origin:
             for workload in chosen:
-                say(f"{workload.name}: making {workload.rows:,} rows")
+                say(f"{workload.name}: writing {workload.rows:,} rows")
                 truth = write(workload, self._data(workload, "parquet"))
                 conversions = self._conversions(workload, until, say)
                 described[workload.name] = asdict(truth) | {"conversions": conversions}
@@ -93,8 +106,8 @@ class Suite:
                         task = self._task(entry, workload, workers, truth, origin.endpoint_url)
                         result = self._measure(entry, task, until - time.monotonic())
                     say(f"{workload.name}, round {number}, {workers} workers, {entry.name}: {_in_short(result)}")
-                    place = {"workload": workload.name, "system": entry.name, "workers": workers, "round": number}
-                    runs.append(place | result)
+                    key = {"workload": workload.name, "system": entry.name, "workers": workers, "round": number}
+                    runs.append(key | result)
                     (self.folder / UNFINISHED).write_text(json.dumps(results))
         (self.folder / UNFINISHED).unlink(missing_ok=True)
         return results
@@ -106,9 +119,10 @@ class Suite:
         return [known[name] for name in self.workloads or known]
 
     def _turns(self) -> Iterator[tuple[int, int, Entry]]:
-        """(round, workers, system): the systems take turns, so that a slow minute of the machine hits them alike.
+        """Yield (round, workers, system). Each turn starts with another system.
 
-        Each turn begins with another one. Those that have no workers run once a round.
+        The systems alternate, so that a slow minute of the machine affects all of them. A system without workers runs
+        once a round.
         """
         turns = [(number, workers) for number in range(self.rounds) for workers in self.workers]
         for turn, (number, workers) in enumerate(turns):
@@ -120,14 +134,14 @@ class Suite:
                     yield number, 0, entry
 
     def _data(self, workload: Workload, kind: str) -> Path:
-        """The folder of the workload's files of one kind: "parquet", or the module of the system they are for."""
+        """Return the folder of a workload's files. The kind is "parquet", or the module of a system."""
         return self.folder / "data" / BUCKET / self.size / workload.name / kind
 
     def _python(self, entry: Entry) -> Path | None:
         return Path(sys.executable) if entry.environment == "own" else self.peers_python
 
     def _conversions(self, workload: Workload, until: float, say: Callable[[str], object]) -> dict[str, Result]:
-        """What it took to make the workload's copies in the systems' own formats: seconds and bytes of each."""
+        """Convert the workload to the systems' own formats. Return the seconds and bytes of each conversion."""
         prices: dict[str, Result] = {}
         for entry in self.entries:
             python = self._python(entry)
@@ -165,10 +179,10 @@ class Suite:
     def _measure(self, entry: Entry, task: Task, left: float) -> Result:
         python = self._python(entry)
         if python is None:
-            return {"error": "not run: its environment is not made (make peers)"}
+            return {"error": "not run: its environment does not exist (make peers)"}
         patience = min(left, self.limits.cold_at_most + self.limits.warm_at_most + PATIENCE_SECONDS)
         if patience <= 0:
-            return {"error": f"not run: {self.seconds:.0f} s were over"}
+            return {"error": f"not run: the limit of {self.seconds:.0f} s was reached"}
         with TemporaryDirectory(dir=self.folder, ignore_cleanup_errors=True) as scratch:
             cache_dir = Path(scratch) / "cache"
             cache_dir.mkdir()
@@ -176,25 +190,25 @@ class Suite:
 
 
 def _converted(python: Path, task: tuple[object, ...], patience: float) -> Result | None:
-    """Why a conversion failed; None when it did not."""
+    """Run a conversion. Return its error, or None."""
     command = [str(python), "-m", "dataload.benchmarks.convert", *map(str, task)]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"not done within {patience:.0f} s"}
-    return {"error": _last_line(ended.stderr)} if ended.returncode else None
+    return {"error": _last_line(done.stderr)} if done.returncode else None
 
 
 def _in_a_process(python: Path, task: Task, scratch: Path, patience: float) -> Result:
-    """What the task measured within `patience` seconds, and the peak memory of its processes; or why nothing."""
+    """Run a task for at most `patience` seconds. Return its result with the peak memory, or an error."""
     answer, log = scratch / "answer.json", scratch / "log"
     environment = {"PATH": os.environ["PATH"], "HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8"}
-    with log.open("w+") as said:
+    with log.open("w+") as output:
         process = psutil.Popen(
             [python, "-m", "dataload.benchmarks.measure", answer],
             stdin=subprocess.PIPE,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
             text=True,
             env=environment,
             cwd=scratch,
@@ -206,52 +220,52 @@ def _in_a_process(python: Path, task: Task, scratch: Path, patience: float) -> R
                 process.stdin.close()
             peak = _peak_memory(process, patience)
         finally:
-            still_there = process.poll() is None
-            _end(process)
-        if answer.exists():  # A process that hangs when it is done has measured something.
+            timed_out = process.poll() is None
+            _kill(process)
+        if answer.exists():  # also of a process that hung after the measurement
             result: Result = json.loads(answer.read_text()) | {"peak_memory_bytes": peak}
-            return result | ({"error": f"did not end within {patience:.0f} s"} if still_there else {})
-        if still_there:
+            return result | ({"error": f"did not end within {patience:.0f} s"} if timed_out else {})
+        if timed_out:
             return {"error": f"no answer within {patience:.0f} s"}
-        said.seek(0)
-        return {"error": f"ended with {process.returncode}: {_last_line(said.read())}"}
+        output.seek(0)
+        return {"error": f"ended with {process.returncode}: {_last_line(output.read())}"}
 
 
 def _peak_memory(process: psutil.Popen, patience: float) -> int:
-    """The most that a process and all it started held at once, looked at until it ends or `patience` seconds are over.
+    """Sample the memory of a process and its children until it exits, for at most `patience` seconds. Return the peak.
 
-    Counted is what cannot be dropped: anonymous and shared memory, each page once; not the page cache.
+    The memory is anonymous and shared memory, each page once, without the page cache.
     """
     peak, until = 0, time.monotonic() + patience
     while time.monotonic() < until:
-        held = 0
+        size = 0
         with suppress(psutil.NoSuchProcess):
-            held = sum(_held(each.pid) for each in [process, *process.children(recursive=True)])
-        peak = max(peak, held)
+            size = sum(_memory(member.pid) for member in [process, *process.children(recursive=True)])
+        peak = max(peak, size)
         with suppress(psutil.TimeoutExpired):
             process.wait(SAMPLE_SECONDS)
             break
     return peak
 
 
-def _held(pid: int) -> int:
-    """Bytes, by proc_pid_smaps(5)."""
+def _memory(pid: int) -> int:
+    """Return the memory of a process in bytes, by proc_pid_smaps(5)."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # It has just ended.
+    except OSError:  # The process has exited.
         return 0
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
-def _end(process: psutil.Popen) -> None:
-    """Kills what a measurement left running."""
+def _kill(process: psutil.Popen) -> None:
+    """Kill the process group of a measurement."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
     process.wait()
 
 
 def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["nothing said"])[-1]
+    return (text.strip().splitlines() or ["no output"])[-1]
 
 
 def _in_short(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""From single runs to figures: medians with their range, and their ratios to the best peer and to the floor."""
+"""Summaries of runs: medians with ranges, and ratios to the best peer and to the floor."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from dataload.benchmarks.systems.registry import named
 from dataload.errors import ConfigError
 
 FIRST, GETS, DECODE, GATHER = "floor: first GET", "floor: ranged GETs", "floor: decode", "floor: gather"
-# What two runs must have in common to be compared.
+# Two runs are comparable if these are equal.
 CIRCUMSTANCES = ("size", "wire", "step_seconds", "limits", "machine", "versions")
 
 Result = dict[str, Any]
-Place = tuple[str, int, str]  # workload, workers, system
+Key = tuple[str, int, str]  # workload, workers, system
 Values = dict[int, float]  # by round
 
 
 @dataclass(frozen=True)
 class Figure:
-    """What is measured. phase: which one it is of, "" for the whole run.
+    """A figure of the summary.
 
-    of: from that phase and the truth of the workload; None where the phase does not tell.
-    floor: from the floors' same figure, by system, and the truth; None where there is none.
+    Args:
+        name: Name in JSON.
+        title: Title in tables.
+        unit: Its unit.
+        more_is_better: Whether a greater value is better.
+        phase: "cold" or "warm"; "" for the whole run.
+        of: Computes the value from the phase and the truth of the workload; None if the phase does not determine it.
+        floor: Computes the floor from the floors' values by system and the truth; None without a floor.
     """
 
     name: str
@@ -39,7 +45,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Spread:
-    """Over the rounds."""
+    """Median and range over the rounds."""
 
     median: float
     low: float
@@ -63,7 +69,7 @@ def _cpu(phase: Result, truth: Result) -> float | None:
 
 
 def _busy(phase: Result, _: Result) -> float | None:
-    """Of an accelerator, as DLIO and MLPerf Storage have it: the share of the time in which it had something to do."""
+    """Return the accelerator utilization in percent, as DLIO and MLPerf Storage define it."""
     return 100 * phase["step_seconds"] / phase["seconds"] if phase.get("step_seconds") else None
 
 
@@ -102,25 +108,25 @@ FIGURES = (
 
 
 def summarise(results: Result) -> list[Result]:
-    """One entry for each workload, worker count and system, in the order of the runs: its figures, or why it has none.
+    """Return an entry with figures or errors for each workload, worker count and system, in the order of the runs.
 
-    A figure is a Spread, with `to_peer` and `to_floor`, Spreads of the ratios within each round, or None: machines
-    have slow minutes, which hit what runs side by side alike. The best peer of a round is the best at the same worker
-    count that delivered the dataset's rows; the floors have no workers.
+    A figure is a Spread with `to_peer` and `to_floor`, which are Spreads of the ratios within each round, or None. A
+    slow minute of the machine affects all systems of a round alike. The best peer of a round has the same worker count
+    and delivered the dataset's rows. The floors have no workers.
     """
-    truths, runs = results["workloads"], _by_place(results["runs"])
-    values = {place: _values(of, truths[place[0]]) for place, of in runs.items()}
-    sound = {place for place, of in runs.items() if not any(run.get("problems") for run in of)}
+    truths, runs = results["workloads"], _by_key(results["runs"])
+    values = {key: _values(rounds, truths[key[0]]) for key, rounds in runs.items()}
+    valid = {key for key, rounds in runs.items() if not any(run.get("problems") for run in rounds)}
     summary = []
-    for place, of in runs.items():
-        workload, workers, system = place
-        kin = {other: found for other, found in values.items() if other[0] == workload and other in sound}
-        floors = {name: found for (_, _, name), found in kin.items() if named(name).kind == "floor"}
-        peers = [found for (_, n, name), found in kin.items() if n == workers and named(name).kind == "peer"]
+    for key, rounds in runs.items():
+        workload, workers, system = key
+        same = {other: found for other, found in values.items() if other[0] == workload and other in valid}
+        floors = {name: found for (_, _, name), found in same.items() if named(name).kind == "floor"}
+        peers = [found for (_, n, name), found in same.items() if n == workers and named(name).kind == "peer"]
         entry: Result = {"workload": workload, "workers": workers, "system": system}
-        entry["errors"] = sorted({run["error"] for run in of if "error" in run})
-        entry["problems"] = sorted({problem for run in of for problem in run.get("problems", ())})
-        entry["cut"] = sorted({name for run in of for name, phase in run.get("phases", {}).items() if phase["cut"]})
+        entry["errors"] = sorted({run["error"] for run in rounds if "error" in run})
+        entry["problems"] = sorted({problem for run in rounds for problem in run.get("problems", ())})
+        entry["cut"] = sorted({name for run in rounds for name, phase in run.get("phases", {}).items() if phase["cut"]})
         entry["figures"] = {
             figure.name: _spread(mine.values())
             | {
@@ -128,7 +134,7 @@ def summarise(results: Result) -> list[Result]:
                 "to_floor": _ratios(mine, _floor(figure, floors, truths[workload], mine)),
             }
             for figure in FIGURES
-            if (mine := values[place].get(figure.name))
+            if (mine := values[key].get(figure.name))
         }
         summary.append(entry)
     return summary
@@ -136,10 +142,13 @@ def summarise(results: Result) -> list[Result]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs beside each other. shared: how many figures both have.
+    """The comparison of two runs.
 
-    apart: those whose ranges do not overlap, in words; by_chance: how many such there would be if nothing differed.
-    one_sided: what only one of the runs has, in words.
+    Args:
+        shared: Number of figures in both runs.
+        apart: Descriptions of the figures whose ranges do not overlap.
+        by_chance: Expected number of such figures if nothing differs.
+        one_sided: Descriptions of the entries that only one run has.
     """
 
     shared: int
@@ -149,30 +158,31 @@ class Comparison:
 
 
 def compare(one: Result, other: Result) -> Comparison:
-    """Do two runs agree? Compared are the ratios to the floor and to the best peer where there are any.
+    """Compare two runs by their ratios to the floor or to the best peer, or by their values without either.
 
-    Of two samples of m and n values from one distribution, the ranges are apart with the odds 2 / C(m + n, m).
+    The ranges of m and n values from one distribution do not overlap with probability 2 / C(m + n, m).
 
-    Raises ConfigError when they were not run alike.
+    Raises:
+        ConfigError: The runs have different settings.
     """
     if different := [name for name in CIRCUMSTANCES if one.get(name, 0.0) != other.get(name, 0.0)]:
         raise ConfigError(f"the two runs differ in {', '.join(different)}: they cannot be compared")
-    ours, theirs = ({_place(entry): entry["figures"] for entry in summarise(run)} for run in (one, other))
+    ours, theirs = ({_key(entry): entry["figures"] for entry in summarise(run)} for run in (one, other))
     apart, shared = [], 0
-    for place in ours.keys() & theirs.keys():
-        for name in ours[place].keys() & theirs[place].keys():
-            mine, its = ours[place][name], theirs[place][name]
+    for key in ours.keys() & theirs.keys():
+        for name in ours[key].keys() & theirs[key].keys():
+            mine, its = ours[key][name], theirs[key][name]
             kind = next((kind for kind in ("to_floor", "to_peer") if mine[kind] and its[kind]), None)
             if kind:
                 mine, its = mine[kind], its[kind]
             shared += 1
             if mine["low"] > its["high"] or its["low"] > mine["high"]:
                 between = " against ".join(f"{spread['low']:.4g}–{spread['high']:.4g}" for spread in (mine, its))
-                apart.append(f"{', '.join(map(str, place))}: {name} {kind or ''} {between}")
+                apart.append(f"{', '.join(map(str, key))}: {name} {kind or ''} {between}")
     rounds = one["rounds"], other["rounds"]
-    odds = 2 / comb(sum(rounds), rounds[0])
-    lonely = sorted(f"{', '.join(map(str, place))}: in one of the runs alone" for place in ours.keys() ^ theirs.keys())
-    return Comparison(shared, sorted(apart), odds * shared, lonely)
+    probability = 2 / comb(sum(rounds), rounds[0])
+    one_sided = sorted(f"{', '.join(map(str, key))}: only in one of the runs" for key in ours.keys() ^ theirs.keys())
+    return Comparison(shared, sorted(apart), probability * shared, one_sided)
 
 
 def _spread(values: Iterable[float]) -> Result:
@@ -186,7 +196,7 @@ def _ratios(mine: Values, theirs: Values) -> Result | None:
 
 
 def _best(figure: Figure, systems: list[dict[str, Values]]) -> Values:
-    """Of each round."""
+    """Return the best value of each round."""
     best = max if figure.more_is_better else min
     found: dict[int, list[float]] = {}
     for system in systems:
@@ -198,18 +208,18 @@ def _best(figure: Figure, systems: list[dict[str, Values]]) -> Values:
 def _floor(figure: Figure, floors: dict[str, dict[str, Values]], truth: Result, rounds: Iterable[int]) -> Values:
     found = {}
     for number in rounds:
-        of_round = {
+        by_system = {
             name: values[figure.name][number]
             for name, values in floors.items()
             if number in values.get(figure.name, ())
         }
-        if floor := figure.floor(of_round, truth):
+        if floor := figure.floor(by_system, truth):
             found[number] = floor
     return found
 
 
 def _values(runs: list[Result], truth: Result) -> dict[str, Values]:
-    """The figures that the runs have, each with its value in every round."""
+    """Return the value of each figure in every round."""
     found: dict[str, Values] = {}
     for figure in FIGURES:
         for run in runs:
@@ -223,12 +233,12 @@ def _of(figure: Figure, part: Result, truth: Result) -> float | None:
     return figure.of(part, truth) if figure.phase or "peak_memory_bytes" in part else None
 
 
-def _by_place(runs: list[Result]) -> dict[Place, list[Result]]:
-    places: dict[Place, list[Result]] = {}
+def _by_key(runs: list[Result]) -> dict[Key, list[Result]]:
+    grouped: dict[Key, list[Result]] = {}
     for run in runs:
-        places.setdefault(_place(run), []).append(run)
-    return places
+        grouped.setdefault(_key(run), []).append(run)
+    return grouped
 
 
-def _place(entry: Result) -> Place:
+def _key(entry: Result) -> Key:
     return entry["workload"], entry["workers"], entry["system"]

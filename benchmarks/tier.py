@@ -1,8 +1,8 @@
-"""How fast the local tier is: `python -m dataload.benchmarks.tier`, beside plain files in the same rounds.
+"""The speed of the local tier beside plain files: `python -m dataload.benchmarks.tier`.
 
-The tier and its floors take turns, so that a slow minute of the machine hits both; each figure is the median of the
-rounds, with the lowest and the highest. All is in the page cache, and neither the tier nor the plain writes sync. Who
-reads adds up all that was read, on either side; what is filled comes from memory, on either side.
+The tier and its floors alternate, so that a slow minute of the machine affects both. Each figure is the median of the
+rounds, with the lowest and the highest. All files are in the page cache, and no write is synced. Every read sums the
+bytes, and every fill comes from memory, for the tier and for plain files.
 """
 
 from __future__ import annotations
@@ -35,12 +35,20 @@ LOOKUPS, SPANS = 20_000, 2_000
 LIMIT = 1 << 50
 
 Round = Callable[[], float]
-"""Measures once."""
+"""A function that takes one measurement."""
 
 
 @dataclass(frozen=True)
 class Aim:
-    """What is measured in `unit`. floor: what it stands beside; least: share of that to reach; most: what it may be."""
+    """A figure and its target.
+
+    Args:
+        name: Name of the figure.
+        unit: Its unit.
+        floor: Name of the figure to compare with, or "".
+        least: Least ratio to the floor.
+        most: Greatest value.
+    """
 
     name: str
     unit: str
@@ -58,13 +66,25 @@ AIMS = (
     Aim("write of plain files", "MB/s"),
     Aim("lookup", "µs", most=5),
     Aim("opening", "ms", most=100),
-    Aim("making the index anew", "blobs/s"),
+    Aim("rebuilding the index", "blobs/s"),
 )
 
 
 @dataclass(frozen=True)
-class Figure:
-    """Over the rounds. to_floor: of the medians; bar: what is aimed at, and met: whether it is reached."""
+class TierFigure:
+    """A figure over all rounds.
+
+    Args:
+        name: Name of the figure.
+        unit: Its unit.
+        median: Median of the rounds.
+        low: Lowest round.
+        high: Highest round.
+        floor: Name of the figure to compare with, or "".
+        to_floor: Ratio of the medians; None without a floor.
+        bar: The target, or "".
+        met: Whether the target is met; None without a target.
+    """
 
     name: str
     unit: str
@@ -78,30 +98,30 @@ class Figure:
 
 
 def measure(
-    folder: Annotated[Path | None, typer.Option(help="On the disk to be measured; default: a temporary one.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each figure is taken.")] = 7,
-    blobs: Annotated[int, typer.Option(min=1, help="How many are read and filled in a round.")] = 32,
-    blob_bytes: Annotated[int, typer.Option(min=SPAN, help="Of each.")] = 4 << 20,
-    entries: Annotated[int, typer.Option(min=1, help="Of the index that is opened and looked into.")] = 1_000_000,
-    rebuilt: Annotated[int, typer.Option(min=1, help="Small blobs whose index is made anew.")] = 20_000,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the disk to measure; default: temporary.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds.")] = 7,
+    blobs: Annotated[int, typer.Option(min=1, help="Number of blobs to read and fill in a round.")] = 32,
+    blob_bytes: Annotated[int, typer.Option(min=SPAN, help="Size of a blob in bytes.")] = 4 << 20,
+    entries: Annotated[int, typer.Option(min=1, help="Number of entries of the index.")] = 1_000_000,
+    rebuilt: Annotated[int, typer.Option(min=1, help="Number of small blobs whose index is rebuilt.")] = 20_000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Measure the local tier beside plain files."""
-    with tempfile.TemporaryDirectory(prefix="dataload-tier-", dir=folder) as made:
+    with tempfile.TemporaryDirectory(prefix="dataload-tier-", dir=folder) as scratch:
         data = np.random.default_rng(0).integers(0, 256, blob_bytes, np.uint8)
-        files = Files(Path(made), data, blobs)
-        takers = reads(files) | fills(files) | index(Path(made) / "entries", entries)
-        takers |= {"making the index anew": rebuilding(Path(made) / "rebuilt", rebuilt)}
-        logging.getLogger("dataload").setLevel(logging.ERROR)  # It is told each time.
-        taken: dict[str, list[float]] = {name: [] for name in takers}
+        files = Files(Path(scratch), data, blobs)
+        measurements = reads(files) | fills(files) | index(Path(scratch) / "entries", entries)
+        measurements |= {"rebuilding the index": rebuilding(Path(scratch) / "rebuilt", rebuilt)}
+        logging.getLogger("dataload").setLevel(logging.ERROR)  # Each rebuild of the index logs a warning.
+        values: dict[str, list[float]] = {name: [] for name in measurements}
         for _ in range(rounds + 1):
-            for name, take in takers.items():
-                taken[name].append(take())
-    figures = judged({name: values[1:] for name, values in taken.items()})  # The first round only warms up.
+            for name, take in measurements.items():
+                values[name].append(take())
+    figures = judged({name: taken[1:] for name, taken in values.items()})  # The first round is a warm-up.
     if as_json:
         settings = {"rounds": rounds, "blobs": blobs, "blob_bytes": blob_bytes, "entries": entries, "rebuilt": rebuilt}
-        found = circumstances(None) | {"settings": settings, "figures": [asdict(figure) for figure in figures]}
-        typer.echo(json.dumps(found))
+        result = circumstances(None) | {"settings": settings, "figures": [asdict(figure) for figure in figures]}
+        typer.echo(json.dumps(result))
     else:
         show(figures)
 
@@ -125,13 +145,13 @@ class Files:
         return len(self.keys) * len(self.data)
 
 
-def judged(taken: dict[str, list[float]]) -> list[Figure]:
-    """The figures, from what was taken in each round."""
+def judged(taken: dict[str, list[float]]) -> list[TierFigure]:
+    """Return the figures for the values of each round."""
     middle = {name: median(values) for name, values in taken.items()}
     return [figure_of(aim, taken[aim.name], middle.get(aim.floor)) for aim in AIMS]
 
 
-def figure_of(aim: Aim, values: list[float], floor: float | None) -> Figure:
+def figure_of(aim: Aim, values: list[float], floor: float | None) -> TierFigure:
     middle = median(values)
     ratio = middle / floor if floor else None
     bar, met = "", None
@@ -139,15 +159,15 @@ def figure_of(aim: Aim, values: list[float], floor: float | None) -> Figure:
         bar, met = f">= {aim.least:g} ×", ratio >= aim.least
     elif aim.most is not None:
         bar, met = f"<= {aim.most:g} {aim.unit}", middle <= aim.most
-    return Figure(aim.name, aim.unit, middle, min(values), max(values), aim.floor, ratio, bar, met)
+    return TierFigure(aim.name, aim.unit, middle, min(values), max(values), aim.floor, ratio, bar, met)
 
 
-def show(figures: list[Figure]) -> None:
-    table = Table("what", "unit", "median", "lowest", "highest", "to its floor", "bar")
-    for each in figures:
-        ratio = f"{each.to_floor:.2f} ×" if each.to_floor else ""
-        bar = "" if each.met is None else f"{each.bar}, {'met' if each.met else 'MISSED'}"
-        table.add_row(each.name, each.unit, *map(number, (each.median, each.low, each.high)), ratio, bar)
+def show(figures: list[TierFigure]) -> None:
+    table = Table("figure", "unit", "median", "lowest", "highest", "to its floor", "target")
+    for figure in figures:
+        ratio = f"{figure.to_floor:.2f} ×" if figure.to_floor else ""
+        bar = "" if figure.met is None else f"{figure.bar}, {'met' if figure.met else 'MISSED'}"
+        table.add_row(figure.name, figure.unit, *map(number, (figure.median, figure.low, figure.high)), ratio, bar)
     Console(width=120).print(table)
 
 
@@ -167,7 +187,7 @@ def fill_with(data: Any) -> Fill:
 
 
 def touch(read: Any) -> Any:
-    """The sum of it: every byte is looked at, as a consumer would."""
+    """Return the sum of the bytes, so that every byte is read."""
     return np.frombuffer(read, np.uint8).view(np.uint64).sum()
 
 
@@ -178,8 +198,8 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def reads(files: Files) -> dict[str, Round]:
-    """Whole blobs in MB/s, and spans of them in µs."""
-    chance = np.random.default_rng(1)
+    """Return the measurements of reads: whole blobs in MB/s, spans in µs."""
+    rng = np.random.default_rng(1)
 
     def tier() -> None:
         for key in files.keys:
@@ -189,19 +209,19 @@ def reads(files: Files) -> dict[str, Round]:
         for path in files.paths:
             touch(pread(path, len(files.data), 0))
 
-    def places() -> list[tuple[int, int]]:
-        """Numbers of files, and places to read a span from."""
-        numbers = chance.integers(0, len(files.keys), SPANS).tolist()
-        starts = chance.integers(0, len(files.data) // SPAN, SPANS) * SPAN
+    def random_spans() -> list[tuple[int, int]]:
+        """Return SPANS pairs of the number of a file and an offset in it."""
+        numbers = rng.integers(0, len(files.keys), SPANS).tolist()
+        starts = rng.integers(0, len(files.data) // SPAN, SPANS) * SPAN
         return list(zip(numbers, starts.tolist(), strict=True))
 
     def spans() -> float:
-        found = places()
-        return seconds(lambda: [touch(files.tier.get(files.keys[at], (start, start + SPAN))) for at, start in found])
+        chosen = random_spans()
+        return seconds(lambda: [touch(files.tier.get(files.keys[at], (start, start + SPAN))) for at, start in chosen])
 
     def plain_spans() -> float:
-        found = places()
-        return seconds(lambda: [touch(pread(files.paths[at], SPAN, start)) for at, start in found])
+        chosen = random_spans()
+        return seconds(lambda: [touch(pread(files.paths[at], SPAN, start)) for at, start in chosen])
 
     return {
         "warm read of blobs": lambda: files.bytes / seconds(tier) / 1e6,
@@ -220,7 +240,7 @@ def pread(path: Path, size: int, start: int) -> bytes:
 
 
 def fills(files: Files) -> dict[str, Round]:
-    """MB/s. New blobs and new files each time; removing them is not counted."""
+    """Return the measurements of writes in MB/s: new blobs and new files, without the time to remove them."""
     buffer = np.empty_like(files.data)
 
     def tier() -> float:
@@ -238,7 +258,7 @@ def fills(files: Files) -> dict[str, Round]:
         return files.bytes / took / 1e6
 
     def write(path: Path) -> int:
-        buffer[:] = files.data  # As they come from an origin: into memory first, then to the disk.
+        buffer[:] = files.data  # Bytes of an origin pass through memory, too.
         with path.open("wb", buffering=0) as file:
             return file.write(buffer)
 
@@ -246,16 +266,16 @@ def fills(files: Files) -> dict[str, Round]:
 
 
 def index(folder: Path, entries: int) -> dict[str, Round]:
-    """Lookup in µs, opening in ms. The rows have no files, which neither asks for."""
+    """Return the measurements of the index: a lookup in µs, opening in ms. The entries have no files."""
     digests = [key_of(f"row/{number}").digest for number in range(entries)]
     opened = open_folder(folder)
     opened.index.enter(Row(digest, f"bucket/folder/{digest.hex()}#0-4194304", 1) for digest in sorted(digests))
     opened.close()
-    chance = np.random.default_rng(2)
+    rng = np.random.default_rng(2)
 
-    def look_up() -> float:
+    def lookup() -> float:
         opened = open_folder(folder)
-        chosen = [digests[at] for at in chance.integers(0, entries, LOOKUPS).tolist()]
+        chosen = [digests[at] for at in rng.integers(0, entries, LOOKUPS).tolist()]
         took = seconds(lambda: [opened.index.size_of(digest) for digest in chosen])
         opened.close()
         return took / LOOKUPS * 1e6
@@ -266,11 +286,11 @@ def index(folder: Path, entries: int) -> dict[str, Round]:
         tier.folder.close()
         return took * 1e3
 
-    return {"lookup": look_up, "opening": opening}
+    return {"lookup": lookup, "opening": opening}
 
 
 def rebuilding(folder: Path, count: int) -> Round:
-    """Blobs a second."""
+    """Return the measurement of a rebuilt index in blobs per second."""
     tier = LocalTier(folder, LIMIT)
     for number in range(count):
         tier.get_or_fill(key_of(f"small/{number}"), fill_with(b"small"))

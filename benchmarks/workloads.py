@@ -1,4 +1,4 @@
-"""What is read: datasets as Parquet, made from a seed, and what a loader must have delivered after an epoch."""
+"""The workloads: Parquet datasets generated from a seed, and the truth that a complete epoch must match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dataload.benchmarks.consumer import Consumer
 from dataload.errors import ConfigError
 
 SEED = 20_26
-VERSION = 2  # of what the functions here make: folders made by another are made anew
+VERSION = 2  # of the generated files; folders of another version are written again
 SIZES = {"tiny": 0.1, "small": 1, "full": 4, "large": 20, "huge": 80}
 TOKENS, VOCABULARY = 1024, 50_257
 FEATURES = tuple(f"f{number:02d}" for number in range(16))
@@ -31,12 +31,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """A dataset of `rows` rows, and how it is read.
+    """A dataset and the way to read it.
 
-    make: `make(rng, rows)` gives one row group.
-    features: columns of one dtype that training wants as one contiguous array of shape (batch, len(features)).
-    transform: what is done to each row before it is trained on, for every system alike.
-    bytes_per_second: what one connection to S3 gives in the wire-limited setting.
+    Args:
+        name: Name of the workload.
+        make: `make(rng, rows)` returns one row group.
+        rows: Rows of the dataset.
+        rows_per_group: Rows of a row group.
+        groups_per_file: Row groups of a file.
+        batch_size: Rows of a batch.
+        compression: Compression of the Parquet files.
+        bytes_per_second: Bandwidth of a connection with `--wire`.
+        features: Columns of one dtype that become one contiguous array of shape (batch, len(features)).
+        transform: Applied to each row by every system.
     """
 
     name: str
@@ -56,9 +63,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a workload's files hold: an epoch that was delivered whole has this many rows and this digest.
+    """The content of a workload's files. A complete epoch has the same rows and digest.
 
-    order: the consumer's checksum of the files' own order.
+    Args:
+        rows: Rows of the dataset.
+        digest: Digest of the rows by Consumer.
+        order: Consumer's checksum of the order of the files.
+        decoded_bytes: Bytes of the decoded rows.
+        parquet_bytes: Bytes of the files.
+        version: VERSION of the files.
     """
 
     rows: int
@@ -112,7 +125,7 @@ def jpeg(rng: np.random.Generator, rows: int) -> pa.Table:
 
 
 def decode_and_crop(row: Row) -> Row:
-    """`image` becomes uint8 pixels of shape (CROP, CROP, 3): the middle, so that epochs can be compared."""
+    """Decode `image` to uint8 pixels of shape (CROP, CROP, 3). The centre crop makes epochs comparable."""
     from PIL import Image
 
     edge = (PIXELS - CROP) // 2
@@ -122,7 +135,14 @@ def decode_and_crop(row: Row) -> Row:
 
 
 def workloads(size: str) -> dict[str, Workload]:
-    """The workloads by name; size: of `SIZES`: "full" for figures, larger ones for long epochs. Raises ConfigError."""
+    """Return the workloads by name.
+
+    Args:
+        size: A key of SIZES: "full" for published figures, larger ones for long epochs.
+
+    Raises:
+        ConfigError: The size is unknown.
+    """
     if size not in SIZES:
         raise ConfigError(f"size must be one of {', '.join(SIZES)}, not {size!r}")
     factor = SIZES[size]
@@ -137,15 +157,15 @@ def workloads(size: str) -> dict[str, Workload]:
 
 
 def write(workload: Workload, folder: Path) -> Truth:
-    """The workload's files `part-000.parquet`, … in `folder`, made unless they are there already, and their truth.
+    """Write the files `part-000.parquet`, … to `folder`, unless they exist. Return their truth.
 
-    The truth is noted beside the folder.
+    A JSON file beside the folder stores the truth.
     """
-    noted = folder.with_suffix(".json")
-    if noted.exists():
-        found = json.loads(noted.read_text())
-        if found["version"] == VERSION and found["rows"] == workload.rows:
-            return Truth(**found)
+    truth_file = folder.with_suffix(".json")
+    if truth_file.exists():
+        stored = json.loads(truth_file.read_text())
+        if stored["version"] == VERSION and stored["rows"] == workload.rows:
+            return Truth(**stored)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     consumer = workload.consumer()
@@ -159,7 +179,7 @@ def write(workload: Workload, folder: Path) -> Truth:
                     consumer.take(batch)
     written = sum(path.stat().st_size for path in folder.glob("*.parquet"))
     truth = Truth(consumer.rows, consumer.digest, consumer.order, consumer.num_bytes, written)
-    noted.write_text(json.dumps(asdict(truth)))
+    truth_file.write_text(json.dumps(asdict(truth)))
     return truth
 
 

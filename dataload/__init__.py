@@ -1,4 +1,7 @@
-"""dataload: S3 to GPU at the speed of memory. Names load when first used; `import dataload` pulls in nothing."""
+"""dataload: data loading for PyTorch from S3, at the speed of memory.
+
+`import dataload` imports no other module: each name loads its module on first use.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After the build: no page has a browser fetch anything from elsewhere."""
+"""A mkdocs hook that fails the build if a page makes browsers fetch from another server."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "object": "data"}
-NEEDED = {"stylesheet", "icon", "preload", "preconnect", "prefetch", "dns-prefetch", "modulepreload"}  # of a <link>
+NEEDED = {"stylesheet", "icon", "preload", "preconnect", "prefetch", "dns-prefetch", "modulepreload"}  # rel of <link>
 FOREIGN = re.compile(r"\s*(?:https?:)?//")
 
 
 class Page(HTMLParser):
-    """foreign: URLs of other places that a browser fetches by itself."""
+    """A parser that collects in `foreign` the URLs of other servers that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class Page(HTMLParser):
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Raises SystemExit naming page and URL."""
+    """Raise SystemExit with page and URL if a page or stylesheet fetches from another server."""
     site = Path(config["site_dir"])
     found = [f"{path.relative_to(site)}: {url}" for path in site.rglob("*.html") for url in foreign(path.read_text())]
     for path in site.rglob("*.css"):
         urls = re.findall(r"(?:url\(|@import\s*)[\"']?([^\"')\s]+)", path.read_text())
         found += [f"{path.relative_to(site)}: {url}" for url in urls if FOREIGN.match(url)]
     if found:
-        raise SystemExit("pages must not fetch anything from elsewhere:\n" + "\n".join(found))
+        raise SystemExit("pages must not fetch from other servers:\n" + "\n".join(found))
 
 
 def foreign(html: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate: the loader goes through `prepare` as it is, and comes back as it is.
+"""Hugging Face Accelerate: `prepare` returns the loader unchanged.
 
     python train_accelerate.py TRAIN HELD_OUT
     accelerate launch --num-processes 8 train_accelerate.py TRAIN HELD_OUT          # or torchrun
 
-TRAIN, HELD_OUT: URLs or folders of Parquet with `image`, lists of equally many numbers, and `label`, 0 to 9.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
 """
 
 import argparse

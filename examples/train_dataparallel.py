@@ -1,13 +1,13 @@
-"""nn.DataParallel: one process, all the GPUs it sees. It works; DDP (train_ddp.py) is better, on one machine too.
+"""nn.DataParallel: one process for all GPUs of a machine. DDP (train_ddp.py) is faster, also on one machine.
 
     python train_dataparallel.py TRAIN HELD_OUT
 
-Why DDP is better. Here the model is copied to all GPUs in each step, and outputs and gradients come back to the first,
-which fills up before the others. One Python process drives them all and takes turns with itself for the interpreter's
-lock, where DDP has a process for each. Gradients are added up after backward, where DDP does it meanwhile. And it ends
-at the edge of the machine. What speaks for it: no launcher, no ranks.
+DataParallel copies the model to all GPUs in each step. The first GPU gathers outputs and gradients and runs out of
+memory first. One Python process drives all GPUs, whose threads share the interpreter lock; DDP has a process for each.
+DataParallel reduces gradients after backward; DDP overlaps both. DataParallel cannot use several machines. Its
+advantage is that it needs no launcher and no ranks.
 
-TRAIN, HELD_OUT: URLs or folders of Parquet with `image`, lists of equally many numbers, and `label`, 0 to 9.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
 """
 
 import argparse

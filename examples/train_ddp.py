@@ -1,12 +1,12 @@
-"""DDP by `fit`: in one process, in one for each GPU of a machine, or of many.
+"""DDP with `fit`: a single process, a process for each GPU of a machine, or several machines.
 
     python train_ddp.py TRAIN HELD_OUT
     torchrun --nproc-per-node 8 train_ddp.py TRAIN HELD_OUT
     torchrun --nproc-per-node 8 --nnodes 2 --node-rank 0 --master-addr HOST train_ddp.py TRAIN HELD_OUT   # on HOST
     torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1 --master-addr HOST train_ddp.py TRAIN HELD_OUT   # on the other
 
-TRAIN, HELD_OUT: URLs or folders of Parquet with `image`, lists of equally many numbers, and `label`, 0 to 9. The folder
-of checkpoints is one that all machines see: killed and started again, the run goes on at the last one.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9. All
+machines must share the folder of checkpoints. A run that is killed and restarted resumes from the last checkpoint.
 """
 
 import argparse

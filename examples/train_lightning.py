@@ -1,9 +1,9 @@
-"""Lightning: the loader is what `train_dataloader` returns. Lightning sees that it is sharded, and leaves it alone.
+"""Lightning: `train_dataloader` returns the loader. Lightning detects that it is sharded and does not replace it.
 
     python train_lightning.py TRAIN HELD_OUT
     torchrun --nproc-per-node 8 train_lightning.py TRAIN HELD_OUT
 
-TRAIN, HELD_OUT: URLs or folders of Parquet with `image`, lists of equally many numbers, and `label`, 0 to 9.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
 """
 
 import argparse

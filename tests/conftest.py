@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import nightly  # noqa: F401 (sets what hypothesis does)
+import nightly  # noqa: F401 (sets the profile of hypothesis)
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,7 +29,7 @@ def server() -> Iterator[S3Server]:
 
 @dataclass
 class Bucket:
-    """A bucket of its own on the S3 server, whose counters start at zero."""
+    """A new bucket on the S3 server, with counters at zero."""
 
     name: str
     server: S3Server
@@ -75,7 +75,7 @@ def cache(tmp_path: Path) -> CacheConfig:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real filesystem of a megabyte."""
+    """A real filesystem of one megabyte."""
     mount = tmp_path / "small"
     mount.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", mount], capture_output=True, text=True)
@@ -86,7 +86,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def rows_table(first: int, count: int) -> pa.Table:
-    """`row_id` from `first` on, and columns that follow from it, so that a row shows whether it is whole."""
+    """Return columns that are functions of `row_id`, which counts from `first`, so that rows can be verified."""
     ids = np.arange(first, first + count)
     vectors = pa.FixedSizeListArray.from_arrays(pa.array((ids[:, None] + np.arange(3)).ravel().astype(np.float32)), 3)
     return pa.table(
@@ -101,7 +101,7 @@ def table_of() -> Callable[[int, int], pa.Table]:
 
 @pytest.fixture
 def dataset_of(bucket: Bucket) -> Callable[..., str]:
-    """Writes files of row groups with `row_id` 0, 1, … in file order; the URL of their folder."""
+    """Write files of row groups with `row_id` 0, 1, … in file order. Return the URL of their folder."""
 
     def write(files: list[list[int]], folder: str = "data") -> str:
         first = 0
@@ -121,14 +121,14 @@ def dataset_of(bucket: Bucket) -> Callable[..., str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def what_is_imported_stays() -> None:
-    """The collections between tests need not look each time at what earlier modules, and this one, have imported."""
+    """Freeze imported objects, so that garbage collections between tests skip them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """No thread and no child process that a test started outlives it."""
+    """Check that no thread and no child process of a test outlives it."""
     before = set(threading.enumerate())
     yield
     s3fs.S3FileSystem.clear_instance_cache()  # Each keeps 24,000 objects of botocore, which slow every collection down.
@@ -143,6 +143,6 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def lives_on(thread: threading.Thread) -> bool:
-    """Pools end with their dataset, which the test's arguments still hold; the others end with the process."""
+    """Return whether a thread may outlive a test: pools end with their dataset or with the process."""
     pools = ("dataload-blocks", "dataload-decode", "dataload-filler", "dataload-load")
     return thread.name.startswith((*pools, "fsspecIO", "asyncio_", "Dummy-")) or "process_request" in thread.name

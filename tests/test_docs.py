@@ -1,6 +1,6 @@
-"""The code blocks of README and docs, run as a reader would; and pages that hold together.
+"""The code blocks of README and docs run, and the pages are consistent.
 
-A block that cannot run here has `<!-- not run: why -->` above it, and is checked as far as can be.
+A block that cannot run here has `<!-- not run: why -->` above it. The tests check its names and options.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from dataload.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCE = r"```(?P<kind>python|sh| { \.python })\n(?P<text>.*?)^```$"  # the last with what is included, no Python before
+FENCE = r"```(?P<kind>python|sh| { \.python })\n(?P<text>.*?)^```$"  # the last kind includes a file
 BLOCK = re.compile(rf"^(?:<!-- not run: (?P<why>[^\n]+) -->\n\n)?{FENCE}", re.MULTILINE | re.DOTALL)
 INCLUDED = re.compile(r'^--8<-- "([^":]+)(?::(\S+))?"$', re.MULTILINE)
-KNOWN = {  # functions whose options a page may name
+KNOWN = {  # functions whose options the pages use
     "make_loader": "dataload.loader.factory",
     "make_dataset": "dataload.dataset",
     "fit": "dataload.train.harness",
@@ -86,7 +86,7 @@ def png(pixels):
 
 
 def objects():
-    """What lies in s3://bucket/ for the pages."""
+    """Yield key and body of the objects in s3://bucket/ that the pages read."""
     noise = np.random.default_rng(0)
     label, count = np.arange(ROWS) % CLASSES, np.arange(ROWS)
     images = noise.integers(0, 256, (ROWS, 784), np.uint8)
@@ -121,7 +121,7 @@ def bucket_of_pages(server):
 
 @pytest.fixture
 def reader(bucket_of_pages, tmp_path, monkeypatch):
-    """An empty folder, and S3 by the usual AWS environment."""
+    """Set an empty working folder, and S3 in the usual AWS environment."""
     environment = {
         "AWS_ENDPOINT_URL": bucket_of_pages.endpoint_url,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -155,10 +155,10 @@ def run_shell(block, text, monkeypatch):
 
 @pytest.mark.parametrize("page", sorted({str(block.page.relative_to(ROOT)) for block in BLOCKS if not block.why}))
 def test_blocks_run(page, reader, tmp_path, monkeypatch):
-    """All of a page, from top to bottom, as one program."""
+    """The blocks of a page run from top to bottom as one program."""
     names = {"__name__": "__main__"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries; what ours say are lines
+        warnings.simplefilter("ignore")  # warnings of other libraries; dataload logs lines
         for block in blocks_of(ROOT / page):
             if block.why is None:
                 text = block.text.replace("/nvme/", f"{tmp_path}/")
@@ -169,7 +169,7 @@ def test_blocks_run(page, reader, tmp_path, monkeypatch):
 
 
 def test_the_quick_start_is_a_whole_program(reader):
-    """These lines and no others, in a process of their own: S3 is read once, for ten epochs."""
+    """The quick start runs in its own process and reads S3 once for ten epochs."""
     assert QUICK_START.page.name == "README.md"
     assert len(QUICK_START.text.splitlines()) <= 15
     Path("train.py").write_text(QUICK_START.text)
@@ -180,9 +180,7 @@ def test_the_quick_start_is_a_whole_program(reader):
     size = len(dict(objects())["train/part-0.parquet"])
     assert size <= reader.stats()["get_bytes"] <= 1.1 * size
     assert Path("checkpoints").is_dir()
-    assert (
-        len(Path("stats/rank-0.jsonl").read_text().split("\n")) > 10
-    )  # one an epoch at least, and nothing before the first
+    assert len(Path("stats/rank-0.jsonl").read_text().split("\n")) > 10  # at least one line for each epoch
 
 
 def test_every_block_that_is_not_run_says_why():
@@ -209,7 +207,7 @@ def test_what_is_not_run_could_be(block):
 
 
 def check_command(words):
-    """Its names are those of this repository; its options those of its parser."""
+    """Check that the names of a command exist in this repository and that its parser accepts the options."""
     if words[0] == "dataload":
         group = typer.main.get_command(app.app)
         rest = words[1:]
@@ -236,11 +234,11 @@ def check_command(words):
 
 
 def check_python(text):
-    """It is Python, and the options of ours that it names are there."""
+    """Check that a text is Python and that the options of known functions exist."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
-        tree = ast.parse(re.sub(r"^ *\.\.\.\n", "", text, flags=re.MULTILINE))  # where an excerpt leaves arguments out
+        tree = ast.parse(re.sub(r"^ *\.\.\.\n", "", text, flags=re.MULTILINE))  # an excerpt with omitted arguments
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in KNOWN:
             function = getattr(importlib.import_module(KNOWN[call.func.id]), call.func.id)

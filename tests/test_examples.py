@@ -1,4 +1,4 @@
-"""The examples, as a user starts them: on two ranks each row comes once, and what they say is what the README shows."""
+"""The examples run as a user starts them, read each row once over two ranks, and match the README."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SIZES = {"train": 601, "held-out": 101}
 DEADLINE = 100  # seconds
 RUN = [sys.executable, "-m", "torch.distributed.run"]
-# What Lightning and accelerate say on every machine like this is no business of the test.
+# Suppresses the warnings of Lightning and accelerate about this machine.
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Digits of 8 x 8 pixels."""
+    """A folder with datasets of 8 x 8 pixel digits."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
@@ -49,35 +49,35 @@ def program(name, folder, out, *more):
 
 
 def run_all(commands, out):
-    """What the first of them said; all at once, and none is left."""
+    """Run commands concurrently until they exit. Return the output of the first."""
     environ = {**os.environ, **QUIET}
     started = [
         subprocess.Popen(command, cwd=out, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in commands
     ]
     try:
-        said = [process.communicate(timeout=DEADLINE)[0] for process in started]
+        outputs = [process.communicate(timeout=DEADLINE)[0] for process in started]
     finally:
         for process in started:
             process.kill()
             process.communicate()
-    assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
-    return said[0]
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(outputs)
+    return outputs[0]
 
 
 def check_rows(folder, out, ranks):
-    """Each row once in each epoch, over so many ranks."""
+    """Check that the ranks read each row once in each epoch."""
     seen = [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
     for name, size in SIZES.items():
         images = pq.read_table(folder / name)["image"].combine_chunks().flatten().to_numpy().reshape(-1, 64)
-        wanted = Counter(zlib.crc32(image.tobytes()) for image in images)
+        expected = Counter(zlib.crc32(image.tobytes()) for image in images)
         of_ranks = [[epoch for epoch in epochs if epoch["of"] == size] for epochs in seen]
         assert {len(epochs) for epochs in of_ranks} <= (
             {2} if name == "train" else {2, 3}
-        )  # Lightning looks once before
+        )  # Lightning runs a sanity check first
         for parts in zip(*of_ranks, strict=True):
             assert len({part["epoch"] for part in parts}) == 1
-            assert Counter(chain(*(part["rows"] for part in parts))) == wanted
+            assert Counter(chain(*(part["rows"] for part in parts))) == expected
             assert all(len(part["rows"]) >= size // ranks for part in parts)
 
 
@@ -90,28 +90,28 @@ def free_port():
 def test_ddp_on_two_nodes(folder, tmp_path):
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
     job = program("train_ddp.py", folder, tmp_path)
-    said = run_all([[*RUN, *nodes, "--node-rank", str(node), *job] for node in range(2)], tmp_path)
+    output = run_all([[*RUN, *nodes, "--node-rank", str(node), *job] for node in range(2)], tmp_path)
     check_rows(folder, tmp_path, 2)
-    assert re.search(r"accuracy \d+\.\d%, [\d,]+ rows/s", said)
+    assert re.search(r"accuracy \d+\.\d%, [\d,]+ rows/s", output)
     assert (tmp_path / "checkpoints" / "checkpoint-000002").is_dir()
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "expected"),
     [
         ("train_accelerate.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
         ("train_lightning.py", r"accuracy \d+\.\d% of 101 rows"),
     ],
 )
-def test_two_ranks_of_other_trainers(folder, tmp_path, name, said):
+def test_two_ranks_of_other_trainers(folder, tmp_path, name, expected):
     two = ["--standalone", "--nproc-per-node", "2"]
-    assert re.search(said, run_all([[*RUN, *two, *program(name, folder, tmp_path)]], tmp_path))
+    assert re.search(expected, run_all([[*RUN, *two, *program(name, folder, tmp_path)]], tmp_path))
     check_rows(folder, tmp_path, 2)
 
 
 def test_data_parallel(folder, tmp_path):
-    said = run_all([[sys.executable, *program("train_dataparallel.py", folder, tmp_path)]], tmp_path)
-    assert re.search(r"accuracy \d+\.\d% on \d+ devices", said)
+    output = run_all([[sys.executable, *program("train_dataparallel.py", folder, tmp_path)]], tmp_path)
+    assert re.search(r"accuracy \d+\.\d% on \d+ devices", output)
     check_rows(folder, tmp_path, 1)
 
 

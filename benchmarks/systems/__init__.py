@@ -1,1 +1,1 @@
-"""The systems that are measured, one file each, and how one is opened."""
+"""The measured systems, one module each."""

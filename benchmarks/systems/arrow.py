@@ -1,4 +1,4 @@
-"""pyarrow.dataset over fsspec: row groups in shuffled order, rows shuffled within a pool of them."""
+"""pyarrow.dataset over fsspec. It shuffles row groups, and rows within a pool of row groups."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dataload.benchmarks.batches import Batch, batches_of
 from dataload.benchmarks.systems.base import Setting
 from dataload.benchmarks.systems.torch_loading import options, portable
 
-POOL = 16  # row groups that rows are shuffled among, over all workers
+POOL = 16  # row groups of a shuffle pool, over all workers
 
 
 class S3fs:
-    """Straight from s3fs, every epoch; without its read-ahead, which fetched three times what Arrow had asked for."""
+    """Reads from s3fs in every epoch, without its read-ahead, which fetched three times the requested bytes."""
 
     def __init__(self, setting: Setting) -> None:
         self._loader: DataLoader[Batch] = DataLoader(
@@ -34,7 +34,7 @@ class S3fs:
     def filesystem(self, setting: Setting) -> Any:
         return fsspec.filesystem("s3", **setting.storage_options, default_cache_type="none")
 
-    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - workers count epochs for themselves
+    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the workers count epochs
         return iter(self._loader)
 
     def close(self) -> None:
@@ -42,7 +42,7 @@ class S3fs:
 
 
 class Blockcache(S3fs):
-    """Through fsspec's blockcache, whose blocks stay on disk."""
+    """Reads through fsspec's blockcache, which keeps blocks on disk."""
 
     def filesystem(self, setting: Setting) -> Any:
         return fsspec.filesystem(
@@ -54,7 +54,7 @@ class Blockcache(S3fs):
 
 
 class Native(S3fs):
-    """Through the S3 client that Arrow brings along."""
+    """Reads through Arrow's own S3 client."""
 
     def filesystem(self, setting: Setting) -> Any:
         access, address = setting.storage_options, urlsplit(setting.endpoint_url)
@@ -68,7 +68,7 @@ class Native(S3fs):
 
 
 class _Shuffled(IterableDataset[Batch]):
-    """One worker's part. Filesystem and footers are opened in the worker, once: neither survives a fork."""
+    """The batches of one worker. The worker opens filesystem and footers, because neither survives a fork."""
 
     def __init__(self, system: S3fs, setting: Setting) -> None:
         self._system = system
@@ -100,7 +100,7 @@ class _Shuffled(IterableDataset[Batch]):
         return [group for file in dataset.get_fragments() for group in file.split_by_row_group()]
 
     def _pools(self, groups: list[ds.ParquetFileFragment], size: int) -> Iterator[pa.Table]:
-        """`groups` in order, `size` at a time, read ahead by Arrow."""
+        """Yield tables of `size` row groups in order. Arrow reads ahead."""
         if not groups:
             return
         first = groups[0]

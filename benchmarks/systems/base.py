@@ -1,4 +1,4 @@
-"""What every system is asked to do."""
+"""The interface of a measured system."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ BUCKET = "bench"
 
 @dataclass(frozen=True)
 class Setting:
-    """One measurement's circumstances.
+    """The settings of one measurement.
 
-    endpoint_url: of the origin; prefix: the folder of the workload's Parquet files in BUCKET.
-    converted: the folder in BUCKET of the same rows in the system's own format, where `convert` made one.
-    files: the folder of the Parquet files on this machine's disk: for floors and conversions alone.
-    cache_dir: an empty folder on disk that the system may fill as it likes, and keeps from epoch to epoch.
-    step_seconds: that an accelerator takes for a batch, during which the processors are free; 0: there is none.
-    in_flight: requests that a client may have under way at once.
+    Args:
+        workload: The workload to read.
+        endpoint_url: URL of the origin.
+        prefix: Folder of the workload's Parquet files in BUCKET.
+        converted: Folder in BUCKET of the same rows in the system's own format, if it has one.
+        files: Folder of the Parquet files on the local disk, for floors and conversions only.
+        cache_dir: An empty folder on the local disk that the system keeps for all epochs.
+        num_workers: Worker processes.
+        seed: Seed of the shuffle.
+        step_seconds: Time of an emulated accelerator step, in which the processors are idle.
+        in_flight: Most concurrent requests of a client.
     """
 
     workload: Workload
@@ -51,21 +56,21 @@ class Setting:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """Arguments for s3fs."""
+        """Arguments for `s3fs.S3FileSystem`."""
         return s3.storage_options(self.endpoint_url)
 
 
 class System(Protocol):
-    """A way to read a workload, shuffled, in batches. Made by a class or function that takes a Setting.
+    """A system that reads a workload in shuffled batches. Its class takes a Setting.
 
-    A module may also have `convert(workload, files, folder)`: writes the rows of the Parquet `files` to `folder` in the
-    system's own format. It is done once, before anything is measured, and its time and bytes are listed beside.
+    Its module may have `convert(workload, files, folder)`, which writes the rows of the Parquet `files` to `folder` in
+    the system's own format. The conversion runs once before the measurements, and the report lists its cost.
     """
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """The rows of epoch `number` (0, 1, …) once each, in that epoch's shuffled order, as Consumer takes them."""
+        """Yield every row of epoch `number` (0, 1, …) once, in shuffled batches that Consumer accepts."""
         ...
 
     def close(self) -> None:
-        """Ends workers and threads."""
+        """Stop workers and threads."""
         ...

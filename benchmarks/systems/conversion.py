@@ -1,4 +1,4 @@
-"""What writing a workload in another system's format needs: its rows, and how large a file should be."""
+"""Helpers for conversions to another format: the rows of a workload, and the size of a file."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pyarrow.parquet as pq
 from dataload.benchmarks.batches import Row, rows_of, values
 from dataload.benchmarks.workloads import Workload
 
-MOST_BYTES = 64 << 20  # what MosaicML and LitData advise, and make when they are told nothing
-FEWEST_FILES = 8  # so that workers have something to share, and a shuffle of files something to shuffle
+MOST_BYTES = 64 << 20  # the default of MosaicML and LitData
+FEWEST_FILES = 8  # enough to distribute over workers and to shuffle
 
 
 def file_bytes(files: Path) -> int:
-    """How many bytes of rows to write to one file."""
+    """Return the bytes of rows to write to one file."""
     return min(MOST_BYTES, _decoded_bytes(files) // FEWEST_FILES)
 
 
 def file_rows(workload: Workload, files: Path) -> int:
-    """How many rows to write to one file, so that there is an even number of files, all alike, if the rows allow it.
+    """Return the rows to write to one file.
 
-    Then two workers have whole files to themselves.
+    If possible, the number of files is even and their size equal, so that two workers read whole files.
     """
     fewest = max(FEWEST_FILES, -(-_decoded_bytes(files) // MOST_BYTES))
     even = (count for count in range(fewest, 4 * fewest) if count % 2 == 0 and workload.rows % count == 0)
@@ -41,7 +41,7 @@ def _decoded_bytes(files: Path) -> int:
 
 
 def columns(workload: Workload, files: Path) -> Iterator[dict[str, Any]]:
-    """Each row group in turn, by column: arrays by row, or lists of bytes or strings; the features as one `x`."""
+    """Yield each row group as a dict of arrays, or of lists of bytes or strings. Features become one array `x`."""
     for path in sorted(files.glob("*.parquet")):
         source = pq.ParquetFile(path)
         for number in range(source.num_row_groups):
@@ -50,14 +50,14 @@ def columns(workload: Workload, files: Path) -> Iterator[dict[str, Any]]:
 
 
 def rows(workload: Workload, files: Path) -> Iterator[Row]:
-    """Each row in turn, not transformed."""
+    """Yield each row without the workload's transform."""
     for group in columns(workload, files):
         yield from rows_of(group)
 
 
 def _values(column: pa.ChunkedArray) -> Any:
-    found = values(column.chunk(0))
-    return [value.to_pybytes() for value in found] if isinstance(found, list) and _is_binary(column.type) else found
+    rows = values(column.chunk(0))
+    return [value.to_pybytes() for value in rows] if isinstance(rows, list) and _is_binary(column.type) else rows
 
 
 def _is_binary(kind: pa.DataType) -> bool:

@@ -1,4 +1,4 @@
-"""What no loader can beat: the wire alone, the decoder alone, memory alone."""
+"""Upper bounds of every loader: the network alone, the decoder alone, memory alone."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dataload.benchmarks.systems.base import BUCKET, Setting
 from dataload.benchmarks.wire import Wire
 
 RANGE_BYTES = 8 << 20
-RUN_BYTES = 1 << 20  # that stay in a core's cache
+RUN_BYTES = 1 << 20  # fits into the cache of a core
 
 
 class FirstGet:
-    """One GET of as many bytes as a batch takes in the files, and nothing else under way: an epoch of one batch."""
+    """A single GET of the bytes of one batch. An epoch has one batch."""
 
     def __init__(self, setting: Setting) -> None:
         self._wire = Wire(setting.endpoint_url, f"{BUCKET}/{setting.prefix}", RANGE_BYTES)
         self._workload = setting.workload
         path = min(setting.files.glob("*.parquet"))
-        files = [each.stat().st_size for each in setting.files.glob("*.parquet")]
-        share = sum(files) * self._workload.batch_size // self._workload.rows
-        self._range = (path.name, 0, min(share, path.stat().st_size, RANGE_BYTES))
+        dataset_bytes = sum(file.stat().st_size for file in setting.files.glob("*.parquet"))
+        batch_bytes = dataset_bytes * self._workload.batch_size // self._workload.rows
+        self._range = (path.name, 0, min(batch_bytes, path.stat().st_size, RANGE_BYTES))
 
-    def epoch(self, number: int) -> Iterator[int]:  # noqa: ARG002 - the same bytes, always
+    def epoch(self, number: int) -> Iterator[int]:  # noqa: ARG002 - each epoch reads the same bytes
         self._wire.get(self._range)
         yield self._workload.batch_size
 
@@ -39,9 +39,9 @@ class FirstGet:
 
 
 class Saturator:
-    """Ranged GETs of every file, many in flight, into buffers that are used again; nobody looks at the bytes.
+    """Concurrent ranged GETs of every file into reused buffers. The bytes are not read.
 
-    Its epoch yields counts of rows: the share of the dataset that has arrived.
+    An epoch yields numbers of rows, in proportion to the bytes that have arrived.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -69,7 +69,7 @@ class Saturator:
 
 
 class Decode:
-    """Parquet files on the local disk, in the page cache since they were made, decoded by Arrow on every core."""
+    """Arrow decoding Parquet files from the page cache on every core."""
 
     def __init__(self, setting: Setting) -> None:
         self._workload = setting.workload
@@ -80,7 +80,7 @@ class Decode:
         ]
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
 
-    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the order of the files, always
+    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - each epoch reads the files in order
         for batches in self._pool.map(self._decode, self._groups):
             yield from batches
 
@@ -94,7 +94,7 @@ class Decode:
 
 
 class Gather:
-    """Every row in memory; batches in shuffled order, small ones many at once: numbers by row, bytes as they lie."""
+    """Shuffled batches from rows in memory. One gather makes many small batches; bytes are not copied."""
 
     def __init__(self, setting: Setting) -> None:
         self._workload = workload = setting.workload
@@ -107,8 +107,8 @@ class Gather:
         }
         self._arrays = {name: column for name, column in columns.items() if name not in self._lists}
         self._seed = setting.seed
-        of_a_batch = workload.batch_size * sum(array[0].nbytes for array in self._arrays.values())
-        self._batches_at_once = max(1, RUN_BYTES // of_a_batch)
+        batch_bytes = workload.batch_size * sum(array[0].nbytes for array in self._arrays.values())
+        self._batches_at_once = max(1, RUN_BYTES // batch_bytes)
 
     def epoch(self, number: int) -> Iterator[Batch]:
         size, at_once = self._workload.batch_size, self._batches_at_once

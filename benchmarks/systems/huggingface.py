@@ -1,7 +1,7 @@
-"""Hugging Face datasets: `Streaming` reads the Parquet files as they lie, `MapStyle` makes Arrow files of them on disk.
+"""Hugging Face datasets: `Streaming` reads Parquet files in place, `MapStyle` converts them to Arrow files on disk.
 
-Both hand out Arrow tables; the numpy format was about as fast, Python rows and tensors were slower. Without s3fs's
-read-ahead, which fetches more than Arrow asks for, streaming was faster by half.
+Both return Arrow tables. The numpy format was about as fast; Python rows and tensors were slower. Streaming was half
+as fast again without s3fs's read-ahead, which fetches more than Arrow requests.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
 
 
 class Streaming:
-    """Row groups are the shards, so that workers and the shuffle have more of them than there are files.
+    """Streaming with row groups as shards, which gives workers and the shuffle more shards than files.
 
-    The shuffle buffer is filled from one shard after another: taking rows from ten by turns, as it would if not told,
-    was 12 times slower, and leaves workers a tenth of the shards.
+    The shuffle buffer fills from one shard after another. The default of ten shards at a time was 12 times slower, and
+    leaves workers a tenth of the shards.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -66,7 +66,7 @@ class Streaming:
 
 
 class MapStyle:
-    """Batches are read by lists of row numbers: the DataLoader's own batching asks for rows one by one."""
+    """Map-style reads of whole batches by row numbers. The DataLoader's own batching reads row by row."""
 
     def __init__(self, setting: Setting) -> None:
         keep_temporary_files_in(setting.cache_dir)
@@ -101,7 +101,7 @@ def _load(setting: Setting, **arguments: Any) -> Any:
 
 
 def _made_of_lists(row: pa.Table, workload: Workload) -> Batch:
-    """Of a batch made in the dataset: a table of one row whose values are lists."""
+    """Return a batch for a table of one row whose values are the columns as lists."""
     return _made(pa.table({name: row[name].combine_chunks().flatten() for name in row.column_names}), workload)
 
 

@@ -1,9 +1,8 @@
-"""LitData: samples in chunks, which are fetched whole, ahead of their reading, and kept on disk.
+"""LitData: samples in chunks, which it prefetches whole and keeps on disk.
 
-Chunks are not compressed: compressed ones are fetched twice, and cold epochs were a quarter slower.
-A chunk is decoded whole, when its first row is asked for: else a chunk that two workers share is read anew, whole, for
-every window of 256 rows or fewer, which made them up to 6 times slower. So chunks have no more rows than fit in memory
-at ease.
+Chunks are not compressed: LitData fetches compressed chunks twice, which made cold epochs a quarter slower.
+The first read of a row decodes its whole chunk. Otherwise LitData reads a chunk that two workers share again for every
+window of up to 256 rows, which was up to 6 times slower. Chunks are small enough to fit in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataload.benchmarks.systems.conversion import file_rows, rows
 from dataload.benchmarks.systems.torch_loading import collated, keep_temporary_files_in, options
 from dataload.benchmarks.workloads import Workload
 
-downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001 - no option says so, and the origin has no TLS
+downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001 - LitData has no option for an origin without TLS
 
 MOST_ROWS = 1 << 13
 
@@ -35,7 +34,7 @@ def convert(workload: Workload, files: Path, folder: Path) -> None:
 
 
 def _plain(row: Row) -> Row:
-    """Python's numbers in place of numpy's, which take the short way through the writer."""
+    """Replace numpy's integers by Python's, which the writer encodes faster."""
     return {name: int(value) if name in ("label", "user") else value for name, value in row.items()}
 
 
@@ -61,7 +60,7 @@ class LitData:
             dataset, batch_size=setting.batch_size, collate_fn=collated, **options(setting.num_workers)
         )
 
-    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the loader counts its epochs itself
+    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the loader counts epochs
         return iter(self._loader)
 
     def close(self) -> None:

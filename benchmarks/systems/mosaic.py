@@ -1,7 +1,7 @@
-"""MosaicML Streaming: samples in MDS shards, which are fetched whole and kept on disk.
+"""MosaicML Streaming: samples in MDS shards, which it fetches whole and keeps on disk.
 
-Shards are compressed with zstd where the Parquet files are: they are unpacked once, on arrival, so warm epochs do not
-pay for it and cold ones fetch less.
+Shards are compressed with zstd if the Parquet files are. Streaming unpacks a shard once on arrival, so that cold epochs
+fetch less and warm epochs pay nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataload.benchmarks.workloads import FEATURES, TOKENS, Workload
 try:
     import torchvision  # noqa: F401
 except RuntimeError:
-    # Built for another torch than the one beside it, say for a GPU. What imports it here needs none of its operators.
+    # torchvision was built for another torch. The modules that import it here use none of its operators.
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
@@ -72,17 +72,17 @@ class Mosaic:
             batch_size=setting.batch_size,
         )
         for stream in self._dataset.streams:
-            stream._downloader.clean_up()  # noqa: SLF001 - else workers share its connection, and mix up their shards
+            stream._downloader.clean_up()  # noqa: SLF001 - workers that share its connection mix up shards
         self._loader = StreamingDataLoader(
             self._dataset, batch_size=setting.batch_size, collate_fn=collated, **options(setting.num_workers)
         )
 
-    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the dataset counts its epochs itself
+    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the dataset counts epochs
         return iter(self._loader)
 
     def close(self) -> None:
         if hasattr(self._dataset, "_iterator"):
-            self._dataset._iterator.exit()  # noqa: SLF001 - an epoch that was cut short leaves threads that wait
+            self._dataset._iterator.exit()  # noqa: SLF001 - an interrupted epoch leaves threads waiting
         del self._loader, self._dataset
 
 

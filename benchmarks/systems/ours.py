@@ -1,4 +1,4 @@
-"""dataload itself, as its README says."""
+"""dataload, used as in its README."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLEEP_SECONDS = 0.01
 
 
 class Dataload:
-    """`make_loader` over a cache of its own."""
+    """`make_loader` with a cache in the folder of the measurement."""
 
     def __init__(self, setting: Setting) -> None:
         workload = setting.workload
@@ -47,7 +47,7 @@ def _transformed(transform: Callable[[Row], Row], batch: Batch) -> Batch:
 
 
 class Slowed(Dataload):
-    """The same with a sleep before each batch: what the instrument must show as slower."""
+    """dataload with a sleep before each batch, which the benchmark must report as slower."""
 
     def epoch(self, number: int) -> Iterator[Batch]:
         for batch in super().epoch(number):

@@ -1,4 +1,4 @@
-"""Every system by the name that tables show, where it lives and what is asked of it."""
+"""The registry of systems: names in tables, modules and properties."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Entry:
-    """A system, not yet imported.
+    """A system that is not imported yet.
 
-    kind: "ours", "peer", "floor", or "check" for what shows whether the instrument works.
-    shuffle: among what its rows are mixed. environment: "own" is the one that runs the suite, "peers" has one for
-    itself. phases: "cold", the first epoch with nothing cached, and "warm", those after it. converts: needs its own
-    format. parallel: has workers. whole: reads all rows.
+    Args:
+        name: Name in tables.
+        module: Module in this package.
+        maker: Class in the module.
+        kind: "ours", "peer", "floor", or "check" for a check of the benchmark itself.
+        shuffle: The range over which rows are shuffled.
+        environment: "own" for the environment of the suite, "peers" for the separate one.
+        phases: "cold" for the first epoch with an empty cache, "warm" for later epochs.
+        converts: Whether it needs its own format.
+        parallel: Whether it has workers.
+        whole: Whether it reads all rows.
     """
 
     name: str
@@ -36,7 +43,7 @@ class Entry:
         return self._module().convert
 
     def source(self) -> Path:
-        """The file of its module."""
+        """Return the file of its module."""
         return Path(__file__).with_name(f"{self.module}.py")
 
     def _module(self) -> Any:
@@ -77,5 +84,5 @@ ENTRIES = (
 
 
 def named(name: str) -> Entry:
-    """The entry of that name. Raises KeyError."""
+    """Return the entry of a name. Raise KeyError for an unknown name."""
     return {entry.name: entry for entry in ENTRIES}[name]

@@ -1,4 +1,4 @@
-"""What the systems that end in torch's DataLoader share."""
+"""Helpers for the systems that use torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch.utils.data import get_worker_info
 from dataload.benchmarks.batches import Batch, Row, stacked
 from dataload.benchmarks.workloads import Workload
 
-SHARED_FROM = 1 << 18  # bytes: smaller arrays go through the pipe, without a segment of shared memory for each
+SHARED_FROM = 1 << 18  # bytes; smaller arrays pass through the pipe instead of shared memory
 
 
 def collated(rows: list[Row]) -> Batch:
-    """A collate function that is faster than torch's: one copy into one array for each column."""
+    """Collate rows with one copy into one array for each column, which is faster than torch's function."""
     return portable(stacked(rows))
 
 
 def portable(batch: Any) -> Batch:
-    """A batch as it goes from a worker fastest: large arrays as tensors, which travel through shared memory."""
+    """Return a batch that a worker sends fast: large arrays become tensors, which pass through shared memory."""
     in_worker = get_worker_info() is not None
     return {name: _tensor(value) if in_worker else value for name, value in batch.items()}
 
@@ -35,15 +35,15 @@ def _tensor(value: Any) -> Any:
 
 
 def options(num_workers: int) -> dict[str, Any]:
-    """Arguments for a DataLoader."""
+    """Return arguments for a DataLoader."""
     return {"num_workers": num_workers, "persistent_workers": num_workers > 0}
 
 
 def buffer_rows(workload: Workload) -> int:
-    """Rows in a shuffle buffer: what the libraries' documentation shows, fewer where the rows are large."""
+    """Return the rows of a shuffle buffer: the libraries' documented size, or fewer large rows."""
     return min(10_000, max(1_000, workload.rows_per_group))
 
 
 def keep_temporary_files_in(folder: Path) -> None:
-    """For this process and those it starts."""
+    """Set the folder of temporary files for this process and its children."""
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)

@@ -1,4 +1,4 @@
-"""The loader of the tutorials: all columns read into memory, a dataset that gives one row, torch's DataLoader."""
+"""The loader of the tutorials: all columns in memory, a dataset of single rows, and torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataload.benchmarks.systems.torch_loading import collated, options
 
 
 class TorchRows:
-    """Rows are drawn from memory one at a time, by a sampler that shuffles them all."""
+    """A DataLoader that reads single rows from memory in a full shuffle."""
 
     def __init__(self, setting: Setting) -> None:
         filesystem = fsspec.filesystem("s3", **setting.storage_options)

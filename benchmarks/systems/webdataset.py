@@ -1,7 +1,7 @@
-"""WebDataset: samples in tar shards, fetched over http by curl and kept on disk, shuffled in a buffer.
+"""WebDataset: samples in tar shards, which curl fetches over HTTP. It keeps shards on disk and shuffles in a buffer.
 
-A member of a tar file costs more than a small row, so small rows are packed, many to a member, and come apart again
-before the shuffle buffer. Shards are not compressed: they would be unpacked anew in each epoch.
+A member of a tar file costs more than a small row, so each member packs many small rows, which are unpacked before the
+shuffle buffer. Shards are not compressed: each epoch would decompress them again.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def _samples(workload: Workload, files: Path) -> Iterator[dict[str, Any]]:
 class WebDataset:
     def __init__(self, setting: Setting) -> None:
         shards = f"{setting.endpoint_url}/{BUCKET}/{setting.converted}"
-        with urlopen(f"{shards}/{LIST}") as listed:
-            urls = [f"{shards}/{name}" for name in listed.read().decode().split()]
+        with urlopen(f"{shards}/{LIST}") as answer:
+            urls = [f"{shards}/{name}" for name in answer.read().decode().split()]
         dataset = webdataset.WebDataset(
             urls,
             shardshuffle=len(urls),
-            detshuffle=True,  # else every epoch has the shards in the same order
+            detshuffle=True,  # without it, every epoch has the same order of shards
             seed=setting.seed,
             cache_dir=str(setting.cache_dir),
             empty_check=False,
@@ -66,7 +66,7 @@ class WebDataset:
         dataset = dataset.batched(setting.batch_size, collation_fn=collated)
         self._loader = webdataset.WebLoader(dataset, batch_size=None, **options(setting.num_workers))
 
-    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the shuffles count their epochs themselves
+    def epoch(self, number: int) -> Iterator[Batch]:  # noqa: ARG002 - the shuffles count epochs
         return iter(self._loader)
 
     def close(self) -> None:

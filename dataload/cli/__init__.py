@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line: `dataload`."""
 
 from __future__ import annotations
 

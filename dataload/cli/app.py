@@ -1,4 +1,4 @@
-"""The command line: its commands, and what it exits with."""
+"""The command-line program: its commands and exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ app = typer.Typer(
 
 @app.callback()
 def common(
-    context: typer.Context, _debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False
+    context: typer.Context,
+    _debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Data loading for PyTorch from S3."""
     if context.invoked_subcommand is None:
@@ -43,7 +44,10 @@ app.add_typer(cache, name="cache")
 
 
 def main() -> None:
-    """Run the command that the arguments name, and exit: 0 done, 1 found a problem, 2 wrong use, 130 interrupted."""
+    """Run the command in `sys.argv` and exit with its code.
+
+    The exit codes are 0 for success, 1 for a problem, 2 for wrong use and 130 for an interrupt.
+    """
     try:
         code = app(standalone_mode=False)
     except Exception as error:
@@ -57,15 +61,14 @@ def main() -> None:
 
 
 def _explain(error: Exception) -> tuple[str, int]:
-    """One line for an error, and the exit code."""
+    """Return the message for an error in one line, and the exit code."""
     if isinstance(error, DataloadError):
         wrong_use = isinstance(error, (ConfigError, DataError, OriginNotFound))
         return " ".join(str(error).split()), WRONG_USE if wrong_use else FOUND_A_PROBLEM
     if isinstance(error, typer.Abort):
         return str(error) or "interrupted", INTERRUPTED
-    if hasattr(error, "format_message"):  # wrong options or arguments, in the words of the option parser
+    if hasattr(error, "format_message"):  # the option parser's error about options or arguments
         return f"{error.format_message()} See --help.", WRONG_USE
     from dataload.runtime.redact import redacted
 
-    said = f"{type(error).__name__}: {redacted(error)}"
-    return f"unexpected {said} (dataload --debug … shows where)", FOUND_A_PROBLEM
+    return f"unexpected {type(error).__name__}: {redacted(error)} (dataload --debug … shows where)", FOUND_A_PROBLEM

@@ -1,4 +1,4 @@
-"""What commands print: their result, and on the way there how far they are."""
+"""Console output of the commands: results, tables, help and progress."""
 
 from __future__ import annotations
 
@@ -13,83 +13,122 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
 
 WRONG_USE = 2
-FOUND_A_PROBLEM = 1  # what a command exits with that did what it was asked for, and found something wrong
-FIRST_LINE, NEXT_LINES = 1.0, 10.0  # seconds, where there is no terminal
+FOUND_A_PROBLEM = 1  # exit code of a command that ran and found a problem
+FIRST_LINE, NEXT_LINES = 1.0, 10.0  # seconds until the first line of progress, and between lines
 
 
 def show(figures: dict[str, Any], text: str, *, as_json: bool) -> None:
-    """Print the result: one JSON object, or the text."""
+    """Print the result of a command: `figures` as one JSON object, or `text`."""
     typer.echo(json.dumps(figures) if as_json else text)
 
 
 def show_help(context: typer.Context) -> NoReturn:
-    """Print the help of a group of commands that was called without one, and exit with 2."""
+    """Print the help of a command group that was called without a command, and exit with 2."""
     typer.echo(context.get_help())
     raise typer.Exit(WRONG_USE)
 
 
 def table(lines: Sequence[tuple[str, str]]) -> str:
-    """Lines with what they are about before them, folded to the width of the terminal."""
-    wide, margin = shutil.get_terminal_size().columns, 2 + max(len(about) for about, _ in lines)
+    """Format (label, text) lines in two columns. The text wraps at the width of the terminal."""
+    width, margin = shutil.get_terminal_size().columns, 2 + max(len(label) for label, _ in lines)
     return "\n".join(
         textwrap.fill(
             text,
-            max(wide, 2 * margin),
-            initial_indent=about.ljust(margin),
+            max(width, 2 * margin),
+            initial_indent=label.ljust(margin),
             subsequent_indent=" " * margin,
             break_on_hyphens=False,
             break_long_words=False,
         )
-        for about, text in lines
+        for label, text in lines
     )
 
 
 @contextmanager
-def progress(what: str, total: int, *, quiet: bool = False, counted: str = "") -> Iterator[Callable[[int], object]]:
-    """Gives what to call with so much more of `total` done: a bar on a terminal's standard error, elsewhere lines.
+def progress(title: str, total: int, *, quiet: bool = False, unit: str = "") -> Iterator[Callable[[int], object]]:
+    """Show progress on standard error: a bar on a terminal, lines elsewhere.
 
-    counted: what is counted, where it is not bytes.
+    Args:
+        title: The name of the work.
+        total: The amount of work, in bytes or in `unit`.
+        quiet: Whether to show nothing.
+        unit: The plural of what is counted, such as "files". Default: bytes.
+
+    Yields:
+        A function that advances the progress by an amount.
     """
     console = Console(stderr=True)
     if quiet:
         yield lambda _: None
     elif console.is_terminal:
-        from dataload.cli.progress_bar import bar
-
-        with bar(console, counted) as shown:
-            task = shown.add_task(what, total=total)
-            yield lambda size: shown.advance(task, size)
+        with bar(console, unit) as shown:
+            task = shown.add_task(title, total=total)
+            yield lambda amount: shown.advance(task, amount)
     else:
-        yield Lines(what, total, counted).advance
+        yield Lines(title, total, unit).advance
+
+
+class Rate(ProgressColumn):
+    """A progress column with the count per second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("?" if speed is None else f"{speed:,.0f}/s", style="progress.data.speed")
+
+
+def bar(console: Console, unit: str = "") -> Progress:
+    """Return a progress bar with rate and remaining time. It counts bytes without a `unit`."""
+    sizes = (DownloadColumn(), TransferSpeedColumn())
+    counts = (MofNCompleteColumn(), TextColumn(unit), Rate())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(None),
+        *(counts if unit else sizes),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, expand=True)
 
 
 class Lines:
-    """A line about how far something is: after a second, then every ten."""
+    """Progress as lines on standard error: one after a second, then one every ten seconds."""
 
-    def __init__(self, what: str, total: int, counted: str = "", clock: Callable[[], float] = time.monotonic) -> None:
-        self._what, self._total, self._counted, self._clock = what, total, counted, clock
+    def __init__(self, title: str, total: int, unit: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._title, self._total, self._unit, self._clock = title, total, unit, clock
         self._done = 0
-        self._since = clock()
-        self._next = self._since + FIRST_LINE
+        self._started = clock()
+        self._next = self._started + FIRST_LINE
 
-    def advance(self, size: int) -> None:
-        self._done += size
+    def advance(self, amount: int) -> None:
+        """Add to the work done. Print a line if one is due."""
+        self._done += amount
         now = self._clock()
         if now >= self._next:
             self._next = now + NEXT_LINES
-            rate = self._done / max(1e-9, now - self._since)
-            left = (self._total - self._done) / max(1e-9, rate)
-            done = f"{self._said(self._done)} of {self._said(self._total)} ({self._done / self._total:.0%})"
-            typer.echo(f"{self._what}: {done}, {self._said(round(rate))}/s, {duration(left)} to go", err=True)
+            rate = self._done / max(1e-9, now - self._started)
+            remaining = (self._total - self._done) / max(1e-9, rate)
+            done = f"{self._format(self._done)} of {self._format(self._total)} ({self._done / self._total:.0%})"
+            typer.echo(f"{self._title}: {done}, {self._format(round(rate))}/s, {duration(remaining)} to go", err=True)
 
-    def _said(self, count: int) -> str:
-        return f"{count:,} {self._counted}" if self._counted else decimal(count)
+    def _format(self, amount: int) -> str:
+        return f"{amount:,} {self._unit}" if self._unit else decimal(amount)
 
 
 def duration(seconds: float) -> str:
-    """A time as a person says it: "under 0.1 s", "0.2 s", "45 s", "3 min", "2.5 h"."""
+    """Format a time for people: "under 0.1 s", "0.2 s", "45 s", "3 min", "2.5 h"."""
     if seconds < 0.1:
         return "under 0.1 s"
     if seconds < 90:

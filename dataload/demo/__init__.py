@@ -1,1 +1,1 @@
-"""`dataload demo`: the whole path on this machine, from an S3 server to a trained model."""
+"""`dataload demo`: the whole data path on one machine, from an S3 server to a trained model."""

@@ -1,4 +1,4 @@
-"""What the demo saw, and what it promised: figures by epoch, promises kept or broken, a table of both."""
+"""The results of the demo: traffic by epoch, promises kept or broken, and a table of both."""
 
 from __future__ import annotations
 
@@ -13,14 +13,23 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-OVERHEAD = 1.02  # bytes fetched, of the dataset's: footers, and nothing twice
-LEARNED = 0.95
-GUESSED = 0.2
+OVERHEAD = 1.02  # limit of fetched bytes over dataset bytes; footers are extra
+LEARNED = 0.95  # least accuracy with true labels
+GUESSED = 0.2  # limit of the accuracy with random labels
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """One epoch's figures over all ranks. s3_requests, s3_bytes: GETs of object data, as the server counted them."""
+class EpochTraffic:
+    """The figures of one epoch over all ranks.
+
+    Args:
+        rows_per_second: Rate of training.
+        s3_requests: GETs of object data that the server counted.
+        s3_bytes: Bytes of object data that the server sent.
+        hit_rate: Share of reads that the cache served.
+        stall_fraction: Share of the time that the training waited for data.
+        accuracy: Accuracy on the held-out digits.
+    """
 
     rows_per_second: float
     s3_requests: int
@@ -32,7 +41,12 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Promise:
-    """One thing the library promises: what was seen, and whether it is what was promised."""
+    """A promise of the library, as the demo observed it.
+
+    Args:
+        seen: The observation.
+        kept: Whether it agrees with the promise.
+    """
 
     seen: str
     kept: bool
@@ -40,35 +54,46 @@ class Promise:
 
 @dataclass(frozen=True)
 class Result:
-    """What the demo saw. orders: of each epoch, a digest of the rows in the order in which the ranks saw them."""
+    """The result of a demo.
+
+    Args:
+        rows: Rows of the dataset.
+        dataset_bytes: Bytes of the dataset's files.
+        epochs: Figures of each epoch.
+        orders: For each epoch, a digest of the row ids in training order.
+        promises: Observed promises.
+        seconds: Duration of the demo.
+    """
 
     rows: int
     dataset_bytes: int
-    epochs: list[Epoch]
+    epochs: list[EpochTraffic]
     orders: list[str]
     promises: list[Promise]
     seconds: float
 
     @property
     def accuracy(self) -> float:
-        """On the held-out digits, at the end."""
+        """Accuracy on the held-out digits after the last epoch."""
         return self.epochs[-1].accuracy
 
     @property
     def problems(self) -> list[str]:
-        """A line for each promise not kept; empty when all is well."""
+        """The observations of broken promises."""
         return [promise.seen for promise in self.promises if not promise.kept]
 
 
-def read_epochs(history: Sequence[Mapping[str, Any]], served: Mapping[str, int]) -> list[Epoch]:
-    """Epochs from the ranks' history, whose records hold the server's totals at each epoch's end.
+def read_epochs(history: Sequence[Mapping[str, Any]], served: Mapping[str, int]) -> list[EpochTraffic]:
+    """Return the figures of each epoch.
 
-    served: the server's totals now; what it sent after the last epoch's end counts to that epoch.
+    Args:
+        history: The ranks' record of each epoch, with the server's totals at its end.
+        served: The server's final totals. Traffic after the last record counts for the last epoch.
     """
     ends = [*history[:-1], served]
     totals = [(0, 0), *((int(end["get_requests"]), int(end["get_bytes"])) for end in ends)]
     return [
-        Epoch(
+        EpochTraffic(
             rows_per_second=record["rows_per_second"],
             s3_requests=after[0] - before[0],
             s3_bytes=after[1] - before[1],
@@ -80,12 +105,18 @@ def read_epochs(history: Sequence[Mapping[str, Any]], served: Mapping[str, int])
     ]
 
 
-def traffic_promises(epochs: Sequence[Epoch], dataset_bytes: int, *, whole: bool) -> list[Promise]:
-    """Bytes leave S3 once. whole: the cache held the dataset before."""
+def traffic_promises(epochs: Sequence[EpochTraffic], dataset_bytes: int, *, whole: bool) -> list[Promise]:
+    """Check that S3 sends each byte once.
+
+    Args:
+        epochs: Figures of each epoch.
+        dataset_bytes: Bytes of the dataset's files.
+        whole: Whether the cache held the whole dataset before the first epoch.
+    """
     first, *later = epochs
     share = first.s3_bytes / dataset_bytes
     if whole:
-        start = Promise(f"epoch 1 found all in the kept cache: {first.s3_requests} requests", first.s3_requests == 0)
+        start = Promise(f"epoch 1 read from the kept cache: {first.s3_requests} requests to S3", first.s3_requests == 0)
     else:
         start = Promise(f"epoch 1 fetched {share:.3f} x the dataset (at most {OVERHEAD})", share <= OVERHEAD)
     requests = sum(epoch.s3_requests for epoch in later)
@@ -97,7 +128,12 @@ def order_digest(order: NDArray[np.int64]) -> str:
 
 
 def order_promises(orders: Sequence[NDArray[np.int64]], rows: int) -> list[Promise]:
-    """Every row exactly once an epoch over all ranks, and another order each time. orders: int64[rows] by epoch."""
+    """Check that each epoch has every row exactly once, in a new order.
+
+    Args:
+        orders: For each epoch, the row ids in training order: int64[rows].
+        rows: Rows of the dataset.
+    """
     wrong = [number for number, order in enumerate(orders, 1) if not np.array_equal(np.sort(order), np.arange(rows))]
     seen = f"not every row exactly once in epochs {wrong}" if wrong else "every row exactly once in every epoch"
     distinct = len({order_digest(order) for order in [np.arange(rows), *orders]}) - 1
@@ -105,14 +141,14 @@ def order_promises(orders: Sequence[NDArray[np.int64]], rows: int) -> list[Promi
 
 
 def accuracy_promise(accuracy: float, *, shuffled_labels: bool) -> Promise:
-    """The batches teach what is in the data: digits from true labels, nothing from shuffled ones."""
+    """Check that the model learns from true labels and not from shuffled ones."""
     if shuffled_labels:
         return Promise(f"shuffled labels: held-out accuracy {accuracy:.3f} (below {GUESSED})", accuracy < GUESSED)
     return Promise(f"held-out accuracy {accuracy:.3f} (at least {LEARNED})", accuracy >= LEARNED)
 
 
 def show(result: Result, console: Console) -> None:
-    """The figures as a table no wider than 80 columns."""
+    """Print the result as a table of at most 80 columns."""
     table = Table(title=f"{result.rows:,} rows, {decimal(result.dataset_bytes)}")
     for heading in ("epoch", "rows/s", "S3 GETs", "S3 bytes", "x data", "hits", "stall", "accuracy"):
         table.add_column(heading, justify="right")

@@ -1,8 +1,8 @@
-"""The demo's data: scikit-learn's handwritten digits, shifted and noised into Parquet files, the same bytes every time.
+"""The demo's dataset: scikit-learn's handwritten digits with random shifts and noise, as reproducible Parquet files.
 
-An original digit is either held out or augmented for training, never both, so that held-out accuracy means something.
-Pixels are fixed_size_list<uint8>[4096] in dictionary encoding: Parquet stores uint8 as int32, so plain encoding would
-take four bytes a pixel; 256 values take one-byte dictionary indices.
+An original digit is either held out or used for training, never both.
+Pixels are fixed_size_list<uint8>[4096] with dictionary encoding, which takes one byte a pixel. Plain encoding takes
+four bytes, because Parquet stores uint8 as int32.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-SIDE = 64  # pixels of an image's edge
+SIDE = 64  # pixels
 PIXELS = SIDE * SIDE
 SCALE = SIDE // 8  # the originals are 8 x 8
-MAX_SHIFT = 6  # pixels, each way
+MAX_SHIFT = 6  # pixels in each direction
 NOISE = 16  # grey levels, exclusive
-HELD_OUT = 0.2  # of the originals
+HELD_OUT = 0.2  # share of the originals
 SCHEMA = pa.schema(
     [
         pa.field("image", pa.list_(pa.field("element", pa.uint8(), nullable=False), PIXELS), nullable=False),
@@ -33,7 +33,13 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class Digits:
-    """images: uint8[n, 4096], each 64 x 64; labels: int64[n], 0 to 9; originals: int64[n], where in the bundled set."""
+    """Images of digits with their labels.
+
+    Args:
+        images: uint8[n, 4096], each 64 x 64 pixels.
+        labels: int64[n], 0 to 9.
+        originals: int64[n], positions in scikit-learn's dataset.
+    """
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -41,28 +47,35 @@ class Digits:
 
 
 def load_split(seed: int = 0) -> tuple[Digits, Digits]:
-    """(training originals, held-out originals), stratified by label and without an original in common."""
+    """Return disjoint training and held-out originals, stratified by label."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     bundle = load_digits()
-    grey = (bundle.images * 15).astype(np.uint8)  # 0…16 becomes 0…240; noise fills up to 255
+    grey = (bundle.images * 15).astype(np.uint8)  # scales 0…16 to 0…240; noise adds up to 15
     images = grey.repeat(SCALE, axis=1).repeat(SCALE, axis=2).reshape(-1, PIXELS)
     labels = bundle.target.astype(np.int64)
-    places = np.arange(len(labels))
+    positions = np.arange(len(labels))
     return tuple(  # type: ignore[return-value]
         Digits(images[part], labels[part], part)
-        for part in train_test_split(places, test_size=HELD_OUT, random_state=seed, stratify=labels)
+        for part in train_test_split(positions, test_size=HELD_OUT, random_state=seed, stratify=labels)
     )
 
 
 def augmented(
     train: Digits, num_rows: int, num_files: int, *, shuffled_labels: bool = False, seed: int = 0
 ) -> Iterator[pa.Table]:
-    """`num_files` tables of SCHEMA with `num_rows` rows in all: random originals, shifted, noised.
+    """Yield tables of random originals with random shifts and noise.
 
-    row_id counts from 0 in file order. With shuffled_labels every image keeps its pixels and the labels are
-    dealt out anew, so that there is nothing to learn.
+    Args:
+        train: Training originals.
+        num_rows: Rows of all tables together. `row_id` counts them from 0 in file order.
+        num_files: Number of tables.
+        shuffled_labels: Whether to permute the labels, so that a model cannot learn. Pixels stay the same.
+        seed: Seed of all random numbers.
+
+    Yields:
+        Tables of SCHEMA.
     """
     choice = np.random.default_rng([seed, 0])
     picked = choice.integers(len(train.labels), size=num_rows)
@@ -80,7 +93,7 @@ def augmented(
 
 
 def parquet_bytes(table: pa.Table, row_group_rows: int) -> bytes:
-    """`table` as one uncompressed Parquet file without statistics."""
+    """Return `table` as an uncompressed Parquet file without statistics."""
     file = io.BytesIO()
     pq.write_table(
         table,
@@ -101,7 +114,10 @@ def files(
     shuffled_labels: bool = False,
     seed: int = 0,
 ) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of each training file, about 4.1 kB a row; the same arguments give the same bytes."""
+    """Yield the name and content of each training file.
+
+    The same arguments give the same bytes, about 4.1 kB a row.
+    """
     train, _ = load_split(seed)
     row_group_rows = max(1, -(-num_rows // (num_files * row_groups_per_file)))
     for number, table in enumerate(augmented(train, num_rows, num_files, shuffled_labels=shuffled_labels, seed=seed)):

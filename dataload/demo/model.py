@@ -1,4 +1,4 @@
-"""The demo's network: cheap enough that a CPU core trains on thousands of rows a second."""
+"""The demo's network. A CPU core trains it on thousands of rows a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataload.demo.dataset import SIDE
 
 
 class DigitNet(nn.Module):
-    """uint8[B, 4096] pixels to float32[B, 10] logits: 4 x 4 patches, two strided convolutions, one linear layer."""
+    """A convolutional classifier from uint8[B, 4096] pixels to float32[B, 10] logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,11 +30,11 @@ class DigitNet(nn.Module):
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross entropy of a batch with `image` and `label`."""
+    """Return the mean cross entropy of a batch with `image` and `label`."""
     return nn.functional.cross_entropy(model(batch["image"]), batch["label"])
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of `images` (uint8[n, 4096]) that the model gives their label (int64[n])."""
+    """Return the share of `images` (uint8[n, 4096]) whose label (int64[n]) the model predicts."""
     return float((model(images).argmax(1) == labels).double().mean())

@@ -1,7 +1,7 @@
-"""`dataload demo`: the whole path on one machine, and whether each promise was kept.
+"""The program of `dataload demo`, which checks the library's promises on one machine.
 
-An S3 server, a dataset of digits on it, two ranks under torchrun that train through the cache, and the server's own
-count of what it sent.
+It starts an S3 server, writes a dataset of digits to it and trains with two ranks under torchrun through the cache.
+The server counts the bytes that it sends.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from dataload.errors import DataloadError
 BUCKET = "dataload-demo"
 RANKS = 2
 GLOBAL_BATCH = 256
-PATIENCE = 15  # seconds for the ranks to end when told to
+SHUTDOWN_TIMEOUT = 15  # seconds between SIGTERM and SIGKILL of the ranks
 
 
 def run_demo(
@@ -58,13 +58,23 @@ def run_demo(
     seed: int = 0,
     json: bool = False,
 ) -> Result:
-    """Runs the demo, prints its figures (as a table, or as one JSON object) and returns them.
+    """Run the demo and print its result. Remove every process and file afterwards, except a kept cache.
 
-    cache_dir: where the cache is; default: a temporary folder, or with `keep` the user's cache folder.
-    keep: the cache stays, so that a second run fetches nothing; else it is made inside `cache_dir` and removed.
-    shuffled_labels: the control: labels at random, so that the model must fail.
+    Args:
+        cache_dir: Folder of the cache. Default: a temporary folder, or the user's cache folder with `keep`.
+        keep: Keep the cache, so that a second run fetches nothing. Otherwise a temporary cache inside `cache_dir`
+            is used.
+        rows: Rows of the dataset.
+        epochs: Epochs of training.
+        shuffled_labels: Train on random labels as a control: the model must not learn.
+        seed: Seed of the dataset, the shuffle and the model.
+        json: Print one JSON object instead of a table.
 
-    Nothing that was started or written outlives the call, but for a kept cache. Raises DataloadError when a rank fails.
+    Returns:
+        The figures and promises.
+
+    Raises:
+        DataloadError: A rank failed.
     """
     console = Console(quiet=json)
     started = time.monotonic()
@@ -75,7 +85,7 @@ def run_demo(
         if not keep:
             folder = Path(stack.enter_context(TemporaryDirectory(dir=folder, prefix="dataload-demo-cache-")))
         server = stack.enter_context(S3Server())
-        with console.status("writing the dataset to an S3 server on this machine"):
+        with console.status("writing the dataset to a local S3 server"):
             url, dataset_bytes = put_dataset(server, scratch, rows, shuffled_labels=shuffled_labels, seed=seed)
         whole = held_bytes(folder, url) >= dataset_bytes
         job = Job(
@@ -114,7 +124,7 @@ def run_demo(
 
 @contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """SIGTERM leaves by way of every clean-up, as Ctrl-C does; only a program's main thread may ask for that."""
+    """Turn SIGTERM into SystemExit, so that every clean-up runs. Only the main thread can set the handler."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -126,9 +136,12 @@ def sigterm_as_exit() -> Iterator[None]:
 
 
 def put_dataset(server: S3Server, scratch: Path, rows: int, *, shuffled_labels: bool, seed: int) -> tuple[str, int]:
-    """Writes the training files to the server and the held-out digits to `scratch`; (URL of the folder, bytes).
+    """Write the training files to the server and the held-out digits to `scratch`.
 
-    The folder is named by the files' content, so that a kept cache is asked for these bytes and no others.
+    The name of the folder is a digest of the files, so that a kept cache never returns other content.
+
+    Returns:
+        The URL of the folder and the bytes of its files.
     """
     client = boto3.client(
         "s3",
@@ -152,7 +165,7 @@ def put_dataset(server: S3Server, scratch: Path, rows: int, *, shuffled_labels: 
 
 
 def held_bytes(cache_dir: Path, url: str) -> int:
-    """Bytes that the cache holds of the objects below `url`."""
+    """Return the cached bytes of the objects below `url`."""
     if not (cache_dir / "FORMAT").exists():
         return 0
     folder = open_existing(cache_dir)
@@ -162,17 +175,21 @@ def held_bytes(cache_dir: Path, url: str) -> int:
 
 
 def run_ranks(job: Job) -> None:
-    """The ranks under torchrun, to their end. Raises DataloadError when one fails; none is left, whatever happens."""
+    """Run the ranks under torchrun until they exit. No rank outlives the call.
+
+    Raises:
+        DataloadError: A rank failed.
+    """
     scratch = Path(job.scratch)
     job.write(scratch / "job.json")
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     command += ["-m", "dataload.demo.worker", str(scratch / "job.json")]
     local = {"GLOO_SOCKET_IFNAME": "lo", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-    local |= {"OMP_NUM_THREADS": "1", "TMPDIR": job.scratch}  # torchrun's own logs go when the scratch folder goes
+    local |= {"OMP_NUM_THREADS": "1", "TMPDIR": job.scratch}  # torchrun's logs are removed with the scratch folder
     log = scratch / "ranks.log"
     with log.open("wb") as output:
-        # A session of its own: Ctrl-C reaches this process alone, which then ends the ranks in order.
+        # A new session: Ctrl-C reaches this process only, which then stops the ranks.
         launcher = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -181,30 +198,30 @@ def run_ranks(job: Job) -> None:
             env=os.environ | local,
             start_new_session=True,
         )
-        with _ended(launcher):
+        with _terminated(launcher):
             code = launcher.wait()
     if code:
         raise DataloadError(f"the demo's ranks failed: {failure(log.read_text(errors='replace'), code)}")
 
 
 @contextmanager
-def _ended(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
-    """On leaving, torchrun and the ranks are gone: it passes SIGTERM on to them, and they do not outlive its death."""
+def _terminated(launcher: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Terminate torchrun when the block ends. It forwards SIGTERM to the ranks, which do not outlive it."""
     try:
         yield
     finally:
         launcher.terminate()
         try:
-            launcher.wait(PATIENCE)
+            launcher.wait(SHUTDOWN_TIMEOUT)
         except subprocess.TimeoutExpired:
             launcher.kill()
             launcher.wait()
 
 
 def failure(log: str, code: int) -> str:
-    """What went wrong first, by torchrun's output and exit code."""
+    """Return the first error in torchrun's output, or the exit code of a rank or of torchrun."""
     if error := re.search(r"^(\[rank\d+\]: )?([\w.]+\.[A-Z]\w+|\w+Error): .+$", log, re.MULTILINE):
         return error[0]
-    if ended := re.search(r"exitcode: (-?\d+)\) local_rank: (\d+)", log):
-        return f"rank {ended[2]} ended with code {ended[1]}"
-    return f"torchrun ended with code {code}"
+    if exited := re.search(r"exitcode: (-?\d+)\) local_rank: (\d+)", log):
+        return f"rank {exited[2]} exited with code {exited[1]}"
+    return f"torchrun exited with code {code}"

@@ -1,6 +1,6 @@
-"""An S3 server inside this process that counts what it sends: moto's S3 behind our own HTTP/1.1 connections.
+"""An S3 server inside this process that counts requests and bytes: moto's S3 behind persistent connections.
 
-werkzeug's handler closes every connection and waits 10 ms after each answer; this one keeps connections alive.
+werkzeug's handler closes every connection and waits 10 ms after each answer. This one keeps connections alive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from werkzeug.serving import ThreadedWSGIServer
 from dataload.runtime.counters import Counters
 
 STATS_PATH = "/__stats"
-# Query keys that make a request on an object one about its metadata or its upload.
+# Query keys of requests for the metadata or the upload of an object.
 SUBRESOURCES = {"acl", "attributes", "legal-hold", "retention", "tagging", "torrent", "uploadId", "uploads"}
 CHUNK = 1 << 20
 
@@ -34,7 +34,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sent:
-    """One answered request: its method, path, Range header ("" for none), status and length of the body."""
+    """An answered request.
+
+    Args:
+        method: HTTP method.
+        path: Path of the URL.
+        range: Range header, or "".
+        status: HTTP status of the answer.
+        num_bytes: Length of the answer's body.
+    """
 
     method: str
     path: str
@@ -44,12 +52,17 @@ class Sent:
 
 
 class S3Server:
-    """`with S3Server() as server:` an S3 endpoint at `server.endpoint_url`, on a free port of 127.0.0.1.
+    """An S3 endpoint on a free port of 127.0.0.1.
 
-    wrap: optional `wrap(app) -> app` around the WSGI application, to inject faults or delays; what it sends is counted.
+    It needs no AWS environment and patches nothing. moto keeps its objects per process, so that only one server can
+    run at a time. The end of the block deletes every bucket, closes every connection and joins every thread.
 
-    Needs no AWS environment and patches nothing. moto keeps its objects per process: one server at a time, and
-    leaving the block deletes every bucket, closes every connection and joins every thread.
+    Args:
+        wrap: Wraps the WSGI application, to inject faults or delays. The counters include its answers.
+
+    Example:
+        with S3Server() as server:
+            filesystem = S3FileSystem(**server.storage_options)
     """
 
     def __init__(self, *, wrap: Callable[[WSGIApp], WSGIApp] | None = None) -> None:
@@ -79,7 +92,7 @@ class S3Server:
 
     @property
     def stats_url(self) -> str:
-        """Where other processes GET what `stats()` returns, as JSON."""
+        """URL of `stats()` as JSON, for other processes."""
         return self.endpoint_url + STATS_PATH
 
     @property
@@ -94,27 +107,28 @@ class S3Server:
 
     @property
     def requests(self) -> list[Sent]:
-        """Every request answered since the start or the last `reset()`, oldest first."""
+        """The requests answered since the start or the last `reset()`, oldest first."""
         return list(self._requests)
 
     def stats(self) -> dict[str, int]:
-        """Totals since the start or the last `reset()`, whatever the status of the answers.
+        """Return totals since the start or the last `reset()`, including answers with errors.
 
-        get_requests, get_bytes: GETs of objects' data and the body bytes handed to the connection for them.
-        head_requests, list_requests: HEADs of objects or buckets; listings. other_requests: uploads and all the rest.
+        A client that has an answer finds it counted. An answer that the client aborted may count up to 1 MiB too much.
 
-        Who has an answer finds it counted. Of an answer that the client gave up on, up to 1 MiB too much is.
+        Returns:
+            get_requests: GETs of object data. get_bytes: bytes of their bodies. head_requests: HEADs of objects or
+            buckets. list_requests: listings. other_requests: all other requests, such as uploads.
         """
         names = ("get_requests", "get_bytes", "head_requests", "list_requests", "other_requests")
         return dict.fromkeys(names, 0) | {name: int(total) for name, total in self._counters.snapshot().items()}
 
     def reset(self) -> None:
-        """Counts start from zero; the objects stay."""
+        """Set all counters to zero. The objects stay."""
         self._counters = Counters()
         self._requests = []
 
     def count(self, environ: dict[str, Any], status: int, body: list[bytes]) -> Iterator[memoryview]:
-        """Counts a request whose answer is about to leave; returns the body in pieces, each counted as it goes."""
+        """Count a request whose answer is about to be sent. Return the body in pieces, each counted when it is sent."""
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         kind = classify(method, path, environ["QUERY_STRING"])
         self._counters.add(**{f"{kind}_requests": 1})
@@ -131,18 +145,18 @@ def counted_pieces(body: list[bytes], counters: Counters) -> Iterator[memoryview
 
 
 def classify(method: str, path: str, query: str) -> str:
-    """What a path-style S3 request is: "get" (an object's data), "head", "list" or "other"."""
+    """Return the kind of a path-style S3 request: "get" (object data), "head", "list" or "other"."""
     if method == "HEAD":
         return "head"
     _, _, key = path.lstrip("/").partition("/")
-    asked = parse_qs(query, keep_blank_values=True).keys()
-    if method != "GET" or (key and asked & SUBRESOURCES):
+    parameters = parse_qs(query, keep_blank_values=True).keys()
+    if method != "GET" or (key and parameters & SUBRESOURCES):
         return "other"
     return "get" if key else "list"
 
 
 class _HTTPServer(ThreadedWSGIServer):
-    """Knows its open connections and their threads, so that closing it ends them all."""
+    """An HTTP server that closes its open connections and joins their threads when it is closed."""
 
     def __init__(self, app: WSGIApp, owner: S3Server) -> None:
         self.owner = owner
@@ -161,7 +175,7 @@ class _HTTPServer(ThreadedWSGIServer):
     def server_close(self) -> None:
         super().server_close()
         for connection, thread in list(self.open.items()):
-            with suppress(OSError):  # the client hung up first
+            with suppress(OSError):  # the client closed the connection first
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for this client's next request
             thread.join()
 
@@ -170,7 +184,7 @@ class _HTTPServer(ThreadedWSGIServer):
 
 
 class _Connection(MotoRequestHandler):
-    """One client's connection: many requests, each body read whole, each answer with its length."""
+    """The connection of one client, which may send many requests."""
 
     server: _HTTPServer
     protocol_version = "HTTP/1.1"
@@ -192,7 +206,7 @@ class _Connection(MotoRequestHandler):
         self.answer(status, headers, sum(map(len, body)), owner.count(environ, status, body))
 
     def call_app(self, environ: dict[str, Any]) -> tuple[int, list[tuple[str, str]], list[bytes]]:
-        """(status, headers, body in pieces); 500 with the traceback in the log when the application raises."""
+        """Return status, headers and body of the application's answer. Log an exception and return 500."""
         status, headers, body = 500, [("Content-Type", "text/plain")], list[bytes]()
 
         def start_response(line: str, given: list[tuple[str, str]], _exc_info: Any = None, /) -> Callable[..., object]:
@@ -207,7 +221,7 @@ class _Connection(MotoRequestHandler):
             finally:
                 if hasattr(answer, "close"):
                     answer.close()
-        except Exception:  # noqa: BLE001 - whatever it is, the client gets an answer
+        except Exception:  # noqa: BLE001 - the client gets an answer after any error
             _log.exception("%s %s failed", environ["REQUEST_METHOD"], environ["PATH_INFO"])
             return 500, [("Content-Type", "text/plain")], [b"the server's application failed; see its log"]
         return status, headers, body
@@ -215,7 +229,7 @@ class _Connection(MotoRequestHandler):
     def answer(
         self, status: int, headers: list[tuple[str, str]], num_bytes: int, pieces: Iterable[bytes | memoryview]
     ) -> None:
-        """Sends an answer whose body, in `pieces`, has `num_bytes`."""
+        """Send an answer whose body has `num_bytes` in `pieces`."""
         self.send_response(status)
         for name, value in headers:
             self.send_header(name, value)
@@ -223,10 +237,12 @@ class _Connection(MotoRequestHandler):
         if not lengths and status not in (204, 304):
             self.send_header("Content-Length", str(num_bytes))
         elif self.command != "HEAD" and lengths and int(lengths[0]) != num_bytes:
-            self.close_connection = True  # a wrapped application cut its body short: hanging up is what a client sees
+            self.close_connection = (
+                True  # the wrapped application truncated its body: close, so that the client notices
+            )
         self.end_headers()
         for piece in pieces:
             self.wfile.write(piece)
 
     def log(self, kind: str, message: str, *args: Any) -> None:
-        """Silent: requests are counted, not printed."""
+        """Print nothing: requests are counted."""

@@ -1,4 +1,4 @@
-"""One rank of the demo, started by torchrun: `python -m dataload.demo.worker job.json`."""
+"""A rank of the demo, which torchrun starts as `python -m dataload.demo.worker job.json`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ from dataload.loader import make_loader
 from dataload.train.harness import fit
 from dataload.world import World
 
-ORIGIN_ID = "dataload-demo"  # the server's port is another each time; a kept cache must know the store again
+ORIGIN_ID = "dataload-demo"  # identifies the store to a kept cache: the server's port differs between runs
 PEAK_LEARNING_RATE = 3e-3
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are to do.
+    """The task of the ranks.
 
-    url, storage_options: where the training files are. stats_url: where the server tells what it sent.
-    batch_size: of each rank. scratch: a folder for what the ranks are given and what they report.
+    Args:
+        url: Folder of the training files.
+        storage_options: Options of its filesystem.
+        stats_url: URL of the server's totals.
+        cache_dir: Folder of the cache.
+        cache_bytes: Limit of the cache in bytes.
+        scratch: Folder for the input and output of the ranks.
+        epochs: Epochs of training.
+        batch_size: Rows of each rank's batch.
+        seed: Seed of the shuffle and the model.
     """
 
     url: str
@@ -54,22 +62,22 @@ class Job:
 
 
 def row_ids_file(scratch: Path, epoch: int, rank: int) -> Path:
-    """The row ids that a rank saw in an epoch, in their order: int64[rows], without padding."""
+    """Return the file of the row ids of a rank and epoch, in training order: int64[rows], without padding."""
     return scratch / f"rows-{epoch}-{rank}.npy"
 
 
 def held_out_file(scratch: Path) -> Path:
-    """The digits that no rank trains on, as npz: images uint8[n, 4096], labels int64[n]."""
+    """Return the npz file of the held-out digits: images uint8[n, 4096], labels int64[n]."""
     return scratch / "held-out.npz"
 
 
 def history_file(scratch: Path) -> Path:
-    """What `fit` returned, as JSON; with accuracy and, at each epoch's end, the server's get_requests and get_bytes."""
+    """Return the JSON file of the history that `fit` returns, with accuracy, get_requests and get_bytes by epoch."""
     return scratch / "history.json"
 
 
 def run(job: Job) -> None:
-    """Trains this rank's share of every epoch; reports into `job.scratch`."""
+    """Train on this rank's share of every epoch. Write the results to `job.scratch`."""
     torch.set_num_threads(1)
     rank, scratch = World.detect().rank, Path(job.scratch)
     cache = CacheConfig(cache_dir=job.cache_dir, cache_bytes=job.cache_bytes, origin_id=ORIGIN_ID)
@@ -91,7 +99,7 @@ def run(job: Job) -> None:
     epochs = iter(range(job.epochs))
 
     def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        seen.append(batch["row_id"].numpy().copy())  # a view would keep the whole run of batches alive
+        seen.append(batch["row_id"].numpy().copy())  # a view would keep the memory of many batches alive
         return digit_model.loss(model, batch)
 
     def evaluate(model: nn.Module) -> dict[str, float]:
@@ -117,18 +125,18 @@ def run(job: Job) -> None:
 
 
 def _served(stats_url: str) -> dict[str, float]:
-    """The server's totals, read while no rank asks for anything."""
+    """Return the server's totals between two epochs, while no rank sends requests."""
     if dist.is_initialized():
-        dist.barrier()  # the others have ended this epoch
+        dist.barrier()  # all ranks have ended this epoch
     with urllib.request.urlopen(stats_url) as answer:  # noqa: S310 - our own server's
         totals = json.load(answer)
     if dist.is_initialized():
-        dist.barrier()  # and begin no other before all have read
+        dist.barrier()  # all ranks have read the totals
     return {name: totals[name] for name in ("get_requests", "get_bytes")}
 
 
 def main() -> None:
-    """Runs the job; the kernel ends this rank when torchrun is gone, however it went."""
+    """Run the job. The kernel kills this rank when torchrun dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     run(Job.read(Path(sys.argv[1])))
 

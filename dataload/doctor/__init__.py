@@ -1,1 +1,1 @@
-"""What bites people, looked for before it does: small checks of a machine, a cache folder, a store, a cluster."""
+"""Checks of a machine, a cache folder, an object store and a cluster for common problems."""

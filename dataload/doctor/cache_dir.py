@@ -1,4 +1,4 @@
-"""Whether a folder can hold a cache, and a good one."""
+"""Checks of the folder that is to hold the cache."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError
 
 IN_MEMORY = frozenset({"ramfs", "rootfs", "tmpfs"})
-LITTLE_BYTES = 10**9  # of a cache that nobody has limited
+SMALL_CACHE_BYTES = 10**9  # below this, a default limit is reported as too small
 
 
 def filesystem(case: Case) -> Finding:
     kind = preflight.filesystem_of(case.existing, case.mounts)
     if kind not in preflight.LOCAL:
-        said, advice = preflight.not_local(case.folder, kind), "name a folder on a local disk: --cache-dir /nvme/cache"
-        return (warning if case.allow_network_filesystem else problem)(said, advice)
+        message = preflight.not_local(case.folder, kind)
+        advice = "name a folder on a local disk: --cache-dir /nvme/cache"
+        return (warning if case.allow_network_filesystem else problem)(message, advice)
     if kind in IN_MEMORY:
         return warning(
-            f"{case.folder} is in memory ({kind}): what it holds is taken from the training, and lost at a restart",
+            f"{case.folder} is in memory ({kind}): the cache takes memory from the training and is lost at a restart",
             "name a folder on a local disk: --cache-dir /nvme/cache",
         )
     return ok(f"{case.folder} is on {kind}")
 
 
-def ours(case: Case) -> Finding:
-    """Whether it may be made a cache."""
+def usable(case: Case) -> Finding:
+    """Check that the folder is a cache, or is empty and writable."""
     try:
         if case.folder.exists():
-            preflight.check(case.folder, allow_network_filesystem=True)  # That is what `filesystem` looks at.
+            preflight.check(case.folder, allow_network_filesystem=True)  # `filesystem` reports the filesystem.
     except ConfigError as error:
         what, _, advice = str(error).rpartition(": ")
         return problem(what, advice)
@@ -48,43 +49,44 @@ def ours(case: Case) -> Finding:
         return problem(
             f"user {os.geteuid()} may not write to {case.existing}", "name a folder of your own: --cache-dir"
         )
-    return ok("it is a cache, or may become one")
+    return ok("the folder is a cache or can become one")
 
 
-def room(case: Case) -> Finding:
+def capacity(case: Case) -> Finding:
+    """Check that the disk has space for the limit of the cache."""
     try:
         free, used = shutil.disk_usage(case.existing).free, _used(case.folder)
     except lmdb.Error as error:
         return problem(f"the index of {case.folder} cannot be read: {reason(error)}", "dataload cache verify --repair")
     limit = case.cache_bytes or default_limit.stored(case.folder) or default_limit.proposed(case.existing, used)
-    said = f"{decimal(free)} are free on the disk of {case.folder}"
+    message = f"{decimal(free)} are free on the disk of {case.folder}"
     if limit > free + used:
         return problem(
-            f"{said}, {decimal(limit - used)} more may be asked of it",
-            f"free some, or lower cache_bytes to {decimal(free + used)}",
+            f"{message}, but the cache may grow by {decimal(limit - used)}",
+            f"free some space, or lower cache_bytes to {decimal(free + used)}",
         )
-    said += f"; the cache may take {decimal(limit)}"
-    if case.cache_bytes is None and limit < LITTLE_BYTES:
-        return problem(said, "free some, or name a folder on a larger disk: --cache-dir /nvme/cache")
-    return ok(said)
+    message += f"; the cache may use {decimal(limit)}"
+    if case.cache_bytes is None and limit < SMALL_CACHE_BYTES:
+        return problem(message, "free some space, or name a folder on a larger disk: --cache-dir /nvme/cache")
+    return ok(message)
 
 
 def _used(folder: Path) -> int:
-    """Bytes that the cache there holds; 0 where there is none that we may look into. Raises lmdb.Error."""
+    """Return the bytes that the cache holds; 0 if there is none or it is not readable. Raise lmdb.Error."""
     with closing(Index(folder / "index")) as index, suppress(OSError):
         return index.used_bytes()
     return 0
 
 
 def locks(case: Case) -> Finding:
-    """Two holders of one lock, by two descriptors, as two processes would be."""
+    """Check that a lock held through one descriptor excludes a second one, as it must between processes."""
     try:
         with tempfile.NamedTemporaryFile(dir=case.existing, prefix="dataload-doctor-") as file:
             first, second = KeyLocks(file.name), KeyLocks(file.name)
-            with first.hold(bytes(8), timeout=0) as held, second.hold(bytes(8), timeout=0) as held_too:
-                if held and not held_too:
-                    return ok(f"they work in {case.existing}")
-        what = f"locks in {case.existing} keep nobody out"
+            with first.hold(bytes(8), timeout=0) as held, second.hold(bytes(8), timeout=0) as held_twice:
+                if held and not held_twice:
+                    return ok(f"file locks work in {case.existing}")
+        message = f"file locks in {case.existing} do not exclude other holders"
     except OSError as error:
-        what = f"nothing can be locked in {case.existing}: {error.strerror}"
-    return problem(what, "name a folder on a local disk, such as ext4 or xfs: --cache-dir /nvme/cache")
+        message = f"files in {case.existing} cannot be locked: {error.strerror}"
+    return problem(message, "name a folder on a local disk, such as ext4 or xfs: --cache-dir /nvme/cache")

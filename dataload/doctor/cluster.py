@@ -1,4 +1,4 @@
-"""Whether the cluster that hosts are to share answers."""
+"""A check of the Valkey or Redis cluster that hosts share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ def cluster(case: Case) -> Finding:
     from dataload.errors import ConfigError
 
     if case.cluster is None:
-        return ok("none asked for")
+        return ok("no cluster is configured")
     try:
         address = ClusterUrl.parse(case.cluster)
     except ConfigError as error:
-        return problem("its address cannot be read", str(error))
+        return problem("the URL of the cluster is not valid", str(error))
     try:
         connect(address).close()
     except ImportError:
         return problem("the package valkey is missing", "pip install 'dataload[cluster]'")
-    except Exception as error:  # noqa: BLE001 (a client raises anything)
+    except Exception as error:  # noqa: BLE001 (clients raise errors of many types)
         return problem(
             f"{address} does not answer: {reason(error)}",
-            "is it running, is its port open to this host, are user and password right?",
+            "check that it runs, that this host reaches its port, and that user and password are correct",
         )
     return ok(f"{address} answers")

@@ -1,4 +1,4 @@
-"""What a check is told, and what it finds."""
+"""The input and the result of a check."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from pathlib import Path
 from dataload.runtime.redact import redacted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-_USERINFO = re.compile(r"[^\s/@]+:[^\s/@]*@")  # of an address without the // that `redacted` goes by
+_USERINFO = re.compile(r"[^\s/@]+:[^\s/@]*@")  # of an address without "//", which `redacted` does not match
 
 
 @dataclass(frozen=True)
 class Finding:
-    """status: "ok", "warning" (it works, at a price) or "problem"; what: what is so; advice: what to do, or ""."""
+    """The result of a check.
+
+    Args:
+        status: "ok", "warning" (it works, at a cost) or "problem".
+        what: Description of the finding.
+        advice: How to fix it, or "".
+    """
 
     status: str
     what: str
@@ -35,10 +41,21 @@ def problem(what: str, advice: str) -> Finding:
 
 @dataclass(frozen=True)
 class Case:
-    """What is planned: as the arguments of `make_loader`.
+    """The planned run that the checks examine: arguments of `make_loader`, and paths of this machine.
 
-    folder: of the cache; row_bytes: of a decoded row; None: not known. The last three are where this machine says how
-    it is.
+    Args:
+        folder: The cache folder.
+        cache_bytes: Limit of the cache in bytes. None: the default limit.
+        batch_size: Rows of a rank's batch.
+        num_workers: Worker processes of a rank.
+        prefetch: Batches that each worker prefetches.
+        pin_memory: Whether batches are pinned.
+        row_bytes: Size of a decoded row in bytes. None: unknown.
+        cluster: URL of the cluster. None: no cluster.
+        allow_network_filesystem: Whether `folder` may be on a network filesystem.
+        mounts: Where the kernel lists the mounts.
+        shared_memory: Where shared memory is mounted.
+        max_map_count: Where the kernel states the limit of memory maps.
     """
 
     folder: Path
@@ -56,23 +73,23 @@ class Case:
 
     @property
     def existing(self) -> Path:
-        """The folder of the cache, or the one above it that is there, as far as we may look."""
-        return next(path for path in (self.folder, *self.folder.parents) if _is_there(path))
+        """The cache folder, or its nearest parent that exists and is accessible."""
+        return next(path for path in (self.folder, *self.folder.parents) if _exists(path))
 
     @property
     def in_flight(self) -> int | None:
-        """Bytes of batches on their way from the worker processes of a rank; None: not known."""
+        """Bytes of the batches in flight from the workers of a rank; None if unknown."""
         if self.row_bytes is None:
             return None
         return self.row_bytes * self.batch_size * self.num_workers * self.prefetch
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, or what it is."""
+    """Return the message of an error without credentials, or the name of its type."""
     return _USERINFO.sub("", str(error)) or type(error).__name__
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except PermissionError:

@@ -1,4 +1,4 @@
-"""Whether a store can be reached, lets us in, and answers as a cache needs it to."""
+"""Checks of an object store: network, credentials, and the parts of its protocol that a cache needs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from dataload.doctor.finding import Finding, ok, problem, reason, warning
 from dataload.errors import DataloadError, ObjectChanged, OriginNotFound
 from dataload.formats.hive_partitions import Keys
 
-SECONDS = 5.0  # for an answer
-WRONG_SECONDS, REFUSED_SECONDS = 60, 900  # of the clock; Amazon refuses what is signed by one that is wrong by so much
+TIMEOUT = 5.0  # seconds
+SKEW_WARNING, SKEW_PROBLEM = 60, 900  # seconds; Amazon rejects signatures that are more than 900 s off
 PORTS = {"http": 80, "https": 443}
-READABLE = "check that it may be read, not only listed"
+READ_ADVICE = "check that the credentials allow reading objects, not only listing them"
 
 
 class Store:
-    """The objects at a URL. Nothing is asked of it before the first check that does.
+    """The object store behind a URL. It sends no request before the first check that needs one.
 
-    blocks: of its origin.
+    Args:
+        url: An object, a folder or a glob.
+        blocks: Reads the blocks of its objects.
     """
 
     def __init__(self, url: str, blocks: Blocks) -> None:
@@ -48,7 +50,7 @@ class Store:
 
     @cached_property
     def endpoint(self) -> str | None:
-        """Where it is, as a URL; None: not on the web."""
+        """The URL of the server; None if the store is not reached over HTTP."""
         if self.is_s3:
             self.filesystem.connect()
             return str(self.filesystem.s3.meta.endpoint_url)
@@ -56,16 +58,31 @@ class Store:
 
     @cached_property
     def objects(self) -> dict[Object, Keys]:
-        """With their partition keys. Raises OriginError."""
+        """The objects at the URL with their partition keys.
+
+        Raises:
+            OriginError: The store cannot be listed.
+        """
         return list_objects(self.url, self.blocks)
 
     @property
     def first(self) -> Object:
-        """Raises OriginError."""
+        """The first object at the URL.
+
+        Raises:
+            OriginError: The store cannot be listed.
+        """
         return next(iter(self.objects))
 
     def get(self, **condition: str) -> int:
-        """The status of S3's answer to a request for the first byte of the first object. Raises OSError."""
+        """Request the first byte of the first object from S3. Return the HTTP status.
+
+        Args:
+            condition: More arguments of GetObject, such as IfMatch.
+
+        Raises:
+            OSError: S3 answered with an error.
+        """
         bucket, key, _ = self.filesystem.split_path(self.first.path)
         answer = self.filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range="bytes=0-0", **condition)
         answer["Body"].close()
@@ -74,84 +91,86 @@ class Store:
 
 def endpoint(store: Store) -> Finding:
     try:
-        place = _place(store.endpoint) if store.endpoint else None
-    except Exception as error:  # noqa: BLE001 (of what a client is made from, each part raises its own)
+        address = _host_and_port(store.endpoint) if store.endpoint else None
+    except Exception as error:  # noqa: BLE001 (each library below a client raises its own errors)
         return problem(
             f"{store.url} cannot be opened: {reason(error)}",
-            "check AWS_ENDPOINT_URL, AWS_PROFILE, what is in ~/.aws, and --storage-options",
+            "check AWS_ENDPOINT_URL, AWS_PROFILE, the files in ~/.aws, and --storage-options",
         )
-    if place is None:
-        return ok(f"{store.origin.address} is not on the web")
+    if address is None:
+        return ok(f"{store.origin.address} needs no network connection")
     try:
-        socket.create_connection(place, SECONDS).close()
+        socket.create_connection(address, TIMEOUT).close()
     except OSError as error:
         return problem(
-            f"{place[0]}:{place[1]} cannot be reached: {reason(error)}",
+            f"{address[0]}:{address[1]} cannot be reached: {reason(error)}",
             "check AWS_ENDPOINT_URL or endpoint_url, the network, and proxies",
         )
-    return ok(f"{place[0]}:{place[1]} can be reached")
+    return ok(f"{address[0]}:{address[1]} can be reached")
 
 
 def clock(store: Store) -> Finding:
-    said = _date(store.endpoint) if store.endpoint else None
-    if said is None:
-        return ok("the origin does not tell the time")
-    apart = (datetime.now(UTC) - said).total_seconds()
-    if abs(apart) < WRONG_SECONDS:
-        return ok(f"it is the origin's, within {WRONG_SECONDS} s")
-    what = f"this host's clock is {abs(apart):,.0f} s {'ahead of' if apart > 0 else 'behind'} the origin's"
-    advice = "set it: timedatectl set-ntp true, or chronyc makestep"
-    return problem(what, advice) if abs(apart) > REFUSED_SECONDS else warning(what, advice)
+    origin_time = _date(store.endpoint) if store.endpoint else None
+    if origin_time is None:
+        return ok("the origin sends no date")
+    skew = (datetime.now(UTC) - origin_time).total_seconds()
+    if abs(skew) < SKEW_WARNING:
+        return ok(f"this host's clock is within {SKEW_WARNING} s of the origin's")
+    message = f"this host's clock is {abs(skew):,.0f} s {'ahead of' if skew > 0 else 'behind'} the origin's"
+    advice = "set the clock: timedatectl set-ntp true, or chronyc makestep"
+    return problem(message, advice) if abs(skew) > SKEW_PROBLEM else warning(message, advice)
 
 
 def credentials(store: Store) -> Finding:
-    """Whether what is at the URL may be listed."""
+    """Check that the credentials allow listing the objects at the URL."""
     try:
         found = store.objects
     except OriginNotFound as error:
         return problem(reason(error), "check bucket, prefix and endpoint")
     except DataloadError as error:
-        said = reason(error)
-        if "locate credentials" in said or "NoCredentials" in said:
+        message = reason(error)
+        if "locate credentials" in message or "NoCredentials" in message:
             return problem(
                 f"{store.url}: no credentials were found",
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket "
                 "--storage-options '{\"anon\": true}'",
             )
-        if "denied access" in said:
-            return problem(said, "check key, secret and token, and that they may list and read this bucket")
-        return problem(said, "check AWS_ENDPOINT_URL or endpoint_url, and certificates (AWS_CA_BUNDLE)")
+        if "denied access" in message:
+            return problem(message, "check key, secret and token, and that they allow listing and reading this bucket")
+        return problem(message, "check AWS_ENDPOINT_URL or endpoint_url, and certificates (AWS_CA_BUNDLE)")
     return ok(f"{len(found):,} objects can be listed")
 
 
 def region(store: Store) -> Finding:
     if not store.is_s3:
-        return ok("it has none")
+        return ok("the store has no regions")
     bucket, _, _ = store.filesystem.split_path(store.first.path)
-    ours = store.filesystem.s3.meta.region_name
-    theirs = _headers(store, bucket).get("x-amz-bucket-region")
-    if theirs and theirs != ours:
+    client_region = store.filesystem.s3.meta.region_name
+    bucket_region = _bucket_headers(store, bucket).get("x-amz-bucket-region")
+    if bucket_region and bucket_region != client_region:
         return warning(
-            f"bucket {bucket} is in {theirs}, requests are made for {ours or 'no region'}",
-            f"set AWS_DEFAULT_REGION={theirs}; from another region bytes come slower, and cost",
+            f"bucket {bucket} is in {bucket_region}, but requests are signed for {client_region or 'no region'}",
+            f"set AWS_DEFAULT_REGION={bucket_region}; reading from another region is slower and costs money",
         )
-    return ok(theirs or ours or "not said")
+    return ok(bucket_region or client_region or "the region is unknown")
 
 
 def ranges(store: Store) -> Finding:
     first = store.first
-    advice = "read through a store that serves ranges: only the beginning of a file can be read from this one"
+    advice = "read through a store that serves ranges: this one serves only the beginning of a file"
     try:
         with store.origin.naming(first.path):
             if store.is_s3:
                 served = store.get() == 206
             elif store.endpoint:
-                served = sync(store.filesystem.loop, _status, store.filesystem, first.path, timeout=SECONDS) == 206
+                served = sync(store.filesystem.loop, _status, store.filesystem, first.path, timeout=TIMEOUT) == 206
             else:
                 served = len(store.filesystem.cat_file(first.path, start=0, end=1)) == 1
     except DataloadError as error:
-        return problem(reason(error), READABLE)
-    return ok("it serves ranges") if served else problem(f"{first.path}: a range is answered with all of it", advice)
+        return problem(reason(error), READ_ADVICE)
+    if served:
+        return ok("the store serves ranges")
+    return problem(f"{first.path}: the store answers a range request with the whole object", advice)
 
 
 def etag(store: Store) -> Finding:
@@ -159,46 +178,46 @@ def etag(store: Store) -> Finding:
     try:
         info = store.origin.info(first.path)
     except DataloadError as error:
-        return problem(reason(error), READABLE)
-    named = next((name for name in VERSION_FIELDS if info.get(name)), None)
-    if named is None:
+        return problem(reason(error), READ_ADVICE)
+    field = next((name for name in VERSION_FIELDS if info.get(name)), None)
+    if field is None:
         return warning(
-            f"{first.path} has no ETag nor version: one that is written anew is not told from the old one",
+            f"{first.path} has no ETag and no version: a replaced object is not detected",
             "write new objects under new names, or use a store with ETags",
         )
-    return ok(f"versions are told by their {named}")
+    return ok(f"{field} identifies the version of an object")
 
 
 def if_match(store: Store) -> Finding:
     if not store.is_s3:
-        return ok("not asked of this kind of store: versions are looked at before and after")
+        return ok("this kind of store is not sent If-Match: versions are compared before and after a read")
     try:
         with store.origin.naming(store.first.path):
             store.get(IfMatch='"no such version"')
     except ObjectChanged:
-        return ok("another version is refused")
+        return ok("the store rejects a request for another version")
     except DataloadError as error:
         return warning(
-            f"If-Match is answered with an error: {reason(error)}", "do not replace objects while they are read"
+            f"the store answers If-Match with an error: {reason(error)}", "do not replace objects while they are read"
         )
     return warning(
-        "If-Match is not heeded: an object that is replaced while it is read may be taken for the old one",
+        "the store ignores If-Match: an object that is replaced during a read may mix with the old one",
         "write new objects under new names, and do not replace any while they are read",
     )
 
 
-def _place(url: str) -> tuple[str, int]:
-    """Host and port that requests for a URL go to: the proxy's, where there is one. Raises ValueError."""
-    where = urlsplit(url)
-    if (proxy := getproxies().get(where.scheme)) and not proxy_bypass(where.hostname or ""):
-        where = urlsplit(proxy if "//" in proxy else f"http://{proxy}")  # as curl and urllib take it
-    return where.hostname or "", where.port or PORTS.get(where.scheme, 443)
+def _host_and_port(url: str) -> tuple[str, int]:
+    """Return the host and port of the proxy for a URL, or of the URL itself. Raise ValueError for a bad port."""
+    parts = urlsplit(url)
+    if (proxy := getproxies().get(parts.scheme)) and not proxy_bypass(parts.hostname or ""):
+        parts = urlsplit(proxy if "//" in proxy else f"http://{proxy}")  # curl and urllib do the same
+    return parts.hostname or "", parts.port or PORTS.get(parts.scheme, 443)
 
 
 def _date(url: str) -> datetime | None:
-    """The time at a server, whatever else it answers."""
+    """Return the date that a server sends with any answer; None without one."""
     try:
-        answer = build_opener().open(Request(url, method="HEAD"), timeout=SECONDS)  # noqa: S310 (http or https)
+        answer = build_opener().open(Request(url, method="HEAD"), timeout=TIMEOUT)  # noqa: S310 (http or https)
         headers = answer.headers
         answer.close()
     except HTTPError as error:
@@ -213,22 +232,23 @@ def _date(url: str) -> datetime | None:
 
 
 async def _status(filesystem: Any, url: str) -> int:
-    """The status of HTTP's answer to a request for the first byte, asked as the filesystem asks, with what lets it in.
+    """Request the first byte with the session and credentials of the filesystem. Return the HTTP status.
 
-    Raises aiohttp.ClientError.
+    Raises:
+        aiohttp.ClientError: The server answered with an error.
     """
     session, options = await filesystem.set_session(), filesystem.kwargs
     headers = {**options.get("headers", {}), "Range": "bytes=0-0"}
     async with session.get(filesystem.encode_url(url), **{**options, "headers": headers}) as answer:
         answer.raise_for_status()
-        return int(answer.status)  # What may be all of the object is not read.
+        return int(answer.status)  # The body is not read: it may be the whole object.
 
 
-def _headers(store: Store, bucket: str) -> dict[str, str]:
-    """Of the answer about a bucket, refusals among them."""
+def _bucket_headers(store: Store, bucket: str) -> dict[str, str]:
+    """Return the headers of S3's answer about a bucket, an error answer included."""
     try:
         answer = store.filesystem.call_s3("head_bucket", Bucket=bucket)
     except OSError as error:
         answer = getattr(error.__cause__, "response", {})
-    found: dict[str, str] = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    return found
+    headers: dict[str, str] = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return headers

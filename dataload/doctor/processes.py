@@ -1,4 +1,4 @@
-"""How processes are started, and whether each of them can tell which one it is."""
+"""Checks of how worker processes start and whether each rank is configured correctly."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from dataload.world import World, doubts
 
 
 def fork(case: Case) -> Finding:
-    """What the program that trains will do is not known here: it may choose another way."""
+    """Report the default start method; the training program may set another one."""
     method = multiprocessing.get_start_method()
     if method == "fork" and case.num_workers:
         return ok(
-            "unless the program says otherwise, workers are forked, from a process with threads: a lock that one of "
-            "these holds just then stays locked; and what they fetch comes more slowly",
+            "unless the program sets another start method, workers are forked from a process with threads: a lock "
+            "that a thread holds at that moment stays locked, and workers fetch more slowly",
             "make_loader(..., multiprocessing_context='forkserver')",
         )
-    return ok(f"unless the program says otherwise, processes start by {method}")
+    return ok(f"unless the program sets another start method, processes start by {method}")
 
 
 def ranks(_: Case) -> Finding:
     try:
         world, doubt = World.detect(), doubts(os.environ)
     except ConfigError as error:
-        said, advice = str(error).partition(": ")[::2]
-        return problem(said, advice or "start with torchrun, or pass world=World(rank, world_size)")
+        message, advice = str(error).partition(": ")[::2]
+        return problem(message, advice or "start with torchrun, or pass world=World(rank, world_size)")
     if doubt is not None:
         return problem(*doubt)
     if world.num_nodes is None:
         return warning(
-            f"rank {world.rank} of {world.world_size}, on how many hosts is not said: each will cache all that is read",
+            f"rank {world.rank} of {world.world_size}; the number of hosts is unknown: each will cache the dataset",
             "start with torchrun, or set LOCAL_WORLD_SIZE",
         )
     if not world.host_by_host:
@@ -41,10 +41,10 @@ def ranks(_: Case) -> Finding:
 
 
 def _scattered(world: World) -> Finding:
-    what = f"rank {world.rank} of {world.world_size} is local rank {world.local_rank} of {world.local_world_size}"
+    rank = f"rank {world.rank} of {world.world_size} is local rank {world.local_rank} of {world.local_world_size}"
     if world.num_nodes == 1:
-        return problem(f"{what}: on one host they are the same", "set LOCAL_RANK as RANK, or start with torchrun")
+        return problem(f"{rank}: on one host they must be equal", "set LOCAL_RANK to RANK, or start with torchrun")
     return warning(
-        f"{what}: ranks are not numbered host by host, as many on each; hosts will read what others have read",
-        "start with torchrun, as many ranks on each host, or map ranks to hosts in blocks (mpirun --map-by slot)",
+        f"{rank}: ranks are not numbered host by host with equally many on each; several hosts will read the same rows",
+        "start with torchrun, equally many ranks on each host, or map ranks to hosts in blocks (mpirun --map-by slot)",
     )

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are made."""
+"""All checks, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataload.doctor.object_store import Store
 
 MACHINE: dict[str, Callable[[Case], Finding]] = {
     "cache filesystem": cache_dir.filesystem,
-    "cache folder": cache_dir.ours,
-    "cache room": cache_dir.room,
+    "cache folder": cache_dir.usable,
+    "cache capacity": cache_dir.capacity,
     "locks": cache_dir.locks,
     "shared memory": limits.shared_memory,
     "open files": limits.descriptors,
@@ -23,7 +23,7 @@ MACHINE: dict[str, Callable[[Case], Finding]] = {
     "ranks": processes.ranks,
     "cluster": cluster.cluster,
 }
-# Each needs what those before it found in order.
+# Each check relies on the checks before it.
 ORIGIN: dict[str, Callable[[Store], Finding]] = {
     "endpoint": object_store.endpoint,
     "clock": object_store.clock,
@@ -33,25 +33,33 @@ ORIGIN: dict[str, Callable[[Store], Finding]] = {
     "ETag": object_store.etag,
     "If-Match": object_store.if_match,
 }
-DECISIVE = frozenset({"endpoint", "credentials"})  # without these the others can say nothing
+REQUIRED = frozenset({"endpoint", "credentials"})  # the checks after these cannot run without them
 
 
 def examine(case: Case, store: Store | None) -> Iterator[tuple[str, Finding]]:
-    """(check, what it found), one after the other; those of the origin when there is a store. Raises nothing."""
+    """Run the checks one after the other. A check that raises yields a problem.
+
+    Args:
+        case: The planned run.
+        store: The object store to check. None: check this machine only.
+
+    Yields:
+        The name of a check and its finding.
+    """
     for name, check in MACHINE.items():
-        yield name, _found(partial(check, case))
+        yield name, _run(partial(check, case))
     for name, probe in ORIGIN.items() if store else ():
         assert store is not None
-        found = _found(partial(probe, store))
-        yield name, found
-        if found.status == PROBLEM and name in DECISIVE:
+        finding = _run(partial(probe, store))
+        yield name, finding
+        if finding.status == PROBLEM and name in REQUIRED:
             return
 
 
-def _found(check: Callable[[], Finding]) -> Finding:
+def _run(check: Callable[[], Finding]) -> Finding:
     try:
         return check()
-    except Exception as error:  # noqa: BLE001 (one check that fails must not take with it what the others found)
+    except Exception as error:  # noqa: BLE001 (a failing check must not hide the findings of the others)
         return problem(
-            f"cannot be looked at: {reason(error)} ({type(error).__name__})", "see to what it says, then look again"
+            f"the check failed: {reason(error)} ({type(error).__name__})", "fix the cause, then run doctor again"
         )

@@ -1,4 +1,4 @@
-"""Draws order.svg, from the order itself: python docs/pictures/draw.py."""
+"""Draw order.svg from the actual shuffle order: python docs/pictures/draw.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def strip(title: str, top: int, epoch: int = 0, **options: object) -> list[str]:
 
 
 def colour(group: int, row: int) -> str:
-    """One hue for each row group, from dark to light within it."""
+    """Return a colour with the hue of the row group and the lightness of the row."""
     red, green, blue = hls_to_rgb(group / GROUPS, 0.3 + 0.45 * row / ROWS, 0.65)
     return "#" + "".join(f"{round(255 * part):02x}" for part in (red, green, blue))
 

@@ -1,4 +1,4 @@
-"""The instrument: that it counts what went by, sees what is slower or wrong, and leaves nothing out."""
+"""The benchmark suite counts every row, detects slower and wrong systems, and reports every run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dataload.benchmarks import report
+from dataload.benchmarks import render
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
 from dataload.benchmarks.convert import made_of, price_of
@@ -98,8 +98,8 @@ def test_features_count_the_same_in_columns_as_in_one_array() -> None:
     assert apart.num_bytes == 3 * 8 + 3 * 8
 
 
-# fsspec's block cache leaves its files open, and the datasets of pyarrow leave the files of theirs.
-# Two processes that make a file of fsspec's blockcache at once break it, now and then ("mmap length is greater …").
+# fsspec's blockcache and the datasets of pyarrow leave files open. Two processes that create a file of the blockcache
+# at the same time may corrupt it ("mmap length is greater …").
 PARALLEL = [entry for entry in OWN if entry.parallel and "blockcache" not in entry.name]
 
 
@@ -129,7 +129,7 @@ def test_every_system_delivers_each_row_once(
 
 
 class _Fake:
-    """Delivers `rows` of the table workload, in the order of the files or as the epoch's seed says."""
+    """A system that delivers `rows` of the table workload, in the order of the files or shuffled by epoch."""
 
     def __init__(self, setting: Setting, rows: slice, *, shuffled: bool) -> None:
         self._table = pq.read_table(setting.files)
@@ -152,7 +152,7 @@ class _Fake:
     [
         (slice(None), True, None),
         (slice(1, None), True, "epoch 0: 24999 rows of 25000"),
-        (slice(None), False, "epoch 0: an order that was there before, or that of the files"),
+        (slice(None), False, "epoch 0: the order of an earlier epoch or of the files"),
     ],
 )
 def test_what_is_wrong_with_an_epoch_is_said(
@@ -165,7 +165,7 @@ def test_what_is_wrong_with_an_epoch_is_said(
         measured = measure(named("DataLoader over rows"), setting, truth)
         wrong = measure(named("DataLoader over rows"), setting, replace(truth, digest=1))
     assert (problem in measured.problems) if problem else not measured.problems
-    assert any("rows" in said for said in wrong.problems)
+    assert any("rows" in problem for problem in wrong.problems)
 
 
 def test_a_phase_that_takes_too_long_is_cut_and_says_so(data: Path, tmp_path: Path) -> None:
@@ -173,14 +173,14 @@ def test_a_phase_that_takes_too_long_is_cut_and_says_so(data: Path, tmp_path: Pa
     with Origin(data) as origin:
         setting = setting_of(data, origin, "table", tmp_path)
         measured = measure(named("DataLoader over rows"), setting, truth, Limits(0, 0, 0))
-    assert measured.phases.keys() == {"cold"}, "what follows a cut epoch is not warm"
+    assert measured.phases.keys() == {"cold"}, "an epoch after a cut one is not warm"
     assert measured.phases["cold"].cut
     assert measured.phases["cold"].rows == WORKLOADS["table"].batch_size
     assert not measured.problems
 
 
 def test_a_slowed_loader_is_slower_by_its_sleep(data: Path, tmp_path: Path) -> None:
-    """The one thing that a clock can promise: a sleep does not end early."""
+    """The clock is only used for a lower bound: a sleep does not end early."""
     truth = write(WORKLOADS["tokens"], data / BUCKET / "tiny/tokens/parquet")
     with Origin(data) as origin:
         setting = setting_of(data, origin, "tokens", tmp_path)
@@ -226,7 +226,7 @@ def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
     assert [run["system"] for run in results["runs"]] == [*names, *turned]
     assert [run["round"] for run in results["runs"]] == [0] * len(names) + [1] * len(names)
     errors = {run["system"]: run["error"] for run in results["runs"] if "error" in run}
-    assert errors == {"LitData": "not run: its environment is not made (make peers)"}
+    assert errors == {"LitData": "not run: its environment does not exist (make peers)"}
     assert all(run["peak_memory_bytes"] > 10_000_000 for run in results["runs"] if "error" not in run)
     assert not [path for path in data.iterdir() if path.name not in {BUCKET, "data"}]
 
@@ -236,11 +236,11 @@ def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
         "versions": {"torch": "2"},
         "machine": {"processor": "a", "cores": 2, "memory": "1 GB", "system": "Linux"},
     }
-    text = report.markdown(results)
-    assert "its environment is not made" in text
+    text = render.markdown(results)
+    assert "its environment does not exist" in text
     assert all(f"| {name}" in text for name in names)
-    assert "| images | warm epochs |" in report.headline(results)
-    report.plot(results, data / "plot.png")
+    assert "| images | warm epochs |" in render.headline(results)
+    render.plot(results, data / "plot.png")
     assert (data / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -267,7 +267,7 @@ def test_an_accelerator_is_busy_as_long_as_it_does_not_wait(data: Path, tmp_path
 @pytest.mark.parametrize(
     ("program", "error"),
     [
-        ("import os; os.kill(os.getpid(), 9)", "ended with -9: nothing said"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with -9: no output"),
         ("raise SystemExit('no such thing')", "ended with 1: no such thing"),
     ],
 )
@@ -331,7 +331,7 @@ def test_two_runs_agree_where_their_ranges_overlap() -> None:
 
     both = compare(run(10, 20), run(20, 30))
     assert (both.shared, both.apart, both.one_sided) == (4, [], [])
-    assert both.by_chance == pytest.approx(4 / 3)  # of 6 ways to deal 4 values, 2 keep the low ones apart
+    assert both.by_chance == pytest.approx(4 / 3)  # 2 of the 6 ways to split 4 values give disjoint ranges
     both = compare(run(10, 20), run(21, 30))
     assert (both.shared, len(both.apart)) == (4, 1)
     assert "warm_rate  10–20 against 21–30" in both.apart[0]
@@ -380,7 +380,7 @@ def test_a_conversion_is_made_anew_when_what_it_is_made_of_changed(tmp_path: Pat
 
 def test_when_the_time_is_over_the_rest_is_not_run_and_says_so(data: Path) -> None:
     results = suite_of(data, "dataload", rounds=1, seconds=0).run(lambda _: None)
-    assert [run["error"] for run in results["runs"]] == ["not run: 0 s were over"]
+    assert [run["error"] for run in results["runs"]] == ["not run: the limit of 0 s was reached"]
 
 
 def test_a_measurement_that_hangs_is_ended(tmp_path: Path) -> None:
@@ -395,12 +395,12 @@ def test_a_measurement_that_hangs_is_ended(tmp_path: Path) -> None:
 
 def test_readme_takes_the_table_between_its_marks(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.into_readme(readme, "new")
-    assert readme.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
+    readme.write_text(f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n")
+    render.into_readme(readme, "new")
+    assert readme.read_text() == f"before\n{render.BEGIN}\n\nnew\n\n{render.END}\nafter\n"
     readme.write_text("no marks")
-    with pytest.raises(ValueError, match="no place"):
-        report.into_readme(readme, "new")
+    with pytest.raises(ValueError, match="no benchmark marks"):
+        render.into_readme(readme, "new")
 
 
 def test_a_system_that_delivers_nothing_ends_no_report(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_a_system_that_delivers_nothing_ends_no_report(tmp_path: Path) -> None:
     run["phases"]["warm"]["rows"] = 0
     results = {"runs": [run, *result_of("dataload", 7)], "workloads": {"images": TRUTH}}
     assert "warm_rate" not in summarise(results)[0]["figures"]
-    report.plot(results, tmp_path / "plot.png")  # of cold epochs there is nothing
+    render.plot(results, tmp_path / "plot.png")  # the results have no cold epochs
 
 
 def test_who_delivers_wrong_rows_is_nobodys_best(tmp_path: Path) -> None:
@@ -417,6 +417,6 @@ def test_who_delivers_wrong_rows_is_nobodys_best(tmp_path: Path) -> None:
         *result_of("LitData", 5),
         *result_of("LitData", 999, workers=2, problem="epoch 0: 3 rows of 100"),
     ]
-    headline = report.headline({"runs": runs, "workloads": {"images": TRUTH}})
+    headline = render.headline({"runs": runs, "workloads": {"images": TRUTH}})
     assert "| 5 | LitData |" in headline
     assert "999" not in headline

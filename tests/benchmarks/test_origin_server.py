@@ -63,7 +63,7 @@ def body_of(key: str, size: int = 5000) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Bucket "b" with the odd keys, "empty" and "big"; bucket "other" with nothing."""
+    """A folder with bucket "b", which has unusual keys, "empty" and "big", and the empty bucket "other"."""
     root = tmp_path / "origin"
     (root / "other").mkdir(parents=True)
     for key in [*ODD_KEYS, "empty", "big"]:
@@ -80,7 +80,7 @@ def origin(folder: Path) -> Iterator[Origin]:
 
 
 class Raw:
-    """An HTTP client that sends paths as they are, and takes what it gets."""
+    """An HTTP client that sends paths unchanged and accepts every answer."""
 
     def __init__(self, origin: Origin) -> None:
         host, port = origin.endpoint_url.removeprefix("http://").split(":")
@@ -112,7 +112,7 @@ def code_of(body: bytes) -> str:
     return ET.fromstring(body).findtext("Code") or ""
 
 
-# The clients that people use.
+# Common clients.
 
 
 class Boto:
@@ -283,7 +283,7 @@ def test_a_bucket_is_there_or_not(origin: Origin, raw: Raw):
         assert (response.status, code_of(body)) == (404, "NoSuchBucket")
 
 
-# Conditions, ranges, what is not there.
+# Conditions, ranges and missing objects.
 
 
 def test_the_headers_of_an_object(folder: Path, raw: Raw):
@@ -760,7 +760,7 @@ def test_a_connection_carries_no_more_than_its_rate(folder: Path, origin: Origin
 
 
 class CountingClient(threading.Thread):
-    """A random mix of requests for its own objects; it counts what it asked for and what it got."""
+    """Send random requests for the thread's own objects. Count requests and received bytes."""
 
     def __init__(self, origin: Origin, number: int, sizes: dict[str, int]) -> None:
         super().__init__()
@@ -872,18 +872,19 @@ def test_what_did_not_leave_is_not_counted(folder: Path, monkeypatch: pytest.Mon
     assert asyncio.run(get()) == 1000
 
 
-# The process.
+# The server process.
 
 
 def test_the_script_says_what_its_options_are():
     script = Path(__file__).parent.parent.parent / "benchmarks/origin.py"
-    told = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True).stdout
+    done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
+    text = " ".join(done.stdout.split())
     for option in ("host", "port", "latency", "bytes-per-second", "slow-down", "reset", "short", "stalled", "replaced"):
-        assert f"--{option}" in told
-    assert "seconds" in told and "odds (0 to 1)" in told and "bytes per second" in told
+        assert f"--{option}" in text
+    assert "seconds" in text and "probability (0 to 1)" in text and "bytes per second" in text
 
 
-def test_the_script_serves_with_its_options_until_it_is_told_to_end(folder: Path):
+def test_the_script_serves_with_its_options_until_a_signal(folder: Path):
     script = Path(__file__).parent.parent.parent / "benchmarks/origin.py"
     command = [sys.executable, str(script), str(folder), "--slow-down=1", "--seed=4"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:

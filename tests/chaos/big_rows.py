@@ -1,4 +1,4 @@
-"""A column of more than 2 GiB in one row group, which 32-bit offsets cannot count. Minutes, and 10 GB: `make chaos`."""
+"""A column of more than 2 GiB in one row group, which overflows 32-bit offsets. It takes minutes and 10 GB."""
 
 from __future__ import annotations
 

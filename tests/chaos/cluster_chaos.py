@@ -1,4 +1,4 @@
-"""Two hosts, many threads, and a cluster whose nodes are killed and stopped all the time: minutes, for `make chaos`."""
+"""Two hosts with many threads and a cluster whose nodes are killed and stopped repeatedly, for `make chaos`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_byte_is_right_whatever_happens(tmp_path: Path, monkeypatch: pytes
     over = threading.Event()
 
     def work(number: int) -> int:
-        chance, tier, asked = random.Random(f"{seed} {number}"), tiers[number % 2], 0
+        chance, tier, requests = random.Random(f"{seed} {number}"), tiers[number % 2], 0
         while not over.is_set():
             blob = chance.randrange(BLOBS)
             data = bytes([blob % 256]) * (1000 + blob * 700)
@@ -41,8 +41,8 @@ def test_every_byte_is_right_whatever_happens(tmp_path: Path, monkeypatch: pytes
                     other()
                 brought = tier.bring([key])
                 assert (tier.get_or_fill(key, fill) if brought is None else brought[0]) == data
-            asked += 1
-        return asked
+            requests += 1
+        return requests
 
     with ServerCluster(tmp_path / "servers") as servers, ThreadPoolExecutor(THREADS) as pool:
         tiers = [ClusterTier(tmp_path / f"host-{number}", 20_000_000, "lru", servers.url) for number in range(2)]

@@ -1,4 +1,4 @@
-"""A hundred programs that end in the middle of an epoch, of each kind: how long the slowest of them took to be gone."""
+"""A hundred programs of each kind that exit in the middle of an epoch, and the time of the slowest exit."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def test_it_is_gone_soon(origin: Origin, tmp_path: Path, end: str, filled: bool)
             slowest = max(slowest, time.monotonic() - begun)
         psutil.wait_procs(started, timeout=5)
         assert not [process for process in started if process.is_running()]
-    sys.stderr.write(f"{end}, filled={filled}: the slowest of {TIMES // 4} was gone after {slowest:.2f} s\n")
+    sys.stderr.write(f"{end}, filled={filled}: the slowest of {TIMES // 4} exited after {slowest:.2f} s\n")
     assert slowest < MOST_SECONDS

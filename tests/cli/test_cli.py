@@ -1,4 +1,4 @@
-"""The commands as a person types them: what they print, and what they exit with."""
+"""The commands as a user types them: their output and exit codes."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ from dataload.cache.blocks.reader import Object
 from dataload.cache.local import fsck
 from dataload.catalog.footer_cache import _runs
 from dataload.cli import app
-from dataload.cli.console import Lines, duration, table
-from dataload.cli.progress_bar import bar
+from dataload.cli.console import Lines, bar, duration, table
 from dataload.rows.row_group_cache import RowGroupCache
 
 Run = Callable[..., CompletedProcess[str]]
 
 
 def runs(url: str, *names: str) -> list[str]:
-    """Of these files of a folder, in order, those with which a run of footers begins, whose names are drawn."""
+    """Return the files of a folder, given in order, with which a run of footers begins."""
     folder = url.removeprefix("s3://")
     return [run[0].path.rpartition("/")[2] for run in _runs(Object(f"{folder}/{name}", 1, "v") for name in names)]
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, str]:
-    """What the environment says, but for where S3 is."""
+    """The environment of a command without the endpoint of S3."""
     return {
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
@@ -54,7 +53,7 @@ def settings(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings: dict[str, str]) -> Run:
-    """`dataload …`, in this process."""
+    """Run `dataload …` in this process."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     for name, value in settings.items():
@@ -72,7 +71,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], set
 
 @pytest.fixture
 def at_bucket(run: Run, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """With S3 found through the usual AWS environment."""
+    """Run commands that find S3 through the usual AWS environment."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.server.endpoint_url)
     return run
 
@@ -119,13 +118,13 @@ def test_warm_stats_verify_evict(at_bucket: Run, bucket: Any, dataset_of: Callab
 def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str]) -> None:
     url = dataset_of([[300, 200], [100, 400]])
     size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
-    said = at_bucket("plan", url)
-    assert said.returncode == 0, said.stderr
-    assert "2 objects" in said.stdout
-    assert "1,000 rows in 4 row groups" in said.stdout
-    for what in ("variance ratio", "first batch   waits for", "later epochs  fetch nothing", "window        of "):
-        assert what in said.stdout
-    assert max(map(len, said.stdout.splitlines())) <= 80
+    done = at_bucket("plan", url)
+    assert done.returncode == 0, done.stderr
+    assert "2 objects" in done.stdout
+    assert "1,000 rows in 4 row groups" in done.stdout
+    for text in ("variance ratio", "first batch   waits for", "later epochs  fetch nothing", "window        of "):
+        assert text in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
     costly = json.loads(
         at_bucket("plan", url, "--bandwidth", "1kB", "--latency", "0", "--price", "0.5", "--json").stdout
     )
@@ -156,7 +155,7 @@ def test_storage_options(at_bucket: Run, bucket: Any, dataset_of: Callable[..., 
 def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
     done = at_bucket("warm", dataset_of([[5000]]), "--cache-dir", str(tmp_path / "c"), "--cache-bytes", "20kB")
     assert done.returncode == 1
-    assert "0 of 1 row groups are there: the cache is full" in done.stderr
+    assert "0 of 1 row groups are cached: the cache is full" in done.stderr
     assert (
         json.loads(at_bucket("cache", "stats", "--cache-dir", str(tmp_path / "c"), "--json").stdout)["bytes"] <= 20_000
     )
@@ -212,7 +211,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(
     assert says.lower() in done.stderr.lower()
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
-    assert not list((tmp_path / "home").glob("dataload/tmp/*")), "something was left half-written"
+    assert not list((tmp_path / "home").glob("dataload/tmp/*")), "a file is incomplete"
 
 
 @pytest.mark.parametrize("words", [[""], ["tiercache::"], ["warp://x"], [], ["s3://x", "--all"], ["--keep-bytes", "1"]])
@@ -259,31 +258,31 @@ def test_a_name_is_a_name_though_it_looks_like_a_glob(at_bucket: Run, bucket: An
     assert (done.returncode, "is no glob" in done.stderr) == (2, True)
 
 
-def test_warm_goes_on_beside_one_who_is_slow(
+def test_warm_continues_when_another_process_is_slow(
     at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits too long for another keeps nothing of that one row group; the cache is as good as before."""
+    """A row group whose wait times out is not cached; the others are."""
     make = RowGroupCache.make
     monkeypatch.setattr(RowGroupCache, "make", lambda self, number: make(self, number) and number != 1)
     done = at_bucket("warm", dataset_of([[100]] * 4), "--cache-dir", str(tmp_path / "c"), "--json")
     assert json.loads(done.stdout)["row_groups_kept"] == 3
     assert done.returncode == 1
-    assert "3 of 4 row groups are there: others were at the rest" in done.stderr
+    assert "3 of 4 row groups are cached: waiting for another process timed out" in done.stderr
 
 
-def test_a_server_that_is_gone_is_no_dataset_that_is_not_there(run: Run, tmp_path: Path) -> None:
+def test_a_server_without_an_answer_is_not_a_missing_dataset(run: Run, tmp_path: Path) -> None:
     done = run("plan", "http://127.0.0.1:1/x.parquet", "--cache-dir", str(tmp_path / "c"))
     assert done.returncode == 1
     assert "Connect call failed" in done.stderr
 
 
-@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("cached", [False, True])
 def test_warm_fetches_nothing_in_vain(
-    at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, there: bool
+    at_bucket: Run, bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, cached: bool
 ) -> None:
     url = dataset_of([[20_000]] * 60)
     cache = ("--cache-dir", str(tmp_path / "c"), "--cache-bytes", "3MB")
-    if there:
+    if cached:
         at_bucket("warm", url, *cache)
     before = bucket.server.stats()["get_bytes"]
     done = at_bucket("warm", url, *cache, "--json")
@@ -291,7 +290,7 @@ def test_warm_fetches_nothing_in_vain(
     assert done.returncode == 1
     assert 0 < figures["row_groups_kept"] < 10
     size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])
-    assert bucket.server.stats()["get_bytes"] - before < size / 2, "all of it was fetched, though it cannot be kept"
+    assert bucket.server.stats()["get_bytes"] - before < size / 2, "fetched row groups that do not fit into the cache"
 
 
 def test_warm_says_what_its_part_is(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
@@ -340,7 +339,7 @@ def test_help(run: Run) -> None:
     assert done.returncode == 0
     for command in COMMANDS:
         assert f"  {command} " in done.stdout
-    assert "..." not in done.stdout.partition("Commands:")[2], "what a command does fits into a line"
+    assert "..." not in done.stdout.partition("Commands:")[2], "the summary of a command is cut"
 
 
 @pytest.mark.parametrize("words", [("cache",), ("cache", "--help")], ids=str)
@@ -416,7 +415,7 @@ def test_warming_goes_on_where_it_was_interrupted(
     started.send_signal(signal.SIGINT)
     out, err = started.communicate(timeout=60)
     assert (started.returncode, out) == (130, "")
-    assert err == "dataload: interrupted: what is there stays; the same command goes on from there\n"
+    assert err == ("dataload: interrupted: the cache keeps the fetched row groups; run the same command to continue\n")
 
     origin.behave(latency=0)
     before = origin.stats()["get_bytes"]
@@ -432,7 +431,7 @@ def test_warming_goes_on_where_it_was_interrupted(
 
 
 def test_warm_what_comes_first(at_bucket: Run, dataset_of: Callable[..., str], bucket: Any, tmp_path: Path) -> None:
-    """What the first so many row groups of an epoch are, a loader of that epoch finds."""
+    """A loader of an epoch finds the first row groups of that epoch in the cache."""
     url, cache = dataset_of([[300, 200], [100, 400]]), str(tmp_path / "c")
     done = at_bucket(
         "warm", url, "--epoch", "3", "--seed", "7", "--window", "2", "--first", "2", "--cache-dir", cache, "--json"
@@ -448,13 +447,13 @@ def test_warm_what_comes_first(at_bucket: Run, dataset_of: Callable[..., str], b
 def test_what_is_evicted_goes_bit_by_bit(
     at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that it can be said how far it is, and others need not wait long."""
+    """Progress is reported, and other processes wait only briefly."""
     assert at_bucket("warm", dataset_of([[300, 200], [100, 400]]), "--cache-dir", str(tmp_path / "c")).returncode == 0
     folder = fsck.open_existing(tmp_path / "c")
-    held, gone = folder.index.used_bytes(), list[int]()
+    held, evicted = folder.index.used_bytes(), list[int]()
     monkeypatch.setattr(fsck, "EVICTED_AT_ONCE", held // 20)
-    assert fsck.evict(folder, keep_bytes=held // 2, progress=gone.append) == sum(gone)
-    assert len(gone) >= 3
+    assert fsck.evict(folder, keep_bytes=held // 2, progress=evicted.append) == sum(evicted)
+    assert len(evicted) >= 3
     assert 0 < folder.index.used_bytes() <= held // 2
     assert fsck.evict(folder) > 0
     assert folder.index.used_bytes() == 0
@@ -475,11 +474,11 @@ def test_a_doctor_of_a_dataset(at_bucket: Run, dataset_of: Callable[..., str], t
     for check in ("cache filesystem", "ranks", "credentials", "If-Match"):
         assert f"ok       {check}:" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert not (tmp_path / "c").exists(), "who looks makes nothing"
+    assert not (tmp_path / "c").exists(), "doctor created a cache"
     found = at_bucket("doctor", f"{url}/nothing", *cache, "--json")
     assert found.returncode == 1
     assert json.loads(found.stdout)["checks"]["credentials"]["advice"] == "check bucket, prefix and endpoint"
-    # Batches as large as this dataset's rows make them.
+    # The size of a batch follows from the rows of this dataset.
     workers = at_bucket("doctor", url, *cache, "--num-workers", "4", "--batch-size", str(10**9), "--json")
     assert "--shm-size" in json.loads(workers.stdout)["checks"]["shared memory"]["advice"]
 
@@ -497,17 +496,17 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("counted", "total", "says"),
+    ("unit", "total", "expected"),
     [
         ("", 10**9, r"warming ━+╸ + 0.4/1.0 GB 100.0 MB/s 0:00:06"),
         ("files", 10**9, r"warming ━+╸ + 400000000/1000000000 files 100,000,000/s 0:00:06"),
     ],
 )
-def test_a_bar_on_a_terminal(counted: str, total: int, says: str) -> None:
-    """With rate, and the time that is left, in one line of 80 columns."""
+def test_a_bar_on_a_terminal(unit: str, total: int, expected: str) -> None:
+    """The bar shows rate and remaining time in one line of 80 columns."""
     now = [0.0]
     console = Console(file=io.StringIO(), width=80, get_time=lambda: now[0])
-    shown = bar(console, counted)
+    shown = bar(console, unit)
     task = shown.add_task("warming", total=total)
     for second in range(1, 5):
         now[0] = second
@@ -516,10 +515,10 @@ def test_a_bar_on_a_terminal(counted: str, total: int, says: str) -> None:
         console.print(shown.get_renderable())
     [line] = printed.get().splitlines()
     assert len(line.rstrip()) <= 80
-    assert re.fullmatch(says, line.rstrip())
+    assert re.fullmatch(expected, line.rstrip())
 
 
-def test_texts_are_folded_beside_what_they_are_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_wrap_beside_their_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "20")
     assert table([("a", "one two three four five"), ("long", "x")]) == ("a     one two three\n      four five\nlong  x")
 

@@ -1,4 +1,4 @@
-"""The demo, whole: what it promises, what it leaves behind, and what a kill costs the next run."""
+"""The whole demo: its promises, its clean-up, and the run after a killed rank."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def demo(*words: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """No process of a demo's outlives it, and no file but a kept cache's."""
+    """Check that no process and no file of a demo outlives it, except a kept cache."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
     yield
     assert not [process for process in ranks_and_launchers() if process.is_running()]
-    left = [path.name for path in scratch.iterdir() if not path.name.startswith(("torchelastic", "pymp"))]
-    assert left == []
+    files = [path.name for path in scratch.iterdir() if not path.name.startswith(("torchelastic", "pymp"))]
+    assert files == []
 
 
 def ranks_and_launchers() -> list[psutil.Process]:
@@ -84,7 +84,7 @@ def test_a_rank_killed_in_the_first_epoch_and_runs_on_the_kept_cache(tmp_path: P
     assert again["problems"] == []
     report = fsck.verify(fsck.open_existing(cache))
     assert report.problems == []
-    assert report.bytes > 0.99 * again["dataset_bytes"]  # pictures are stored as they are, in Parquet and decoded
+    assert report.bytes > 0.99 * again["dataset_bytes"]  # pixels take the same space in Parquet and decoded
 
     once_more = demo(*kept)
     assert [epoch["s3_requests"] for epoch in once_more["epochs"]] == [0, 0, 0]
@@ -93,12 +93,12 @@ def test_a_rank_killed_in_the_first_epoch_and_runs_on_the_kept_cache(tmp_path: P
 
 
 def rank_at_work(cache: Path, running: subprocess.Popen[str]) -> psutil.Process:
-    """A rank's process, once both are at work and some of the data, but not all, is in the cache."""
+    """Return the process of a rank, once both ranks run and the cache holds a part of the dataset."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and running.poll() is None:
         ranks = [process for process in ranks_and_launchers() if "torch.distributed.run" not in process.info["cmdline"]]
         blobs = len(list((cache / "blobs").glob("*/*")))
         if len(ranks) == 2 and blobs > 12:
             return ranks[1]
-        time.sleep(0.05)  # polling another program's progress; nothing is measured
-    raise AssertionError("the ranks never got to work")
+        time.sleep(0.05)  # polls the progress of another program; no assertion depends on it
+    raise AssertionError("the ranks did not start to read")

@@ -1,4 +1,4 @@
-"""The demo's parts: the server counts what it sends, the data are what they say, the promises can be broken."""
+"""The parts of the demo: the server's counters, the dataset, the model and the promises."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dataload.demo.server import S3Server, classify
 from dataload.errors import DataloadError
 
 BODY = bytes(range(256)) * 4096  # 1 MiB
-# moto lets only signed requests in, but does not look at the signature.
+# moto requires a signature but does not verify it.
 SIGNED = {
     "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20200101/us-east-1/s3/aws4_request, "
     "SignedHeaders=host, Signature=0"
@@ -47,7 +47,7 @@ def client_of(server):
 
 @pytest.fixture
 def own():
-    """A server of the test's own with one object, bucket/folder/object, and nothing counted yet."""
+    """A new server with one object, bucket/folder/object, and counters at zero."""
     with S3Server() as server:
         client = client_of(server)
         client.create_bucket(Bucket="bucket")
@@ -116,7 +116,7 @@ def test_failed_requests_are_counted_with_what_they_sent(own):
 def test_one_connection_serves_many_requests(own):
     connection = http.client.HTTPConnection("127.0.0.1", int(own.endpoint_url.rpartition(":")[2]))
     connection.connect()
-    ours = connection.sock.getsockname()
+    socket_name = connection.sock.getsockname()
     for method, path, body in (
         ("GET", "/bucket/folder/object", None),
         ("PUT", "/bucket/small", b"x" * 1000),
@@ -129,7 +129,7 @@ def test_one_connection_serves_many_requests(own):
         answer = connection.getresponse()
         content = answer.read()
         assert connection.sock is not None, f"closed after {method} {path}"
-        assert connection.sock.getsockname() == ours
+        assert connection.sock.getsockname() == socket_name
     assert content == BODY
     connection.close()
 
@@ -179,7 +179,7 @@ def test_nothing_of_a_server_outlives_it():
 
 @pytest.mark.parametrize("sent", [1000, 0])
 def test_faults_can_be_put_in_front(sent):
-    """A body cut short reaches the client as such, and only what was sent is counted; a crash is a 500."""
+    """The client sees a truncated body, only the sent bytes are counted, and an exception becomes a 500."""
 
     def faulty(app):
         def wrapped(environ, start_response):
@@ -219,7 +219,7 @@ def test_faults_can_be_put_in_front(sent):
         ("PUT", "/bucket/key", "partNumber=1&uploadId=x", "other"),
     ],
 )
-def test_requests_are_told_apart(method, path, query, kind):
+def test_requests_are_classified(method, path, query, kind):
     assert classify(method, path, query) == kind
 
 
@@ -268,13 +268,13 @@ def test_no_original_is_in_both_parts():
 
 
 def plain_images():
-    """Ten originals, one a label, each of one grey level, which noise cannot take for another."""
+    """Return ten originals, one for each label, whose grey levels differ by more than the noise."""
     levels = np.arange(1, 11, dtype=np.uint8)
     return dataset.Digits(np.repeat(levels[:, None] * 20, dataset.PIXELS, axis=1), np.arange(10), np.arange(10))
 
 
 def rows_of(tables):
-    """(pixels uint8[n, 64, 64], labels int64[n])"""
+    """Return pixels uint8[n, 64, 64] and labels int64[n]."""
     tables = list(tables)
     pixels = [table["image"].combine_chunks().values.to_numpy().reshape(-1, 64, 64) for table in tables]
     return np.concatenate(pixels), np.concatenate([table["label"].to_numpy() for table in tables])
@@ -291,7 +291,7 @@ def test_labels_belong_to_their_images_unless_shuffled():
 
 def test_images_are_shifted_a_few_pixels_each_way():
     pixels, _ = rows_of(dataset.augmented(plain_images(), 400, 1))
-    outside = pixels < 20  # noise on nothing
+    outside = pixels < 20  # noise on black
     assert outside[:, 0].all(axis=1).any()
     assert outside[:, -1].all(axis=1).any()
     assert not outside[:, dataset.MAX_SHIFT : -dataset.MAX_SHIFT, dataset.MAX_SHIFT : -dataset.MAX_SHIFT].any()
@@ -314,10 +314,10 @@ def test_model_learns_from_a_part_of_the_data():
     assert model.accuracy(net, torch.from_numpy(held_out.images), torch.from_numpy(held_out.labels)) > 0.8
 
 
-# ---- report
+# ---- checks
 
 
-EPOCH = checks.Epoch(1000.0, 0, 0, 1.0, 0.1, 0.99)
+EPOCH = checks.EpochTraffic(1000.0, 0, 0, 1.0, 0.1, 0.99)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_order_promises(orders, kept):
     assert [promise.kept for promise in checks.order_promises([np.array(order) for order in orders], 3)] == kept
 
 
-def test_accuracy_promise_turns_round_for_the_control():
+def test_the_accuracy_promise_is_reversed_for_the_control():
     assert [checks.accuracy_promise(share, shuffled_labels=False).kept for share in (0.94, 0.95)] == [False, True]
     assert [checks.accuracy_promise(share, shuffled_labels=True).kept for share in (0.2, 0.19)] == [False, True]
 
@@ -401,12 +401,12 @@ def test_failing_ranks_are_named_and_gone(own, tmp_path):
 
 
 def test_launcher_that_will_not_end_is_killed(monkeypatch):
-    monkeypatch.setattr(runner, "PATIENCE", 0.2)
+    monkeypatch.setattr(runner, "SHUTDOWN_TIMEOUT", 0.2)
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
     launcher = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE)
     with launcher.stdout:
         launcher.stdout.readline()
-        with pytest.raises(KeyboardInterrupt), runner._ended(launcher):
+        with pytest.raises(KeyboardInterrupt), runner._terminated(launcher):
             raise KeyboardInterrupt
     assert launcher.returncode == -9
 
@@ -418,9 +418,9 @@ def test_launcher_that_will_not_end_is_killed(monkeypatch):
             "noise\n[rank1]: Traceback (most recent call last):\n[rank1]:   x: y\n[rank1]: KeyError: 'a'\n",
             "[rank1]: KeyError: 'a'",
         ),
-        ("E1 api.py] failed (exitcode: -9) local_rank: 1 (pid: 5) of binary\n", "rank 1 ended with code -9"),
-        ("", "torchrun ended with code 3"),
+        ("E1 api.py] failed (exitcode: -9) local_rank: 1 (pid: 5) of binary\n", "rank 1 exited with code -9"),
+        ("", "torchrun exited with code 3"),
     ],
 )
-def test_failures_are_told_in_one_line(log, reason):
+def test_failures_are_one_line(log, reason):
     assert runner.failure(log, 3) == reason

@@ -1,4 +1,4 @@
-"""Each check of the doctor, with the fault that it looks for made, and what it advises."""
+"""Each check of the doctor finds the fault that it looks for, and advises how to fix it."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ LISTED = """<?xml version="1.0"?><ListBucketResult><Name>b</Name><Prefix>data/</
 <LastModified>2024-01-01T00:00:00.000Z</LastModified></Contents></ListBucketResult>"""
 
 
-def said(found: Finding) -> str:
+def line(found: Finding) -> str:
     return f"{found.status}: {found.what} -> {found.advice}"
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No launcher is at work, and no AWS."""
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the variables of launchers and of AWS."""
     for name in [name for name in os.environ if name.startswith(("AWS_", "SLURM_", "OMPI_"))]:
         monkeypatch.delenv(name)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -68,7 +68,7 @@ def case(tmp_path: Path) -> Case:
 
 
 def test_a_machine_in_order(case: Case) -> None:
-    found = {name: said(finding) for name, finding in examine(case, None)}
+    found = {name: line(finding) for name, finding in examine(case, None)}
     assert list(found) == list(MACHINE)
     assert all(finding.startswith("ok: ") for finding in found.values()), found
 
@@ -76,11 +76,11 @@ def test_a_machine_in_order(case: Case) -> None:
 def test_a_check_that_fails_takes_no_other_with_it(case: Case, tmp_path: Path) -> None:
     (tmp_path / "mounts").write_text("nonsense\n")
     found = dict(examine(Case(case.folder, mounts=tmp_path / "mounts"), None))
-    assert "cannot be looked at: list index out of range (IndexError)" in said(found["cache filesystem"])
+    assert "the check failed: list index out of range (IndexError)" in line(found["cache filesystem"])
     assert list(found) == list(MACHINE)
 
 
-def test_findings_are_said_as_they_come(
+def test_each_finding_is_printed_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def examine(*_: Any) -> Iterator[tuple[str, Finding]]:
@@ -107,7 +107,7 @@ def test_a_network_filesystem(case: Case, tmp_path: Path, kind: str) -> None:
 def test_a_filesystem_in_memory(case: Case, tmp_path: Path) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"22 21 0:40 / {tmp_path} rw - tmpfs tmpfs rw\n")
-    found = said(cache_dir.filesystem(Case(case.folder, mounts=mounts)))
+    found = line(cache_dir.filesystem(Case(case.folder, mounts=mounts)))
     assert found.startswith("warning")
     assert "in memory (tmpfs)" in found
     assert "--cache-dir /nvme/cache" in found
@@ -115,47 +115,47 @@ def test_a_filesystem_in_memory(case: Case, tmp_path: Path) -> None:
 
 def test_a_folder_of_other_files(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    found = cache_dir.ours(Case(tmp_path))
+    found = cache_dir.usable(Case(tmp_path))
     assert (found.status, found.advice) == ("problem", "name an empty folder")
     assert "thesis.txt" in found.what
 
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
-    assert "may not write to /proc" in said(cache_dir.ours(Case(Path("/proc/sys/cache"))))
+    assert "may not write to /proc" in line(cache_dir.usable(Case(Path("/proc/sys/cache"))))
 
 
 @pytest.fixture
 def closed(tmp_path: Path) -> Iterator[Path]:
-    """A folder that we may not look into."""
-    path, us = tmp_path / "closed", os.geteuid()
+    """A folder that this process may not read."""
+    path, user = tmp_path / "closed", os.geteuid()
     path.mkdir(mode=0)
-    if us == 0:
-        os.seteuid(65534)  # who is kept out by what stops no root
+    if user == 0:
+        os.seteuid(65534)  # permissions do not apply to root
     yield path
-    os.seteuid(us)
+    os.seteuid(user)
 
 
 def test_a_folder_in_one_that_may_not_be_looked_into(closed: Path) -> None:
     case = Case(closed / "cache")
-    assert "Permission denied" in said(cache_dir.ours(case))
-    assert "name a folder of your own" in said(cache_dir.ours(case))
-    assert "nothing can be locked" in said(cache_dir.locks(case))
+    assert "Permission denied" in line(cache_dir.usable(case))
+    assert "name a folder of your own" in line(cache_dir.usable(case))
+    assert "cannot be locked" in line(cache_dir.locks(case))
     assert cache_dir.filesystem(case).status != "problem"
 
 
-def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = shutil.disk_usage(tmp_path).free
-    assert "lower cache_bytes" in said(cache_dir.room(Case(tmp_path, cache_bytes=2 * free)))
-    assert cache_dir.room(Case(tmp_path, cache_bytes=free // 2)).status == "ok"
-    monkeypatch.setattr(cache_dir, "LITTLE_BYTES", free // 2)
-    assert cache_dir.room(Case(tmp_path / "cache")).status == "ok"
-    monkeypatch.setattr(cache_dir, "LITTLE_BYTES", 2 * free)
-    assert "on a larger disk" in said(cache_dir.room(Case(tmp_path / "cache")))
+    assert "lower cache_bytes" in line(cache_dir.capacity(Case(tmp_path, cache_bytes=2 * free)))
+    assert cache_dir.capacity(Case(tmp_path, cache_bytes=free // 2)).status == "ok"
+    monkeypatch.setattr(cache_dir, "SMALL_CACHE_BYTES", free // 2)
+    assert cache_dir.capacity(Case(tmp_path / "cache")).status == "ok"
+    monkeypatch.setattr(cache_dir, "SMALL_CACHE_BYTES", 2 * free)
+    assert "on a larger disk" in line(cache_dir.capacity(Case(tmp_path / "cache")))
 
 
 @pytest.fixture
 def used(case: Case) -> None:
-    """The index of a cache that holds a terabyte, as far as anybody is told."""
+    """The index of a cache that claims to hold a terabyte."""
     index = Index(case.folder / "index")
     (case.folder / "index").mkdir(parents=True)
     index.make()
@@ -164,24 +164,24 @@ def used(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("used")
-def test_room_that_the_cache_has_taken(case: Case) -> None:
+def test_space_that_the_cache_uses_already(case: Case) -> None:
     free = shutil.disk_usage(case.existing).free
-    assert cache_dir.room(Case(case.folder, cache_bytes=free + 10**12 // 2)).status == "ok"
-    assert f"{decimal(2 * free)} more may be asked" in said(
-        cache_dir.room(Case(case.folder, cache_bytes=2 * free + 10**12))
+    assert cache_dir.capacity(Case(case.folder, cache_bytes=free + 10**12 // 2)).status == "ok"
+    assert f"may grow by {decimal(2 * free)}" in line(
+        cache_dir.capacity(Case(case.folder, cache_bytes=2 * free + 10**12))
     )
 
 
 @pytest.mark.usefixtures("used")
 def test_an_index_that_is_damaged(case: Case) -> None:
     (case.folder / "index" / "data.mdb").write_bytes(b"?" * 100_000)
-    found = cache_dir.room(case)
+    found = cache_dir.capacity(case)
     assert (found.status, found.advice) == ("problem", "dataload cache verify --repair")
     assert f"the index of {case.folder} cannot be read" in found.what
 
 
 def test_a_url_of_a_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is looked at past that, which is not made either."""
+    """The checks go to the origin behind the cache, and create no cache."""
     pq.write_table(pa.table({"label": np.arange(8)}), tmp_path / "x.parquet")
     options = json.dumps({"tiercache": {"cache_dir": str(tmp_path / "cache")}})
     url = f"tiercache::file://{tmp_path}/x.parquet"
@@ -196,7 +196,7 @@ from pathlib import Path
 from dataload.doctor import cache_dir
 from dataload.doctor.finding import Case
 
-# A filter of system calls: fcntl(…, F_OFD_SETLK, …) is refused with EINVAL, all else goes through.
+# A seccomp filter: fcntl(…, F_OFD_SETLK, …) fails with EINVAL, all other system calls pass.
 LOAD, EQUAL, RETURN, FCNTL, F_OFD_SETLK, ALLOW, REFUSE = 0x20, 0x15, 0x06, 72, 37, 0x7FFF0000, 0x00050000 | 22
 steps = [
     (LOAD, 0, 0, 0), (EQUAL, 0, 3, FCNTL), (LOAD, 0, 0, 24), (EQUAL, 0, 1, F_OFD_SETLK),
@@ -216,20 +216,21 @@ print(found.status, found.what, found.advice)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="system calls have other numbers")
 def test_no_locks(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", REFUSED, tmp_path], capture_output=True, text=True, check=False)
-    assert ran.stdout.startswith("problem nothing can be locked"), ran.stderr
+    assert ran.stdout.startswith("problem files in "), ran.stderr
+    assert "cannot be locked: Invalid argument" in ran.stdout
     assert "such as ext4 or xfs" in ran.stdout
 
 
-def test_locks_that_keep_nobody_out(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on filesystems that grant each host its own."""
+def test_locks_that_exclude_no_other_holder(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some network filesystems grant each host its own locks."""
     from dataload.cache.local import key_locks
 
     monkeypatch.setattr(key_locks, "set_lock", lambda *_: True)
-    assert "keep nobody out" in said(cache_dir.locks(case))
+    assert "do not exclude other holders" in line(cache_dir.locks(case))
 
 
 def set_ranks(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """So many on this host, and no other."""
+    """Set the environment of `count` ranks on this host alone."""
     for name, value in {"RANK": 0, "WORLD_SIZE": count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": count}.items():
         monkeypatch.setenv(name, str(value))
 
@@ -239,24 +240,24 @@ def test_little_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     free = status.f_bavail * status.f_frsize
 
     def found(**planned: int) -> str:
-        return said(limits.shared_memory(Case(tmp_path, shared_memory=tmp_path, **planned)))
+        return line(limits.shared_memory(Case(tmp_path, shared_memory=tmp_path, **planned)))
 
     row = free // 1000
-    assert f"4 workers hold {decimal(4 * 200 * 2 * row)} there" in found(num_workers=4, batch_size=200, row_bytes=row)
+    assert f"4 workers need {decimal(4 * 200 * 2 * row)}" in found(num_workers=4, batch_size=200, row_bytes=row)
     assert "--shm-size" in found(num_workers=4, batch_size=200, row_bytes=row)
     assert found(num_workers=1, batch_size=300, row_bytes=row).startswith("ok")
     monkeypatch.setattr(limits, "SHARED_BYTES", 2 * free // 3)
     assert found(num_workers=1).startswith("ok")
     set_ranks(monkeypatch, 2)
-    assert f"2 workers hold {decimal(2 * 300 * 2 * row)} there" in found(num_workers=1, batch_size=300, row_bytes=row)
-    assert found(num_workers=1).startswith("problem"), "all of them are of one host"
+    assert f"2 workers need {decimal(2 * 300 * 2 * row)}" in found(num_workers=1, batch_size=300, row_bytes=row)
+    assert found(num_workers=1).startswith("problem"), "both ranks share this host's memory"
     assert found().startswith("ok")
-    assert "there is no" in said(limits.shared_memory(Case(tmp_path, shared_memory=tmp_path / "none")))
+    assert "there is no" in line(limits.shared_memory(Case(tmp_path, shared_memory=tmp_path / "none")))
 
 
 @pytest.fixture
 def limit() -> Iterator[Callable[[int, int], None]]:
-    """Sets a soft limit of this process, for as long as the test runs."""
+    """Set a soft limit of this process for the duration of the test."""
     before: dict[int, tuple[int, int]] = {}
 
     def lower(which: int, soft: int) -> None:
@@ -271,7 +272,7 @@ def limit() -> Iterator[Callable[[int, int], None]]:
 def test_few_open_files(case: Case, limit: Callable[[int, int], None]) -> None:
     limit(resource.RLIMIT_NOFILE, 700)
     assert limits.descriptors(case).status == "ok"
-    assert "a process may open 700 files" in said(limits.descriptors(Case(case.folder, num_workers=8)))
+    assert "a process may open 700 files" in line(limits.descriptors(Case(case.folder, num_workers=8)))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def test_few_open_files(case: Case, limit: Callable[[int, int], None]) -> None:
         (10**6, 2000, "ulimit -n 128512, "),
     ],
 )
-def test_how_many_files_may_be_opened_by_whom(
+def test_the_advice_respects_the_hard_limit_of_open_files(
     case: Case, monkeypatch: pytest.MonkeyPatch, hard: int, num_workers: int, advice: str
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (700, hard))
@@ -302,9 +303,9 @@ def test_little_locked_memory(
     case: Case, limit: Callable[[int, int], None], planned: dict[str, int], needed: str
 ) -> None:
     limit(resource.RLIMIT_MEMLOCK, 64 << 10)
-    found = said(limits.locked_memory(Case(case.folder, pin_memory=True, **planned)))
+    found = line(limits.locked_memory(Case(case.folder, pin_memory=True, **planned)))
     assert found.startswith("warning: a process may lock 65.5 kB")
-    assert f"take {needed}" in found
+    assert f"need {needed}" in found
     assert "memlock=-1" in found
     assert limits.locked_memory(Case(case.folder, **planned)).status == "ok", "nothing is pinned"
 
@@ -320,8 +321,8 @@ def test_batches_that_are_pinned(
 
 def test_few_maps(case: Case, tmp_path: Path) -> None:
     (tmp_path / "maps").write_text("1000\n")
-    found = said(limits.maps(Case(case.folder, max_map_count=tmp_path / "maps")))
-    assert "1,000 maps" in found
+    found = line(limits.maps(Case(case.folder, max_map_count=tmp_path / "maps")))
+    assert "1,000 memory maps" in found
     assert "sysctl -w vm.max_map_count=" in found
 
 
@@ -329,9 +330,9 @@ def test_few_processors(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        found = said(limits.processors(Case(case.folder, num_workers=3)))
+        found = line(limits.processors(Case(case.folder, num_workers=3)))
         set_ranks(monkeypatch, 2)
-        too_many = said(limits.processors(Case(case.folder)))
+        too_many = line(limits.processors(Case(case.folder)))
     finally:
         os.sched_setaffinity(0, before)
     assert "1 processors for 1 ranks of 3 workers each: 4 processes -> num_workers=0, or" in found
@@ -344,12 +345,12 @@ def test_workers_that_are_forked(case: Case) -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     try:
         multiprocessing.set_start_method("fork", force=True)
-        found = said(processes.fork(Case(case.folder, num_workers=1)))
+        found = line(processes.fork(Case(case.folder, num_workers=1)))
         multiprocessing.set_start_method("forkserver", force=True)
         assert processes.fork(Case(case.folder, num_workers=1)).advice == ""
     finally:
         multiprocessing.set_start_method(before, force=True)
-    assert found.startswith("ok: unless the program says otherwise, workers are forked"), "it may well say so"
+    assert found.startswith("ok: unless the program sets another start method, workers are forked")
     assert "multiprocessing_context='forkserver'" in found
 
 
@@ -374,7 +375,7 @@ def test_ranks(case: Case, monkeypatch: pytest.MonkeyPatch, environment: str, st
         monkeypatch.setenv(name, value)
     found = processes.ranks(case)
     assert found.status == status
-    assert says in said(found)
+    assert says in line(found)
 
 
 def closed_port() -> int:
@@ -385,16 +386,16 @@ def closed_port() -> int:
 
 def test_a_cluster_that_does_not_answer(case: Case) -> None:
     url = f"valkey://user:s3cret@127.0.0.1:{closed_port()}"
-    found = said(cluster.cluster(Case(case.folder, cluster=url)))
+    found = line(cluster.cluster(Case(case.folder, cluster=url)))
     assert "does not answer" in found
     assert "user and password" in found
     assert "s3cret" not in found
-    assert "must be valkey://host:port" in said(cluster.cluster(Case(case.folder, cluster="s3cret")))
+    assert "must be valkey://host:port" in line(cluster.cluster(Case(case.folder, cluster="s3cret")))
 
 
 @dataclass
 class Answers:
-    """How a store answers."""
+    """The behaviour of the fake store."""
 
     ranges: bool = True
     etag: bool = True
@@ -407,7 +408,7 @@ class Answers:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """As much of S3 as is asked here: a bucket b of one object."""
+    """The part of S3 that the checks use: a bucket `b` with one object."""
 
     answers: Answers
 
@@ -439,7 +440,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(self.body)
 
     def refused(self, path: str) -> str | None:
-        """Why, if it is."""
+        """Return the error code for a rejected request; None if it is accepted."""
         answers = self.answers
         if answers.token and self.headers.get("Authorization") != f"Bearer {answers.token}":
             return "AccessDenied"
@@ -447,7 +448,7 @@ class Handler(BaseHTTPRequestHandler):
             return "AccessDenied"
         return answers.refuses if answers.refuses and path != "/" else None
 
-    do_HEAD = do_GET  # noqa: N815 (its name says what it answers)
+    do_HEAD = do_GET  # noqa: N815 (http.server finds the method by this name)
 
     def date_time_string(self, timestamp: float | None = None) -> str:
         return formatdate(time() + self.answers.seconds_ahead, usegmt=True)
@@ -483,8 +484,8 @@ def http(address: str, **options: Any) -> Store:
 
 
 def test_a_store_in_order(case: Case, address: str, tmp_path: Path) -> None:
-    for one in (s3(address), http(address)):
-        found = {name: said(finding) for name, finding in examine(case, one) if name in ORIGIN}
+    for store in (s3(address), http(address)):
+        found = {name: line(finding) for name, finding in examine(case, store) if name in ORIGIN}
         assert list(found) == list(ORIGIN)
         assert all(finding.startswith("ok: ") for finding in found.values()), found
     (tmp_path / "x").write_bytes(BODY)
@@ -493,11 +494,11 @@ def test_a_store_in_order(case: Case, address: str, tmp_path: Path) -> None:
     assert found == dict.fromkeys(ORIGIN, "ok") | {"ETag": "warning"}
 
 
-def test_nobody_at_the_endpoint(case: Case) -> None:
+def test_an_endpoint_without_a_server(case: Case) -> None:
     found = dict(examine(case, s3(f"http://127.0.0.1:{closed_port()}")))
-    assert "cannot be reached" in said(found["endpoint"])
-    assert "AWS_ENDPOINT_URL" in said(found["endpoint"])
-    assert "clock" not in found, "nobody else is to be waited for"
+    assert "cannot be reached" in line(found["endpoint"])
+    assert "AWS_ENDPOINT_URL" in line(found["endpoint"])
+    assert "clock" not in found, "the checks stop at an endpoint that cannot be reached"
 
 
 @pytest.mark.parametrize(
@@ -521,19 +522,19 @@ def test_a_store_that_cannot_be_opened(
         monkeypatch.setenv(name, value)
     with pytest.raises(typer.Exit):
         doctor("s3://b/data", cache_dir=tmp_path / "cache", storage_options=options, as_json=True)
-    told = capsys.readouterr().out
-    found = json.loads(told)["checks"]
+    printed = capsys.readouterr().out
+    found = json.loads(printed)["checks"]
     assert list(found) == [*MACHINE, "endpoint"]
     assert "s3://b/data cannot be opened: " in found["endpoint"]["what"]
     assert name in found["endpoint"]["advice"] or "in ~/.aws" in found["endpoint"]["advice"]
-    assert "s3cret" not in told
+    assert "s3cret" not in printed
 
 
 def test_rows_that_cannot_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def pin(*_: Any) -> None:
-        raise RuntimeError("a filesystem that nobody knew")
+        raise RuntimeError("an unexpected filesystem error")
 
     (tmp_path / "x").write_bytes(BODY)
     monkeypatch.setattr(manifest, "pin", pin)
@@ -542,18 +543,18 @@ def test_rows_that_cannot_be_measured(
 
 
 def test_rows_of_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held of a row is what is asked for."""
-    told: list[Case] = []
+    """The size of a row counts the selected columns only."""
+    cases: list[Case] = []
 
     def examine(case: Case, _: Any) -> Iterator[tuple[str, Finding]]:
-        told.append(case)
+        cases.append(case)
         return iter(())
 
     monkeypatch.setattr(registry, "examine", examine)
     pq.write_table(pa.table({"wide": [bytes(10**5)] * 8, "label": np.arange(8)}), tmp_path / "x.parquet")
     for columns in (None, "label"):
         doctor(str(tmp_path / "x.parquet"), columns=columns, pin_memory=True)
-    wide, narrow = told
+    wide, narrow = cases
     assert wide.row_bytes is not None
     assert wide.row_bytes > 1000
     assert narrow.row_bytes == 8
@@ -564,23 +565,23 @@ def test_rows_of_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_may_be_listed_but_not_read(case: Case, address: str, answers: Answers) -> None:
     answers.refuses_objects = True
-    for one in (s3(address), s3(address, anon=True)):
-        found = dict(examine(case, one))
+    for store in (s3(address), s3(address, anon=True)):
+        found = dict(examine(case, store))
         assert list(found) == [*MACHINE, *ORIGIN]
         for check in ("ranges", "ETag"):
             assert found[check].status == "problem"
-            assert found[check].advice == "check that it may be read, not only listed"
+            assert found[check].advice == "check that the credentials allow reading objects, not only listing them"
 
 
 class Greeting(BaseRequestHandler):
-    """Says what it is before it is asked, and in no HTTP."""
+    """A server that answers with an SSH banner instead of HTTP."""
 
     def handle(self) -> None:
         self.request.recv(1 << 16)
         self.request.sendall(b"SSH-2.0-OpenSSH_9.9\r\n\r\n")
 
 
-def test_what_speaks_no_http(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_http(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     with ThreadingTCPServer(("127.0.0.1", 0), Greeting) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -589,26 +590,26 @@ def test_what_speaks_no_http(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
         found = dict(examine(case, s3(url, config_kwargs={"retries": {"max_attempts": 0}})))
         server.shutdown()
         thread.join()
-    assert said(found["clock"]) == "ok: the origin does not tell the time -> "
+    assert line(found["clock"]) == "ok: the origin sends no date -> "
     assert found["credentials"].status == "problem"
     assert "check AWS_ENDPOINT_URL" in found["credentials"].advice
     assert "ranges" not in found
 
 
-def test_nobody_at_the_proxy(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_without_a_server(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port = closed_port()
     monkeypatch.setenv("no_proxy", "")
     for proxy in (f"http://127.0.0.1:{port}", f"127.0.0.1:{port}", f"user:s3cret@127.0.0.1:{port}"):
         monkeypatch.setenv("http_proxy", proxy)
-        assert f": 127.0.0.1:{port} cannot be reached" in said(object_store.endpoint(http(address)))
+        assert f": 127.0.0.1:{port} cannot be reached" in line(object_store.endpoint(http(address)))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     assert object_store.endpoint(http(address)).status == "ok"
 
 
-def test_what_is_no_store(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_tls(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     once = {"retries": {"max_attempts": 0}}
-    found = said(object_store.credentials(s3(address.replace("http:", "https:"), config_kwargs=once)))
+    found = line(object_store.credentials(s3(address.replace("http:", "https:"), config_kwargs=once)))
     assert "AWS_CA_BUNDLE" in found
     assert "s3cret" not in found
 
@@ -626,13 +627,13 @@ def test_a_clock_that_is_wrong(address: str, answers: Answers, seconds: int, sta
 @pytest.mark.parametrize("code", ["AccessDenied", "InvalidAccessKeyId"])
 def test_credentials_that_are_refused(address: str, answers: Answers, code: str) -> None:
     answers.refuses = code
-    found = said(object_store.credentials(s3(address)))
+    found = line(object_store.credentials(s3(address)))
     assert found.startswith("problem")
     assert "check key, secret and token" in found
     assert "s3cret" not in found
 
 
-def test_what_says_how_to_get_in_is_not_repeated(case: Case, address: str, answers: Answers) -> None:
+def test_credentials_in_a_url_are_not_printed(case: Case, address: str, answers: Answers) -> None:
     answers.refuses = "AccessDenied"
     url = f"{address.replace('//', '//user:s3cret@')}/b/data/x?sig=s3cret"
     found = dict(examine(case, Store(url, open_source(url, {}, None))))
@@ -646,28 +647,28 @@ def test_what_says_how_to_get_in_is_not_repeated(case: Case, address: str, answe
 
 
 def test_no_credentials(address: str) -> None:
-    found = said(object_store.credentials(s3(address, key=None, secret=None)))
+    found = line(object_store.credentials(s3(address, key=None, secret=None)))
     assert "no credentials were found" in found
     assert "AWS_ACCESS_KEY_ID" in found
 
 
 def test_nothing_there(address: str) -> None:
     url = f"{address}/b/data/y"
-    assert "check bucket, prefix" in said(object_store.credentials(Store(url, open_source(url, {}, None))))
+    assert "check bucket, prefix" in line(object_store.credentials(Store(url, open_source(url, {}, None))))
 
 
 def test_another_region(address: str, answers: Answers) -> None:
     answers.region = "eu-west-1"
-    found = said(object_store.region(s3(address)))
-    assert "is in eu-west-1, requests are made for us-east-1" in found
+    found = line(object_store.region(s3(address)))
+    assert "is in eu-west-1, but requests are signed for us-east-1" in found
     assert "AWS_DEFAULT_REGION=eu-west-1" in found
 
 
 @pytest.mark.parametrize("kind", [s3, http])
 def test_no_ranges(address: str, answers: Answers, kind: Callable[[str], Store]) -> None:
     answers.ranges = False
-    found = said(object_store.ranges(kind(address)))
-    assert "a range is answered with all of it" in found
+    found = line(object_store.ranges(kind(address)))
+    assert "the store answers a range request with the whole object" in found
     assert "a store that serves ranges" in found
 
 
@@ -676,25 +677,25 @@ def test_a_token(case: Case, address: str, answers: Answers) -> None:
     headers = {"Authorization": "Bearer s3cret"}
     for options in ({"headers": headers}, {"client_kwargs": {"headers": headers}}):
         assert object_store.ranges(http(address, **options)).status == "ok"
-    one = http(address, headers=headers)
-    assert one.objects
+    store = http(address, headers=headers)
+    assert store.objects
     answers.token = "another"
-    found = said(object_store.ranges(one))
+    found = line(object_store.ranges(store))
     assert "403" in found
-    assert "may be read, not only listed" in found
+    assert "allow reading objects, not only listing them" in found
     assert "s3cret" not in found
 
 
 @pytest.mark.parametrize("kind", [s3, http])
 def test_no_etags(address: str, answers: Answers, kind: Callable[[str], Store]) -> None:
     answers.etag = False
-    found = said(object_store.etag(kind(address)))
+    found = line(object_store.etag(kind(address)))
     assert "has no ETag" in found
     assert "under new names" in found
 
 
 def test_no_if_match(address: str, answers: Answers) -> None:
     answers.if_match = False
-    found = said(object_store.if_match(s3(address)))
-    assert "If-Match is not heeded" in found
+    found = line(object_store.if_match(s3(address)))
+    assert "the store ignores If-Match" in found
     assert "do not replace any" in found

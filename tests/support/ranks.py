@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, started in no time: forked off a process that has imported torch."""
+"""Ranks in their own processes, which fork from a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEADLINE = 60  # seconds for all ranks together
 
 
 class LostError(Exception):
-    """What became of a rank that gave no answer: the negative number of the signal that ended it, or "hung"."""
+    """The end of a rank without an answer: the negative number of a signal, or "hung"."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """As in every module, but the process that ranks are forked off lives on from test to test."""
+    """Allow the process that ranks fork from to outlive a test."""
     us = psutil.Process()
     before = {child.pid for child in us.children()}
     yield
@@ -34,9 +34,10 @@ def nothing_left_behind():
 
 @pytest.fixture(name="ranks", scope="module")
 def forked_ranks():
-    """ranks(number, function, *args, **kwargs): what it returned on each of so many ranks, or the exception it raised.
+    """Return `ranks(number, function, *args, **kwargs)`, which runs a function on `number` ranks.
 
-    until: a rank whose answer is enough; the others are killed then, if they still run.
+    It returns the result or the exception of each rank. With `until=rank` it kills the other ranks after the answer of
+    that rank.
     """
     pipe, theirs = SPAWN.Pipe()
     nursery = SPAWN.Process(target=_nurse, args=(theirs,))
@@ -44,7 +45,7 @@ def forked_ranks():
     theirs.close()
 
     def run(number, function, *args, until=None, **kwargs):
-        # As under torchrun: the store is the launcher's, so that no port has to be guessed.
+        # As with torchrun, the launcher has the store, so that no port is guessed.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
         environ |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
@@ -66,9 +67,9 @@ def _nurse(pipe):
     import torch
 
     import dataload.loader.loader
-    import dataload.train.harness  # noqa: F401 - so that no rank has to
+    import dataload.train.harness  # noqa: F401 - imported once for all ranks
 
-    torch.optim.SGD([torch.zeros(1)])  # an optimizer imports a good deal more
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports more modules
     fork = multiprocessing.get_context("fork")
     with suppress(EOFError):
         while (job := pipe.recv()) is not None:
@@ -92,7 +93,7 @@ def _rank(answers, environ, function, args, kwargs):
         answer = function(*args, **kwargs)
     except Exception as error:
         answer = error
-    answers.send_bytes(pickle.dumps(answer))  # tensors by value: this process ends before somebody looks at them
+    answers.send_bytes(pickle.dumps(answer))  # tensors by value: this process exits before the test reads them
 
 
 def _answers(pipes, processes, until):

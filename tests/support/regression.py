@@ -11,7 +11,7 @@ from dataload.world import World
 
 
 class Rows(Dataset):
-    """Rows as dicts."""
+    """A dataset of rows as dicts."""
 
     def __init__(self, num_rows=40, fingerprint=None):
         draw = torch.Generator().manual_seed(1)
@@ -45,12 +45,12 @@ def squared_error(model, batch):
 
 
 def parameters_of(model):
-    """All of them as one vector."""
+    """Return all parameters as one vector."""
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def train_in_order(batch_size, num_rows=40, epochs=2, **options):
-    """The parameters after training a fresh model on rows in order."""
+    """Return the parameters of a new model after training on rows in order."""
     model, optimizer = build()
     loader = in_order(batch_size, num_rows)
     fit(model, optimizer, loader, squared_error, epochs=epochs, precision="fp32", progress=False, **options)

@@ -1,4 +1,4 @@
-"""Statistics of runs that never were, written as ranks write them."""
+"""Synthetic statistics of runs in the format that ranks write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ SLOW_RANK = 2
 
 
 def write_pass(folder, rank, epoch, began, samples, ended=True):
-    """samples: for each second, what it adds to the stats, by name; a wait by its cause."""
+    """Write the statistics of one epoch of a rank.
+
+    Args:
+        folder: Folder of the statistics.
+        rank: Number of the rank.
+        epoch: Number of the epoch.
+        began: Start of the epoch as a POSIX time.
+        samples: For each second, the increments of statistics by name. A wait is named by its cause.
+        ended: Whether the rank writes its final line.
+    """
     stats = LoaderStats(epoch)
     one = stats_log.Samples(folder, rank, stats)
     one._origin["began"] = began
@@ -28,12 +37,12 @@ def write_pass(folder, rank, epoch, began, samples, ended=True):
                     setattr(stats, name, getattr(stats, name) + more)
             one.take(last=ended and number == len(samples))
         if not ended:
-            one._written = stats.seconds  # killed: nobody writes what has become of it
+            one._written = stats.seconds  # a killed rank writes no final line
     return stats
 
 
 def write_run(folder: Path, ranks: int = 4, epochs: int = 6, seconds: int = 30) -> None:
-    """The first epoch comes from the origin, some of the second from a cluster; later on one rank is slow."""
+    """Write a run whose first epoch reads from the origin, the second partly from a cluster, with a slow rank later."""
     for epoch in range(epochs):
         for rank in range(ranks):
             samples = []

@@ -1,4 +1,4 @@
-"""What the tests of the local tier share: blobs that show whether they are whole, and processes that can be killed."""
+"""Helpers for tests of the local tier: blobs with verifiable content, and processes that can be killed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 
 SIZES = (20_000, 1, 4096, 30_001, 0, 66_000)
-ROOM = 300  # more than a footer takes, for every size in SIZES
+ROOM = 300  # bytes; larger than a footer, for every size in SIZES
 LIMIT = 100_000
-PATIENCE = 60  # seconds that nothing here comes near, unless something hangs
+PATIENCE = 60  # seconds; only a hang takes that long
 FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOADED = ["pytest", "dataload.cache.local.tier", "dataload.cache.local.fsck"]
 
@@ -31,7 +31,7 @@ def key(name: str) -> BlobKey:
 
 
 class Filler:
-    """Fills with `data`, and counts how often it was asked to."""
+    """A fill that writes `data` and counts its calls."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -44,14 +44,14 @@ class Filler:
 
 @functools.cache
 def data_of(name: str) -> bytes:
-    """The bytes of a blob: `SIZES` by the number behind the name, "huge" over any limit here."""
+    """Return the bytes of a blob. The number in the name selects from SIZES; "huge" exceeds every limit."""
     number = name.rpartition("/")[2]
     size = SIZES[int(number) % len(SIZES)] if number.isdecimal() else 2 * LIMIT
     return hashlib.shake_128(name.encode()).digest(size)
 
 
 def name_of(row_name: str) -> str:
-    """What `key` was told, from the name in the index."""
+    """Return the argument of `key` for a name in the index."""
     return row_name.removeprefix("bucket/").removesuffix("#all")
 
 
@@ -64,23 +64,23 @@ def fill_of(name: str) -> Callable[[Allocate], None]:
 
 
 def put(tier: LocalTier, name: str) -> None:
-    """Ask for a blob, and see that every byte of it is right."""
+    """Read a blob and check every byte."""
     assert tier.get_or_fill(key(name), fill_of(name)) == data_of(name), f"{name}: wrong bytes"
 
 
 def look(tier: LocalTier, name: str) -> bool:
-    """Whether a blob is kept; if so, every byte of it is right."""
+    """Return whether a blob is cached. Check every byte of a cached blob."""
     found = tier.get(key(name))
     assert found is None or found == data_of(name), f"{name}: wrong bytes"
     return found is not None
 
 
 class OriginError(Exception):
-    """A fill failed half-way."""
+    """A failure in the middle of a fill."""
 
 
 def put_half(tier: LocalTier, name: str) -> None:
-    """Ask for a blob whose fill fails when half of it is written."""
+    """Read a blob whose fill fails after half of the bytes."""
 
     def fill(allocate: Allocate) -> None:
         half = data_of(name)[: len(data_of(name)) // 2]
@@ -94,7 +94,7 @@ def put_half(tier: LocalTier, name: str) -> None:
 
 
 def files_of(path: Path) -> dict[bytes, Path]:
-    """The blobs' files by digest."""
+    """Return the files of the blobs by digest."""
     return {bytes.fromhex(file.name): file for file in (path / "blobs").glob("*/*")}
 
 
@@ -103,9 +103,13 @@ def bytes_in(files: Any) -> int:
 
 
 def assert_sound(path: Path, limit: int, policy: str = "lru", *, alone: bool = True) -> set[str]:
-    """Opens a cache anew and asserts all that it promises; the names of the blobs it keeps.
+    """Open a cache again, check its invariants, and return the names of its blobs.
 
-    alone: no other process has it open; what it left would be a dead one's.
+    Args:
+        path: Folder of the cache.
+        limit: Limit of the cache in bytes.
+        policy: Eviction policy.
+        alone: Whether no other process has the cache open, so that temporary folders of others are stale.
     """
     tier = LocalTier(path, limit, policy)
     folder = tier.folder
@@ -124,7 +128,7 @@ def assert_sound(path: Path, limit: int, policy: str = "lru", *, alone: bool = T
 
 @contextmanager
 def fork_server(*preloaded: str) -> Iterator[None]:
-    """Processes of `FORKSERVER` start warm inside, with these modules too; the server is gone afterwards."""
+    """Preload modules in the `FORKSERVER` for the duration of the block, and stop the server afterwards."""
     FORKSERVER.set_forkserver_preload([*PRELOADED, *preloaded])
     try:
         yield
@@ -139,7 +143,7 @@ def start(target: Callable[..., object], *arguments: object) -> Any:
 
 
 def end(process: Any) -> int:
-    """Wait until a process ends; its exit code, negative for a signal."""
+    """Wait for a process. Return its exit code, negative for a signal."""
     process.join(PATIENCE)
     if process.exitcode is None:
         process.kill()
@@ -151,7 +155,7 @@ def end(process: Any) -> int:
 
 
 def run(target: Callable[..., object], *arguments: object) -> int:
-    """Run something in a process of its own; its exit code, negative for a signal."""
+    """Run a function in its own process. Return the exit code, negative for a signal."""
     return end(start(target, *arguments))
 
 
@@ -160,7 +164,7 @@ def kill_myself() -> None:
 
 
 def die_at(number: int, name: str | None = None) -> None:
-    """Kill this process when it comes for the `number`-th time to the step `name`, or to any step."""
+    """Kill this process at the `number`-th arrival at the failpoint `name`, or at any failpoint."""
     arrivals = itertools.count(1)
 
     def watcher(step: str) -> None:

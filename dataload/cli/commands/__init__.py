@@ -1,1 +1,1 @@
-"""What each command does; `dataload.cli.app` brings them together. Nothing heavy is imported until one needs it."""
+"""The commands, one module each. A command imports heavy packages when it runs, so that `--help` stays fast."""

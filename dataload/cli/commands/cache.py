@@ -1,4 +1,4 @@
-"""`dataload cache`: show, verify and empty a cache."""
+"""`dataload cache`: show, verify and evict the contents of a cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ cache = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 
 @cache.callback()
 def common(context: typer.Context) -> None:
-    """Show, verify or evict what the cache holds."""
+    """Show, verify or evict the contents of the cache."""
     if context.invoked_subcommand is None:
         show_help(context)
 
@@ -25,24 +25,24 @@ def common(context: typer.Context) -> None:
 def stats(
     cache_dir: CacheDir = None, allow_network_filesystem: AllowNetworkFilesystem = False, as_json: Json = False
 ) -> None:
-    """What the cache holds."""
+    """Show how many blobs and bytes the cache holds."""
     folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
     rows = list(folder.index.rows())
     used = folder.index.used_bytes()
     limit = folder.default_limit
     figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used, "cache_bytes": limit}
-    said = f"{folder.path}: {len(rows)} blobs, {decimal(used)}; by default at most {decimal(limit)}"
-    show(figures, said, as_json=as_json)
+    text = f"{folder.path}: {len(rows)} blobs, {decimal(used)}; the default limit is {decimal(limit)}"
+    show(figures, text, as_json=as_json)
 
 
 @cache.command()
 def verify(
     cache_dir: CacheDir = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
-    repair: Annotated[bool, typer.Option(help="Remove what is wrong; it will be fetched again.")] = False,
+    repair: Annotated[bool, typer.Option(help="Remove damaged blobs; they are fetched again when needed.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check every cached byte. Exits with 1 when something is wrong."""
+    """Check every cached byte. Exit with 1 if a blob is damaged."""
     from dataload.cache.local import fsck
 
     folder = existing(cache_dir, allow_network_filesystem=allow_network_filesystem)
@@ -51,7 +51,7 @@ def verify(
     removed = ", removed" if repair else ""
     show(
         {"blobs": report.blobs, "bytes": report.bytes, "problems": report.problems, "repaired": repair},
-        "\n".join([*report.problems, f"{report.blobs} blobs are right, {len(report.problems)} are not{removed}"]),
+        "\n".join([*report.problems, f"{report.blobs} blobs are intact, {len(report.problems)} problems{removed}"]),
         as_json=as_json,
     )
     if report.problems:
@@ -60,12 +60,12 @@ def verify(
 
 @cache.command()
 def evict(
-    url: Annotated[str | None, typer.Argument(help="An object, a folder or a glob.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Everything that the cache holds.")] = False,
+    url: Annotated[str | None, typer.Argument(help="Evict the blobs of this object, folder or glob.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Evict everything.")] = False,
     cache_dir: CacheDir = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
     keep_bytes: Annotated[
-        str | None, typer.Option(help="With --all: keep so many bytes of what was used last.")
+        str | None, typer.Option(help="With --all, keep this many bytes of the most recently used blobs.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -85,17 +85,17 @@ def evict(
         freed = fsck.evict(folder, path=path, keep_bytes=keep, progress=advance)
     show({"bytes": freed}, f"{decimal(freed)} evicted", as_json=as_json)
     if url is not None and not freed:
-        raise DataloadError(f"nothing of {redacted(url)} is in the cache")
+        raise DataloadError(f"the cache holds no blobs of {redacted(url)}")
 
 
 def _path(url: str) -> str:
-    """What a URL names, as its origin does. Raises ConfigError for an unknown protocol, or an empty one."""
+    """Return the path of a URL at its origin. Raise ConfigError for an empty URL or an unknown protocol."""
     import fsspec
 
-    named = url.rpartition("::")[2]  # behind a tiercache::
-    if not named:
+    origin_url = url.rpartition("::")[2]  # without "tiercache::"
+    if not origin_url:
         raise ConfigError("the URL is empty: name an object or a folder, or use --all to evict everything")
     try:
-        return str(fsspec.core.strip_protocol(named))
+        return str(fsspec.core.strip_protocol(origin_url))
     except (ValueError, ImportError) as error:
         raise ConfigError(str(error)) from error

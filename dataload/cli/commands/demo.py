@@ -14,12 +14,14 @@ from dataload.errors import ConfigError
 def demo(
     cache_dir: CacheDir = None,
     keep: Annotated[bool, typer.Option(help="Keep the cache for a second run.")] = False,
-    shuffled_labels: Annotated[bool, typer.Option(help="The control: labels at random, nothing to learn.")] = False,
-    rows: Annotated[int, typer.Option(help="Of the dataset, 4 kB each.", min=1000)] = 50_000,
-    seed: Annotated[int, typer.Option(help="Of the order and of the model.")] = 0,
+    shuffled_labels: Annotated[
+        bool, typer.Option(help="Train on random labels as a control: the model must not learn.")
+    ] = False,
+    rows: Annotated[int, typer.Option(help="Number of rows of the dataset, 4 kB each.", min=1000)] = 50_000,
+    seed: Annotated[int, typer.Option(help="Seed of the shuffle and of the model.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Train a model on this machine, an S3 server and all."""
+    """Train a model from an S3 server on this machine."""
     try:
         from dataload.demo.runner import run_demo
     except ImportError as error:

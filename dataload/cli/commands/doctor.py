@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    url: Annotated[str | None, typer.Argument(help="What is to be read; left out: this machine alone.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a batch, of one rank.")] = 256,
-    num_workers: Annotated[int, typer.Option(min=0, help="Processes of each rank's loader.")] = 0,
-    prefetch: Annotated[int, typer.Option(min=1, help="Batches that each of them makes ahead.")] = 2,
-    pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Batches are pinned, as for a GPU.")] = False,
+    url: Annotated[str | None, typer.Argument(help="The dataset; default: check this machine only.")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of one rank's batch.")] = 256,
+    num_workers: Annotated[int, typer.Option(min=0, help="Worker processes of each rank's loader.")] = 0,
+    prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,
+    pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Check for pinned batches, as for a GPU.")] = False,
     columns: Columns = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
@@ -41,15 +41,15 @@ def doctor(
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """Look for what bites people: limits, locks, ranks, the origin."""
+    """Check this machine and bucket for common problems."""
     from dataload.doctor.finding import PROBLEM, Case
     from dataload.doctor.registry import examine
 
-    told = config(cache_dir, cache_bytes)
+    cache_config = config(cache_dir, cache_bytes)
     store = None if url is None else _store(url, storage_options)
     case = Case(
-        told.folder,
-        told.limit,
+        cache_config.folder,
+        cache_config.limit,
         batch_size=batch_size,
         num_workers=num_workers,
         prefetch=prefetch,
@@ -59,21 +59,21 @@ def doctor(
         allow_network_filesystem=allow_network_filesystem,
     )
     findings = {}
-    for check, found in examine(case, store):
-        findings[check] = asdict(found)
+    for check, finding in examine(case, store):
+        findings[check] = asdict(finding)
         if not as_json:
-            typer.echo(_text(check, found))  # A store may let us wait.
-    problems = sum(found["status"] == PROBLEM for found in findings.values())
+            typer.echo(_text(check, finding))  # at once: the next check may wait for the store
+    problems = sum(finding["status"] == PROBLEM for finding in findings.values())
     if as_json:
         show({"problems": problems, "checks": findings}, "", as_json=True)
     if problems:
         raise typer.Exit(FOUND_A_PROBLEM)
 
 
-def _text(check: str, found: Finding) -> str:
-    lines = [(f"{found.status:7}", f"{check}: {found.what}")]
-    if found.advice:
-        lines.append(("", f"-> {found.advice}"))
+def _text(check: str, finding: Finding) -> str:
+    lines = [(f"{finding.status:7}", f"{check}: {finding.what}")]
+    if finding.advice:
+        lines.append(("", f"-> {finding.advice}"))
     return table(lines)
 
 
@@ -83,13 +83,13 @@ def _store(url: str, storage_options: str | None) -> Store:
     from dataload.doctor.object_store import Store
 
     blocks = open_source(url, mapping(storage_options), None)
-    return Store(url, Blocks.open(blocks.origin, None))  # past the cache of a tiercache:: URL
+    return Store(url, Blocks.open(blocks.origin, None))  # bypasses the cache of a tiercache:: URL
 
 
 def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
-    """Bytes of a decoded row of the first file; None when it cannot be read, which the checks will tell of.
+    """Return the size of a decoded row of the first file in bytes.
 
-    Raises ConfigError for a column that is not there.
+    Return None if the file cannot be read: the checks report why. Raise ConfigError for a missing column.
     """
     from dataload.catalog.manifest import pin
     from dataload.doctor.finding import OK
@@ -106,5 +106,5 @@ def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
         return blobs.num_bytes // max(1, manifest.num_rows)
     except ConfigError:
         raise
-    except Exception:  # noqa: BLE001 (of whatever a store does)
+    except Exception:  # noqa: BLE001 (stores raise errors of many types)
         return None

@@ -1,4 +1,4 @@
-"""The options that commands share, and what their texts mean."""
+"""Options that commands share, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ if TYPE_CHECKING:
     from dataload.formats.hive_partitions import Keys
 
 AllowNetworkFilesystem = Annotated[
-    bool, typer.Option("--allow-network-filesystem", help="Use --cache-dir on whatever filesystem it is.")
+    bool,
+    typer.Option("--allow-network-filesystem", help="Allow a cache folder on a network filesystem."),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a batch, of all ranks together.")]
-CacheBytes = Annotated[str | None, typer.Option(help='Most bytes the cache may hold, such as "500GB".')]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a batch over all ranks.")]
+CacheBytes = Annotated[str | None, typer.Option(help='Limit of the cache in bytes, such as "500GB".')]
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the cache; default: the user's cache folder.")]
-Cluster = Annotated[str | None, typer.Option(help="Valkey or Redis that hosts share: valkey://host:port,host:port.")]
-Columns = Annotated[str | None, typer.Option(help="Names, comma-separated, or a JSON list; default: all.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
-NumStreams = Annotated[int | None, typer.Option(min=1, help="As the loader's; default: the number of nodes.")]
-Seed = Annotated[int, typer.Option(help="Of the shuffle, as the loader's.")]
-StorageOptions = Annotated[str | None, typer.Option(help="For the filesystem of the URL, as fsspec takes them; JSON.")]
-Window = Annotated[int | None, typer.Option(min=1, help="Row groups to shuffle together; default: the best.")]
+Cluster = Annotated[
+    str | None, typer.Option(help="URL of the Valkey or Redis that hosts share: valkey://host:port,host:port.")
+]
+Columns = Annotated[str | None, typer.Option(help="Names of columns, comma-separated or as a JSON list; default: all.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
+Seed = Annotated[int, typer.Option(help="Seed of the shuffle, as given to the loader.")]
+StorageOptions = Annotated[str | None, typer.Option(help="Options of the fsspec filesystem, as a JSON object.")]
+Window = Annotated[
+    int | None, typer.Option(min=1, help="Row groups to shuffle together; default: chosen from the dataset.")
+]
 
 
 def names(text: str | None) -> list[str] | None:
-    """The columns of --columns. Raises ConfigError."""
+    """Return the columns of --columns; None for all. Raise ConfigError if the text is not valid."""
     if not text:
         return None
     if not text.startswith("["):
@@ -42,12 +47,12 @@ def names(text: str | None) -> list[str] | None:
     except ValueError as error:
         raise ConfigError(f"--columns={text}: not a JSON list: {error}") from error
     if not all(isinstance(column, str) for column in columns):
-        raise ConfigError(f"--columns={text}: all of them must be strings")
+        raise ConfigError(f"--columns={text}: all names must be strings")
     return columns
 
 
 def node_of(text: str | None) -> tuple[int, int]:
-    """(i, n) of "i/n"; the only node where nothing is said. Raises ConfigError."""
+    """Return (i, n) of --shard "i/n"; (0, 1) without the option. Raise ConfigError if the text is not valid."""
     if text is None:
         return 0, 1
     node, _, nodes = text.partition("/")
@@ -57,7 +62,11 @@ def node_of(text: str | None) -> tuple[int, int]:
 
 
 def mapping(text: str | None) -> dict[str, Any]:
-    """What --storage-options says. Raises ConfigError, which does not repeat it: it may hold a password."""
+    """Return the options of --storage-options.
+
+    Raises:
+        ConfigError: The text is not a JSON object. The message omits the text, which may hold a password.
+    """
     try:
         options = json.loads(text or "{}")
     except ValueError:
@@ -74,6 +83,7 @@ def config(
     *,
     allow_network_filesystem: bool = False,
 ) -> CacheConfig:
+    """Return the cache configuration of the options."""
     from dataload.cache.config import CacheConfig
 
     return CacheConfig(
@@ -85,14 +95,14 @@ def config(
 
 
 def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> CacheFolder:
-    """The cache there. Raises ConfigError when there is none."""
+    """Open an existing cache. Raise ConfigError if there is none."""
     from dataload.cache.local.fsck import open_existing
 
     return open_existing(config(cache_dir).folder, allow_network_filesystem=allow_network_filesystem)
 
 
 def listed(url: str, storage_options: str | None, config: CacheConfig) -> tuple[Blocks, dict[Object, Keys]]:
-    """The cache in front of `url`, and the objects there with their partition keys."""
+    """Return the cached reader of `url`, and the objects at `url` with their partition keys."""
     from dataload.cache.filesystem import open_source
     from dataload.catalog.manifest import list_objects
 

@@ -32,7 +32,7 @@ TOO_SMALL = "none: this cache is too small"
 
 
 def _number(value: float | None) -> float | None:
-    """Raises BadParameter for what is no number to reckon with."""
+    """Return the value. Raise BadParameter if it is negative, infinite or not a number."""
     if value is not None and not 0 <= value < math.inf:
         raise typer.BadParameter(f"{value} must be a number, zero or more")
     return value
@@ -43,12 +43,12 @@ def plan(
     window: Window = None,
     batch_size: BatchSize = 256,
     seed: Seed = 0,
-    num_streams: Annotated[int, typer.Option(min=1, help="As the loader's: one for each node.")] = 1,
+    num_streams: Annotated[int, typer.Option(min=1, help="The loader's num_streams: one for each node.")] = 1,
     columns: Columns = None,
-    bandwidth: Annotated[str, typer.Option(help="Bytes a second from the origin.")] = "1GB",
-    latency: Annotated[float, typer.Option(callback=_number, help="Seconds that a request waits; S3's: 0.1.")] = 0.1,
+    bandwidth: Annotated[str, typer.Option(help="Bytes per second from the origin.")] = "1GB",
+    latency: Annotated[float, typer.Option(callback=_number, help="Seconds per request; S3 takes about 0.1.")] = 0.1,
     price: Annotated[
-        float | None, typer.Option(callback=_number, help="Of 1 GB from the origin, such as 0.09.")
+        float | None, typer.Option(callback=_number, help="Price of 1 GB from the origin, such as 0.09.")
     ] = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
@@ -56,44 +56,47 @@ def plan(
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """What reading a dataset will take, before it is read."""
+    """Estimate bytes, requests and time before reading a dataset."""
     from dataload.cache.config import parse_bytes
     from dataload.catalog.manifest import pin
-    from dataload.planning.plan import plan as foretell
+    from dataload.planning.plan import plan as make_plan
     from dataload.planning.warm import order_of
     from dataload.rows.row_group_cache import RowGroupCache
 
     rate = parse_bytes("bandwidth", bandwidth)
-    told = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
-    blocks, objects = listed(url, storage_options, told)
-    with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:
+    cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
+    blocks, objects = listed(url, storage_options, cache_config)
+    with progress("reading footers", len(objects), quiet=as_json, unit="files") as advance:
         manifest = pin(objects, blocks, lambda _: advance(1))
     blobs = RowGroupCache(manifest, manifest.select(names(columns)), blocks)
     order = order_of(manifest, seed=seed, window=window, num_streams=num_streams)
-    found = foretell(manifest, blobs, blocks, order, batch_size, bandwidth=rate, latency=latency, price=price)
-    show(found.to_json(), table(lines(found)), as_json=as_json)
-    if found.first_epoch is None:
+    result = make_plan(manifest, blobs, blocks, order, batch_size, bandwidth=rate, latency=latency, price=price)
+    show(result.to_json(), table(lines(result)), as_json=as_json)
+    if result.first_epoch is None:
         raise typer.Exit(FOUND_A_PROBLEM)
 
 
 def lines(plan: Plan) -> list[tuple[str, str]]:
-    """What is printed, line by line, with what each is about before it."""
+    """Return the (label, text) lines of a plan."""
     trade, rate = plan.trade, f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
     about = "about " if plan.is_estimate else ""
-    held = f"{decimal(trade.bytes)} as stored and {about}{decimal(plan.held_bytes)} decoded"
+    window_bytes = f"{decimal(trade.bytes)} as stored and {about}{decimal(plan.held_bytes)} decoded"
     first = f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} with the footers"
     return [
         (
             "dataset",
             f"{plan.objects:,} objects, {decimal(plan.bytes)}; {plan.rows:,} rows in {plan.row_groups:,} row groups",
         ),
-        ("decoded", f"{about}{decimal(plan.decoded_bytes)}, once the columns are rows"),
-        ("cache", f"{about}{decimal(plan.cache_bytes_needed)} hold all of it; it may have {decimal(plan.cache_bytes)}"),
+        ("decoded", f"{about}{decimal(plan.decoded_bytes)}"),
+        (
+            "cache",
+            f"{about}{decimal(plan.cache_bytes_needed)} hold all of it; the limit is {decimal(plan.cache_bytes)}",
+        ),
         ("footers", _fetched(plan.footers)),
         ("first batch", first if plan.rows else "none: there are no rows"),
         ("first epoch", _first_epoch(plan, rate)),
         ("later epochs", _later_epochs(plan)),
-        ("window", f"of {trade.window:,} row groups; two of them, {held}, are there at a time"),
+        ("window", f"of {trade.window:,} row groups; two windows, {window_bytes}, are in use at a time"),
         ("shuffle", f"variance ratio {trade.variance_ratio:.2f} if rows are sorted by label (1 is uniform)"),
         *(("advice" if not number else "", line) for number, line in enumerate(plan.advice)),
     ]
@@ -113,12 +116,12 @@ def _later_epochs(plan: Plan) -> str:
     bounds = ""
     if len(plan.later_epochs) > 1:
         sizes = [epoch.bytes for epoch in plan.later_epochs]
-        bounds = f"; one takes {decimal(min(sizes))}, another {decimal(max(sizes))}"
+        bounds = f"; from {decimal(min(sizes))} to {decimal(max(sizes))} an epoch"
     return f"{_about(plan)}{_fetched(plan.later_epoch)}{_costs(plan.later_epoch_cost)}{bounds}"
 
 
 def _about(plan: Plan) -> str:
-    """Which row groups a cache that is too small for all of them keeps is a matter of which come first."""
+    """Return "about " if epochs differ: a cache smaller than the dataset keeps the row groups that arrive first."""
     return "about " if len(plan.later_epochs) > 1 else ""
 
 

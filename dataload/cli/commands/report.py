@@ -15,13 +15,15 @@ from dataload.errors import ConfigError
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="What make_loader had as stats_dir, or fit as log_dir.")],
-    html: Annotated[Path | None, typer.Option(help="The page; default: FOLDER/report.html.")] = None,
-    png: Annotated[Path | None, typer.Option(help="The plots as a picture, instead.")] = None,
-    metrics: Annotated[Path | None, typer.Option(help="Prometheus' text format, instead: a NAME.prom.")] = None,
+    folder: Annotated[Path, typer.Argument(help="The stats_dir of make_loader, or the log_dir of fit.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file; default: FOLDER/report.html.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the plots to this PNG file instead.")] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="Write metrics for Prometheus to this .prom file instead.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """What a run waited for, by epoch and rank, as a page."""
+    """Report what a run waited for, by epoch and rank."""
     from dataload.reporting.html import summary, write
     from dataload.telemetry.stats_log import read
 
@@ -52,7 +54,7 @@ def report(
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Raises ConfigError for what is not installed, and for a file that cannot be written."""
+    """Raise ConfigError for a missing package, or for a file that cannot be written."""
     try:
         yield
     except ImportError as error:

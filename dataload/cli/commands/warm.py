@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 def warm(
     url: str,
-    shard: Annotated[str | None, typer.Option(help="Node i of n, i/n, counted from 0; default: everything.")] = None,
+    shard: Annotated[str | None, typer.Option(help="Fetch the part of node i of n, as i/n, from 0.")] = None,
     num_streams: NumStreams = None,
-    epoch: Annotated[int, typer.Option(min=0, help="In the order in which this epoch will need it.")] = 0,
-    first: Annotated[int | None, typer.Option(min=1, help="Only so many row groups of that order.")] = None,
+    epoch: Annotated[int, typer.Option(min=0, help="Fetch row groups in the order of this epoch.")] = 0,
+    first: Annotated[int | None, typer.Option(min=1, help="Fetch only the first row groups of that order.")] = None,
     seed: Seed = 0,
     window: Window = None,
     columns: Columns = None,
@@ -46,9 +46,9 @@ def warm(
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """Fetch a dataset, or a node's part, and keep its rows decoded.
+    """Fetch a dataset, or a node's part, into the cache.
 
-    Stopped half-way, the same command goes on where it ended.
+    The cache holds the decoded rows. After an interrupt, the same command continues.
     """
     from dataload.cache.local.tier import LocalTier
     from dataload.catalog.manifest import pin
@@ -56,11 +56,11 @@ def warm(
     from dataload.rows.row_group_cache import RowGroupCache
 
     node, nodes = node_of(shard)
-    told = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
-    blocks, objects = listed(url, storage_options, told)
+    cache_config = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
+    blocks, objects = listed(url, storage_options, cache_config)
     if cluster is not None:
         _must_answer(cluster)
-    with progress("reading footers", len(objects), quiet=as_json, counted="files") as advance:
+    with progress("reading footers", len(objects), quiet=as_json, unit="files") as advance:
         manifest = pin(objects, blocks, lambda _: advance(1))
     blobs = RowGroupCache(manifest, manifest.select(names(columns)), blocks)
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
@@ -79,39 +79,43 @@ def warm(
     show(
         {**figures, **stats},
         f"{figures['objects']:,} objects, {figures['rows']:,} rows; {decimal(int(stats['bytes_origin']))} fetched in "
-        f"{int(stats['requests_origin']):,} requests{', the rest was there' if kept == len(groups) else ''}",
+        f"{int(stats['requests_origin']):,} requests{', the rest was cached' if kept == len(groups) else ''}",
         as_json=as_json,
     )
     if kept < len(groups):
-        raise DataloadError(f"{kept:,} of {len(groups):,} row groups are there: {_why(stats)}")
+        raise DataloadError(f"{kept:,} of {len(groups):,} row groups are cached: {_reason(stats)}")
     if cluster is not None and stats["cluster"]["unkept"]:
-        raise DataloadError(f"{stats['cluster']['unkept']} blobs did not reach the cluster: is it full, or gone?")
+        raise DataloadError(
+            f"{stats['cluster']['unkept']} blobs did not reach the cluster: check that it runs and has free memory"
+        )
 
 
 def _fetch(blobs: RowGroupCache, groups: list[int], *, quiet: bool) -> int:
-    """How many of these row groups are in the cache then."""
+    """Fetch row groups into the cache. Return how many of them are cached."""
     from dataload.planning.warm import warm
 
     blobs.measure()
     sizes = [blobs.bytes_of(group) for group in groups]
     with progress("warming", sum(sizes), quiet=quiet) as advance:
-        left = iter(sizes)
+        remaining = iter(sizes)
         try:
-            return warm(blobs, groups, lambda _: advance(next(left)))
+            return warm(blobs, groups, lambda _: advance(next(remaining)))
         except KeyboardInterrupt:
-            raise typer.Abort("interrupted: what is there stays; the same command goes on from there") from None
+            raise typer.Abort(
+                "interrupted: the cache keeps the fetched row groups; run the same command to continue"
+            ) from None
 
 
-def _why(stats: dict[str, Any]) -> str:
+def _reason(stats: dict[str, Any]) -> str:
     if stats["refused"]:
-        return "the cache is full: raise --cache-bytes, or free some with dataload cache evict"
+        return "the cache is full: raise --cache-bytes, or free space with dataload cache evict"
     if stats["health"]["state"] != "normal":
-        return "the cache cannot be written to, as was said above: mend that, or choose another --cache-dir"
-    return "others were at the rest for too long: do it again"
+        return "the cache cannot be written (see the log above): fix that, or choose another --cache-dir"
+    return "waiting for another process timed out: run the same command again"
 
 
 def _must_answer(cluster: str) -> None:
-    """Asked for by name, it is not done without, as a training would; and that is said before, not hours later."""
+    """Raise DataloadError before the fetch if the cluster does not answer. Training would continue without it."""
     from dataload.cache.cluster.client import connect
     from dataload.cache.cluster.url import ClusterUrl
     from dataload.runtime.redact import redacted

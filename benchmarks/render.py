@@ -1,4 +1,4 @@
-"""Results as people read them: a Markdown table and a plot, both from the JSON alone."""
+"""Tables in Markdown and a plot of benchmark results. The input is the JSON of a run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Result = dict[str, Any]
 
 
 def markdown(results: Result) -> str:
-    """Everything: in each cell the median (lowest–highest) of the rounds, its ratios to the best peer and the floor."""
+    """Return all results as Markdown. A cell has median, range, and the ratios to the best peer and the floor."""
     machine, versions = results["machine"], results["versions"]
-    where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory']} of memory, {machine['system']}"
+    hardware = f"{machine['processor']}, {machine['cores']} cores, {machine['memory']} of memory, {machine['system']}"
     origin = "as slow as a network" if results["wire"] else "as fast as this machine"
-    step = f", {1e3 * results['step_seconds']:g} ms of an accelerator a batch" if results["step_seconds"] else ""
+    step = f", an accelerator step of {1e3 * results['step_seconds']:g} ms a batch" if results["step_seconds"] else ""
     summary = summarise(results)
     figures = [figure for figure in FIGURES if any(figure.name in entry["figures"] for entry in summary)]
     lines = [
         "# Benchmarks",
         "",
-        f"{results['date']}, commit {results['commit']}, on {where}.",
+        f"{results['date']}, commit {results['commit']}, on {hardware}.",
         f"Size {results['size']}, {results['rounds']} rounds, an origin {origin}{step}.",
         "",
         "Each cell: the median of the rounds (lowest–highest) · its ratio to the best peer with as many workers · its",
@@ -53,18 +53,18 @@ def markdown(results: Result) -> str:
             for entry in summary
             if (entry["workload"], entry["workers"]) == (workload, workers)
         ]
-    lines += ["", "## Conversions", "", "Done once, before anything is measured, and not counted above.", ""]
+    lines += ["", "## Conversions", "", "Each runs once before the measurements. The figures above exclude it.", ""]
     lines += [_row(["system", "workload", "seconds", "bytes"]), _row(["---"] * 4)]
     for workload, truth in results["workloads"].items():
         for system, price in truth["conversions"].items():
-            said = [price["error"], ""] if "error" in price else [f"{price['seconds']:.1f}", decimal(price["bytes"])]
-            lines.append(_row([system, workload, *said]))
+            cells = [price["error"], ""] if "error" in price else [f"{price['seconds']:.1f}", decimal(price["bytes"])]
+            lines.append(_row([system, workload, *cells]))
     lines += ["", "## Versions", "", ", ".join(f"{name} {version}" for name, version in versions.items()), ""]
     return "\n".join(lines)
 
 
 def headline(results: Result) -> str:
-    """The few figures that README shows: ours beside the best peer and the floor, at each workload's best workers."""
+    """Return the table of README: dataload, the best peer and the floor, at the best worker count of each workload."""
     summary = summarise(results)
     lines = [
         _row(["workload", "epoch", "dataload, rows/s", "best peer, rows/s", "", "of the floor"]),
@@ -92,7 +92,7 @@ def headline(results: Result) -> str:
 
 
 def plot(results: Result, path: Path) -> None:
-    """Cold and warm rates for each workload, at the better worker count of each system, with their ranges, as PNG."""
+    """Write a PNG of the cold and warm rates and their ranges, at the best worker count of each system."""
     from matplotlib.figure import Figure as Canvas
 
     summary = summarise(results)
@@ -126,11 +126,11 @@ def plot(results: Result, path: Path) -> None:
 
 
 def into_readme(readme: Path, text: str) -> None:
-    """Puts `text` between the marks in README. Raises ValueError when it has none."""
+    """Replace the text between the benchmark marks of README. Raise ValueError if there are no marks."""
     before, _, rest = readme.read_text().partition(BEGIN)
     _, mark, after = rest.partition(END)
     if not mark:
-        raise ValueError(f"{readme} has no place for benchmarks: {BEGIN} … {END}")
+        raise ValueError(f"{readme} has no benchmark marks: add {BEGIN} … {END}")
     readme.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
 
 
@@ -169,7 +169,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _spread_of(summary: list[Result], workload: str, system: str, figure: Figure) -> Result | None:
-    """The figure at the worker count where its median is best."""
+    """Return the figure at the worker count with the best median."""
     found: list[Result] = [
         entry["figures"][figure.name]
         for entry in summary
@@ -181,7 +181,7 @@ def _spread_of(summary: list[Result], workload: str, system: str, figure: Figure
 
 
 def _best(summary: list[Result], workload: str, kind: str, figure: Figure) -> tuple[str, Result] | None:
-    """The system of that kind with the best median, and its spread."""
+    """Return the system of a kind with the best median, and its spread."""
     systems = {entry["system"] for entry in summary if named(entry["system"]).kind == kind}
     found = {system: _spread_of(summary, workload, system, figure) for system in systems}
     have = {system: spread for system, spread in found.items() if spread}
