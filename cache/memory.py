@@ -68,16 +68,16 @@ class MemoryTier(ForkAware):
             self._keep(key, blob)
             return cut(blob, span)
 
-    def alone(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:  # noqa: ARG002 (each is alone)
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:  # noqa: ARG002 (each is alone)
         return self._locks.hold(key.digest)
 
-    def bring(self, keys: Iterable[BlobKey]) -> None:
+    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> None:
         """There is nobody to bring them from."""
 
     def lease(self, keys: Iterable[BlobKey]) -> None:
         """It keeps what was used last."""
 
-    def passes(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (whichever they are)
+    def is_transient(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (whichever they are)
         return False
 
     def stats(self) -> dict[str, float]:

@@ -74,7 +74,7 @@ class Tier(Protocol):
             taken from anywhere: `allocate` raises NoRoomError, and so does this, unless `fill` catches it.
         """
 
-    def alone(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:
         """While it lasts, nobody else on this host is in it with the same key: to make several blobs at once.
 
         elect: of hosts that share them one is to be at it, too; gives, where another is, what to call to wait for it.
@@ -82,13 +82,13 @@ class Tier(Protocol):
         deadlock.
         """
 
-    def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
+    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
         """These blobs, and keep them here, if other hosts that share them have made them all; else None."""
 
     def lease(self, keys: Iterable[BlobKey]) -> None:
         """Have those of these blobs that are kept stay as long as this process runs, where the tier can say so."""
 
-    def passes(self, keys: Iterable[BlobKey]) -> bool:
+    def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         """Whether there is room that blobs pass through, and some of these, which do not stay, would find it there."""
 
     def stats(self) -> dict[str, Any]:

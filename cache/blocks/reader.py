@@ -79,7 +79,7 @@ class Blocks(ForkAware):
         return BlobKey(self.origin.identity, obj.path, obj.version, what)
 
     @property
-    def stay(self) -> bool:
+    def retains_blocks(self) -> bool:
         """Whether blocks are still there when their neighbours are needed: not where data passes through a cache."""
         return not (isinstance(self.tier, LocalTier) and self.tier.region)
 

@@ -108,7 +108,7 @@ class Cluster(ForkAware):
         self._later(self._write, key, sealed, len(payload), size)
 
     @contextmanager
-    def alone(self, key: BlobKey) -> Iterator[Callable[[], None] | None]:
+    def key_lease(self, key: BlobKey) -> Iterator[Callable[[], None] | None]:
         """While it lasts, other hosts that come for the same key find that this one is at it.
 
         Gives None or, where another host is at it, what to call to wait for that one; 30 s at most.

@@ -47,12 +47,12 @@ class ClusterTier(LocalTier):
         return super().get_or_fill(key, shared, span, to_keep=to_keep)
 
     @contextmanager
-    def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
         """Gives, where another host is at it, what to call to wait for that one, holding nothing meanwhile."""
-        with super().alone(key), self.cluster.alone(key) if elect else nullcontext() as other:
+        with super().key_lock(key), self.cluster.key_lease(key) if elect else nullcontext() as other:
             yield other
 
-    def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
+    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
         found = []
         for key in keys:
             kept = self.get(key)
@@ -73,7 +73,7 @@ class ClusterTier(LocalTier):
     def _fill(self, key: BlobKey, fill: Fill, allocate: Allocate) -> None:
         shared = self.cluster.get(key)
         if shared is None:
-            with self.cluster.alone(key) as other:
+            with self.cluster.key_lease(key) as other:
                 if other is not None:
                     other()
                 shared = self.cluster.get(key)  # Another host may have made it since.

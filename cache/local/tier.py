@@ -147,13 +147,13 @@ class LocalTier(ForkAware):
             return draft.publish(span)
 
     @contextmanager
-    def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)
         with ExitStack() as stack:
             if self._may_keep():
                 self._lock(key, stack)
             yield
 
-    def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002 (there is nobody to bring them)
+    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002
         return None
 
     def stats(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class LocalTier(ForkAware):
             with self.trouble("noting uses", self.health.writes, folder):
                 folder.index.touch(key.digest for key in keys)
 
-    def passes(self, keys: Iterable[BlobKey]) -> bool:
+    def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         if not self.region or self.policy != "pin" or self.health.reads.tripped or self.health.writes.tripped:
             return False
         folder = self._opened()

@@ -100,9 +100,9 @@ def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
 
 def _brought_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
     """The bytes of a footer, if another host has its run."""
-    with blocks.tier.alone(blocks.key(kept.run, "bring footers"), elect=False):  # `bring` locks what it keeps
+    with blocks.tier.key_lock(blocks.key(kept.run, "bring footers"), elect=False):  # it locks what it keeps
         found = stored_footer(kept, blocks)
-        if found is None and (brought := blocks.tier.bring([_key(kept.run, blocks)])):
+        if found is None and (brought := blocks.tier.fetch_from_cluster([_key(kept.run, blocks)])):
             found = _cut(brought[0], kept.number)
     return found
 

@@ -99,7 +99,7 @@ class ParquetFooter:
     ) -> Iterator[RowGroupReader]:
         """Of the columns, `HELD_BYTES` are fetched now, the others as they are read; see `Footer`."""
         ranges = _ranges(self._chunks(number, columns))
-        fetch = _from_blocks if blocks.stay and self.stored_bytes(number) < SHARED_BYTES else _from_origin
+        fetch = _from_blocks if blocks.retains_blocks and self.stored_bytes(number) < SHARED_BYTES else _from_origin
         stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, _room(columns))
         try:
             # Unless it is told otherwise, pyarrow fetches a row group whole before it decodes the first row. What is

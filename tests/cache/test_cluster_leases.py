@@ -33,7 +33,7 @@ def test_a_lease_is_short_and_renewed_while_it_is_held(
 ) -> None:
     monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.01)
     tier = host(tmp_path, cluster_server)
-    with tier.cluster.alone(KEY) as other:
+    with tier.cluster.key_lease(KEY) as other:
         assert other is None
         for _ in range(2):
             cluster_server.ask("PEXPIRE", LEASE, 1_000_000)
@@ -43,7 +43,7 @@ def test_a_lease_is_short_and_renewed_while_it_is_held(
 
 
 def hold(folder: Path, server: Server, ready: Any) -> None:
-    with host(folder, server).cluster.alone(KEY):
+    with host(folder, server).cluster.key_lease(KEY):
         ready.set()
         signal.pause()
 
@@ -68,7 +68,7 @@ def make(folder: Path, server: Server) -> None:
     def fill(allocate: Allocate) -> None:
         allocate(1_000_000)
 
-    with tier.alone(BlobKey("origin", "bucket/object", "version", "group")):
+    with tier.key_lock(BlobKey("origin", "bucket/object", "version", "group")):
         tier.get_or_fill(KEY, fill)
 
 
@@ -86,7 +86,7 @@ def test_a_lease_of_another_that_comes_in_between_is_not_ended(
 ) -> None:
     """As when one's own has run out just before the command that would end it, whatever was looked at before."""
     tier = host(tmp_path, cluster_server)
-    with tier.cluster.alone(KEY):
+    with tier.cluster.key_lease(KEY):
         asked: Any = tier.cluster._client._client
         execute, ended = asked.execute_command, []
 

@@ -92,13 +92,13 @@ def test_a_cluster_spreads_parts_over_its_nodes(three_primaries: ServerCluster, 
 def test_several_blobs_are_brought_together_or_not_at_all(cluster_server: Server, hosts: Hosts) -> None:
     first, second, third = (hosts(cluster_server.url) for _ in range(3))
     shares(first, "a")
-    assert second.bring([key("a"), key("b")]) is None
+    assert second.fetch_from_cluster([key("a"), key("b")]) is None
     shares(first, "b", 3 * PART)
-    assert second.bring([key("a"), key("b")]) == [data_of("a"), data_of("b", 3 * PART)]
+    assert second.fetch_from_cluster([key("a"), key("b")]) == [data_of("a"), data_of("b", 3 * PART)]
     assert second.get(key("b")) == data_of("b", 3 * PART), "what was brought is kept"
     shares(third, "b", 3 * PART)
     bytes_before = third.stats()["cluster"]["bytes"]
-    assert third.bring([key("a"), key("b")]) is not None
+    assert third.fetch_from_cluster([key("a"), key("b")]) is not None
     assert third.stats()["cluster"]["bytes"] - bytes_before == len(data_of("a")), "what a host has it does not fetch"
 
 
@@ -175,7 +175,7 @@ def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts
     first, second = hosts(cluster_server.url), hosts(cluster_server.url)
     may_write = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        with first.alone(key("group")):
+        with first.key_lock(key("group")):
             first.cluster._writer.submit(may_write.wait, 30)
             for name in "abc":
                 assert first.get_or_fill(key(name), Filler(data_of(name))) == data_of(name)
@@ -187,9 +187,9 @@ def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts
 
 
 def _bring(tier: ClusterTier, names: list[str]) -> Any:
-    with tier.alone(key("group")) as other:
+    with tier.key_lock(key("group")) as other:
         other()
-        return tier.bring(map(key, names))
+        return tier.fetch_from_cluster(map(key, names))
 
 
 def test_a_lease_of_the_dead_ends(cluster_server: Server, hosts: Hosts) -> None:
@@ -228,7 +228,7 @@ for number in range(30):
 
 def test_a_lease_that_took_too_long_is_not_ended_for_another(cluster_server: Server, hosts: Hosts) -> None:
     tier = hosts(cluster_server.url)
-    with tier.cluster.alone(key()):
+    with tier.cluster.key_lease(key()):
         cluster_server.ask("SET", f"{name_of()}:lease", "another's")
     tier.settle()
     assert cluster_server.ask("GET", f"{name_of()}:lease") == b"another's"
@@ -363,7 +363,7 @@ def test_what_no_disk_keeps_is_shared_too(cluster_server: Server, hosts: Hosts) 
     assert shares(full) == 1
     assert full.get(key()) is None
     assert shares(other) == 0
-    assert other.bring([key()]) == [data_of("a")]
+    assert other.fetch_from_cluster([key()]) == [data_of("a")]
 
 
 SECRET = "pa55word/with@what:is?special"

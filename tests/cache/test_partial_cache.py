@@ -56,9 +56,9 @@ def test_what_passes_through_is_told_from_what_stays(tmp_path: Path) -> None:
     tier = tier_of(tmp_path, 5, region=2)
     put(tier, *range(5))
     keys = [key(f"x/{name}") for name in range(6)]
-    assert [tier.passes([one]) for one in keys] == [False, False, False, True, True, True]
-    assert not tier.passes(keys[:3])
-    assert tier.passes(keys[1:4])
+    assert [tier.is_transient([one]) for one in keys] == [False, False, False, True, True, True]
+    assert not tier.is_transient(keys[:3])
+    assert tier.is_transient(keys[1:4])
 
 
 @pytest.mark.parametrize("case", ["no region", "lru", "reads fail", "writes fail"])
@@ -66,7 +66,7 @@ def test_where_there_is_no_room_to_pass_through_nothing_does(tmp_path: Path, cas
     """So that nothing is asked for further ahead that would be held in memory, or be gone by then."""
     tier = tier_of(tmp_path, 5, region=2)
     put(tier, *range(5))
-    assert tier.passes([key("x/4")])
+    assert tier.is_transient([key("x/4")])
     if case == "no region":
         tier.region = 0
     elif case == "lru":
@@ -75,7 +75,7 @@ def test_where_there_is_no_room_to_pass_through_nothing_does(tmp_path: Path, cas
         tier.health.reads.failed(for_good=True)
     else:
         tier.health.writes.failed()
-    assert not tier.passes([key("x/4")])
+    assert not tier.is_transient([key("x/4")])
 
 
 def test_without_a_region_what_does_not_fit_is_not_kept(tmp_path: Path) -> None:

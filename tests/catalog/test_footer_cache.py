@@ -145,7 +145,7 @@ def test_of_a_run_that_another_host_has_nothing_is_fetched(
     path = tier.folder.path_of(run_digest(group.kept.run, dataset.blocks))
     whole = tier.get(dataset.blocks.key(group.kept.run, "footers"))
     path.unlink()
-    monkeypatch.setattr(tier, "bring", lambda _: [whole])  # and there is no room for it here
+    monkeypatch.setattr(tier, "fetch_from_cluster", lambda _: [whole])  # and there is no room for it here
     before = fetched(bucket)
     assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
     assert fetched(bucket) == before
