@@ -20,8 +20,11 @@ class MemoryTier(ForkAware):
     limit: most bytes kept.
     """
 
+    shared = False
+
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.region = 0
         self._locks = ThreadLocks()
         self.after_fork_in_child()
         super().__init__()
@@ -79,6 +82,13 @@ class MemoryTier(ForkAware):
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (whichever they are)
         return False
+
+    def stored_bytes(self, key: BlobKey) -> int:
+        with self._mutex:
+            return len(self._blobs.get(key.digest, b""))
+
+    def settle(self) -> None:
+        """Do nothing: blobs are not shared."""
 
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()

@@ -52,56 +52,89 @@ class NoRoomError(Exception):
 
 
 class Tier(Protocol):
-    """A place that keeps blobs of any size.
+    """A cache of blobs of any size.
 
-    Notes: every method may be called from any thread of any process. A blob is filled by one caller at a time; the
-    others wait for it. Views stay valid after the blob is evicted. Trouble of the tier itself is never raised: it is
-    counted, and the caller gets its bytes from `fill`.
+    Attributes:
+        region: Bytes of the limit for blobs that the "pin" policy cannot keep; they evict each other. 0: no region.
+
+    Notes:
+        Any thread of any process may call every method. One caller fills a blob at a time; the others wait for it.
+        Views stay valid after the blob is evicted. A tier never raises its own failures: it counts them, and the
+        caller gets the bytes from `fill`.
     """
 
-    def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
-        """The blob, or `span` of it, as a read-only view of bytes, or None when it is not kept here.
+    region: int
 
-        Notes: a tier that checks what it reads checks what `span` touches, so a small one is cheap.
+    @property
+    def shared(self) -> bool:
+        """Whether other processes read the blobs of this tier."""
+
+    @property
+    def limit(self) -> int:
+        """The capacity in bytes."""
+
+    def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
+        """Return the blob, or `span` of it, as a read-only view of bytes. Return None if the blob is not cached.
+
+        Notes:
+            A tier that verifies checksums verifies only the pieces that `span` touches, so a small span is cheap.
         """
 
     def get_or_fill(
         self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
     ) -> memoryview:
-        """As `get`; when the blob is not kept here, `fill` makes all of it first.
+        """Return the blob, or `span` of it, as `get` does. On a miss, `fill` makes the whole blob first.
 
-        to_keep: bytes of the blob, where it is not to be made unless it will be kept. If it would not be, nothing is
-            taken from anywhere: `allocate` raises NoRoomError, and so does this, unless `fill` catches it.
+        Args:
+            key: The key of the blob.
+            fill: Makes the blob. Its errors reach the caller, and the tier then caches nothing.
+            span: The bytes to return; None: all of them.
+            to_keep: Size of the blob in bytes, if an uncached blob is of no use to the caller.
+
+        Raises:
+            NoRoomError: `to_keep` is given and the tier cannot cache the blob. `allocate` raises it before anything is
+                fetched; `fill` may catch it.
         """
 
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:
-        """While it lasts, nobody else on this host is in it with the same key: to make several blobs at once.
+        """Lock the key on this host for the duration of the block, to make several blobs at once.
 
-        elect: of hosts that share them one is to be at it, too; gives, where another is, what to call to wait for it.
-        Notes: best effort. Whoever has waited too long, or cannot lock, goes on all the same: twice the work, never a
-        deadlock.
+        Args:
+            key: The key to lock.
+            elect: Elect one of the hosts that share blobs, too. Where another host is elected, the block's value is a
+                function that waits for that host.
+
+        Notes:
+            Best effort: after a timeout, or without working locks, the block runs without the lock. Two callers may
+            then do the same work, but no caller deadlocks.
         """
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
-        """These blobs, and keep them here, if other hosts that share them have made them all; else None."""
+        """Fetch these blobs from other hosts and cache them. Return None unless all of them are available."""
 
     def lease(self, keys: Iterable[BlobKey]) -> None:
-        """Have those of these blobs that are kept stay as long as this process runs, where the tier can say so."""
+        """Protect these blobs, where they are cached, from eviction while this process runs. Best effort."""
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
-        """Whether there is room that blobs pass through, and some of these, which do not stay, would find it there."""
+        """Return whether the tier has a `region` and caches at least one of these blobs only there, or not at all."""
+
+    def stored_bytes(self, key: BlobKey) -> int:
+        """Return the bytes that a cached blob takes; 0 if it is not cached."""
+
+    def settle(self) -> None:
+        """Wait until blobs that other hosts will read are written, or given up."""
 
     def stats(self) -> dict[str, Any]:
-        """Totals of this process: hits, misses, waits, bytes, errors."""
+        """Return the totals of this process: hits, misses, waits, bytes, errors."""
 
 
 def cut(blob: memoryview, span: Span | None) -> memoryview:
-    """`span` of a whole blob; None: all of it."""
+    """Return `span` of a blob; None: all of it."""
     return blob if span is None else blob[span[0] : span[1]]
 
 
 class Draft:
-    """A blob being filled, in memory; tiers that keep blobs elsewhere override `room` and `publish`."""
+    """A blob during its fill, in memory. Tiers that cache blobs elsewhere override `room` and `publish`."""
 
     def __init__(self, key: BlobKey) -> None:
         self.key = key

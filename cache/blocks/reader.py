@@ -81,7 +81,7 @@ class Blocks(ForkAware):
     @property
     def retains_blocks(self) -> bool:
         """Whether blocks are still there when their neighbours are needed: not where data passes through a cache."""
-        return not (isinstance(self.tier, LocalTier) and self.tier.region)
+        return not self.tier.region
 
     def read(self, obj: Object, start: int, stop: int) -> memoryview:
         """The bytes [start, stop) of an object, cut to its size; without a copy where one block holds them."""
@@ -140,8 +140,7 @@ class Blocks(ForkAware):
 
     def settle(self) -> None:
         """What was to be shared with other hosts is there when this returns, or given up."""
-        if isinstance(self.tier, ClusterTier):
-            self.tier.settle()
+        self.tier.settle()
 
     def stats(self) -> dict[str, Any]:
         """Totals of this process; see `TierCacheFileSystem.stats`."""

@@ -53,6 +53,8 @@ class LocalTier(ForkAware):
     Raises ConfigError at the first use when the folder is one that a person must mend; see `CacheFolder`.
     """
 
+    shared = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -155,6 +157,16 @@ class LocalTier(ForkAware):
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002
         return None
+
+    def stored_bytes(self, key: BlobKey) -> int:
+        folder = self._opened()
+        if folder is not None:
+            with self.trouble("looking up a blob", self.health.reads, folder):
+                return folder.index.size_of(key.digest) or 0
+        return 0
+
+    def settle(self) -> None:
+        """Do nothing: blobs are written before `get_or_fill` returns."""
 
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}

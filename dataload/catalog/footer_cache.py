@@ -60,7 +60,7 @@ def read_footers(
             untold = []  # `fetch` tells of each
             _join(list(pool.map(fetch, run)), allocate)
 
-        whole = blocks.tier.get_or_fill(_key(name, blocks), fill)
+        whole = blocks.tier.get_or_fill(run_key(name, blocks), fill)
         for obj in untold:
             progress(obj)
         return [(look(parse_footer(_cut(whole, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
@@ -93,7 +93,7 @@ def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
 
 def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
     """The bytes of a footer, if its run is kept."""
-    key, at = _key(kept.run, blocks), kept.number * _BOUND.itemsize
+    key, at = run_key(kept.run, blocks), kept.number * _BOUND.itemsize
     bounds = blocks.tier.get(key, (at, at + 2 * _BOUND.itemsize))
     return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
 
@@ -102,14 +102,14 @@ def _brought_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
     """The bytes of a footer, if another host has its run."""
     with blocks.tier.key_lock(blocks.key(kept.run, "bring footers"), elect=False):  # it locks what it keeps
         found = stored_footer(kept, blocks)
-        if found is None and (brought := blocks.tier.fetch_from_cluster([_key(kept.run, blocks)])):
+        if found is None and (brought := blocks.tier.fetch_from_cluster([run_key(kept.run, blocks)])):
             found = _cut(brought[0], kept.number)
     return found
 
 
-def run_digest(run: Object, blocks: Blocks) -> bytes:
-    """What the cache knows a run's blob by."""
-    return _key(run, blocks).digest
+def run_key(run: Object, blocks: Blocks) -> BlobKey:
+    """Return the key of the blob that holds the footers of a run of files."""
+    return blocks.key(run, "footers")
 
 
 def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
@@ -131,10 +131,6 @@ def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
 def _name(run: list[Object]) -> Object:
     made_of = json.dumps([[obj.path, obj.size, obj.version] for obj in run]).encode()
     return Object(run[0].path, 0, hashlib.blake2b(made_of, digest_size=16, person=b"footers").hexdigest())
-
-
-def _key(run: Object, blocks: Blocks) -> BlobKey:
-    return blocks.key(run, "footers")
 
 
 def _join(footers: list[bytes], allocate: Allocate) -> None:

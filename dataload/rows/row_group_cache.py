@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
 from dataload.cache.local.blob_file import size_on_disk
-from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
@@ -137,7 +136,7 @@ class RowGroupCache(ForkAware):
     @property
     def shared(self) -> bool:
         """Whether what is kept is there for other processes, too."""
-        return isinstance(self._blocks.tier, LocalTier)
+        return self._blocks.tier.shared
 
     @cached_property
     def num_bytes(self) -> int:
