@@ -1,4 +1,4 @@
-"""The tier in this process's memory: what a dataset without a cache keeps its footers in."""
+"""An LRU tier in the memory of one process, for datasets without a cache on disk."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from dataload.runtime.forks import ForkAware
 
 
 class MemoryTier(ForkAware):
-    """Blobs in memory, least recently used out first. Each process has its own; a pickled copy starts empty.
+    """An LRU cache of blobs in memory. Each process has its own; a pickled copy starts empty.
 
-    limit: most bytes kept.
+    Args:
+        limit: Capacity in bytes.
     """
 
     shared = False
@@ -54,7 +55,7 @@ class MemoryTier(ForkAware):
         fill: Fill,
         span: Span | None = None,
         *,
-        to_keep: int | None = None,  # noqa: ARG002 (all is kept, for a while)
+        to_keep: int | None = None,  # noqa: ARG002 (every blob that fits is cached)
     ) -> memoryview:
         found = self.get(key, span)
         if found is not None:
@@ -71,16 +72,16 @@ class MemoryTier(ForkAware):
             self._keep(key, blob)
             return cut(blob, span)
 
-    def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:  # noqa: ARG002 (each is alone)
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:  # noqa: ARG002 (no other hosts)
         return self._locks.hold(key.digest)
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> None:
-        """There is nobody to bring them from."""
+        """Return None: no other host shares this tier."""
 
     def lease(self, keys: Iterable[BlobKey]) -> None:
-        """It keeps what was used last."""
+        """Do nothing: this tier evicts by recency only."""
 
-    def is_transient(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (whichever they are)
+    def is_transient(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (there is no region)
         return False
 
     def stored_bytes(self, key: BlobKey) -> int:

@@ -1,4 +1,4 @@
-"""The contract every tier keeps: get, or get-or-fill, and a read-only map of the bytes either way."""
+"""The interface of a cache tier: `get` and `get_or_fill` return read-only views of immutable blobs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from typing import Any, Protocol
 from dataload.runtime.redact import redacted
 
 Allocate = Callable[[int], memoryview]
-"""`allocate(size)` gives the writable memory, of exactly `size` bytes, to write a blob into. Called once a fill."""
+"""`allocate(size)` returns writable memory of exactly `size` bytes for the blob. A fill calls it once."""
 
 Span = tuple[int, int]
-"""Bytes [start, stop) of a blob, 0 <= start <= stop; cut to its size."""
+"""Bytes [start, stop) of a blob, 0 <= start <= stop; clipped to its size."""
 
 Fill = Callable[[Allocate], None]
-"""Makes one blob: fetches or computes it, asks `allocate` for room as soon as the size is known, and writes it all.
-What it raises reaches the caller of `get_or_fill`, and nothing is kept."""
+"""Makes one blob: calls `allocate` as soon as the size is known, then writes all bytes.
+If it raises, the error reaches the caller of `get_or_fill`, and the tier caches nothing."""
 
 
 @dataclass(frozen=True)
 class BlobKey:
-    """Which bytes: `what` of one version of one object. Equal keys mean equal bytes, for ever.
+    """The identity of a blob: `what` of one version of one object. Equal keys always mean equal bytes.
 
-    name: what it is called in messages, and the prefix by which it can be evicted; holds no credentials.
-    digest: 32 bytes, made from every part.
+    Attributes:
+        origin: Identity of the store.
+        path: Path of the object in the store.
+        version: Version of the object.
+        what: Part or derivative of the object, such as a byte range.
+        digest: Digest of all parts, 32 bytes.
     """
 
     origin: str
@@ -44,11 +48,12 @@ class BlobKey:
 
     @property
     def name(self) -> str:
+        """The name in messages and the prefix for eviction; without credentials."""
         return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()
 
 
 class NoRoomError(Exception):
-    """What was to be kept would not be: there is no room for it, or the place is failing."""
+    """The tier cannot cache the blob: it is full or its disk fails."""
 
 
 class Tier(Protocol):
@@ -141,17 +146,18 @@ class Draft:
         self.payload: memoryview | None = None
 
     def allocate(self, size: int) -> memoryview:
+        """Return the memory for the blob. Raise RuntimeError on a second call."""
         if self.payload is not None:
             raise RuntimeError(f"{self.key.name}: a fill allocates once")
         self.payload = self.room(size)
         return self.payload
 
     def room(self, size: int) -> memoryview:
-        """Writable memory of `size` bytes."""
+        """Return writable memory of `size` bytes."""
         return memoryview(bytearray(size))
 
     def publish(self, span: Span | None = None) -> memoryview:
-        """The filled blob, or `span` of it, read-only."""
+        """Return the filled blob, or `span` of it, read-only."""
         if self.payload is None:
             raise RuntimeError(f"{self.key.name}: the fill allocated nothing")
         return cut(self.payload.toreadonly(), span)
