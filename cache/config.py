@@ -33,8 +33,6 @@ class CacheConfig:
         that s3fs was told, and `stats()` says why where it does not.
     in_flight: most requests to the origin at a time: of this process, or of all ranks of this host together where
         `make_loader` reads for them.
-    hedge: whether a request that takes longer than 99 in 100 others did is made a second time, and the first answer
-        taken; for one in 20 at most.
     cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster, in
         which hosts find what others have made. User and password in the URL, or in VALKEY_USERNAME, VALKEY_PASSWORD.
         None: each host fetches for itself.
@@ -53,7 +51,6 @@ class CacheConfig:
     consistency: str = "generation"
     engine: str = "auto"
     in_flight: int = 64
-    hedge: bool = False
     cluster: str | None = field(default=None, repr=False)
     origin_id: str | None = None
     allow_network_filesystem: bool = False

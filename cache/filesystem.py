@@ -55,7 +55,6 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         consistency: str = "generation",
         engine: str = "auto",
         in_flight: int = 64,
-        hedge: bool = False,
         cluster: str | None = None,
         origin_id: str | None = None,
         allow_network_filesystem: bool = False,
@@ -70,7 +69,6 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             consistency,
             engine=engine,
             in_flight=in_flight,
-            hedge=hedge,
             cluster=cluster,
             origin_id=origin_id,
             allow_network_filesystem=allow_network_filesystem,
@@ -79,7 +77,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")
         if fs is None:
             fs = connect(str(target_protocol), target_options)
-        self.blocks = Blocks.open(Origin(fs, origin_id, engine, hedge=hedge), self.config)
+        self.blocks = Blocks.open(Origin(fs, origin_id, engine), self.config)
         self._strip_protocol = self._path  # a class method by nature, but here the origin's class decides
         self._known: dict[str, dict[str, Any]] = {}
 
@@ -373,4 +371,4 @@ def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheC
         return filesystem.blocks
     if config is None:
         return Blocks.open(Origin(filesystem), None)
-    return Blocks.open(Origin(filesystem, config.origin_id, config.engine, hedge=config.hedge), config)
+    return Blocks.open(Origin(filesystem, config.origin_id, config.engine), config)

@@ -7,7 +7,6 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from json import JSONDecodeError
 from typing import Any, TypeVar
 
@@ -18,7 +17,6 @@ from tenacity import wait_random_exponential as full_jitter
 
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, engine_for
 from dataload.cache.origin.errors import denied, is_trouble, meant, passing, status
-from dataload.cache.origin.hedge import Hedge
 from dataload.cache.origin.identity import address_of, identity_of
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import UnsuitableError
@@ -44,28 +42,23 @@ class Origin(ForkAware):
     filesystem: any fsspec filesystem; in a forked child a fresh one with the same options takes its place.
     identity: the store's name in cache keys; default: its protocol and address.
     engine: who moves the bytes: "auto", "fsspec" or "obstore".
-    hedge: whether what takes longer than usual is asked for a second time.
     limiter: of the requests in flight; None: there is no limit.
 
     Notes: `read` may be called from any thread. Requests that fail in passing are retried with full jitter.
     """
 
-    def __init__(
-        self, filesystem: Any, identity: str | None = None, engine: str = "auto", *, hedge: bool = False
-    ) -> None:
+    def __init__(self, filesystem: Any, identity: str | None = None, engine: str = "auto") -> None:
         self._filesystem = filesystem
         self._inherited = False
         self._identity = identity
         self._wanted = engine
-        self._hedge = Hedge() if hedge else None
         self._engine: Engine | None = None
         self.limiter: RequestLimiter | None = None
         self.counters = Counters()
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = partial(Origin, hedge=self._hedge is not None), (self._filesystem, self._identity, self._wanted)
-        return *made, {"limiter": self.limiter}
+        return Origin, (self._filesystem, self._identity, self._wanted), {"limiter": self.limiter}
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
@@ -104,8 +97,8 @@ class Origin(ForkAware):
         return self._identity
 
     def stats(self) -> dict[str, float]:
-        """Totals of this process: requests, bytes, errors; hedged: of the requests, those that were asked for again."""
-        return {**self.counters.snapshot(), "hedged": self._hedge.hedged if self._hedge else 0}
+        """Return the totals of this process: requests, bytes, errors."""
+        return self.counters.snapshot()
 
     def path_of(self, url: str) -> str:
         """The path that `url` has at this origin, without protocol."""
@@ -143,19 +136,12 @@ class Origin(ForkAware):
             _check(len(found), stop - start)
             return found
 
-        once = partial(self._request, whole)
-        if self._hedge:
-            once = partial(self._hedge.first, stop - start, once)
         with self.naming(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
-            return _attempts()(once)
+            return _attempts()(self._request, whole)
 
     def read_into(self, rooms: Sequence[memoryview], path: str, start: int, version: str) -> None:
         """Fill `rooms`, one after the other, with the bytes from `start` on; raises what `read` does."""
         stop = start + sum(map(len, rooms))
-        if self._hedge:  # Two answers may come at once.
-            _scatter([self.read(path, start, stop, version)], rooms)
-            return
-
         def parts(engine: Engine) -> None:
             _check(_scatter(self._counted(engine.parts(path, start, stop, version)), rooms), stop - start)
 
