@@ -142,6 +142,7 @@ class Origin(ForkAware):
     def read_into(self, rooms: Sequence[memoryview], path: str, start: int, version: str) -> None:
         """Fill `rooms`, one after the other, with the bytes from `start` on; raises what `read` does."""
         stop = start + sum(map(len, rooms))
+
         def parts(engine: Engine) -> None:
             _check(_scatter(self._counted(engine.parts(path, start, stop, version)), rooms), stop - start)
 
