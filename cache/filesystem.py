@@ -145,7 +145,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         return info
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             entries = self.fs.ls(self._path(path), detail=True, **kwargs)
         self._learn(entries)
         return entries if detail else sorted(entry["name"] for entry in entries)
@@ -153,14 +153,14 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
     def find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
     ) -> Any:
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             found = self.fs.find(self._path(path), maxdepth=maxdepth, withdirs=withdirs, detail=True, **kwargs)
         self._learn(found.values())
         return found if detail else sorted(found)
 
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         detail = kwargs.pop("detail", False)
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             # The origin decides which characters are magic: in a URL, "?" is not.
             found = self.fs.glob(self._path(path), maxdepth=maxdepth, detail=True, **kwargs)
         self._learn(found.values())
@@ -176,16 +176,16 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         return self._type_of(path) == "directory"
 
     def modified(self, path: str) -> Any:
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             return self.fs.modified(self._path(path))
 
     def created(self, path: str) -> Any:
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             return self.fs.created(self._path(path))
 
     def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> Any:
         """Return a presigned URL that bypasses the cache. expiration: seconds."""
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             return self.fs.sign(self._path(path), expiration=expiration, **kwargs)
 
     def ukey(self, path: str) -> str:

@@ -142,7 +142,7 @@ def ranges(store: Store) -> Finding:
     first = store.first
     advice = "read through a store that serves ranges: only the beginning of a file can be read from this one"
     try:
-        with store.origin.naming(first.path):
+        with store.origin.map_errors(first.path):
             if store.is_s3:
                 served = store.get() == 206
             elif store.endpoint:
@@ -173,7 +173,7 @@ def if_match(store: Store) -> Finding:
     if not store.is_s3:
         return ok("not asked of this kind of store: versions are looked at before and after")
     try:
-        with store.origin.naming(store.first.path):
+        with store.origin.map_errors(store.first.path):
             store.get(IfMatch='"no such version"')
     except ObjectChanged:
         return ok("another version is refused")

@@ -47,7 +47,7 @@ def test_engines_move_the_same_bytes_and_are_named(bucket: Any, tmp_path: Path, 
     fs = open_fs(tmp_path, bucket.options, engine=engine)
     assert fs.cat_file(bucket.url("a b/ü+x.bin")) == DATA
     stats = fs.stats()
-    assert (stats["engine"], stats["engine_reason"]) == (engine, "asked for")
+    assert (stats["engine"], stats["engine_reason"]) == (engine, "requested")
     assert stats["bytes_origin"] == len(DATA)
 
 
@@ -520,7 +520,7 @@ def test_what_other_clients_do_not_find_is_not_there(cause: OSError | None) -> N
     """That of HTTP says it of all trouble; others' have a cause, too, and mean it."""
     error = FileNotFoundError("bucket/x")
     error.__cause__ = cause
-    with pytest.raises(OriginNotFound), Origin(fsspec.filesystem("memory")).naming("bucket/x"):
+    with pytest.raises(OriginNotFound), Origin(fsspec.filesystem("memory")).map_errors("bucket/x"):
         raise error
 
 
@@ -528,7 +528,7 @@ def test_what_other_clients_do_not_find_is_not_there(cause: OSError | None) -> N
     "error", [UnicodeDecodeError("utf-8", b"", 0, 1, "no text"), json.JSONDecodeError("no", "", 0)]
 )
 def test_a_strange_answer_is_no_wrong_option(error: ValueError) -> None:
-    with pytest.raises(type(error)), Origin(fsspec.filesystem("memory")).asking("bucket/x"):
+    with pytest.raises(type(error)), Origin(fsspec.filesystem("memory")).metadata_request("bucket/x"):
         raise error
 
 
@@ -623,7 +623,7 @@ def test_a_store_that_ignores_ranges_is_read_to_the_end_of_the_range(tmp_path: P
         assert _Endless.asked <= 4, "the store will not change its mind"
     assert _Endless.sent < 3 * size + SLACK < _Endless.size // 4
     if kind == "s3":
-        why = "the store answers a range with the whole object, which obstore refuses"
+        why = "the store answers a range with the whole object, which obstore rejects"
         assert fs.stats()["engine_reason"] == why
 
 
