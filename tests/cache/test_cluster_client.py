@@ -30,7 +30,7 @@ def clients(clock: Clock) -> Clients:
 def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
     three_primaries: ServerCluster, clients: Clients, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "SECONDS", 0.5)
+    monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.5)
     one = clients(three_primaries.url)
     names = [f"{number}" for number in range(30)]
     for name in names:

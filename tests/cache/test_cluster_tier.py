@@ -320,8 +320,8 @@ def test_a_server_that_evicts_holds_its_limit(tmp_path: Path, hosts: Hosts) -> N
 
 
 def test_writes_do_not_pile_up(cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "BEHIND_BYTES", 100_000)
-    monkeypatch.setattr(store, "BEHIND_SECONDS", 0.01)
+    monkeypatch.setattr(store, "WRITE_BEHIND_BYTES", 100_000)
+    monkeypatch.setattr(store, "WRITE_BEHIND_SECONDS", 0.01)
     tier = hosts(cluster_server.url)
     may_write = threading.Event()
     tier.cluster._writer.submit(may_write.wait, 30)
@@ -339,8 +339,8 @@ def test_writes_do_not_pile_up(cluster_server: Server, hosts: Hosts, monkeypatch
 def test_what_will_never_have_room_does_not_wait_for_it(
     cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "BEHIND_BYTES", 9_000)
-    monkeypatch.setattr(store, "BEHIND_SECONDS", 600)
+    monkeypatch.setattr(store, "WRITE_BEHIND_BYTES", 9_000)
+    monkeypatch.setattr(store, "WRITE_BEHIND_SECONDS", 600)
     tier = hosts(cluster_server.url)
     assert shares(tier) == 1
     assert tier.stats()["cluster"]["unkept"] == 1
