@@ -47,7 +47,7 @@ class StandIn(ThreadingHTTPServer):
     def said_of(self, url: str) -> dict[str, Any]:
         body = self.objects.get(url)
         kind = {"mType": "directory", "mLength": 0} if body is None else {"mType": "file", "mLength": len(body)}
-        # It has been read more often each time that somebody asks.
+        # The access count grows with each request.
         self.asked = getattr(self, "asked", 0) + 1
         return {**kind, "mPath": place(url), "mUfsPath": url, "mLastAccessTimeMs": self.asked, "mContentHash": ""}
 
@@ -145,7 +145,7 @@ def test_a_dataset_comes_through_alluxio_once(
 
 
 def test_how_to_get_in_is_no_part_of_what_the_store_is_called(bucket: Any) -> None:
-    """Not even digested: who may use another key finds what is cached, and nobody can try keys on the digest."""
+    """Credentials do not enter the digest: other keys find the same cached data, and a digest reveals no key."""
     introduce()
 
     def identity(hosts: str, secret: str) -> str:

@@ -130,7 +130,7 @@ def test_who_waits_for_a_connection_that_fails_does_not_try_it_again(
     def fails(*_: Any) -> None:
         tried.append(1)
         until(lambda: len(allowed) == 4)
-        raise ConnectionError("nobody answers")
+        raise ConnectionError("no server answers")
 
     monkeypatch.setattr(client, "connect", fails)
 

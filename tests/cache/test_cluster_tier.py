@@ -171,7 +171,7 @@ def test_hosts_that_come_at_once_make_a_blob_once(cluster_server: Server, hosts:
 
 
 def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts) -> None:
-    """Who comes second finds what was put under the lease, also when it is still on its way as the lease ends."""
+    """The second host finds the blob made under the lease, even if it is still being written when the lease ends."""
     first, second = hosts(cluster_server.url), hosts(cluster_server.url)
     may_write = threading.Event()
     with ThreadPoolExecutor(1) as pool:
@@ -464,7 +464,7 @@ def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hos
         assert held
         primary.stop()
         until(lambda: replica.ask("INFO", "replication")["role"] == "master")
-        for name in names:  # Whoever meets the node that is stopped notices, and goes on without the cluster.
+        for name in names:  # A request to the stopped node fails, and the host continues without the cluster.
             assert shares(second, name) in (0, 1)
         clock.now += 100
         third = hosts(servers.url)

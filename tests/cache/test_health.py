@@ -168,7 +168,7 @@ def test_a_call_that_never_works_again(tmp_path: Path) -> None:
         assert tier.stats()["health"]["state"] == "normal", name
 
 
-# What the states mean
+# The meaning of the states
 
 
 def test_degraded_serves_what_it_has_and_leaves_the_disk_alone(tmp_path: Path) -> None:

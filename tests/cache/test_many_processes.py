@@ -68,7 +68,7 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
 
 
 def reader(origin: Origin, cache: Path, seed: int = 0, **options: Any) -> Any:
-    """A process that reads objects once it is told to."""
+    """Start a process that reads objects once it gets a line of input."""
     command = [sys.executable, "-c", READ, origin.endpoint_url, str(cache), str(seed), json.dumps(options)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

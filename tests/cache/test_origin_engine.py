@@ -1,4 +1,4 @@
-"""Who moves the bytes: the same ones whoever it is, named with its reason, and right on a bad day."""
+"""Engines: they fetch the same bytes, report why they were chosen, and survive faults."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_forked_child_never_lets_go_of_a_store(bucket: Any, tmp_path: Path) ->
 def test_credentials_of_the_session_are_used_and_asked_for_again(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody names a key: the session finds one, which may be another tomorrow."""
+    """Without an explicit key, the session finds credentials, which may change later."""
     bucket.put("x", DATA)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -275,7 +275,7 @@ def test_an_object_that_is_gone_and_a_bucket_that_is_none(bucket: Any, tmp_path:
 
 
 def counted_reads(fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What is asked of the origin from now on: first byte, and the byte behind the last."""
+    """Record the requested ranges [start, stop) from now on."""
     asked: list[tuple[int, int]] = []
     read_into = fs.blocks.origin.read_into
 
@@ -476,7 +476,7 @@ class _Refusing(_Whole):
 
 
 class _Denying(_Whole):
-    """Lets nobody in."""
+    """A server that denies all requests."""
 
     def do_HEAD(self) -> None:
         self.send_response(403)

@@ -186,7 +186,7 @@ def test_hosts_and_accounts_of_servers_are_told_apart(monkeypatch: pytest.Monkey
         return PLACES["hdfs"](Made(*args, **options))
 
     class Made:
-        """What an HDFS filesystem was made with: to make one takes a cluster, and Java."""
+        """A stand-in with the arguments of an HDFS filesystem: a real one needs a cluster and Java."""
 
         def __init__(self, host: str = "default", port: int = 0, **options: Any) -> None:
             self.storage_args = () if host == "default" else (host, port)

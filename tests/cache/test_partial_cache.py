@@ -104,7 +104,7 @@ def test_what_is_leased_stays_though_it_was_not_used_lately(tmp_path: Path) -> N
     tier.folder.oldest_process = lambda: started
     tier.lease([key(f"x/{name}") for name in (0, 1, 9)])
     put(tier, 3, 4, 5)
-    assert kept(tier) == [0, 1, 3, 4, 5]  # 2 was nobody's
+    assert kept(tier) == [0, 1, 3, 4, 5]  # no process used 2
 
 
 def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path) -> None:
