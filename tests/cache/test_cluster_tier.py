@@ -1,4 +1,4 @@
-"""Hosts that share blobs through a real Valkey: what one has made, the others find; and nothing it does is an error."""
+"""Hosts that share blobs through a real Valkey. No failure of the Valkey is an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def data_of(name: str, size: int = 10_000) -> bytes:
 
 @pytest.fixture
 def hosts(tmp_path: Path, clock: Clock) -> Hosts:
-    """Hosts with an empty disk each."""
+    """Create hosts, each with an empty disk."""
     numbers = iter(range(100))
 
     def host(url: str, limit: int = 1 << 30) -> ClusterTier:
@@ -57,7 +57,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shares(tier: ClusterTier, name: str = "a", size: int = 10_000) -> int:
-    """Ask for a blob and see that it is right; how often it had to be made."""
+    """Read a blob and check its bytes. Return how often it was made."""
     filler = Filler(data_of(name, size))
     assert tier.get_or_fill(key(name), filler) == filler.data
     tier.settle()
@@ -212,7 +212,7 @@ def test_a_lease_without_an_end_is_not_waited_for_without_end(
 
 
 def test_a_program_that_ends_hands_over_what_it_has_made(cluster_server: Server, hosts: Hosts, tmp_path: Path) -> None:
-    """The last of many blobs, for which there was no time yet."""
+    """The last of many queued blobs is written at exit."""
     program = f"""
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.tier import BlobKey
@@ -282,7 +282,7 @@ def test_another_server_of_the_url_is_found(cluster_server: Server, tmp_path: Pa
 
 
 def test_only_who_finds_out_waits(cluster_server: Server, hosts: Hosts, clock: Clock) -> None:
-    """After the pause one caller tries again, however many come."""
+    """After the pause exactly one caller retries."""
     tier = hosts(cluster_server.url)
     cluster_server.kill()
     shares(tier, "first")
@@ -477,7 +477,7 @@ def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hos
 def test_a_cluster_that_was_lost_altogether_is_found_again(
     three_primaries: ServerCluster, hosts: Hosts, clock: Clock
 ) -> None:
-    """Also where the one node that the URL names stays away."""
+    """This also holds if the only node in the URL stays down."""
     gone, *back = three_primaries.primaries
     tier = hosts(gone.url)
     names = [f"{number}" for number in range(12)]

@@ -1,4 +1,4 @@
-"""`tiercache` as a filesystem: what it serves, what it costs the origin, and what it does when the origin fails."""
+"""`tiercache` as a filesystem: its results, its requests to the origin, and failures of the origin."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_many_blocks_need_few_descriptors(bucket: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_immutable_is_asked_about_once(bucket: Any, tmp_path: Path) -> None:
-    """Also by those who come later; where there is no ETag, too."""
+    """This holds for later readers, and without an ETag."""
     bucket.put("x.bin", DATA)
     (tmp_path / "x.bin").write_bytes(DATA)
     etag = bucket.client.head_object(Bucket=bucket.name, Key="x.bin")["ETag"]
@@ -358,7 +358,7 @@ def test_consistency_open_asks_at_every_open(bucket: Any, tmp_path: Path) -> Non
 
 
 class Faults:
-    """Spoils the bodies of the first `count` object GETs."""
+    """Corrupt the bodies of the first `count` object GETs."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""Requests in flight: bounded for a process, whatever it reads with, and divided between the processes of a host."""
+"""The limit on requests in flight: per process, for all readers, and divided among the processes of a host."""
 
 from __future__ import annotations
 

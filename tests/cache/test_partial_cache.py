@@ -1,4 +1,4 @@
-"""A cache smaller than the data: what fits stays, epoch after epoch, and only the rest is fetched again."""
+"""A cache smaller than the dataset: the part that fits stays, and only the rest is fetched again."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_passes_through_is_told_from_what_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", ["no region", "lru", "reads fail", "writes fail"])
 def test_where_there_is_no_room_to_pass_through_nothing_does(tmp_path: Path, case: str) -> None:
-    """So that nothing is asked for further ahead that would be held in memory, or be gone by then."""
+    """Otherwise the loader would prefetch row groups that are evicted before use, or held in memory."""
     tier = tier_of(tmp_path, 5, region=2)
     put(tier, *range(5))
     assert tier.is_transient([key("x/4")])
@@ -108,7 +108,7 @@ def test_what_is_leased_stays_though_it_was_not_used_lately(tmp_path: Path) -> N
 
 
 def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path) -> None:
-    """As when a cache was warmed to its limit, and all of that is leased."""
+    """The cache was warmed to its limit, and all blobs are leased."""
     put(tier_of(tmp_path, 5, region=0), *range(5))
     tier = tier_of(tmp_path, 5, region=2)
     tier.folder.oldest_process = lambda: 0
@@ -129,7 +129,7 @@ def test_the_region_travels_with_the_tier(tmp_path: Path) -> None:
 def test_an_epoch_fetches_what_the_cache_has_no_room_for(
     bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, share: float, workers: int
 ) -> None:
-    """Also where workers read from the cache what another process had put there: it is not gone by then."""
+    """Workers read blobs that another process cached before they are evicted."""
     rows = 4000 if workers else 1000  # a file's last page is nothing beside them
     url = dataset_of([[rows] * 60])
     whole = make_dataset(url, storage_options=bucket.options, cache=CacheConfig(str(tmp_path / "x"), "1GB"))
@@ -153,7 +153,7 @@ def test_an_epoch_fetches_what_the_cache_has_no_room_for(
 def test_what_passes_through_is_asked_for_before_what_stays(
     bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many row groups as find room there, when the first batch of an epoch is made."""
+    """The region is full of row groups when the first batch of an epoch is ready."""
     monkeypatch.setattr(capacity, "RUN_BYTES", 1)
     url = dataset_of([[1000] * 60])
     decoded = make_dataset(url, storage_options=bucket.options, cache=None).rowstore.blobs.num_bytes
