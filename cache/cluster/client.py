@@ -80,7 +80,7 @@ class Client:
         kind = f"{doing_what} {type(error).__name__}"
         if kind not in self._reported:
             self._reported.add(kind)
-            log.warning("cluster %s: trouble, going on without it: %s: %s", self._address, kind, redacted(error))
+            log.warning("cluster %s failed, continuing without it: %s: %s", self._address, kind, redacted(error))
 
     def _call(self, command: str, name: str, *args: Any, large: bool = False, **options: Any) -> Any:
         """Call a method of valkey's client for the key `name`, and return its result.
