@@ -111,7 +111,7 @@ class Health:
         self._counts[state] += 1
         effect = {
             "normal": "works again",
-            "degraded": "cannot be written to: cached data is served, other data comes from the origin and is not cached",
+            "degraded": "cannot be written to: cached data is served, new data is not cached",
             "off": "cannot be used: all data comes from the origin",
         }[state]
         log.warning("cache %s %s%s", self._place, effect, "" if state == "normal" else "; it is retried periodically")

@@ -327,11 +327,11 @@ def test_writes_do_not_pile_up(cluster_server: Server, hosts: Hosts, monkeypatch
     tier.cluster._writer.submit(may_write.wait, 30)
     for number in range(20):
         assert tier.get_or_fill(key(f"{number}"), Filler(data_of("x", 20_000))) == data_of("x", 20_000)
-    assert tier.cluster._behind_bytes <= 100_000
+    assert tier.cluster._queued_bytes <= 100_000
     assert tier.stats()["cluster"]["unkept"] == 16
     may_write.set()
     tier.settle()
-    assert tier.cluster._behind_bytes == 0
+    assert tier.cluster._queued_bytes == 0
     assert cluster_server.ask("DBSIZE") == 4
 
 
@@ -355,7 +355,7 @@ def test_what_there_is_no_memory_to_write_from_is_not_written(
     tier = hosts(cluster_server.url)
     monkeypatch.setattr(tier.cluster._buffers, "take", full)
     assert shares(tier) == 1
-    assert (tier.stats()["cluster"]["unkept"], tier.cluster._behind_bytes) == (1, 0)
+    assert (tier.stats()["cluster"]["unkept"], tier.cluster._queued_bytes) == (1, 0)
 
 
 def test_what_no_disk_keeps_is_shared_too(cluster_server: Server, hosts: Hosts) -> None:
