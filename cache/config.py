@@ -1,4 +1,4 @@
-"""What a cache is told: where, how much, and by which rules."""
+"""The settings of a cache."""
 
 from __future__ import annotations
 
@@ -19,31 +19,35 @@ ENGINES = ("auto", "fsspec", "obstore")
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """A host's cache.
+    """The settings of a host's cache.
 
-    cache_dir: folder on a local disk, shared by all processes of the host; default: the user's cache folder.
-    cache_bytes: most the cache may hold, in bytes or as text ("500GB"); default: half of what
-        the cache holds and its disk has free, fixed when the cache is made.
-    block_bytes: unit in which objects are fetched and kept, in bytes or as text.
-    policy: "pin" keeps what running jobs use, drops the rest, oldest first, for room, and then admits nothing; "lru"
-        drops what was used longest ago.
-    consistency: when an object's version is asked for: once per "generation" (listing), at every "open", or never
-        again once known ("immutable").
-    engine: who moves the bytes: "auto", "fsspec" or "obstore"; "auto" takes obstore for S3 where it can be told all
-        that s3fs was told, and `stats()` says why where it does not.
-    in_flight: most requests to the origin at a time: of this process, or of all ranks of this host together where
-        `make_loader` reads for them.
-    hedge: whether a request that takes longer than 99 in 100 others did is made a second time, and the first answer
-        taken; for one in 20 at most.
-    cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster, in
-        which hosts find what others have made. User and password in the URL, or in VALKEY_USERNAME, VALKEY_PASSWORD.
-        None: each host fetches for itself.
-    origin_id: name of the store inside cache keys; default: its protocol and endpoint. Give two addresses of one
-        store (a VPC endpoint, a proxy) the same name to share what is cached.
-    allow_network_filesystem: use `cache_dir` even if its filesystem is not known to be local to this host. Only one
-        host may use such a folder at a time: locks and the index do not work across hosts.
+    Args:
+        cache_dir: Folder on a local disk, shared by all processes of the host. Default: the user's cache folder.
+        cache_bytes: Capacity in bytes, or as text ("500GB"). Default: half of the cache's size plus the free space of
+            its disk, fixed when the cache is created.
+        block_bytes: Size of the blocks in which objects are fetched and cached, in bytes or as text.
+        policy: "pin" keeps the data that running jobs use, evicts other data, oldest first, and then admits nothing
+            more. "lru" evicts the least recently used data.
+        consistency: When to check an object's version: once per "generation" (listing), at every "open", or never
+            again once known ("immutable").
+        engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" uses obstore for S3 if it supports
+            all options of the s3fs filesystem; otherwise `stats()` gives the reason.
+        in_flight: Limit on concurrent requests to the origin. It applies to each process, or to all ranks of a host
+            together if they read through `make_loader`.
+        cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster,
+            through which hosts share cached data. Give user and password in the URL, or in VALKEY_USERNAME and
+            VALKEY_PASSWORD. None: each host fetches its own data.
+        origin_id: Name of the store in cache keys. Default: its protocol and endpoint. Give two addresses of one store
+            (a VPC endpoint, a proxy) the same name to share their cached data.
+        allow_network_filesystem: Use `cache_dir` even if its filesystem is not known to be local. Only one host may
+            use such a folder at a time: locks and the index do not work across hosts.
 
-    Raises ConfigError naming the argument.
+    Raises:
+        ConfigError: An argument is invalid. The message names it.
+
+    Example:
+        >>> CacheConfig("/nvme/cache", cache_bytes="500GB", block_bytes="8MiB").block
+        8388608
     """
 
     cache_dir: str | None = None
@@ -53,7 +57,6 @@ class CacheConfig:
     consistency: str = "generation"
     engine: str = "auto"
     in_flight: int = 64
-    hedge: bool = False
     cluster: str | None = field(default=None, repr=False)
     origin_id: str | None = None
     allow_network_filesystem: bool = False
@@ -65,34 +68,38 @@ class CacheConfig:
         if self.cluster is not None:
             ClusterUrl.parse(self.cluster)
         if not isinstance(self.in_flight, int) or self.in_flight < 1:
-            raise ConfigError(f"in_flight={self.in_flight!r} must be a number of requests, at least one")
+            raise ConfigError(f"in_flight={self.in_flight!r} must be an integer of at least 1")
         for name, allowed in (("policy", POLICIES), ("consistency", CONSISTENCIES), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} is unknown: use one of {', '.join(allowed)}")
 
     @property
     def folder(self) -> Path:
-        """Where the cache lives."""
+        """The absolute path of the cache folder."""
         return Path(self.cache_dir or platformdirs.user_cache_path("dataload")).expanduser().absolute()
 
     @property
     def limit(self) -> int | None:
-        """Most bytes the cache may hold; None: by the room on its disk."""
+        """The capacity in bytes; None: derived from the free space of the disk."""
         return None if self.cache_bytes is None else int(self.cache_bytes)
 
     @property
     def block(self) -> int:
-        """Bytes of a block."""
+        """The size of a block in bytes."""
         return int(self.block_bytes)
 
 
 def parse_bytes(name: str, size: int | str) -> int:
-    """`size` in bytes, from a number or text such as "500GB" or "4 MiB". Raises ConfigError naming the argument."""
+    """Return `size` in bytes, from a number or text such as "500GB" or "4 MiB".
+
+    Raises:
+        ConfigError: The size is invalid. The message names the argument.
+    """
     try:
         is_number = isinstance(size, numbers.Real) or str(size).isdecimal()
         count = int(size) if is_number else int(bitmath.parse_string(size).bytes)
     except (ValueError, TypeError):
         raise ConfigError(f"{name}={size!r} is not a size: give bytes or text such as '500GB' or '4MiB'") from None
     if count <= 0:
-        raise ConfigError(f"{name}={size!r} must be more than zero bytes")
+        raise ConfigError(f"{name}={size!r} must be at least one byte")
     return count

@@ -1,4 +1,4 @@
-"""`tiercache`: any fsspec filesystem, read through a cache on the local disk."""
+"""`tiercache`: an fsspec filesystem that caches another filesystem on the local disk."""
 
 from __future__ import annotations
 
@@ -24,20 +24,39 @@ from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, ObjectChanged
 from dataload.runtime.redact import redacted
 
-BLOCKS_AT_ONCE = 4  # of a file that is copied
-KNOWN_THAT_TRAVEL = 20_000  # objects whose size and version a pickled filesystem takes along: 5 MB
+COPIED_BLOCKS = 4  # per read of a file that is copied
+PICKLED_INFOS = 20_000  # sizes and versions of objects in a pickled filesystem: 5 MB
 
 
 class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A read-only view of another filesystem whose bytes are fetched once a host.
+    """A read-only view of another filesystem that fetches each byte once per host.
 
-    target_protocol, target_options: the origin as fsspec names it, such as "s3" and {"anon": True}; or
-    fs: the origin as a filesystem.
     The other arguments are those of `CacheConfig`.
 
-    Notes: picklable; nothing is opened before the first read; works in forked and spawned children.
+    Args:
+        target_protocol: The fsspec protocol of the origin, such as "s3".
+        target_options: The options of the origin's filesystem, such as {"anon": True}.
+        fs: The origin's filesystem, instead of `target_protocol` and `target_options`.
 
-    Raises ConfigError for settings that cannot work; FileNotFoundError, OriginError and ObjectChanged when reading.
+    Raises:
+        ConfigError: The settings are invalid.
+        FileNotFoundError: While reading: the object does not exist.
+        OriginError: While reading: the origin failed.
+        ObjectChanged: While reading: the object was replaced.
+
+    Notes:
+        The filesystem is picklable and works in forked and spawned children. It opens the cache at the first read.
+
+    Example:
+        >>> import fsspec, tempfile
+        >>> fsspec.filesystem("memory").pipe("/bucket/greeting", b"hello, world")
+        >>> cache = tempfile.TemporaryDirectory()
+        >>> fs = TierCacheFileSystem(target_protocol="memory", cache_dir=cache.name, cache_bytes="1MB")
+        >>> fs.cat_file("/bucket/greeting", 7, 12)
+        b'world'
+        >>> fs.stats()["bytes_origin"]
+        12
+        >>> cache.cleanup()
     """
 
     protocol: ClassVar[str] = "tiercache"
@@ -55,7 +74,6 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         consistency: str = "generation",
         engine: str = "auto",
         in_flight: int = 64,
-        hedge: bool = False,
         cluster: str | None = None,
         origin_id: str | None = None,
         allow_network_filesystem: bool = False,
@@ -70,7 +88,6 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             consistency,
             engine=engine,
             in_flight=in_flight,
-            hedge=hedge,
             cluster=cluster,
             origin_id=origin_id,
             allow_network_filesystem=allow_network_filesystem,
@@ -79,17 +96,17 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")
         if fs is None:
             fs = connect(str(target_protocol), target_options)
-        self.blocks = Blocks.open(Origin(fs, origin_id, engine, hedge=hedge), self.config)
-        self._strip_protocol = self._path  # a class method by nature, but here the origin's class decides
+        self.blocks = Blocks.open(Origin(fs, origin_id, engine), self.config)
+        self._strip_protocol = self._path  # a class method in fsspec; here the origin's class decides
         self._known: dict[str, dict[str, Any]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        known = dict(islice(reversed(self._known.items()), KNOWN_THAT_TRAVEL))
-        return _remade, (type(self), self.storage_args, self.storage_options, known)
+        known = dict(islice(reversed(self._known.items()), PICKLED_INFOS))
+        return _restore, (type(self), self.storage_args, self.storage_options, known)
 
     @property
     def fs(self) -> Any:
-        """The filesystem behind the cache."""
+        """The origin's filesystem."""
         return self.blocks.origin.filesystem
 
     @property
@@ -97,9 +114,9 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         return f"tiercache+{self.blocks.origin.identity}"
 
     def _path(self, path: Any) -> Any:
-        """`path`, or each of a list, in the form that the origin's filesystem uses."""
+        """Return a path, or a list of paths, in the form of the origin's filesystem."""
         if isinstance(path, list):
-            return [self._path(one) for one in path]
+            return [self._path(each) for each in path]
         return self.blocks.origin.path_of(os.fspath(path).removeprefix("tiercache://"))
 
     def info(self, path: str, refresh: bool = False, **_: Any) -> dict[str, Any]:
@@ -107,19 +124,19 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         known = None if refresh else self._known.get(path)
         if known is None:
             immutable = self.config.consistency == "immutable" and not refresh
-            known = self._known[path] = self._kept_info(path) if immutable else self.blocks.origin.info(path)
+            known = self._known[path] = self._cached_info(path) if immutable else self.blocks.origin.info(path)
         return dict(known)
 
-    def _kept_info(self, path: str) -> dict[str, Any]:
-        """What the origin said of an object when it was first asked, kept in the cache."""
+    def _cached_info(self, path: str) -> dict[str, Any]:
+        """Return the first info that the origin gave of an object, from the cache if it is there."""
         key = self.blocks.key(Object(path, 0, "immutable"), "info")
-        kept = self.blocks.tier.get(key)
-        if kept is not None:
-            return dict(json.loads(bytes(kept)))
+        cached = self.blocks.tier.get(key)
+        if cached is not None:
+            return dict(json.loads(bytes(cached)))
         info = self.blocks.origin.info(path)
         if info["type"] == "file":
-            said = {name: value for name, value in info.items() if isinstance(value, (str, int, float))}
-            data = json.dumps({**said, "checksum": version_of(info)}).encode()
+            fields = {name: value for name, value in info.items() if isinstance(value, (str, int, float))}
+            data = json.dumps({**fields, "checksum": version_of(info)}).encode()
 
             def fill(allocate: Allocate) -> None:
                 allocate(len(data))[:] = data
@@ -128,7 +145,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         return info
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             entries = self.fs.ls(self._path(path), detail=True, **kwargs)
         self._learn(entries)
         return entries if detail else sorted(entry["name"] for entry in entries)
@@ -136,15 +153,15 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
     def find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
     ) -> Any:
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             found = self.fs.find(self._path(path), maxdepth=maxdepth, withdirs=withdirs, detail=True, **kwargs)
         self._learn(found.values())
         return found if detail else sorted(found)
 
     def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
         detail = kwargs.pop("detail", False)
-        with self.blocks.origin.naming(path):
-            # The origin knows best what is magic in its names: a "?" is not in a web address.
+        with self.blocks.origin.map_errors(path):
+            # The origin decides which characters are magic: in a URL, "?" is not.
             found = self.fs.glob(self._path(path), maxdepth=maxdepth, detail=True, **kwargs)
         self._learn(found.values())
         return found if detail else sorted(found)
@@ -159,16 +176,16 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         return self._type_of(path) == "directory"
 
     def modified(self, path: str) -> Any:
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             return self.fs.modified(self._path(path))
 
     def created(self, path: str) -> Any:
-        with self.blocks.origin.naming(path):
+        with self.blocks.origin.map_errors(path):
             return self.fs.created(self._path(path))
 
     def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> Any:
-        """An address that anybody may read for a while; straight from the origin, past the cache."""
-        with self.blocks.origin.naming(path):
+        """Return a presigned URL that bypasses the cache. expiration: seconds."""
+        with self.blocks.origin.map_errors(path):
             return self.fs.sign(self._path(path), expiration=expiration, **kwargs)
 
     def ukey(self, path: str) -> str:
@@ -178,14 +195,20 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         return int.from_bytes(self.ukey(path).encode(), "big")
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Ask the origin anew for versions and sizes. Blocks are kept: their keys hold the version."""
+        """Forget versions and sizes. Cached blocks stay: their keys include the version."""
         self._known.clear()
         self.fs.invalidate_cache(path)
 
     def object(self, path: str, version_id: str | None = None) -> Object:
-        """The object that `path` names now, by the rules of `consistency`. Raises FileNotFoundError.
+        """Return the current object at `path`, by the rules of `consistency`.
 
-        version_id: of the version to read, in a versioned bucket of S3.
+        Args:
+            path: Path of the object.
+            version_id: The version to read, in a versioned S3 bucket.
+
+        Raises:
+            FileNotFoundError: The object does not exist.
+            IsADirectoryError: `path` is a folder.
         """
         path = self._path(path) + (f"?versionId={version_id}" if version_id else "")
         if self.config.consistency == "open":
@@ -193,7 +216,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         info = self.info(path)
         if info["type"] != "file":
             raise IsADirectoryError(f"{path} is a folder")
-        return Object.of(info | {"name": path})  # s3fs leaves out which version was asked for
+        return Object.of(info | {"name": path})  # s3fs omits the requested version
 
     def _open(self, path: str, mode: str = "rb", version_id: str | None = None, **_: Any) -> BlockFile:
         if mode != "rb":
@@ -216,18 +239,23 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         paths: list[str],
         starts: int | list[int | None] | None,
         ends: int | list[int | None] | None,
-        max_gap: int | None = None,  # noqa: ARG002 (blocks are what ranges are fetched in)
+        max_gap: int | None = None,  # noqa: ARG002 (ranges are fetched in blocks)
         on_error: str = "return",
         **_: Any,
     ) -> list[bytes | Exception]:
-        """The bytes of many ranges, fetched at once; as `cat_file` reads bounds that are None or negative.
+        """Fetch many ranges concurrently. Bounds may be None or negative, as in `cat_file`.
 
-        on_error: "return" puts an exception in the place of what cannot be read, anything else raises it.
+        Args:
+            paths: The object of each range.
+            starts: First byte of each range, or one value for all.
+            ends: End of each range (exclusive), or one value for all.
+            max_gap: Ignored.
+            on_error: "return": return the exception in place of the bytes; anything else: raise it.
         """
         if not isinstance(paths, list):
             raise TypeError(f"cat_ranges takes a list of paths, not {paths!r}")
-        bounds = [one if isinstance(one, list) else [one] * len(paths) for one in (starts, ends)]
-        if any(len(one) != len(paths) for one in bounds):
+        bounds = [bound if isinstance(bound, list) else [bound] * len(paths) for bound in (starts, ends)]
+        if any(len(bound) != len(paths) for bound in bounds):
             raise ValueError(f"{len(paths)} paths need as many starts and ends: {len(bounds[0])} and {len(bounds[1])}")
         names = dict.fromkeys(paths)
         objects = dict(zip(names, self._objects(list(names)), strict=True))
@@ -258,17 +286,17 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
     ) -> Any:
         paths = self.expand_path(path, recursive=recursive)
         if recursive:
-            paths = [one for one in paths if self.isfile(one)]
+            paths = [each for each in paths if self.isfile(each)]
         elif isinstance(path, str) and paths == [self._path(path)]:
             return self.cat_file(paths[0], start, end)
         found = self.cat_ranges(paths, start, end, on_error="raise" if on_error == "raise" else "return")
         pairs = zip(paths, found, strict=True)
-        return {one: result for one, result in pairs if on_error == "return" or not isinstance(result, Exception)}
+        return {name: result for name, result in pairs if on_error == "return" or not isinstance(result, Exception)}
 
     def get_file(
         self, rpath: str, lpath: Any = None, callback: Any = DEFAULT_CALLBACK, outfile: Any = None, **_: Any
     ) -> None:
-        """Copies an object to a local file, a few blocks at a time. What cannot be copied whole is removed again."""
+        """Copy an object to a local file, a few blocks at a time. Remove an incomplete file on errors."""
         if outfile is None and isfilelike(lpath):
             outfile = lpath
         if outfile is None and self.isdir(rpath):
@@ -279,55 +307,64 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
                 _copy(file, outfile, callback)
                 return
             Path(lpath).parent.mkdir(parents=True, exist_ok=True)
-            with Path(lpath).open("wb") as made:
+            with Path(lpath).open("wb") as target:
                 try:
-                    _copy(file, made, callback)
+                    _copy(file, target, callback)
                 except BaseException:
-                    if Path(lpath).is_file():  # and no /dev/stdout
+                    if Path(lpath).is_file():  # not /dev/stdout
                         Path(lpath).unlink()
                     raise
 
     def prefetch(self, paths: str | list[str], *, wait: bool = False) -> None:
-        """Start filling the cache with whole objects (paths, folders or globs); `wait` until they are there.
+        """Start to fetch whole objects into the cache.
 
-        Raises OriginError for what cannot be listed and, when waiting, for what cannot be fetched.
+        Args:
+            paths: Paths, folders or globs.
+            wait: Return only when all objects are fetched.
+
+        Raises:
+            OriginError: A path cannot be listed or, with `wait`, an object cannot be fetched.
         """
         origin = self.blocks.origin
         listed = [origin.list(self._path(path)) for path in ([paths] if isinstance(paths, str) else paths)]
         infos = [info for found in listed for info in found.values()]
         self._learn(infos)
         objects = self._objects([info["name"] for info in infos])
-        for one in objects:
-            if isinstance(one, Exception):
-                raise one
+        for obj in objects:
+            if isinstance(obj, Exception):
+                raise obj
         futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.fill(obj)]
         for future in futures if wait else ():
             future.result()
 
     def _objects(self, paths: list[str]) -> list[Object | Exception]:
-        """What `object` gives for each path; what has to be asked for first is, many at a time."""
+        """Return the result of `object`, or its exception, for each path; look them up concurrently."""
         return outcomes(self.blocks, self.object, paths)
 
     def _learn(self, infos: Iterable[dict[str, Any]]) -> None:
-        """A listing says of an object with an ETag what a request for it alone would, but of others it may say less."""
-        whole = (info for info in infos if info["type"] == "file" and info.get("size") is not None)
-        self._known.update((info["name"], info) for info in whole if any(map(info.get, VERSION_FIELDS)))
+        """Remember listed objects that have a version field. Listings may lack details of other objects."""
+        files = (info for info in infos if info["type"] == "file" and info.get("size") is not None)
+        self._known.update((info["name"], info) for info in files if any(map(info.get, VERSION_FIELDS)))
 
     def _forget(self, obj: Object) -> None:
         self._known.pop(obj.path, None)
 
     def _type_of(self, path: str) -> str | None:
-        """What there is, "file" or "directory", or None. Trouble on the way to the origin is raised."""
+        """Return "file", "directory", or None if nothing is there. Errors of the origin are raised."""
         try:
             return str(self.info(path)["type"])
         except FileNotFoundError:
             return None
 
     def stats(self) -> dict[str, Any]:
-        """Totals of this process: hits, misses, waits, bytes_local, bytes_cluster, bytes_origin, requests_origin,
-        errors by tier, engine.
+        """Return the totals of this process.
 
-        health: how the local disk is doing; see `Health`. cluster: see `Cluster.stats`. None without one.
+        Returns:
+            hits, misses, waits, refused, bytes_local, bytes_cluster, bytes_origin, requests_origin: counts.
+            errors: counts by tier.
+            engine, engine_reason: the client that fetches bytes, and why it was chosen.
+            health: the state of the local disk; see `Health`. None without a cache on disk.
+            cluster: see `Cluster.stats`. None without a cluster.
         """
         return self.blocks.stats()
 
@@ -342,7 +379,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
     transaction = property(_read_only)
 
 
-def _remade(
+def _restore(
     cls: type[TierCacheFileSystem], args: tuple[Any, ...], options: dict[str, Any], known: dict[str, dict[str, Any]]
 ) -> TierCacheFileSystem:
     fs = cls(*args, **options)
@@ -352,15 +389,16 @@ def _remade(
 
 def _copy(file: BlockFile, into: Any, callback: Any) -> None:
     callback.set_size(file.size)
-    while data := file.read(BLOCKS_AT_ONCE * file.blocksize):
+    while data := file.read(COPIED_BLOCKS * file.blocksize):
         into.write(data)
         callback.relative_update(len(data))
 
 
 def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheConfig | None) -> Blocks:
-    """The objects' blocks at the origin that `url` names, kept as `config` says; a tiercache:: URL says so itself.
+    """Open the origin of a URL, cached as `config` says. A tiercache:: URL brings its own cache settings.
 
-    Raises ConfigError for no URL, an unknown protocol, or options that its filesystem does not take.
+    Raises:
+        ConfigError: The URL is empty, its protocol is unknown, or its filesystem rejects the options.
     """
     if not url:
         raise ConfigError("the URL is empty: name an object, a folder or a glob")
@@ -373,4 +411,4 @@ def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheC
         return filesystem.blocks
     if config is None:
         return Blocks.open(Origin(filesystem), None)
-    return Blocks.open(Origin(filesystem, config.origin_id, config.engine, hedge=config.hedge), config)
+    return Blocks.open(Origin(filesystem, config.origin_id, config.engine), config)

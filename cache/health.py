@@ -1,4 +1,4 @@
-"""How a disk is doing: what fails on it is left alone for a while, then tried again."""
+"""Circuit breakers for the reads and writes of a cache."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ import threading
 import time
 from collections.abc import Callable
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the next try; doubled after each that failed
-READ_FAILURES = 3  # in a row: one bad sector is no bad disk
-WRITE_FAILURES = 1  # what is not kept costs a fetch, trying costs as much
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a retry; doubled after each failure
+READ_FAILURES = 3  # in a row: one bad sector does not mean a bad disk
+WRITE_FAILURES = 1  # a retried write costs as much as the fetch it may save
 
 log = logging.getLogger(__name__)
 
 
 class CircuitBreaker:
-    """Whether to try something, by how it went: always, until it fails `after` times in a row; then once a pause."""
+    """A breaker that trips after consecutive failures and then allows one attempt per pause.
+
+    Args:
+        after: Consecutive failures that trip the breaker.
+        clock: Monotonic time in seconds.
+        changed: Called when the breaker trips or recovers.
+    """
 
     def __init__(self, after: int, clock: Callable[[], float], changed: Callable[[], object]) -> None:
         self.tripped = False
@@ -29,7 +35,7 @@ class CircuitBreaker:
         self._trying = False
 
     def allows(self) -> bool:
-        """Whether to try now. While tripped, one caller a pause is told so, and has to say how it went."""
+        """Return whether to try now. While tripped, one caller per pause gets True and must report the result."""
         if not self.tripped:
             return True
         with self._mutex:
@@ -40,21 +46,22 @@ class CircuitBreaker:
             return True
 
     def failed(self, *, for_good: bool = False) -> None:
-        """It failed; for_good: in a way that needs no second failure to be believed."""
+        """Record a failure. for_good: trip at once, whatever the number of failures."""
         with self._mutex:
             self._failures += 1
-            # What was under way when it tripped says nothing new, and must not lengthen the pause.
+            # This attempt began before the breaker tripped: do not lengthen the pause.
             if self.tripped and not self._trying:
                 return
             if not for_good and self._failures < self._after:
                 return
             self._pause = min(2 * self._pause, LONGEST_PAUSE) if self.tripped else FIRST_PAUSE
             self._try_at = self._clock() + self._pause
-            was, self.tripped, self._trying = self.tripped, True, False
-        if not was:
+            was_tripped, self.tripped, self._trying = self.tripped, True, False
+        if not was_tripped:
             self._changed()
 
     def worked(self) -> None:
+        """Record a success. Close the breaker."""
         self._failures = 0
         if self.tripped:
             self.tripped = False
@@ -62,12 +69,17 @@ class CircuitBreaker:
 
 
 class Health:
-    """The state of one process's dealings with a cache folder, each change of it logged once.
+    """The health of a cache folder or cluster as one process sees it. Each change is logged once.
 
-    "normal"; "degraded": writes fail, reads go on, what is fetched is not kept; "off": reads fail too, nothing is asked
-    of the disk.
+    States:
 
-    clock: seconds, monotonic.
+    - "normal": reads and writes work.
+    - "degraded": writes fail; reads continue, and fetched data is not cached.
+    - "off": reads fail; the process does not use the cache.
+
+    Args:
+        place: Name of the cache in the log.
+        clock: Monotonic time in seconds.
     """
 
     def __init__(self, place: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,15 +91,16 @@ class Health:
 
     @property
     def state(self) -> str:
+        """The current state."""
         return "off" if self.reads.tripped else "degraded" if self.writes.tripped else "normal"
 
     def worked(self) -> None:
-        """A blob was kept: the disk reads and writes."""
+        """Record that a blob was written and published: reads and writes work."""
         self.reads.worked()
         self.writes.worked()
 
     def stats(self) -> dict[str, str | int]:
-        """state, and how often each state was entered."""
+        """Return the state and how often each state was entered."""
         return {"state": self.state, **self._counts}
 
     def _changed(self) -> None:
@@ -98,7 +111,7 @@ class Health:
         self._counts[state] += 1
         effect = {
             "normal": "works again",
-            "degraded": "cannot be written to: what is kept is served, the rest comes from the origin and is not kept",
-            "off": "cannot be used: everything comes from the origin",
+            "degraded": "cannot be written to: cached data is served, new data is not cached",
+            "off": "cannot be used: all data comes from the origin",
         }[state]
-        log.warning("cache %s %s%s", self._place, effect, "" if state == "normal" else "; it is tried again")
+        log.warning("cache %s %s%s", self._place, effect, "" if state == "normal" else "; it is retried periodically")

@@ -1,4 +1,4 @@
-"""The tier in this process's memory: what a dataset without a cache keeps its footers in."""
+"""An LRU tier in the memory of one process, for datasets without a cache on disk."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from dataload.runtime.forks import ForkAware
 
 
 class MemoryTier(ForkAware):
-    """Blobs in memory, least recently used out first. Each process has its own; a pickled copy starts empty.
+    """An LRU cache of blobs in memory. Each process has its own; a pickled copy starts empty.
 
-    limit: most bytes kept.
+    Args:
+        limit: Capacity in bytes.
     """
+
+    shared = False
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.region = 0
         self._locks = ThreadLocks()
         self.after_fork_in_child()
         super().__init__()
@@ -51,7 +55,7 @@ class MemoryTier(ForkAware):
         fill: Fill,
         span: Span | None = None,
         *,
-        to_keep: int | None = None,  # noqa: ARG002 (all is kept, for a while)
+        to_keep: int | None = None,  # noqa: ARG002 (every blob that fits is cached)
     ) -> memoryview:
         found = self.get(key, span)
         if found is not None:
@@ -68,17 +72,24 @@ class MemoryTier(ForkAware):
             self._keep(key, blob)
             return cut(blob, span)
 
-    def alone(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:  # noqa: ARG002 (each is alone)
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:  # noqa: ARG002 (no other hosts)
         return self._locks.hold(key.digest)
 
-    def bring(self, keys: Iterable[BlobKey]) -> None:
-        """There is nobody to bring them from."""
+    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> None:
+        """Return None: no other host shares this tier."""
 
     def lease(self, keys: Iterable[BlobKey]) -> None:
-        """It keeps what was used last."""
+        """Do nothing: this tier evicts by recency only."""
 
-    def passes(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (whichever they are)
+    def is_transient(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (there is no region)
         return False
+
+    def stored_bytes(self, key: BlobKey) -> int:
+        with self._mutex:
+            return len(self._blobs.get(key.digest, b""))
+
+    def settle(self) -> None:
+        """Do nothing: blobs are not shared."""
 
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()

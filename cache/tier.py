@@ -1,4 +1,4 @@
-"""The contract every tier keeps: get, or get-or-fill, and a read-only map of the bytes either way."""
+"""The interface of a cache tier: `get` and `get_or_fill` return read-only views of immutable blobs."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ from typing import Any, Protocol
 from dataload.runtime.redact import redacted
 
 Allocate = Callable[[int], memoryview]
-"""`allocate(size)` gives the writable memory, of exactly `size` bytes, to write a blob into. Called once a fill."""
+"""`allocate(size)` returns writable memory of exactly `size` bytes for the blob. A fill calls it once."""
 
 Span = tuple[int, int]
-"""Bytes [start, stop) of a blob, 0 <= start <= stop; cut to its size."""
+"""Bytes [start, stop) of a blob, 0 <= start <= stop; clipped to its size."""
 
 Fill = Callable[[Allocate], None]
-"""Makes one blob: fetches or computes it, asks `allocate` for room as soon as the size is known, and writes it all.
-What it raises reaches the caller of `get_or_fill`, and nothing is kept."""
+"""Makes one blob: calls `allocate` as soon as the size is known, then writes all bytes.
+If it raises, the error reaches the caller of `get_or_fill`, and the tier caches nothing."""
 
 
 @dataclass(frozen=True)
 class BlobKey:
-    """Which bytes: `what` of one version of one object. Equal keys mean equal bytes, for ever.
+    """The identity of a blob: `what` of one version of one object. Equal keys always mean equal bytes.
 
-    name: what it is called in messages, and the prefix by which it can be evicted; holds no credentials.
-    digest: 32 bytes, made from every part.
+    Attributes:
+        origin: Identity of the store.
+        path: Path of the object in the store.
+        version: Version of the object.
+        what: Part or derivative of the object, such as a byte range.
+        digest: Digest of all parts, 32 bytes.
     """
 
     origin: str
@@ -44,81 +48,116 @@ class BlobKey:
 
     @property
     def name(self) -> str:
+        """The name in messages and the prefix for eviction; without credentials."""
         return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()
 
 
 class NoRoomError(Exception):
-    """What was to be kept would not be: there is no room for it, or the place is failing."""
+    """The tier cannot cache the blob: it is full or its disk fails."""
 
 
 class Tier(Protocol):
-    """A place that keeps blobs of any size.
+    """A cache of blobs of any size.
 
-    Notes: every method may be called from any thread of any process. A blob is filled by one caller at a time; the
-    others wait for it. Views stay valid after the blob is evicted. Trouble of the tier itself is never raised: it is
-    counted, and the caller gets its bytes from `fill`.
+    Attributes:
+        region: Bytes of the limit for blobs that the "pin" policy cannot keep; they evict each other. 0: no region.
+
+    Notes:
+        Any thread of any process may call every method. One caller fills a blob at a time; the others wait for it.
+        Views stay valid after the blob is evicted. A tier never raises its own failures: it counts them, and the
+        caller gets the bytes from `fill`.
     """
 
-    def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
-        """The blob, or `span` of it, as a read-only view of bytes, or None when it is not kept here.
+    region: int
 
-        Notes: a tier that checks what it reads checks what `span` touches, so a small one is cheap.
+    @property
+    def shared(self) -> bool:
+        """Whether other processes read the blobs of this tier."""
+
+    @property
+    def limit(self) -> int:
+        """The capacity in bytes."""
+
+    def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
+        """Return the blob, or `span` of it, as a read-only view of bytes. Return None if the blob is not cached.
+
+        Notes:
+            A tier that verifies checksums verifies only the pieces that `span` touches, so a small span is cheap.
         """
 
     def get_or_fill(
         self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
     ) -> memoryview:
-        """As `get`; when the blob is not kept here, `fill` makes all of it first.
+        """Return the blob, or `span` of it, as `get` does. On a miss, `fill` makes the whole blob first.
 
-        to_keep: bytes of the blob, where it is not to be made unless it will be kept. If it would not be, nothing is
-            taken from anywhere: `allocate` raises NoRoomError, and so does this, unless `fill` catches it.
+        Args:
+            key: The key of the blob.
+            fill: Makes the blob. Its errors reach the caller, and the tier then caches nothing.
+            span: The bytes to return; None: all of them.
+            to_keep: Size of the blob in bytes, if an uncached blob is of no use to the caller.
+
+        Raises:
+            NoRoomError: `to_keep` is given and the tier cannot cache the blob. `allocate` raises it before anything is
+                fetched; `fill` may catch it.
         """
 
-    def alone(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:
-        """While it lasts, nobody else on this host is in it with the same key: to make several blobs at once.
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:
+        """Lock the key on this host for the duration of the block, to make several blobs at once.
 
-        elect: of hosts that share them one is to be at it, too; gives, where another is, what to call to wait for it.
-        Notes: best effort. Whoever has waited too long, or cannot lock, goes on all the same: twice the work, never a
-        deadlock.
+        Args:
+            key: The key to lock.
+            elect: Elect one of the hosts that share blobs, too. Where another host is elected, the block's value is a
+                function that waits for that host.
+
+        Notes:
+            Best effort: after a timeout, or without working locks, the block runs without the lock. Two callers may
+            then do the same work, but no caller deadlocks.
         """
 
-    def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
-        """These blobs, and keep them here, if other hosts that share them have made them all; else None."""
+    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
+        """Fetch these blobs from other hosts and cache them. Return None unless all of them are available."""
 
     def lease(self, keys: Iterable[BlobKey]) -> None:
-        """Have those of these blobs that are kept stay as long as this process runs, where the tier can say so."""
+        """Protect these blobs, where they are cached, from eviction while this process runs. Best effort."""
 
-    def passes(self, keys: Iterable[BlobKey]) -> bool:
-        """Whether there is room that blobs pass through, and some of these, which do not stay, would find it there."""
+    def is_transient(self, keys: Iterable[BlobKey]) -> bool:
+        """Return whether the tier has a `region` and caches at least one of these blobs only there, or not at all."""
+
+    def stored_bytes(self, key: BlobKey) -> int:
+        """Return the bytes that a cached blob takes; 0 if it is not cached."""
+
+    def settle(self) -> None:
+        """Wait until blobs that other hosts will read are written, or given up."""
 
     def stats(self) -> dict[str, Any]:
-        """Totals of this process: hits, misses, waits, bytes, errors."""
+        """Return the totals of this process: hits, misses, waits, bytes, errors."""
 
 
 def cut(blob: memoryview, span: Span | None) -> memoryview:
-    """`span` of a whole blob; None: all of it."""
+    """Return `span` of a blob; None: all of it."""
     return blob if span is None else blob[span[0] : span[1]]
 
 
 class Draft:
-    """A blob being filled, in memory; tiers that keep blobs elsewhere override `room` and `publish`."""
+    """A blob during its fill, in memory. Tiers that cache blobs elsewhere override `room` and `publish`."""
 
     def __init__(self, key: BlobKey) -> None:
         self.key = key
         self.payload: memoryview | None = None
 
     def allocate(self, size: int) -> memoryview:
+        """Return the memory for the blob. Raise RuntimeError on a second call."""
         if self.payload is not None:
             raise RuntimeError(f"{self.key.name}: a fill allocates once")
         self.payload = self.room(size)
         return self.payload
 
     def room(self, size: int) -> memoryview:
-        """Writable memory of `size` bytes."""
+        """Return writable memory of `size` bytes."""
         return memoryview(bytearray(size))
 
     def publish(self, span: Span | None = None) -> memoryview:
-        """The filled blob, or `span` of it, read-only."""
+        """Return the filled blob, or `span` of it, read-only."""
         if self.payload is None:
             raise RuntimeError(f"{self.key.name}: the fill allocated nothing")
         return cut(self.payload.toreadonly(), span)

@@ -1,1 +1,1 @@
-"""Objects as blocks: ranges and files, read through a tier."""
+"""Ranges and files of objects, read in blocks through a tier."""

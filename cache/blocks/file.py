@@ -9,18 +9,22 @@ from typing import Any
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.errors import ObjectChanged
 
-# Bytes a file keeps at hand for small reads: few where it jumps about, more as long as it goes on where it stopped.
+# Read-ahead of small reads: it starts small and doubles while reads are sequential.
 FIRST_WINDOW, LARGEST_WINDOW = 64 << 10, 1 << 20
 PEEK_BYTES = 8 << 10
 _NOTHING = memoryview(b"")
 
 
 class BlockFile(io.BufferedIOBase):
-    """One version of one object, opened. Reads whole: `read(n)` is shorter than `n` bytes only at the end.
+    """A read-only file over one version of one object. `read(n)` returns fewer than `n` bytes only at the end.
 
-    changed: told when the origin no longer has this version.
+    Args:
+        blocks: Reads the blocks.
+        obj: The object to read.
+        changed: Called with the object when the origin no longer has this version.
 
-    Notes: picklable; a copy stands where the file stood and reads the same version.
+    Notes:
+        The file is picklable. A copy keeps the position and the version.
     """
 
     mode = "rb"
@@ -39,7 +43,7 @@ class BlockFile(io.BufferedIOBase):
 
     def __reduce__(self) -> tuple[Callable[..., BlockFile], tuple[Any, ...]]:
         self._check_open()
-        return _reopened, (self._blocks, self._object, self._changed, self._position)
+        return _reopen, (self._blocks, self._object, self._changed, self._position)
 
     def __repr__(self) -> str:
         return f"<BlockFile {self.path!r} of {self.size} bytes{', closed' if self.closed else ''}>"
@@ -78,27 +82,27 @@ class BlockFile(io.BufferedIOBase):
         return self.readinto(buffer)
 
     def read_buffer(self, size: int) -> Any:
-        """The next `size` bytes as a `pyarrow.Buffer`, without a copy where one block holds them."""
+        """Return the next `size` bytes as a `pyarrow.Buffer`, without a copy if they are in one block."""
         import pyarrow as pa
 
         return pa.py_buffer(self._take(size))
 
-    def peek(self, size: int = 0) -> bytes:  # noqa: ARG002 (io says: as many as are at hand)
-        """Some of the bytes that come next. It is what `readline` looks for line ends in, not byte by byte."""
+    def peek(self, size: int = 0) -> bytes:  # noqa: ARG002 (io allows any number of bytes)
+        """Return some of the next bytes without advancing. `readline` searches them for line ends."""
         position = self._position
         start, stop, _ = self._window
         if not start <= position < stop:
             stop = position // self.blocksize * self.blocksize + self.blocksize
-        some = bytes(self._take(min(PEEK_BYTES, stop - position)))
+        data = bytes(self._take(min(PEEK_BYTES, stop - position)))
         self._position = position
-        return some
+        return data
 
     def close(self) -> None:
         self._drop_window()
         super().close()
 
     def _take(self, size: int) -> memoryview:
-        """The next `size` bytes, or those that are left."""
+        """Return the next `size` bytes, or fewer at the end of the file."""
         position = self._position
         start, stop, window = self._window
         if not start <= position <= position + size <= stop:
@@ -108,19 +112,19 @@ class BlockFile(io.BufferedIOBase):
         return window[position - start : position - start + size]
 
     def _fetch(self, position: int, size: int) -> tuple[int, memoryview]:
-        """Where a view begins that holds the bytes [position, position + size), and the view; the window when small."""
+        """Return (start, view) of a view that holds [position, position + size). Small reads move the window."""
         self._check_open()
         if size == 0:
             return position, _NOTHING
         first, last, window = self._window
-        wanted = min(LARGEST_WINDOW, 2 * len(window)) if first <= position <= last else FIRST_WINDOW
-        wanted = max(wanted, FIRST_WINDOW)
+        length = min(LARGEST_WINDOW, 2 * len(window)) if first <= position <= last else FIRST_WINDOW
+        length = max(length, FIRST_WINDOW)
         block = position // self.blocksize * self.blocksize
         border = min(self.size, block + self.blocksize)
-        if size > wanted or position + size > border:
+        if size > length or position + size > border:
             return position, self._read(position, position + size)
         start = max(block, position // FIRST_WINDOW * FIRST_WINDOW)
-        stop = min(border, max(start + wanted, position + size))
+        stop = min(border, max(start + length, position + size))
         self._window = (start, stop, self._read(start, stop))
         return start, self._window[2]
 
@@ -133,14 +137,14 @@ class BlockFile(io.BufferedIOBase):
             raise
 
     def _drop_window(self) -> None:
-        self._window = (0, -1, _NOTHING)  # nothing lies between, not even no bytes
+        self._window = (0, -1, _NOTHING)  # empty: no position is in it
 
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"{self.path}: the file is closed")
 
 
-def _reopened(blocks: Blocks, obj: Object, changed: Callable[[Object], object] | None, position: int) -> BlockFile:
+def _reopen(blocks: Blocks, obj: Object, changed: Callable[[Object], object] | None, position: int) -> BlockFile:
     file = BlockFile(blocks, obj, changed)
     file.seek(position)
     return file

@@ -1,4 +1,4 @@
-"""Many ranges of many objects at once."""
+"""Concurrent reads of many ranges of many objects."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ T = TypeVar("T")
 
 
 def read_ranges(blocks: Blocks, ranges: Iterable[Range | Exception]) -> list[bytes | Exception]:
-    """The bytes of each range, or what went wrong with it; what is an exception already stays one.
+    """Return the bytes of each range, or the exception of a failed read. Exceptions in `ranges` are passed through.
 
-    Notes: a block is looked up once, however many ranges share it, and held no longer than it takes to copy.
+    Notes:
+        Ranges that share a block read it once. A block is released as soon as its bytes are copied.
     """
-    wanted = list(ranges)
+    requested = list(ranges)
     size = blocks.block_bytes
     cuts: dict[tuple[int, Object], list[tuple[int, int, int]]] = defaultdict(list)
-    for index, one in enumerate(wanted):
-        if not isinstance(one, Exception):
-            obj, start, stop = one
+    for index, item in enumerate(requested):
+        if not isinstance(item, Exception):
+            obj, start, stop = item
             for first in range(start // size * size, stop, size):
                 cuts[first, obj].append((index, max(start, first), min(stop, first + size)))
 
@@ -35,26 +36,26 @@ def read_ranges(blocks: Blocks, ranges: Iterable[Range | Exception]) -> list[byt
         view = blocks.read(block[1], lowest, max(high for _, _, high in cuts[block]))
         return [(index, bytes(view[low - lowest : high - lowest])) for index, low, high in cuts[block]]
 
-    found = [one if isinstance(one, Exception) else None for one in wanted]
-    pieces: list[list[bytes]] = [[] for _ in wanted]
+    errors = [item if isinstance(item, Exception) else None for item in requested]
+    pieces: list[list[bytes]] = [[] for _ in requested]
     in_file_order = sorted(cuts, key=lambda block: block[0])
     for block, result in zip(in_file_order, outcomes(blocks, read, in_file_order), strict=True):
         if isinstance(result, Exception):
             for index, _, _ in cuts[block]:
-                found[index] = found[index] or result
+                errors[index] = errors[index] or result
         else:
             for index, piece in result:
                 pieces[index].append(piece)
-    return [error or b"".join(own) for error, own in zip(found, pieces, strict=True)]
+    return [error or b"".join(own) for error, own in zip(errors, pieces, strict=True)]
 
 
 def outcomes(blocks: Blocks, call: Callable[[S], T], items: Iterable[S]) -> list[T | Exception]:
-    """What `call` gives for each of `items`, or the exception that it raises, many at a time."""
+    """Return the result of `call`, or its exception, for each item. The calls run concurrently."""
 
     def outcome(item: S) -> T | Exception:
         try:
             return call(item)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the caller hears of it)
+        except Exception as error:  # noqa: BLE001 (the caller gets every error)
             return error
 
     futures = [blocks.submit(outcome, item) for item in items]

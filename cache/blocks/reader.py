@@ -1,4 +1,4 @@
-"""Objects as blocks: any range of an object, from the blocks that a tier keeps, fetching those it does not."""
+"""Byte ranges of objects, from cached blocks. Missing blocks are fetched from the origin."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.runtime.forks import ForkAware
 from dataload.telemetry.wait_timeline import doing
 
-IN_FLIGHT = 16  # requests for reads, and as many ahead of them
-AHEAD_THREADS = 24  # some write to the disk while the origin sends to others
-RUN_BYTES, RUN_BLOCKS = 8 << 20, 16  # at most, that are fetched ahead in one request
+IN_FLIGHT = 16  # concurrent requests for reads, and as many for prefetching
+AHEAD_THREADS = 24  # more than requests: some threads write to disk meanwhile
+RUN_BYTES, RUN_BLOCKS = 8 << 20, 16  # limits on a prefetch request
 UNCACHED_BYTES = 256 << 20
 
 T = TypeVar("T")
@@ -33,7 +33,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Object:
-    """One version of one object: path at the origin, bytes, and the version as the origin names it."""
+    """One version of one object.
+
+    Attributes:
+        path: Path at the origin.
+        size: Size in bytes.
+        version: The origin's version, such as an ETag.
+    """
 
     path: str
     size: int
@@ -41,14 +47,24 @@ class Object:
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> Object:
-        """From what an fsspec filesystem says of it. Raises ConfigError when the size is not said."""
+        """Create an object from its fsspec info.
+
+        Raises:
+            ConfigError: The info has no size.
+        """
         if info.get("size") is None:
-            raise ConfigError(f"{info['name']}: the origin does not tell its size, which caching needs")
+            raise ConfigError(f"{info['name']}: the origin does not report its size, which caching needs")
         return cls(info["name"], int(info["size"]), version_of(info))
 
 
 class Blocks(ForkAware):
-    """Reads objects through a tier in blocks of `block_bytes`, many at a time."""
+    """A concurrent reader of objects, in blocks of `block_bytes`, through a tier.
+
+    Args:
+        origin: The store of the objects.
+        tier: Caches the blocks.
+        block_bytes: Size of a block; the last block of an object may be shorter.
+    """
 
     def __init__(self, origin: Origin, tier: Tier, block_bytes: int) -> None:
         self.origin = origin
@@ -63,11 +79,11 @@ class Blocks(ForkAware):
 
     @classmethod
     def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
-        """Blocks kept as `config` says; None: in this process's memory, the last `UNCACHED_BYTES` of them."""
+        """Return a reader with the cache that `config` describes; None: `UNCACHED_BYTES` in this process's memory."""
         if config is None:
             return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
-        place = config.folder, config.limit, config.policy
-        tier = LocalTier(*place) if config.cluster is None else ClusterTier(*place, config.cluster)
+        settings = config.folder, config.limit, config.policy
+        tier = LocalTier(*settings) if config.cluster is None else ClusterTier(*settings, config.cluster)
         tier.allow_network_filesystem = config.allow_network_filesystem
         origin.limiter = limiter_of(str(config.folder), config.in_flight)
         return cls(origin, tier, config.block)
@@ -76,16 +92,17 @@ class Blocks(ForkAware):
         return Blocks, (self.origin, self.tier, self.block_bytes)
 
     def key(self, obj: Object, what: str) -> BlobKey:
+        """Return the cache key of a part or derivative of an object."""
         return BlobKey(self.origin.identity, obj.path, obj.version, what)
 
     @property
-    def stay(self) -> bool:
-        """Whether blocks are still there when their neighbours are needed: not where data passes through a cache."""
-        return not (isinstance(self.tier, LocalTier) and self.tier.region)
+    def retains_blocks(self) -> bool:
+        """Whether a block stays cached until its neighbours are needed. False if the cache has a transient region."""
+        return not self.tier.region
 
     def read(self, obj: Object, start: int, stop: int) -> memoryview:
-        """The bytes [start, stop) of an object, cut to its size; without a copy where one block holds them."""
-        start, stop = max(0, index(start)), min(index(stop), obj.size)  # of numpy, too
+        """Return the bytes [start, stop) of an object, clipped to its size, without a copy if they are in one block."""
+        start, stop = max(0, index(start)), min(index(stop), obj.size)  # accepts NumPy integers
         if stop <= start:
             return memoryview(b"")
         numbers = self._numbers(start, stop)
@@ -95,7 +112,7 @@ class Blocks(ForkAware):
         whole = memoryview(bytearray(stop - start))
 
         def copy(number: int) -> None:
-            # One block after the other, not all at once: each that is held takes a descriptor and a map.
+            # Copy and release each block at once: a held block needs a file descriptor and a memory map.
             first = number * self.block_bytes
             low, high = max(start, first), min(stop, first + self.block_bytes)
             whole[low - start : high - start] = self._block(obj, number, (low - first, high - first))
@@ -103,53 +120,52 @@ class Blocks(ForkAware):
         pending = [self.submit(copy, number) for number in numbers]
         with doing("origin"):
             wait(pending)
-        for one in pending:
-            one.result()
+        for future in pending:
+            future.result()
         return whole.toreadonly()
 
     def _interruptibly(self, obj: Object, number: int, span: Span) -> memoryview:
-        """In the main thread a missing block is fetched by another, so that Ctrl-C is heard meanwhile."""
+        """Read one block. The main thread fetches it in another thread, so that Ctrl-C can interrupt it."""
         if threading.current_thread() is not threading.main_thread():
             return self._block(obj, number, span)
         found = self.tier.get(self._key_of(obj, number), span)
         return awaited(self.submit(self._block, obj, number, span)) if found is None else found
 
     def fetch(self, obj: Object, start: int, stop: int) -> memoryview:
-        """The bytes [start, stop) of an object, in one request, and kept nowhere; from blocks where these are kept."""
-        kept = []
+        """Return the bytes [start, stop) of an object, from cached blocks or with one uncached request."""
+        cached = []
         for number in self._numbers(start, stop):
             first, last = self._bounds(obj, number)
             found = self.tier.get(self._key_of(obj, number), (max(start, first) - first, min(stop, last) - first))
             if found is None:
                 return self.origin.read(obj.path, start, stop, obj.version)
-            kept.append(found)
-        return memoryview(b"".join(kept))
+            cached.append(found)
+        return memoryview(b"".join(cached))
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Run `call` in a thread of those that blocks are read in; it reads no more than one block at once."""
+        """Run `call` in the pool for reads. It must not read more than one block at a time."""
         return self._pool("read").submit(call, *args)
 
     def fill(self, obj: Object) -> list[Future[None]]:
-        """Start fetching the blocks of an object that are not kept yet; what the tier has no room for is not fetched.
+        """Start to prefetch the uncached blocks of an object, as far as the tier has capacity.
 
-        Reads do not wait behind it, nor does the end of the program.
+        Reads do not queue behind prefetches, and the program's exit does not wait for them.
         """
-        numbers, together = self._numbers(0, obj.size), max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes))
-        runs = [numbers[first : first + together] for first in range(0, len(numbers), together)]
+        numbers, run_blocks = self._numbers(0, obj.size), max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes))
+        runs = [numbers[first : first + run_blocks] for first in range(0, len(numbers), run_blocks)]
         return [self._pool("fill").submit(self._fill, obj, run) for run in runs]
 
     def settle(self) -> None:
-        """What was to be shared with other hosts is there when this returns, or given up."""
-        if isinstance(self.tier, ClusterTier):
-            self.tier.settle()
+        """Wait until blobs that other hosts will read are written, or given up."""
+        self.tier.settle()
 
     def stats(self) -> dict[str, Any]:
-        """Totals of this process; see `TierCacheFileSystem.stats`."""
+        """Return the totals of this process; see `TierCacheFileSystem.stats`."""
         engine = self.origin.engine
         return {**self.counts(), "engine": engine.name, "engine_reason": engine.reason}
 
     def counts(self) -> dict[str, Any]:
-        """What `stats` says, but for the engine: where nothing has been fetched there need be none."""
+        """Return `stats` without the engine, so that no engine is created before the first request."""
         tier, origin = self.tier.stats(), self.origin.stats()
         cluster = tier.get("cluster", {})
         return {
@@ -161,7 +177,6 @@ class Blocks(ForkAware):
             "bytes_cluster": cluster.get("bytes", 0),
             "bytes_origin": origin.get("bytes", 0),
             "requests_origin": origin.get("requests", 0),
-            "hedged": origin["hedged"],
             "errors": {
                 "local": tier.get("errors", 0) + tier.get("unkept", 0),
                 "cluster": cluster.get("errors", 0),
@@ -194,44 +209,44 @@ class Blocks(ForkAware):
         with suppress(NoRoomError):
             self._fill_together(obj, numbers, [])
 
-    def _fill_together(self, obj: Object, numbers: range, rooms: list[tuple[int, memoryview]]) -> None:
-        """Fetch those of these blocks that are not kept, in one request where they are neighbours.
+    def _fill_together(self, obj: Object, numbers: range, buffers: list[tuple[int, memoryview]]) -> None:
+        """Fetch the uncached blocks among these, in one request for each run of neighbours.
 
-        Each block's filling holds that of the next within it, so that all are locked until the bytes are there. The
-        locks are taken in the blocks' order by everybody. rooms: first byte of, and memory for, each one so far.
+        The fills are nested, so all blocks are locked until their bytes have arrived. All callers lock in block order,
+        so they cannot deadlock. `buffers` holds (first byte, memory) of each block allocated so far.
         """
         if not numbers:
-            self._fetch_into(obj, rooms)
+            self._fetch_into(obj, buffers)
             return
         start, stop = self._bounds(obj, numbers[0])
-        kept = True
+        cached = True
 
         def fill(allocate: Allocate) -> None:
-            nonlocal kept
-            kept = False
-            rooms.append((start, allocate(stop - start)))
+            nonlocal cached
+            cached = False
+            buffers.append((start, allocate(stop - start)))
             try:
-                self._fill_together(obj, numbers[1:], rooms)
+                self._fill_together(obj, numbers[1:], buffers)
             except NoRoomError:
-                self._fetch_into(obj, rooms)
+                self._fetch_into(obj, buffers)
 
         self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0), to_keep=stop - start)
-        if kept:
-            self._fill_together(obj, numbers[1:], rooms)
+        if cached:
+            self._fill_together(obj, numbers[1:], buffers)
 
-    def _fetch_into(self, obj: Object, rooms: list[tuple[int, memoryview]]) -> None:
-        while rooms:
-            start, stop, together = rooms[0][0], rooms[0][0], []
-            while rooms and rooms[0][0] == stop:
-                together.append(rooms.pop(0)[1])
-                stop += len(together[-1])
+    def _fetch_into(self, obj: Object, buffers: list[tuple[int, memoryview]]) -> None:
+        while buffers:
+            start, stop, run = buffers[0][0], buffers[0][0], []
+            while buffers and buffers[0][0] == stop:
+                run.append(buffers.pop(0)[1])
+                stop += len(run[-1])
             with self._ahead:
-                self.origin.read_into(together, obj.path, start, obj.version)
+                self.origin.read_into(run, obj.path, start, obj.version)
 
     def _pool(self, use: str) -> DaemonExecutor:
         pool = self._pools.get(use)
         if pool is None:
             threads = IN_FLIGHT if use == "read" else AHEAD_THREADS
-            made = DaemonExecutor(threads, f"dataload-blocks-{use}")
-            pool = self._pools.setdefault(use, made)  # Another thread may have come first.
+            created = DaemonExecutor(threads, f"dataload-blocks-{use}")
+            pool = self._pools.setdefault(use, created)  # Another thread may have created it.
         return pool

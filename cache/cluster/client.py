@@ -1,4 +1,4 @@
-"""A Valkey or Redis as one process asks it: connected when it is needed, left alone for a while after trouble."""
+"""A lazy connection to a Valkey or Redis, with circuit breakers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,32 @@ from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
 
-SECONDS = 1.0  # for a connection, and for each part of a value: what takes longer comes sooner from the origin
-ASKED_AT_ONCE = 8  # nodes, when one is looked for that answers
-# In one step: between two, the key may end and be another's. No time at all deletes it.
+TIMEOUT_SECONDS = 1.0  # to connect, and to read or write a part of a value: the origin is faster than a slower cluster
+CONNECT_THREADS = 8  # probe the nodes concurrently
+# Atomic: between two commands the key may expire and belong to another process. An expiry of 0 deletes the key.
 EXPIRE_OWN = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('pexpire', KEYS[1], ARGV[2]) end"
 
 log = logging.getLogger(__name__)
 
 
 class ClusterUnavailable(Exception):
-    """It cannot be asked just now."""
+    """The cluster cannot be used now."""
 
 
 class Client:
-    """One server or a cluster. Any thread may use it; after a fork the child makes another.
+    """A client of one server or a cluster. Thread-safe; a forked child creates its own.
 
-    health: its reads are off when nobody answers, its writes when something could not be written: a server that is
-    full, or too far away for large values, is still read. A node of a cluster that fails is left alone by itself.
-    counters: where errors are counted. clock: seconds, monotonic.
+    Args:
+        address: The servers.
+        counters: Counts the errors.
+        clock: Monotonic time in seconds.
 
-    Notes: each method raises TroubleError, and nothing else.
+    Attributes:
+        health: Reads trip when no server answers. Writes trip on their own: a server that is full, or too slow for
+            large values, is still read. Each node of a cluster has its own breaker.
+
+    Notes:
+        Every command raises ClusterUnavailable and no other error.
     """
 
     def __init__(self, address: ClusterUrl, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,41 +59,47 @@ class Client:
         self._nodes: dict[str, CircuitBreaker] = {}
 
     def get(self, name: str) -> Any:
-        """The value, bytes; None: there is none."""
-        return self._ask("get", name, name)
+        """Return the value as bytes, or None if the key does not exist."""
+        return self._call("get", name, name)
 
     def set(self, name: str, value: bytes | memoryview) -> None:
-        self._ask("set", name, name, value, large=True)
+        """Write a value."""
+        self._call("set", name, name, value, large=True)
 
     def add(self, name: str, value: bytes, seconds: float) -> bool:
-        """Set it for so long, unless it is there; whether that was done."""
-        return bool(self._ask("set", name, name, value, nx=True, px=int(1000 * seconds)))
+        """Set a key that expires after `seconds`, unless it exists. Return whether it was set."""
+        return bool(self._call("set", name, name, value, nx=True, px=int(1000 * seconds)))
 
     def expire(self, name: str, value: bytes, seconds: float) -> None:
-        """Have it end in so long, 0: now, if that is still its value."""
-        self._ask("eval", name, EXPIRE_OWN, 1, name, value, int(1000 * seconds))
+        """Let a key expire after `seconds`, or delete it if 0, provided it still has this value."""
+        self._call("eval", name, EXPIRE_OWN, 1, name, value, int(1000 * seconds))
 
     def report(self, doing_what: str, error: Exception) -> None:
-        """Count an error, and log the first of its kind."""
+        """Count an error, and log the first of each kind."""
         self._counters.add(errors=1)
         kind = f"{doing_what} {type(error).__name__}"
         if kind not in self._reported:
             self._reported.add(kind)
-            log.warning("cluster %s: trouble, going on without it: %s: %s", self._address, kind, redacted(error))
+            log.warning("cluster %s failed, continuing without it: %s: %s", self._address, kind, redacted(error))
 
-    def _ask(self, command: str, name: str, *args: Any, large: bool = False, **options: Any) -> Any:
-        """What is answered to a method of valkey's client, about the key `name`.
+    def _call(self, command: str, name: str, *args: Any, large: bool = False, **options: Any) -> Any:
+        """Call a method of valkey's client for the key `name`, and return its result.
 
-        large: that it takes too long does not say that nobody is there.
+        Args:
+            command: Name of the method.
+            name: The key; it selects the node.
+            *args: Arguments of the method.
+            large: The value may be large, so a timeout trips the writes only, not the node.
+            **options: Keyword arguments of the method.
         """
         with doing("cluster"):
             client = self._connected()
             breaker = self._breaker_of(client, name)
-            if breaker is not self.health.reads and not breaker.allows():  # That one was asked before connecting.
+            if breaker is not self.health.reads and not breaker.allows():  # `_connected` checked health.reads.
                 raise ClusterUnavailable
             try:
                 answer = getattr(client, command)(*args, **options)
-            except Exception as error:  # A client that several threads use while nodes come and go raises anything.
+            except Exception as error:  # During a failover, a client shared by threads raises arbitrary errors.
                 self._failed(command, client, breaker, error, large=large)
                 raise ClusterUnavailable from error
         breaker.worked()
@@ -101,7 +113,7 @@ class Client:
             raise ClusterUnavailable
         with self._connecting:
             if self._client is None:
-                if self._failures != failures:  # while this waited for its turn
+                if self._failures != failures:  # another thread failed to connect while this one waited
                     raise ClusterUnavailable
                 try:
                     self._client = connect(self._address, self._known)
@@ -113,15 +125,15 @@ class Client:
                 self._known = nodes_of(self._client)
                 known = {f"{host}:{port}" for host, port in self._known}
                 self._nodes = {name: breaker for name, breaker in self._nodes.items() if name in known}
-                if self._known:  # Of a single server it says nothing yet: large values may take it too long.
+                if self._known:  # A single server may still be too slow for large values.
                     self.health.reads.worked()
             return self._client
 
     def _breaker_of(self, client: Any, name: str) -> CircuitBreaker:
-        """Of who has that key: the server, or a node of the cluster."""
+        """Return the breaker of the server, or of the cluster node, that holds the key."""
         if not _is_cluster(client):
             return self.health.reads
-        node = ""  # Nobody has it, or the nodes are just changing.
+        node = ""  # No node holds the key, or the nodes are changing.
         with suppress(Exception):
             node = client.get_node_from_key(name).name
         found = self._nodes.get(node)
@@ -132,27 +144,34 @@ class Client:
         from valkey.exceptions import ClusterDownError
 
         self.report(command, error)
-        refused = isinstance(error, valkey.ResponseError) and not isinstance(error, ClusterDownError)
-        if large or (refused and command != "get"):
+        rejected = isinstance(error, valkey.ResponseError) and not isinstance(error, ClusterDownError)
+        if large or (rejected and command != "get"):
             self.health.writes.failed()
-            if not isinstance(error, valkey.ReadOnlyError):  # One that was a primary: there is another now.
+            if not isinstance(error, valkey.ReadOnlyError):  # A failover: this server is no longer the primary.
                 return
         else:
             breaker.failed(for_good=True)
         if _is_cluster(client) and type(error) in (valkey.ConnectionError, valkey.TimeoutError):
-            return  # It has asked the other nodes how things stand.
+            return  # The client has already refreshed its view of the nodes.
         with self._connecting:
             if self._client is client:
-                self._client = None  # One that lost all its nodes would not find them again.
-        with suppress(Exception):  # Other threads are still at it, and will hear that it is gone.
+                self._client = None  # Reconnect: a client that lost all its nodes would not find them again.
+        with suppress(Exception):  # Other threads may still use it; their commands fail.
             client.close()
 
 
 def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
-    """Valkey's client of the cluster, or of the one server, that answers there; of a primary, if any does.
+    """Connect to the first server that answers, and prefer a primary to a replica.
 
-    known: nodes that the cluster was seen to have, to be asked when those of the address are gone.
-    Raises whatever valkey raises.
+    Args:
+        address: The configured servers.
+        known: Nodes seen earlier, in case the configured ones are gone.
+
+    Returns:
+        Valkey's client of the cluster or the single server.
+
+    Raises:
+        Exception: Any error of valkey, from the last server that failed.
     """
     import valkey
     import valkey.cluster
@@ -161,41 +180,41 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
     options = {
         "username": os.environ.get(USERNAME),
         "password": os.environ.get(PASSWORD),
-        "socket_timeout": SECONDS,
-        "socket_connect_timeout": SECONDS,
+        "socket_timeout": TIMEOUT_SECONDS,
+        "socket_connect_timeout": TIMEOUT_SECONDS,
         **address.options,
     }
     nodes = list(dict.fromkeys([*address.nodes, *known]))
-    threads = DaemonExecutor(ASKED_AT_ONCE, "dataload-blocks-connect")
-    asked = [threads.submit(_hello, node, options) for node in nodes]
+    threads = DaemonExecutor(CONNECT_THREADS, "dataload-blocks-connect")
+    answers = [threads.submit(_hello, node, options) for node in nodes]
     failure: Exception = ConnectionError(f"{address} does not answer")
     replica = None
     try:
-        for (host, port), one in zip(nodes, asked, strict=True):
-            wait([one])
+        for (host, port), answer in zip(nodes, answers, strict=True):
+            wait([answer])
             try:
-                said = one.result()
+                info = answer.result()
             except (valkey.ValkeyError, OSError) as error:
                 failure = error
                 continue
-            if said[b"mode"] == b"cluster":
+            if info[b"mode"] == b"cluster":
                 client = cluster.ValkeyCluster(startup_nodes=[cluster.ClusterNode(host, port)], **options)
-                # To connect, it may turn from a node that is stopped to another. A key has one: it would be asked anew.
+                # Connecting may skip a stopped node. For a key, retries would only ask the same node again.
                 client.cluster_error_retry_attempts = 0
                 return client
-            if said[b"role"] == b"master":
+            if info[b"role"] == b"master":
                 return valkey.Valkey(host=host, port=port, **options)
             replica = replica or (host, port)
     finally:
-        for one in asked:
-            one.cancel()
+        for answer in answers:
+            answer.cancel()
     if replica is None:
         raise failure
     return valkey.Valkey(host=replica[0], port=replica[1], **options)
 
 
 def nodes_of(client: Any) -> list[Node]:
-    """The nodes that a client of a cluster knows; none of a single server's."""
+    """Return the nodes that a cluster's client knows; none for a single server."""
     return [(node.host, node.port) for node in client.get_nodes()] if _is_cluster(client) else []
 
 
@@ -204,12 +223,12 @@ def _is_cluster(client: Any) -> bool:
 
 
 def _hello(node: Node, options: dict[str, Any]) -> dict[bytes, Any]:
-    """What a server says of itself: its mode ("standalone", "cluster" or "sentinel"), its role, and more."""
+    """Return a server's reply to HELLO: its mode ("standalone", "cluster" or "sentinel"), role, and more."""
     import valkey
 
-    one: Any = valkey.Valkey(host=node[0], port=node[1], **options)
+    client: Any = valkey.Valkey(host=node[0], port=node[1], **options)
     try:
-        said = one.execute_command("HELLO")
+        reply = client.execute_command("HELLO")
     finally:
-        one.close()
-    return said if isinstance(said, dict) else dict(zip(said[::2], said[1::2], strict=True))
+        client.close()
+    return reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))

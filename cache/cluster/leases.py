@@ -1,4 +1,4 @@
-"""Leases in a Valkey: keys that tell other hosts that this one is at something, and end soon after it has died."""
+"""Leases in a Valkey: keys that mark work in progress on a host and expire soon after the host dies."""
 
 from __future__ import annotations
 
@@ -12,27 +12,33 @@ from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.runtime.executor import DaemonExecutor
 from dataload.telemetry.wait_timeline import doing
 
-LEASE_SECONDS = 3.0  # that others wait for one that died
+LEASE_SECONDS = 3.0  # time to live; other hosts wait this long for a dead host
 RENEWAL_SECONDS = 0.5
-WAIT_SECONDS = 30.0  # for one that lives
-SOONEST_LOOK, LATEST_LOOK = 0.01, 0.2  # seconds between two looks whether a lease has ended
+WAIT_SECONDS = 30.0  # longest wait for a live host
+MIN_POLL, MAX_POLL = 0.01, 0.2  # seconds between polls of another host's lease
 
 
 class Leases:
-    """Those that a process holds. Any thread may use it; after a fork the child makes another.
+    """The leases that a process holds. Thread-safe; a forked child creates its own.
 
-    clock: seconds, monotonic.
+    Args:
+        client: The connection to the cluster.
+        clock: Monotonic time in seconds.
     """
 
     def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._clock = clock
-        self._held: dict[bytes, str] = {}  # by what is in them, different each time
+        self._held: dict[bytes, str] = {}  # names of leases by their unique tokens
         self._changed = threading.Condition()
         self._renewing = DaemonExecutor(1, "dataload-blocks-lease")
 
     def take(self, name: str) -> bytes | None:
-        """What `end` has to be told; None: another has it. Raises TroubleError."""
+        """Acquire a lease and return its token for `end`. Return None if another process holds it.
+
+        Raises:
+            ClusterUnavailable: The cluster cannot be used now.
+        """
         if self._client.health.writes.tripped:
             raise ClusterUnavailable
         token = os.urandom(8)
@@ -45,6 +51,7 @@ class Leases:
         return token
 
     def end(self, token: bytes) -> None:
+        """Release a lease."""
         with self._changed:
             name = self._held.pop(token)
             self._changed.notify()
@@ -52,15 +59,15 @@ class Leases:
             self._client.expire(name, token, 0)
 
     def wait(self, name: str) -> None:
-        """Until another's has ended, or has lasted too long."""
-        until, pause = self._clock() + WAIT_SECONDS, SOONEST_LOOK
+        """Wait until another process's lease ends, `WAIT_SECONDS` at most."""
+        deadline, pause = self._clock() + WAIT_SECONDS, MIN_POLL
         with suppress(ClusterUnavailable), doing("cluster"):
-            while self._clock() < until and self._client.get(name) is not None:
+            while self._clock() < deadline and self._client.get(name) is not None:
                 time.sleep(pause)
-                pause = min(2 * pause, LATEST_LOOK)
+                pause = min(2 * pause, MAX_POLL)
 
     def _renew(self) -> None:
-        """As long as any is held."""
+        """Renew all held leases until none is left."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: not self._held, RENEWAL_SECONDS):

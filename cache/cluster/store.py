@@ -1,11 +1,11 @@
-"""What hosts share: blobs in a Valkey or Redis, one server or a cluster.
+"""The blob store that hosts share: a Valkey or Redis, one server or a cluster.
 
-A blob is there as it is on disk, payload, checksums, name and footer, cut into parts of 8 MiB:
+A blob has the same format as on disk (payload, checksums, name, footer), split into parts of 8 MiB:
 
     dataload:1:<digest>:0      its first 8 MiB
-    dataload:1:<digest>:1      the next
-    dataload:1:<digest>        the rest, where the footer is: it tells how many parts there are, and is written last
-    dataload:1:<digest>:lease  while some host makes it
+    dataload:1:<digest>:1      the next 8 MiB
+    dataload:1:<digest>        the rest, with the footer: it gives the number of parts and is written last
+    dataload:1:<digest>:lease  exists while a host makes the blob
 """
 
 from __future__ import annotations
@@ -39,15 +39,20 @@ from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
 
 PART_BYTES = 8 << 20
-TRANSFERS = 4  # blobs that are read at a time: more do not make it faster, and each is in memory twice
-BEHIND_BYTES = 256 << 20  # of blobs that are made and not written yet
-BEHIND_SECONDS = 1.0  # that a blob waits for room among them; then it is not written
+TRANSFERS = 4  # concurrent reads of blobs: more are not faster, and each is in memory twice
+WRITE_BEHIND_BYTES = 256 << 20  # capacity of the write-behind queue
+WRITE_BEHIND_SECONDS = 1.0  # longest wait for space in the queue; then the blob is not written
 
 
 class Cluster(ForkAware):
-    """What the hosts share, as one process sees it. Any thread may use it; it connects when it is first asked.
+    """A process's view of the shared store. Thread-safe; it connects at the first request.
 
-    url: with the credentials in it, if any; never shown.
+    Args:
+        url: URL with the credentials, if any; never logged.
+        clock: Monotonic time in seconds.
+
+    Raises:
+        ConfigError: The URL is invalid, or the package valkey is missing.
     """
 
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,18 +72,17 @@ class Cluster(ForkAware):
         self._by_folder: dict[str, Counters] = {}
         self._reading = threading.BoundedSemaphore(TRANSFERS)
         self._buffers = BufferPool()
-        self._behind = threading.Condition()
-        self._behind_bytes = 0
-        self._ends = False
-        self._writer = DaemonExecutor(
-            1, "dataload-blocks-cluster"
-        )  # One: a lease ends after what was made under it is there.
+        self._queue_changed = threading.Condition()
+        self._queued_bytes = 0
+        self._exit_registered = False
+        # One thread: a lease must end after the blobs made under it are written.
+        self._writer = DaemonExecutor(1, "dataload-blocks-cluster")
 
     def __repr__(self) -> str:
         return f"Cluster({str(self.address)!r}, {self.health.state})"
 
     def get(self, key: BlobKey) -> memoryview | None:
-        """A blob, read-only, each byte of it checked. None: it is not there, or not sound, or nobody answers."""
+        """Return a verified, read-only blob. Return None if it is missing or corrupt, or no server answers."""
         name = _name(key)
         try:
             with doing("cluster"), self._reading:
@@ -89,7 +93,7 @@ class Cluster(ForkAware):
             return None
         try:
             payload = blob_file.payload_of(whole, key.digest, name)
-        except CorruptEntry as error:  # Who asked makes it anew, and puts that in its place.
+        except CorruptEntry as error:  # The caller makes the blob again and overwrites this one.
             self._client.report("reading", error)
             return None
         self._count(key, hits=1, bytes=len(payload))
@@ -97,41 +101,49 @@ class Cluster(ForkAware):
         return payload
 
     def put(self, key: BlobKey, payload: memoryview) -> None:
-        """Have a blob written soon, if there is room among those that wait for it; `payload` may change meanwhile."""
+        """Queue a copy of a blob for writing, if the write-behind queue has space."""
         size = blob_file.size_on_disk(len(payload), key.name)
-        sealed = None if self.health.reads.tripped else self._room(size)
+        sealed = None if self.health.reads.tripped else self._queue_buffer(size)
         if sealed is None:
             self.counters.add(unkept=1)
             return
-        with memoryview(sealed) as room:
-            room[: len(payload)] = payload
+        with memoryview(sealed) as copy:
+            copy[: len(payload)] = payload
         self._later(self._write, key, sealed, len(payload), size)
 
     @contextmanager
-    def alone(self, key: BlobKey) -> Iterator[Callable[[], None] | None]:
-        """While it lasts, other hosts that come for the same key find that this one is at it.
+    def key_lease(self, key: BlobKey) -> Iterator[Callable[[], None] | None]:
+        """Hold a lease on the key for the duration of the block, visible to other hosts.
 
-        Gives None or, where another host is at it, what to call to wait for that one; 30 s at most.
-        Notes: best effort. What was made meanwhile is there, or is made twice.
+        Yields:
+            None; or, if another host holds the lease, a function that waits for that host, 30 s at most.
+
+        Notes:
+            Best effort: two hosts may make the same blob.
         """
-        name, token, other = f"{_name(key)}:lease", None, None
+        name, token, wait_for_other = f"{_name(key)}:lease", None, None
         with suppress(ClusterUnavailable):
             token = self._leases.take(name)
-            other = partial(self._wait, name) if token is None else None
+            wait_for_other = partial(self._wait, name) if token is None else None
         try:
-            yield other
+            yield wait_for_other
         finally:
             if token is not None:
                 self._later(self._leases.end, token)
 
     def settle(self, patience: float | None = None) -> None:
-        """What was put is there when this returns, or given up, or so many seconds have passed."""
+        """Wait until queued blobs are written or given up, `patience` seconds at most."""
         wait([self._writer.submit(lambda: None)], patience)
 
     def stats(self) -> dict[str, Any]:
-        """Totals of this process: hits, waits, errors, unkept (blobs not written); bytes read and written (payload).
+        """Return the totals of this process.
 
-        datasets: these, by folder of the origin. health: see `Health`.
+        Returns:
+            hits, waits, errors: counts.
+            unkept: blobs that were not written.
+            bytes, written: bytes of payload read and written.
+            datasets: the counts by folder of the origin.
+            health: see `Health`.
         """
         return {
             **dict.fromkeys(("hits", "waits", "errors", "unkept", "bytes", "written"), 0),
@@ -148,18 +160,18 @@ class Cluster(ForkAware):
         try:
             for number in range((blob_file.size_from(last, name) - len(last)) // PART_BYTES):
                 part = self._client.get(f"{name}:{number}")
-                if part is None:  # Evicted, and so is all of it.
+                if part is None:  # A part was evicted: the blob is incomplete.
                     return None
                 parts.append(part)
         except CorruptEntry:
-            pass  # So says whoever looks at all of it.
+            pass  # `get` verifies the whole blob and reports the error.
         return memoryview(b"".join([*parts, last]) if parts else last)
 
     def _write(self, key: BlobKey, sealed: mmap.mmap, payload: int, size: int) -> None:
         name, last = _name(key), (size - blob_file.FOOTER_BYTES) // PART_BYTES * PART_BYTES
         try:
             if not self.health.writes.allows():
-                raise ClusterUnavailable  # noqa: TRY301 (as when it is asked)
+                raise ClusterUnavailable  # noqa: TRY301 (handled below like a failed command)
             blob_file.seal(sealed, payload, key.digest, key.name)
             with memoryview(sealed) as whole:
                 for start in range(0, last, PART_BYTES):
@@ -171,33 +183,35 @@ class Cluster(ForkAware):
             self.counters.add(unkept=1)
         finally:
             self._buffers.give_back(sealed)
-            with self._behind:
-                self._behind_bytes -= size
-                self._behind.notify_all()
+            with self._queue_changed:
+                self._queued_bytes -= size
+                self._queue_changed.notify_all()
 
-    def _room(self, size: int) -> mmap.mmap | None:
-        """Memory for a blob that is to be written, if there is some among those that wait."""
-        if size > BEHIND_BYTES:
+    def _queue_buffer(self, size: int) -> mmap.mmap | None:
+        """Return memory for a blob in the write-behind queue; None if the queue is full."""
+        if size > WRITE_BEHIND_BYTES:
             return None
-        with doing("cluster"), self._behind:
-            if not self._behind.wait_for(lambda: self._behind_bytes + size <= BEHIND_BYTES, BEHIND_SECONDS):
+        with doing("cluster"), self._queue_changed:
+            if not self._queue_changed.wait_for(
+                lambda: self._queued_bytes + size <= WRITE_BEHIND_BYTES, WRITE_BEHIND_SECONDS
+            ):
                 return None
             try:
                 sealed = self._buffers.take(size)
             except OSError:
                 return None
-            self._behind_bytes += size
+            self._queued_bytes += size
             return sealed
 
     def _later(self, call: Callable[..., None], *args: Any) -> None:
-        """Have the writer do it; it is given a little time for it when the program ends."""
+        """Run `call` in the writer thread. The program's exit waits for it a little."""
         self._writer.submit(call, *args)
-        if not self._ends:
-            self._ends = True
+        if not self._exit_registered:
+            self._exit_registered = True
             if multiprocessing.parent_process() is None:
-                atexit.register(_end, weakref.ref(self))
-            else:  # Those end without.
-                Finalize(None, _end, (weakref.ref(self),), exitpriority=0)
+                atexit.register(_flush_at_exit, weakref.ref(self))
+            else:  # multiprocessing children skip atexit.
+                Finalize(None, _flush_at_exit, (weakref.ref(self),), exitpriority=0)
 
     def _wait(self, lease: str) -> None:
         self.counters.add(waits=1)
@@ -209,9 +223,9 @@ class Cluster(ForkAware):
         self._by_folder.setdefault(folder, Counters()).add(**amounts)
 
 
-def _end(one: weakref.ref[Cluster]) -> None:
-    """The program ends: what it has made should not be lost to others, if that takes no time."""
-    cluster = one()
+def _flush_at_exit(reference: weakref.ref[Cluster]) -> None:
+    """Give queued blobs a little time to be written before the process exits."""
+    cluster = reference()
     if cluster is not None:
         cluster.settle(PATIENCE_SECONDS)
 

@@ -1,4 +1,4 @@
-"""The local tier of one of many hosts, and behind it the cluster that they share."""
+"""A local tier backed by a store that all hosts share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ from dataload.cache.tier import Allocate, BlobKey, Fill, Span
 
 
 class ClusterTier(LocalTier):
-    """The local tier of one of many hosts: what it lacks is taken from the cluster, or made and given to it.
+    """A local tier that fetches missing blobs from the cluster, and writes the blobs it makes to the cluster.
 
-    cluster: URL, as `Address.parse` reads it; clock: seconds, monotonic; by it what fails is tried again.
+    Args:
+        path: As for `LocalTier`.
+        limit: As for `LocalTier`.
+        policy: As for `LocalTier`.
+        cluster: URL of the cluster; see `ClusterUrl.parse`.
+        clock: Monotonic time in seconds; schedules retries.
 
-    Notes: as for `LocalTier`. Nothing that the cluster does wrong is raised; `stats()["cluster"]` tells of it.
-    Raises ConfigError for a URL that cannot work, and where the package valkey is missing.
+    Raises:
+        ConfigError: The URL is invalid, or the package valkey is missing.
+
+    Notes:
+        As for `LocalTier`. Errors of the cluster are never raised; `stats()["cluster"]` counts them.
     """
 
     def __init__(
@@ -47,21 +55,21 @@ class ClusterTier(LocalTier):
         return super().get_or_fill(key, shared, span, to_keep=to_keep)
 
     @contextmanager
-    def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
-        """Gives, where another host is at it, what to call to wait for that one, holding nothing meanwhile."""
-        with super().alone(key), self.cluster.alone(key) if elect else nullcontext() as other:
-            yield other
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
+        """Lock the key; see `Tier.key_lock`. Call the yielded function after the block, to wait without the lock."""
+        with super().key_lock(key), self.cluster.key_lease(key) if elect else nullcontext() as wait_for_other:
+            yield wait_for_other
 
-    def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
+    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
         found = []
         for key in keys:
-            kept = self.get(key)
-            if kept is None:
+            blob = self.get(key)
+            if blob is None:
                 shared = self.cluster.get(key)
                 if shared is None:
                     return None
-                kept = super().get_or_fill(key, partial(_copy, shared))
-            found.append(kept)
+                blob = super().get_or_fill(key, partial(_copy, shared))
+            found.append(blob)
         return found
 
     def settle(self) -> None:
@@ -73,34 +81,34 @@ class ClusterTier(LocalTier):
     def _fill(self, key: BlobKey, fill: Fill, allocate: Allocate) -> None:
         shared = self.cluster.get(key)
         if shared is None:
-            with self.cluster.alone(key) as other:
-                if other is not None:
-                    other()
-                shared = self.cluster.get(key)  # Another host may have made it since.
+            with self.cluster.key_lease(key) as wait_for_other:
+                if wait_for_other is not None:
+                    wait_for_other()
+                shared = self.cluster.get(key)  # Another host may have made the blob meanwhile.
                 if shared is None:
-                    self.cluster.put(key, _made(fill, allocate))
+                    self.cluster.put(key, _filled(fill, allocate))
                     return
         _copy(shared, allocate)
 
 
 def _fill_allocated(fill: Fill, size: int, allocate: Allocate) -> None:
-    """Run `fill` after `size` bytes are allocated for it: the cluster is not read for a blob that has no room."""
-    room = allocate(size)
-    fill(lambda _: room)
+    """Allocate before `fill` runs, so that the cluster is not read for a blob that cannot be cached."""
+    payload = allocate(size)
+    fill(lambda _: payload)
 
 
-def _made(fill: Fill, allocate: Allocate) -> memoryview:
-    """What `fill` has written, in the memory that it asked for."""
-    rooms = []
+def _filled(fill: Fill, allocate: Allocate) -> memoryview:
+    """Run `fill` and return the memory that it has filled."""
+    payloads = []
 
-    def keep(size: int) -> memoryview:
-        rooms.append(allocate(size))
-        return rooms[-1]
+    def record(size: int) -> memoryview:
+        payloads.append(allocate(size))
+        return payloads[-1]
 
-    fill(keep)
-    if not rooms:
+    fill(record)
+    if not payloads:
         raise RuntimeError("the fill allocated nothing")
-    return rooms[0]
+    return payloads[0]
 
 
 def _copy(shared: memoryview, allocate: Allocate) -> None:

@@ -1,4 +1,4 @@
-"""Where a Valkey or Redis is, and how to get in: from its URL, or from the environment."""
+"""The URL of a Valkey or Redis: addresses and credentials."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ Node = tuple[str, int]
 
 @dataclass(frozen=True)
 class ClusterUrl:
-    """A server, or some nodes of a cluster.
+    """The address of a server, or of some nodes of a cluster.
 
-    options: for the client: TLS, and credentials where the URL has them.
+    Attributes:
+        nodes: Hosts and ports.
+        options: Client options: TLS, and the credentials in the URL.
     """
 
     nodes: tuple[Node, ...]
@@ -32,15 +34,18 @@ class ClusterUrl:
 
     @classmethod
     def parse(cls, url: str) -> ClusterUrl:
-        """`valkey://user:password@host:port,host:port`, all but one host optional; `valkeys://` for TLS.
+        """Parse `valkey://user:password@host:port,host:port`, or `valkeys://` for TLS. Only one host is required.
 
-        TLS takes, behind a "?", the paths ssl_ca_certs, ssl_certfile and ssl_keyfile, and ssl_check_hostname=false.
-        Raises ConfigError, which does not repeat the URL: a password may be anywhere in one that is wrong.
+        The query of a TLS URL may set the paths ssl_ca_certs, ssl_certfile and ssl_keyfile, and
+        ssl_check_hostname=false.
+
+        Raises:
+            ConfigError: The URL is invalid. The message omits the URL, because it may contain a password.
         """
         try:
             found = urlsplit(url)
             userinfo, _, hosts = found.netloc.rpartition("@")
-            nodes = tuple((one.hostname or "", one.port or PORT) for one in map(_host, hosts.split(",")))
+            nodes = tuple((host.hostname or "", host.port or PORT) for host in map(_host, hosts.split(",")))
         except ValueError:
             nodes = ()
         if (
@@ -49,11 +54,11 @@ class ClusterUrl:
             or found.scheme not in SCHEMES
             or found.path.strip("/")
             or found.fragment
-            or "@" in found.query  # All before it would be the password.
+            or "@" in found.query  # The password contains an unescaped "?".
         ):
             raise ConfigError(
-                "cluster: must be valkey://host:port,host:port or, with TLS, valkeys://…; what is special in a "
-                "password must be percent-encoded"
+                "cluster: must be valkey://host:port,host:port or, with TLS, valkeys://…; special "
+                "characters in a password must be percent-encoded"
             )
         options: dict[str, Any] = {}
         if SCHEMES[found.scheme]:
@@ -61,7 +66,7 @@ class ClusterUrl:
         for name, value in parse_qsl(found.query):
             if name not in TLS_OPTIONS or "ssl" not in options:
                 raise ConfigError(
-                    f"cluster: behind the ? of valkeys:// go {', '.join(TLS_OPTIONS)}, and nothing else; a ? in a "
+                    f"cluster: the query of valkeys:// allows only {', '.join(TLS_OPTIONS)}; a ? in a "
                     "password must be percent-encoded"
                 )
             options[name] = value.lower() != "false" if name == "ssl_check_hostname" else value

@@ -55,6 +55,8 @@ class LocalTier(ForkAware):
     Raises ConfigError at the first use when the folder is one that a person must mend; see `CacheFolder`.
     """
 
+    shared = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -150,14 +152,24 @@ class LocalTier(ForkAware):
             return draft.publish(span)
 
     @contextmanager
-    def alone(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)
         with ExitStack() as stack:
             if self._may_keep():
                 self._lock(key, stack)
             yield
 
-    def bring(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002 (there is nobody to bring them)
+    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002
         return None
+
+    def stored_bytes(self, key: BlobKey) -> int:
+        folder = self._opened()
+        if folder is not None:
+            with self.trouble("looking up a blob", self.health.reads, folder):
+                return folder.index.size_of(key.digest) or 0
+        return 0
+
+    def settle(self) -> None:
+        """Do nothing: blobs are written before `get_or_fill` returns."""
 
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
@@ -169,7 +181,7 @@ class LocalTier(ForkAware):
             with self.trouble("noting uses", self.health.writes, folder):
                 folder.index.touch(key.digest for key in keys)
 
-    def passes(self, keys: Iterable[BlobKey]) -> bool:
+    def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         if not self.region or self.policy != "pin" or self.health.reads.tripped or self.health.writes.tripped:
             return False
         folder = self._opened()

@@ -1,4 +1,4 @@
-"""Who moves an object's bytes: obstore where it can be told what s3fs was told, else the fsspec filesystem itself."""
+"""The clients that fetch bytes: obstore if it supports the options of s3fs, else the fsspec filesystem itself."""
 
 from __future__ import annotations
 
@@ -14,52 +14,63 @@ from dataload.cache.origin.version import CHANGED, version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.redact import redacted
 
-MOST_READ = 2  # times the bytes of a range: of an object that a store sends from its beginning instead of the range
+# A store may ignore Range and send the whole object. Read at most this many times the bytes of the range.
+MAX_READ_RATIO = 2
 
 
 class WrongBodyError(OSError):
-    """Other bytes came than were asked for."""
+    """The response does not contain the requested bytes."""
 
 
 class Engine(Protocol):
-    """Fetches ranges of objects, from any thread.
+    """A thread-safe client that fetches byte ranges of objects.
 
-    name: as statistics show it; reason: why it is this one.
+    Attributes:
+        name: The name in statistics.
+        reason: Why this engine was chosen.
     """
 
     name: str
     reason: str
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
-        """What the store sends for the bytes [start, stop) of that version of an object, bytes-like; once, no retry.
+        """Fetch the bytes [start, stop) of a version of an object, without retries. Return a bytes-like object.
 
-        Raises what the store's client raises, WrongBodyError, ObjectChanged.
+        Raises:
+            WrongBodyError: The response has another range.
+            ObjectChanged: The object has another version now.
+            Exception: Any error of the store's client.
         """
         ...
 
     def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
-        """The same, part by part as it comes: for whoever puts it elsewhere, without another copy in between."""
+        """Fetch the same bytes as a stream of bytes-like parts, to save a copy."""
         ...
 
 
-def engine_for(filesystem: Any, wanted: str) -> Engine:
-    """The engine for what `filesystem` reads. wanted: "auto", "fsspec" or "obstore".
+def engine_for(filesystem: Any, requested: str) -> Engine:
+    """Return the engine for a filesystem.
 
-    Raises ConfigError when it must be obstore and cannot.
+    Args:
+        filesystem: The origin's fsspec filesystem.
+        requested: "auto", "fsspec" or "obstore".
+
+    Raises:
+        ConfigError: "obstore" is requested but does not support the filesystem's options.
     """
-    if wanted == "fsspec":
-        return Fsspec(filesystem, "asked for")
+    if requested == "fsspec":
+        return Fsspec(filesystem, "requested")
     if reason := unusable():
         return Fsspec(filesystem, reason)
     if reason := untranslatable(filesystem):
-        if wanted == "obstore":
-            raise ConfigError(f"engine='obstore' cannot be used: {reason}; leave engine out, or those options")
+        if requested == "obstore":
+            raise ConfigError(f"engine='obstore' cannot be used: {reason}; omit engine, or those options")
         return Fsspec(filesystem, reason)
-    return Obstore(filesystem, "asked for" if wanted == "obstore" else "it takes the least time of the processor")
+    return Obstore(filesystem, "requested" if requested == "obstore" else "it uses the least CPU time")
 
 
 class Fsspec:
-    """The filesystem itself. To s3fs its requests are dictated, because its own have no If-Match."""
+    """The engine that uses the fsspec filesystem. It builds the requests of s3fs itself, to add If-Match."""
 
     name = "fsspec"
 
@@ -74,20 +85,20 @@ class Fsspec:
                 data = sync(filesystem.loop, _http_range, filesystem, path, start, stop)
             else:
                 data = _range(filesystem, path, start, stop)
-            if len(data) > stop - start:  # That has been read already, but will not be again.
+            if len(data) > stop - start:  # Raise now: the next range would read the whole object again.
                 raise _ignores_ranges(path, start, stop)
             filesystem.invalidate_cache(path)
-            if version_of(dict(filesystem.info(path))) != version:  # all that can be had without If-Match
+            if version_of(dict(filesystem.info(path))) != version:  # the best check without If-Match
                 raise ObjectChanged(f"{redacted(path)} {CHANGED}")
             return data
         bucket, key, version_id = filesystem.split_path(path)
-        asked = f"bytes={start}-{stop - 1}"
+        requested = f"bytes={start}-{stop - 1}"
         condition = {"VersionId": version_id} if version_id else {"IfMatch": version}
-        response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=asked, **condition)
+        response = filesystem.call_s3("get_object", Bucket=bucket, Key=key, Range=requested, **condition)
         sent = response.get("ContentRange")
         whole = not sent and response["ResponseMetadata"]["HTTPStatusCode"] == 200
         data = sync(filesystem.loop, _body, response["Body"], path, (start, stop) if whole else None)
-        _check_range(sent, asked)
+        _check_range(sent, requested)
         return data
 
     def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
@@ -97,53 +108,54 @@ class Fsspec:
 def _range(filesystem: Any, path: str, start: int, stop: int) -> bytes:
     if getattr(filesystem.cat_file, "__func__", None) is not AbstractFileSystem.cat_file:
         return bytes(filesystem.cat_file(path, start=start, end=stop))
-    with filesystem.open(path, "rb") as file:  # as that one does, which would read ahead
+    with filesystem.open(path, "rb") as file:  # like AbstractFileSystem.cat_file, but without read-ahead
         if isinstance(file, AbstractBufferedFile):
             file.cache = BaseCache(file.blocksize, file._fetch_range, file.size)  # noqa: SLF001 (fsspec's extension point)
         file.seek(start)
         return bytes(file.read(stop - start))
 
 
-def _check_range(sent: str | None, asked: str) -> None:
-    """Raise WrongBodyError if an answer's Content-Range names another range than the one that was asked for."""
-    if sent and not sent.startswith(f"{asked.replace('=', ' ')}/"):
-        raise WrongBodyError(f"{sent} came instead of {asked}")
+def _check_range(sent: str | None, requested: str) -> None:
+    """Raise WrongBodyError if a response's Content-Range differs from the requested range."""
+    if sent and not sent.startswith(f"{requested.replace('=', ' ')}/"):
+        raise WrongBodyError(f"{sent} came instead of {requested}")
 
 
 def _speaks_http(filesystem: Any) -> bool:
-    """Whether this is fsspec's filesystem of HTTP, which takes a whole object for a range."""
+    """Return whether this is fsspec's HTTP filesystem. It accepts a whole object as the response to a range."""
     return hasattr(filesystem, "encode_url") and hasattr(filesystem, "set_session")
 
 
 async def _http_range(filesystem: Any, url: str, start: int, stop: int) -> bytes:
-    """Return the bytes [start, stop), asked for as the filesystem asks."""
+    """Fetch the bytes [start, stop) with the filesystem's own session and headers."""
     session, options = await filesystem.set_session(), filesystem.kwargs
-    asked = f"bytes={start}-{stop - 1}"
-    headers = {**options.get("headers", {}), "Range": asked}
+    requested = f"bytes={start}-{stop - 1}"
+    headers = {**options.get("headers", {}), "Range": requested}
     async with session.get(filesystem.encode_url(url), **{**options, "headers": headers}) as answer:
         filesystem._raise_not_found_for_status(answer, url)  # noqa: SLF001 (as its own requests do)
         sent = answer.headers.get("Content-Range")
-        _check_range(sent, asked)
+        _check_range(sent, requested)
         if sent or answer.status != 200:
             return bytes(await answer.read())
         try:
             return await _cut(answer.content.read, url, start, stop)
         finally:
-            answer.close()  # else the rest of the object would be read before the connection is used again
+            answer.close()  # else aiohttp would read the rest of the object before it reuses the connection
 
 
 async def _body(stream: Any, path: str, cut: tuple[int, int] | None) -> bytes:
-    """Return all of a body, or those bytes of one that begins with the object."""
-    async with stream:  # Left early, it closes the connection.
+    """Return a whole body or, if `cut` is given, these bytes of a body that starts at the object's first byte."""
+    async with stream:  # An early exit closes the connection.
         return bytes(await stream.read()) if cut is None else await _cut(stream.read, path, *cut)
 
 
 async def _cut(read: Callable[[int], Awaitable[bytes]], path: str, start: int, stop: int) -> bytes:
-    """Return the bytes [start, stop) of an object that comes from its beginning; what is behind them is not read.
+    """Return the bytes [start, stop) of a stream that starts at the object's first byte. Stop reading after them.
 
-    Raises OriginError where more would be read than `MOST_READ` allows.
+    Raises:
+        OriginError: The range would need more reading than `MAX_READ_RATIO` allows.
     """
-    if stop > MOST_READ * (stop - start):
+    if stop > MAX_READ_RATIO * (stop - start):
         raise _ignores_ranges(path, start, stop)
     found = bytearray()
     while len(found) < stop and (part := await read(stop - len(found))):

@@ -1,4 +1,4 @@
-"""A bound on the requests that a process has in flight."""
+"""A limit on the concurrent requests of a process."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ class RequestLimiter(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._allowance = MemoryBudget(self.limit)
+        self._budget = MemoryBudget(self.limit)
 
     def __reduce__(self) -> tuple[object, ...]:
         return limiter_of, (self._cache, self._in_flight, self._processes)
 
     @property
     def limit(self) -> int:
-        """Requests that this process may have in flight."""
+        """The most requests that this process may have in flight."""
         return max(1, self._in_flight // self._processes)
 
     def share(self, processes: int) -> None:
-        """Divide `in_flight` by the number of processes of this host that read at the same time."""
+        """Divide `in_flight` equally among the reading processes of this host."""
         if processes != self._processes:
             self._processes = processes
-            self._allowance = MemoryBudget(self.limit)
+            self._budget = MemoryBudget(self.limit)
 
     def request(self) -> AbstractContextManager[None]:
-        """Wait for the turn of one request, and count it as in flight during the block."""
-        return self._allowance.hold(1)
+        """Wait for a free slot and hold it for the duration of the block."""
+        return self._budget.hold(1)
 
 
 _limiters: weakref.WeakValueDictionary[tuple[str, int], RequestLimiter] = weakref.WeakValueDictionary()
 
 
 def limiter_of(cache: str, in_flight: int, processes: int | None = None) -> RequestLimiter:
-    """Return this process's limiter for a cache folder. processes: as for `share`; None: as it is."""
+    """Return this process's limiter for a cache folder. processes: as for `share`; None: unchanged."""
     limiter = _limiters.get((cache, in_flight))
     if limiter is None:
         limiter = _limiters.setdefault((cache, in_flight), RequestLimiter(cache, in_flight))

@@ -1,4 +1,4 @@
-"""S3 through obstore, set up as the s3fs filesystem is that the user gave."""
+"""S3 through obstore, with the options of the user's s3fs filesystem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataload.runtime.forks import ForkAware
 if TYPE_CHECKING:
     from obstore import GetResult
 
-# What s3fs can be told that obstore is told too, or that has nothing to do with fetching ranges.
+# Options of s3fs that are passed on to obstore, and options that do not affect range requests.
 TRANSLATED = frozenset({"anon", "client_kwargs", "endpoint_url", "key", "requester_pays", "secret", "token", "use_ssl"})
 IRRELEVANT = frozenset(
     {
@@ -39,19 +39,24 @@ IRRELEVANT = frozenset(
     }
 )
 CLIENT_OPTIONS = frozenset({"endpoint_url", "region_name", "use_ssl"})
-# Those that are about time and numbers; ours hold here.
+# Timeouts and connection counts: this module sets its own.
 CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_timeout", "retries"})
-CREDENTIALS_LAST = timedelta(minutes=5)  # then the session is asked again, which renews what is about to expire
-STALL_SECONDS = 20  # without a byte
-PART_BYTES = 512 << 10  # of an answer at least, in one call
+CREDENTIALS_LAST = timedelta(minutes=5)  # then the session is queried again; it renews expiring credentials
+STALL_SECONDS = 20  # without receiving a byte
+PART_BYTES = 512 << 10  # minimum size of a streamed part
 NOT_PARTIAL = "non-partial response"
-AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # and not one's own door to it
+AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # not a private endpoint
 
-_used_in: int | None = None  # The process in which obstore has started its threads. They are lost in a fork.
+_used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
 
 
 class UnsuitableError(Exception):
-    """obstore cannot read this; the message says why. whole_store: nor anything else there."""
+    """obstore cannot read this object; the message gives the reason.
+
+    Args:
+        reason: Why obstore cannot read it.
+        whole_store: The reason applies to all objects of the store.
+    """
 
     def __init__(self, reason: str, *, whole_store: bool = True) -> None:
         super().__init__(reason)
@@ -59,7 +64,7 @@ class UnsuitableError(Exception):
 
 
 def untranslatable(filesystem: Any) -> str | None:
-    """Why obstore cannot stand in for this filesystem; None when it can."""
+    """Return why obstore cannot replace this filesystem; None if it can."""
     kind = type(filesystem)
     if (kind.__module__, kind.__name__) != ("s3fs.core", "S3FileSystem"):
         return f"{kind.__module__}.{kind.__name__} is not s3fs"
@@ -70,18 +75,18 @@ def untranslatable(filesystem: Any) -> str | None:
         *(set(filesystem.config_kwargs) - CONFIG_OPTIONS),
     }
     if filesystem.storage_args:
-        return "s3fs was given arguments without names"
+        return "s3fs was given positional arguments"
     return f"s3fs was given {', '.join(sorted(unknown))}" if unknown else None
 
 
 def unusable() -> str | None:
-    """Why obstore cannot be used in this process; None when it can."""
+    """Return why obstore cannot be used in this process; None if it can."""
     inherited = _used_in is not None and _used_in != os.getpid()
-    return "this process was forked from one that used obstore, whose threads are not here" if inherited else None
+    return "this process was forked from one that used obstore, and lacks its threads" if inherited else None
 
 
 class Obstore(ForkAware):
-    """Ranges of objects through obstore's own threads; see `dataload.cache.origin.engine.Engine`."""
+    """The engine that fetches ranges through obstore's own threads; see `dataload.cache.origin.engine.Engine`."""
 
     name = "obstore"
 
@@ -93,16 +98,16 @@ class Obstore(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        for store in self._stores.values():  # To let go of one waits for its threads, which are not here: never do.
+        for store in self._stores.values():  # Leak them: the destructor would wait for threads that the child lacks.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
-        return self._answer(path, start, stop, version).bytes()
+        return self._response(path, start, stop, version).bytes()
 
     def parts(self, path: str, start: int, stop: int, version: str) -> Iterator[Any]:
-        return iter(self._answer(path, start, stop, version).stream(min_chunk_size=PART_BYTES))
+        return iter(self._response(path, start, stop, version).stream(min_chunk_size=PART_BYTES))
 
-    def _answer(self, path: str, start: int, stop: int, version: str) -> GetResult:
+    def _response(self, path: str, start: int, stop: int, version: str) -> GetResult:
         import obstore
 
         bucket, key, version_id = self._filesystem.split_path(path)
@@ -115,7 +120,7 @@ class Obstore(ForkAware):
         except obstore.exceptions.GenericError as error:
             if NOT_PARTIAL in str(error):
                 raise UnsuitableError(
-                    "the store answers a range with the whole object, which obstore refuses"
+                    "the store answers a range with the whole object, which obstore rejects"
                 ) from error
             raise
 
@@ -132,14 +137,14 @@ def _store_of(filesystem: Any, bucket: str) -> Any:
     global _used_in  # noqa: PLW0603 - of the process, like the threads
     _used_in = os.getpid()
     filesystem.connect()
-    told = filesystem.s3.meta
-    if settings := _settings_of_botocore(filesystem, bucket):
-        raise UnsuitableError(f"obstore cannot be told of {settings}")
-    endpoint, region = str(told.endpoint_url), told.region_name or "us-east-1"
+    meta = filesystem.s3.meta
+    if setting := _unsupported_setting(filesystem, bucket):
+        raise UnsuitableError(f"obstore does not support {setting}")
+    endpoint, region = str(meta.endpoint_url), meta.region_name or "us-east-1"
     if AMAZON.fullmatch(endpoint):
         region = _region(filesystem, bucket, region)
         endpoint = f"https://s3.{region}.amazonaws.com"
-    # A limit for the whole body would be one for the speed of the wire.
+    # `timeout` covers the whole body, so a short one would fail on slow networks.
     client: Any = {"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "1day"}
     if endpoint.startswith("https:") and (bundle := filesystem.session.get_config_variable("ca_bundle")):
         client["root_certificate"] = Path(bundle).read_bytes()
@@ -148,19 +153,19 @@ def _store_of(filesystem: Any, bucket: str) -> Any:
         region=region,
         request_payer=bool(filesystem.req_kw),
         credential_provider=None if filesystem.anon else _Credentials(filesystem),  # type: ignore[arg-type] # a TypedDict
-        # All that obstore would otherwise take from the environment, where botocore has looked already.
+        # Explicit values: obstore would read these from the environment, as botocore already did.
         endpoint=endpoint,
         aws_endpoint_url_s3=endpoint,
         virtual_hosted_style_request=False,
         s3_express=False,
         skip_signature=bool(filesystem.anon),
         client_options=client,
-        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=60)},  # The origin tries again.
+        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=60)},  # `Origin` retries.
     )
 
 
-def _settings_of_botocore(filesystem: Any, bucket: str) -> str | None:
-    """What botocore was told by the environment or a profile, or knows by a bucket's name, and obstore is not."""
+def _unsupported_setting(filesystem: Any, bucket: str) -> str | None:
+    """Return a botocore setting, from environment, profile or bucket name, that obstore does not support; else None."""
     config = filesystem.s3.meta.config
     unlike = {"addressing_style": ("auto", "path", None), "use_accelerate_endpoint": (False, None)}
     unlike["use_dualstack_endpoint"] = (False, None)
@@ -175,7 +180,7 @@ def _settings_of_botocore(filesystem: Any, bucket: str) -> str | None:
 
 
 def _region(filesystem: Any, bucket: str, default: str) -> str:
-    """Where a bucket at Amazon lies: obstore, unlike botocore, does not follow it there. Refusals say it, too."""
+    """Return the AWS region of a bucket, which denied responses name, too. obstore follows no redirects."""
     try:
         answer = filesystem.call_s3("head_bucket", Bucket=bucket)
     except OSError as error:
@@ -185,12 +190,12 @@ def _region(filesystem: Any, bucket: str, default: str) -> str:
 
 
 def _is_plain(key: str) -> bool:
-    """Whether obstore asks for just this key: it joins and drops parts of others, or refuses them."""
+    """Return whether obstore uses this key unchanged: it normalizes or rejects others."""
     return key.isprintable() and all(part not in ("", ".", "..") for part in key.split("/"))
 
 
 class _Credentials:
-    """Asks the filesystem's session, which knows profiles, roles and instances, and renews what expires."""
+    """A credential provider backed by the s3fs session, which supports profiles, roles and instance metadata."""
 
     def __init__(self, filesystem: Any) -> None:
         self._filesystem = filesystem
@@ -198,11 +203,11 @@ class _Credentials:
     def __call__(self) -> dict[str, Any]:
         key, secret, token = self._filesystem.key, self._filesystem.secret, self._filesystem.token
         if not (key and secret):
-            key, secret, token = sync(self._filesystem.loop, self._ask)
+            key, secret, token = sync(self._filesystem.loop, self._fetch)
         until = datetime.now(UTC) + CREDENTIALS_LAST
         return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": until}
 
-    async def _ask(self) -> tuple[str, str, str | None]:
+    async def _fetch(self) -> tuple[str, str, str | None]:
         found = await self._filesystem.session.get_credentials()
         if found is None:
             raise PermissionError("no credentials were found: give key and secret, or anon=True for a public bucket")

@@ -1,4 +1,4 @@
-"""The store that bytes come from, through any fsspec filesystem: versions, exact ranges, retries, errors with names."""
+"""The origin store, through any fsspec filesystem: versions, exact ranges, retries, errors that name the object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from json import JSONDecodeError
 from typing import Any, TypeVar
 
@@ -17,8 +16,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_at
 from tenacity import wait_random_exponential as full_jitter
 
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, engine_for
-from dataload.cache.origin.errors import denied, is_trouble, meant, passing, status
-from dataload.cache.origin.hedge import Hedge
+from dataload.cache.origin.errors import denied, is_store_error, is_transient, status, underlying_error
 from dataload.cache.origin.identity import address_of, identity_of
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import UnsuitableError
@@ -39,33 +37,32 @@ log = logging.getLogger(__name__)
 
 
 class Origin(ForkAware):
-    """Where objects come from.
+    """The store that holds the objects.
 
-    filesystem: any fsspec filesystem; in a forked child a fresh one with the same options takes its place.
-    identity: the store's name in cache keys; default: its protocol and address.
-    engine: who moves the bytes: "auto", "fsspec" or "obstore".
-    hedge: whether what takes longer than usual is asked for a second time.
-    limiter: of the requests in flight; None: there is no limit.
+    Args:
+        filesystem: Any fsspec filesystem. A forked child recreates it with the same options.
+        identity: Name of the store in cache keys. Default: its protocol and address.
+        engine: The client that fetches bytes: "auto", "fsspec" or "obstore".
 
-    Notes: `read` may be called from any thread. Requests that fail in passing are retried with full jitter.
+    Attributes:
+        limiter: Limits the requests in flight; None: no limit.
+
+    Notes:
+        `read` is thread-safe. Transient errors are retried with exponential backoff and full jitter.
     """
 
-    def __init__(
-        self, filesystem: Any, identity: str | None = None, engine: str = "auto", *, hedge: bool = False
-    ) -> None:
+    def __init__(self, filesystem: Any, identity: str | None = None, engine: str = "auto") -> None:
         self._filesystem = filesystem
         self._inherited = False
         self._identity = identity
-        self._wanted = engine
-        self._hedge = Hedge() if hedge else None
+        self._requested_engine = engine
         self._engine: Engine | None = None
         self.limiter: RequestLimiter | None = None
         self.counters = Counters()
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made = partial(Origin, hedge=self._hedge is not None), (self._filesystem, self._identity, self._wanted)
-        return *made, {"limiter": self.limiter}
+        return Origin, (self._filesystem, self._identity, self._requested_engine), {"limiter": self.limiter}
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
@@ -73,69 +70,75 @@ class Origin(ForkAware):
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
         self._engine = None
-        self._inherited = True  # with event loops that run in threads of the parent's
+        self._inherited = True  # The parent's event loops run in threads that the child lacks.
 
     @property
     def filesystem(self) -> Any:
-        """The fsspec filesystem, of this process."""
+        """The fsspec filesystem of this process."""
         if self._inherited:
-            # Pickling is how fsspec rebuilds one from its arguments, and those that it wraps.
+            # By pickling, fsspec recreates a filesystem, and those it wraps, from their arguments.
             self._filesystem = pickle.loads(pickle.dumps(self._filesystem))  # noqa: S301
             self._inherited = False
         return self._filesystem
 
     @property
     def engine(self) -> Engine:
-        """Who moves the bytes in this process. Raises ConfigError when the one asked for cannot."""
+        """The client that fetches bytes in this process.
+
+        Raises:
+            ConfigError: The requested engine does not support the filesystem's options.
+        """
         if self._engine is None:
-            self._engine = engine_for(self.filesystem, self._wanted)
+            self._engine = engine_for(self.filesystem, self._requested_engine)
         return self._engine
 
     @property
     def address(self) -> str:
-        """The origin as messages name it: its protocol, and the address that it was given."""
+        """The origin's name in messages: its protocol and configured address."""
         return redacted("://".join(address_of(self._filesystem)))
 
     @property
     def identity(self) -> str:
-        """The store's name in cache keys."""
+        """The name of the store in cache keys."""
         if self._identity is None:
             self._identity = identity_of(self.filesystem)
         return self._identity
 
     def stats(self) -> dict[str, float]:
-        """Totals of this process: requests, bytes, errors; hedged: of the requests, those that were asked for again."""
-        return {**self.counters.snapshot(), "hedged": self._hedge.hedged if self._hedge else 0}
+        """Return the totals of this process: requests, bytes, errors."""
+        return self.counters.snapshot()
 
     def path_of(self, url: str) -> str:
-        """The path that `url` has at this origin, without protocol."""
-        return str(self.filesystem._strip_protocol(url))  # noqa: SLF001 (what fsspec calls its extension points)
+        """Return the path of a URL at this origin, without the protocol."""
+        return str(self.filesystem._strip_protocol(url))  # noqa: SLF001 (an extension point of fsspec)
 
     def info(self, path: str) -> dict[str, Any]:
-        """What the store says of one object or folder, asked anew."""
-        with self.asking(path) as filesystem:
+        """Fetch the metadata of one object or folder, bypassing caches."""
+        with self.metadata_request(path) as filesystem:
             filesystem.invalidate_cache(path)
-            return self._said(filesystem.info(path))
+            return self._normalized(filesystem.info(path))
 
     def list(self, path: str) -> dict[str, dict[str, Any]]:
-        """What the store says of the objects at `path`, an object, a folder or a glob, by their paths; asked anew."""
-        with self.asking(path) as filesystem:
+        """Fetch the metadata of the objects at `path`, an object, a folder or a glob, by path. Bypass caches."""
+        with self.metadata_request(path) as filesystem:
             filesystem.invalidate_cache(None if has_magic(path) else path)
             found = filesystem.glob(path, detail=True) if has_magic(path) else filesystem.find(path, detail=True)
             if not found and not has_magic(path):
                 with suppress(OriginNotFound):
-                    self.info(path)  # HTTP finds nothing, too, where nobody answers; but then this says so.
+                    self.info(path)  # HTTP lists nothing when the server is down; `info` then raises.
             infos = [
-                self._said(info if info.get("size") is not None else filesystem.info(name))
+                self._normalized(info if info.get("size") is not None else filesystem.info(name))
                 for name, info in found.items()
-                if info.get("type", "file") == "file" and not name.endswith("/")  # HTTP says nothing of one
+                if info.get("type", "file") == "file" and not name.endswith("/")  # HTTP lists folders without a type
             ]
             return {info["name"]: info for info in infos}
 
     def read(self, path: str, start: int, stop: int, version: str) -> memoryview:
-        """Exactly the bytes [start, stop) of that version of an object.
+        """Fetch exactly the bytes [start, stop) of a version of an object.
 
-        Raises ObjectChanged when there is another version now (where the store can tell), OriginError after retries.
+        Raises:
+            ObjectChanged: The object has another version now, if the store can tell.
+            OriginError: All retries failed.
         """
 
         def whole(engine: Engine) -> memoryview:
@@ -143,42 +146,36 @@ class Origin(ForkAware):
             _check(len(found), stop - start)
             return found
 
-        once = partial(self._request, whole)
-        if self._hedge:
-            once = partial(self._hedge.first, stop - start, once)
-        with self.naming(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
-            return _attempts()(once)
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
+            return _attempts()(self._request, whole)
 
-    def read_into(self, rooms: Sequence[memoryview], path: str, start: int, version: str) -> None:
-        """Fill `rooms`, one after the other, with the bytes from `start` on; raises what `read` does."""
-        stop = start + sum(map(len, rooms))
-        if self._hedge:  # Two answers may come at once.
-            _scatter([self.read(path, start, stop, version)], rooms)
-            return
+    def read_into(self, buffers: Sequence[memoryview], path: str, start: int, version: str) -> None:
+        """Fill `buffers`, one after the other, with the bytes from `start` on. Raise the same errors as `read`."""
+        stop = start + sum(map(len, buffers))
 
         def parts(engine: Engine) -> None:
-            _check(_scatter(self._counted(engine.parts(path, start, stop, version)), rooms), stop - start)
+            _check(_scatter(self._counted(engine.parts(path, start, stop, version)), buffers), stop - start)
 
-        with self.naming(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
             _attempts()(self._request, parts)
 
-    def _said(self, info: dict[str, Any]) -> dict[str, Any]:
-        """What the store says of an object, under the path that it is asked for by."""
-        # Alluxio calls an object by its place in Alluxio, and is asked for it by that in the store below.
+    def _normalized(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Return metadata with the path under which the store serves the object."""
+        # Alluxio lists an object by its Alluxio path but serves it by its path in the store below.
         return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
 
-    def _request(self, ask: Callable[[Engine], T]) -> T:
-        """What comes of one request, made as soon as the limiter allows it."""
+    def _request(self, call: Callable[[Engine], T]) -> T:
+        """Make one request as soon as the limiter allows it."""
         with self.limiter.request() if self.limiter else nullcontext():
             self.counters.add(requests=1)
             charge(requests_origin=1)
             try:
-                return ask(self.engine)
+                return call(self.engine)
             except UnsuitableError as error:
                 other = Fsspec(self.filesystem, str(error))
                 if error.whole_store:
                     self._engine = other
-                return ask(other)
+                return call(other)
 
     def _counted(self, parts: Iterable[Any]) -> Iterator[memoryview]:
         for part in parts:
@@ -187,47 +184,62 @@ class Origin(ForkAware):
             yield memoryview(part)
 
     @contextmanager
-    def asking(self, path: str) -> Iterator[Any]:
-        """Gives the filesystem. Raises, beside what `naming` does, ConfigError where it was not told how to get in."""
-        with self.naming(path):
+    def metadata_request(self, path: str) -> Iterator[Any]:
+        """Yield the filesystem and translate errors of its metadata calls.
+
+        Raises:
+            ConfigError: The filesystem rejects its options.
+            OriginError: As for `map_errors`.
+        """
+        with self.map_errors(path):
             try:
                 yield self.filesystem
-            except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two of what a store answers
+            except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
-            except (TypeError, ValueError) as error:  # s3fs tells botocore its options when it is first asked.
-                said = f"{redacted(path)} cannot be asked for with these options: {redacted(error)}"
-                raise ConfigError(said) from error
+            except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.
+                message = f"{redacted(path)} cannot be requested with these options: {redacted(error)}"
+                raise ConfigError(message) from error
 
     @contextmanager
-    def naming(self, what: str) -> Iterator[None]:
-        """What goes wrong inside is raised as an OriginError that names `what`."""
+    def map_errors(self, what: str) -> Iterator[None]:
+        """Raise errors of the store as an OriginError that names `what`.
+
+        Raises:
+            OriginNotFound: The object does not exist.
+            ObjectChanged: The object has another version now.
+            OriginError: Any other error of the store.
+        """
         try:
             yield
         except DataloadError:
             raise
         except Exception as raised:
-            error = meant(raised)
-            where, said = redacted(what), redacted(str(error).partition("\n")[0])  # obstore adds its source
+            error = underlying_error(raised)
+            where, reason = redacted(what), redacted(str(error).partition("\n")[0])  # obstore appends its source
             if isinstance(error, FileNotFoundError):
                 place = f"{where} does not exist at {self.address}"
                 raise OriginNotFound(f"{place}: check its name and the endpoint") from raised
-            if not is_trouble(error):
+            if not is_store_error(error):
                 raise
             self.counters.add(errors=1)
             if status(error) == 412:
                 raise ObjectChanged(f"{where} {CHANGED}") from raised
             if denied(error):
-                raise OriginError(f"{where}: {self.address} denied access, check the credentials: {said}") from raised
-            raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {said}") from raised
+                raise OriginError(f"{where}: {self.address} denied access, check the credentials: {reason}") from raised
+            raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {reason}") from raised
 
 
 def introduce() -> None:
-    """Have fsspec know Alluxio by its own name, too: its package makes it known as "alluxio" alone."""
+    """Register Alluxio under the protocol "alluxiofs"; its package registers only "alluxio"."""
     fsspec.register_implementation("alluxiofs", "alluxiofs.AlluxioFileSystem", clobber=True)
 
 
 def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
-    """The filesystem that fsspec knows as `protocol`. Raises ConfigError for an unknown one."""
+    """Return the fsspec filesystem of a protocol.
+
+    Raises:
+        ConfigError: The protocol is unknown, or its filesystem rejects the options.
+    """
     introduce()
     try:
         return fsspec.filesystem(protocol, **(options or {}))
@@ -237,7 +249,7 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
 
 def _attempts() -> Retrying:
     return Retrying(
-        retry=retry_if_exception(passing),
+        retry=retry_if_exception(is_transient),
         stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_SECONDS),
         wait=full_jitter(FIRST_PAUSE, LONGEST_PAUSE),
         before_sleep=_log_failure,
@@ -250,21 +262,21 @@ def _log_failure(state: RetryCallState) -> None:
     log.debug("attempt %d failed, trying again: %s", state.attempt_number, redacted(error))
 
 
-def _scatter(parts: Iterable[memoryview], rooms: Iterable[memoryview]) -> int:
-    """Write these bytes into `rooms`, one after the other, as far as they find room; how many there were."""
-    left, count = deque(room for room in rooms if len(room)), 0
+def _scatter(parts: Iterable[memoryview], buffers: Iterable[memoryview]) -> int:
+    """Write the parts into `buffers`, one after the other, while they fit. Return the number of bytes in the parts."""
+    free, count = deque(buffer for buffer in buffers if len(buffer)), 0
     for part in parts:
         count += len(part)
-        while len(part) and left:
-            room = left.popleft()
-            size = min(len(part), len(room))
-            room[:size] = part[:size]
-            part = part[size:]  # noqa: PLW2901 (what is left of it)
-            if size < len(room):
-                left.appendleft(room[size:])
+        while len(part) and free:
+            buffer = free.popleft()
+            size = min(len(part), len(buffer))
+            buffer[:size] = part[:size]
+            part = part[size:]  # noqa: PLW2901 (the rest of the part)
+            if size < len(buffer):
+                free.appendleft(buffer[size:])
     return count
 
 
-def _check(came: int, asked: int) -> None:
-    if came != asked:
-        raise WrongBodyError(f"{came} bytes came instead of {asked}")
+def _check(received: int, requested: int) -> None:
+    if received != requested:
+        raise WrongBodyError(f"{received} bytes came instead of {requested}")

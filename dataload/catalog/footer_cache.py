@@ -73,7 +73,7 @@ def read_footers(
             unreported = []  # `fetch` reports each of them.
             _join(list(pool.map(fetch, run)), allocate)
 
-        blob = blocks.tier.get_or_fill(_key(name, blocks), fill)
+        blob = blocks.tier.get_or_fill(run_key(name, blocks), fill)
         for obj in unreported:
             progress(obj)
         return [(look(parse_footer(_cut(blob, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
@@ -108,24 +108,24 @@ def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
 
 def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if its run is not cached on this host."""
-    key, offset = _key(kept.run, blocks), kept.number * _BOUND.itemsize
+    key, offset = run_key(kept.run, blocks), kept.number * _BOUND.itemsize
     bounds = blocks.tier.get(key, (offset, offset + 2 * _BOUND.itemsize))
     return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
 
 
 def _footer_from_cluster(kept: Kept, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if no other host has its run."""
-    # A lock of its own: `bring` locks the key of the run.
-    with blocks.tier.alone(blocks.key(kept.run, "bring footers"), elect=False):
+    # A lock of its own: `fetch_from_cluster` locks the key of the run.
+    with blocks.tier.key_lock(blocks.key(kept.run, "bring footers"), elect=False):
         found = stored_footer(kept, blocks)
-        if found is None and (fetched := blocks.tier.bring([_key(kept.run, blocks)])):
+        if found is None and (fetched := blocks.tier.fetch_from_cluster([run_key(kept.run, blocks)])):
             found = _cut(fetched[0], kept.number)
     return found
 
 
-def run_digest(run: Object, blocks: Blocks) -> bytes:
-    """Return the digest of the key under which a run's footers are cached."""
-    return _key(run, blocks).digest
+def run_key(run: Object, blocks: Blocks) -> BlobKey:
+    """Return the key of the blob that holds the footers of a run of files."""
+    return blocks.key(run, "footers")
 
 
 def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
@@ -148,10 +148,6 @@ def _runs(objects: Iterable[Object]) -> Iterator[list[Object]]:
 def _name(run: list[Object]) -> Object:
     content = json.dumps([[obj.path, obj.size, obj.version] for obj in run]).encode()
     return Object(run[0].path, 0, hashlib.blake2b(content, digest_size=16, person=b"footers").hexdigest())
-
-
-def _key(run: Object, blocks: Blocks) -> BlobKey:
-    return blocks.key(run, "footers")
 
 
 def _join(footers: list[bytes], allocate: Allocate) -> None:

@@ -159,7 +159,7 @@ def ranges(store: Store) -> Finding:
     first = store.first
     advice = "read through a store that serves ranges: this one serves only the beginning of a file"
     try:
-        with store.origin.naming(first.path):
+        with store.origin.map_errors(first.path):
             if store.is_s3:
                 served = store.get() == 206
             elif store.endpoint:
@@ -192,7 +192,7 @@ def if_match(store: Store) -> Finding:
     if not store.is_s3:
         return ok("this kind of store is not sent If-Match: versions are compared before and after a read")
     try:
-        with store.origin.naming(store.first.path):
+        with store.origin.map_errors(store.first.path):
             store.get(IfMatch='"no such version"')
     except ObjectChanged:
         return ok("the store rejects a request for another version")

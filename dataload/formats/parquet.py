@@ -100,7 +100,7 @@ class ParquetFooter:
     ) -> Iterator[RowGroupReader]:
         """Open a row group. `HELD_BYTES` are fetched in advance, the rest during decoding; see `Footer`."""
         ranges = _ranges(self._chunks(number, columns))
-        fetch = _from_blocks if blocks.stay and self.stored_bytes(number) < SHARED_BYTES else _from_origin
+        fetch = _from_blocks if blocks.retains_blocks and self.stored_bytes(number) < SHARED_BYTES else _from_origin
         stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, _held_limit(columns))
         try:
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would

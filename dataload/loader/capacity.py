@@ -7,7 +7,6 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from dataload.cache.local.tier import LocalTier
 from dataload.errors import ConfigError, DataError, OriginError
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order
@@ -37,12 +36,12 @@ def reserve_capacity(dataset: Dataset, sampler: ShardedSampler) -> None:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
     tier, blobs, groups = dataset.blocks.tier, dataset.rowstore.blobs, dataset.row_groups
-    if isinstance(tier, LocalTier) and blobs.num_bytes * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
+    if tier.shared and blobs.num_bytes * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
         _measure(blobs)
     at_once = gathered_at_once(dataset.rowstore.row_bytes * sampler.batch_size)
     drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size * at_once)
     further = 0
-    if isinstance(tier, LocalTier):
+    if tier.shared:
         region, further = region_of(sampler.order, blobs, tier.limit, sampler.node_share)
         if region:
             tier.region = max(tier.region, region)

@@ -12,7 +12,6 @@ from rich.filesize import decimal
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
 from dataload.cache.config import CacheConfig
-from dataload.cache.local.tier import LocalTier
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
@@ -122,7 +121,7 @@ def plan(
     lengths = [group.rows for group in manifest.row_groups]
     sizes = [group.bytes for group in manifest.row_groups]
     files = {group.file for group in manifest.row_groups}
-    limit = blocks.tier.limit if isinstance(blocks.tier, LocalTier) else 0
+    limit = blocks.tier.limit if blocks.tier.shared else 0
     blobs.measure()
     costs = Costs(manifest, blobs, blocks)
     unlimited = Reader(costs, order, UNLIMITED)

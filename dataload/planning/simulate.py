@@ -9,9 +9,8 @@ from itertools import count, groupby, takewhile
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.blob_file import size_on_disk
-from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Span
-from dataload.catalog.footer_cache import run_digest, stored_footer
+from dataload.catalog.footer_cache import run_key, stored_footer
 from dataload.catalog.manifest import VERSION, Manifest
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
 from dataload.loader.capacity import drawn_on_at_a_time, gathered_at_once, region_of
@@ -206,10 +205,10 @@ def footers(manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> Fetched
 def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
     """Return the bytes of a dataset's footers and manifest in the cache."""
     tier = blocks.tier
-    if not isinstance(tier, LocalTier):
+    if not tier.shared:
         return 0
     runs = {group.kept.run for group in manifest.row_groups}
-    footers = (tier.folder.index.size_of(run_digest(run, blocks)) or 0 for run in runs)
+    footers = (tier.stored_bytes(run_key(run, blocks)) for run in runs)
     name = f"{manifest.row_groups[0].file.path}#manifest {VERSION}" if runs else ""
     return sum(footers) + size_on_disk(len(manifest.to_bytes()), name)
 

@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
 from dataload.cache.local.blob_file import size_on_disk
-from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
@@ -88,10 +87,10 @@ class RowGroupCache(ForkAware):
         """
         found, keys = self.find(number), self._keys(number)
         if found is None:
-            found = self._blocks.tier.bring(keys)  # Who only brings it keeps nobody else from it.
+            found = self._blocks.tier.fetch_from_cluster(keys)  # Who only brings it keeps nobody else from it.
         if found is None:
             with self._alone(number, unwanted):
-                found = self._kept(keys) or self._blocks.tier.bring(keys) or self._make(number, keys)
+                found = self._kept(keys) or self._blocks.tier.fetch_from_cluster(keys) or self._make(number, keys)
             self._release()
         return found
 
@@ -103,9 +102,9 @@ class RowGroupCache(ForkAware):
     def make(self, number: int) -> bool:
         """Have the blobs of a row group kept, where there is room; whether they are. Those there are not read."""
         keys = self._keys(number)
-        if self._kept(keys, (0, 0)) is None and self._blocks.tier.bring(keys) is None:
+        if self._kept(keys, (0, 0)) is None and self._blocks.tier.fetch_from_cluster(keys) is None:
             with self._alone(number):
-                if self._kept(keys, (0, 0)) is None and self._blocks.tier.bring(keys) is None:
+                if self._kept(keys, (0, 0)) is None and self._blocks.tier.fetch_from_cluster(keys) is None:
                     self._make(number, keys)
             self._release()
         return self._kept(keys, (0, 0)) is not None
@@ -116,7 +115,7 @@ class RowGroupCache(ForkAware):
 
     def passes(self, number: int) -> bool:
         """Whether a row group is kept only until others need its room, or is still to come."""
-        return self._blocks.tier.passes(self._keys(number))
+        return self._blocks.tier.is_transient(self._keys(number))
 
     def measure(self) -> None:
         """Have it known how large the values are of which the files have codes. Raises OriginError, DataError."""
@@ -137,7 +136,7 @@ class RowGroupCache(ForkAware):
     @property
     def shared(self) -> bool:
         """Whether what is kept is there for other processes, too."""
-        return isinstance(self._blocks.tier, LocalTier)
+        return self._blocks.tier.shared
 
     @cached_property
     def num_bytes(self) -> int:
@@ -204,7 +203,7 @@ class RowGroupCache(ForkAware):
         # A lock is not held while there is no room.
         stack.enter_context(self.fetched.hold(self._held(number), unwanted))
         with doing(ELSEWHERE):
-            return stack.enter_context(self._blocks.tier.alone(self._key(number, "row group"), elect=elect))
+            return stack.enter_context(self._blocks.tier.key_lock(self._key(number, "row group"), elect=elect))
 
     def has_room(self, number: int) -> bool:
         """Whether this process may hold another row group just now."""

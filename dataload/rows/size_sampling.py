@@ -87,5 +87,5 @@ class Aside(Blocks):
     """For a look at what is not needed yet: blocks that are kept are read, others are not made to stay."""
 
     @property
-    def stay(self) -> bool:
+    def retains_blocks(self) -> bool:
         return False

@@ -14,7 +14,7 @@ from dataload.cache.filesystem import TierCacheFileSystem
 
 
 class PastTheCache(TierCacheFileSystem):
-    """`tiercache`, but that writing goes to the origin: the suite makes its files through the filesystem it tests."""
+    """`tiercache` with writes that go to the origin: the suite creates its files through the tested filesystem."""
 
     def _at_the_origin(self, name: str, path: str, *args: Any, **kwargs: Any) -> Any:
         self.invalidate_cache()

@@ -32,7 +32,7 @@ alluxiofs = pytest.importorskip("alluxiofs", reason="no alluxiofs here: pip inst
 
 
 class StandIn(ThreadingHTTPServer):
-    """One worker. objects: by their URL in the store below; it calls them /mnt/<path>."""
+    """A stand-in for one worker. `objects` maps URLs in the store below; the worker lists them as /mnt/<path>."""
 
     def __init__(self, port: int) -> None:
         super().__init__(("127.0.0.1", port), Worker)
@@ -47,7 +47,7 @@ class StandIn(ThreadingHTTPServer):
     def said_of(self, url: str) -> dict[str, Any]:
         body = self.objects.get(url)
         kind = {"mType": "directory", "mLength": 0} if body is None else {"mType": "file", "mLength": len(body)}
-        # It has been read more often each time that somebody asks.
+        # The access count grows with each request.
         self.asked = getattr(self, "asked", 0) + 1
         return {**kind, "mPath": place(url), "mUfsPath": url, "mLastAccessTimeMs": self.asked, "mContentHash": ""}
 
@@ -89,7 +89,7 @@ class Worker(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def workers() -> Iterator[tuple[StandIn, StandIn]]:
-    """Where a stand-in says what it knows, and where it sends data from."""
+    """Start two stand-ins: one answers metadata requests, the other serves data."""
     try:
         data = StandIn(DATA_PORT)
     except OSError as error:
@@ -102,7 +102,7 @@ def workers() -> Iterator[tuple[StandIn, StandIn]]:
 
 
 def options(bucket: Any, hosts: str) -> dict[str, Any]:
-    """For alluxiofs, whichever its release."""
+    """Return options that every release of alluxiofs accepts."""
     known = inspect.signature(alluxiofs.AlluxioFileSystem.__init__).parameters
     own = {"worker_hosts": hosts, "target_protocol": "s3", "target_options": bucket.options}
     return {**own, **({"logger": logging.getLogger("tests.alluxio")} if "logger" in known else {})}
@@ -145,7 +145,7 @@ def test_a_dataset_comes_through_alluxio_once(
 
 
 def test_how_to_get_in_is_no_part_of_what_the_store_is_called(bucket: Any) -> None:
-    """Not even digested: who may use another key finds what is cached, and nobody can try keys on the digest."""
+    """Credentials do not enter the digest: other keys find the same cached data, and a digest reveals no key."""
     introduce()
 
     def identity(hosts: str, secret: str) -> str:
@@ -158,7 +158,7 @@ def test_how_to_get_in_is_no_part_of_what_the_store_is_called(bucket: Any) -> No
 
 
 def test_what_a_store_holds_is_part_of_what_it_is_called(tmp_path: Path) -> None:
-    """Also where it looks like what says how to get in."""
+    """This also holds for options that look like credentials."""
 
     def reference(**found: Any) -> str:
         return Origin(fsspec.filesystem("reference", **found, skip_instance_cache=True)).identity

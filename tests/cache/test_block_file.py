@@ -1,4 +1,4 @@
-"""The file over blocks: what `io` promises, and that small reads look blocks up seldom."""
+"""Files over blocks: the contract of `io`, and few block lookups for small reads."""
 
 from __future__ import annotations
 

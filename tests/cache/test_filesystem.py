@@ -1,7 +1,8 @@
-"""`tiercache` as a filesystem: what it serves, what it costs the origin, and what it does when the origin fails."""
+"""`tiercache` as a filesystem: its results, its requests to the origin, and failures of the origin."""
 
 from __future__ import annotations
 
+import doctest
 import logging
 import multiprocessing
 import os
@@ -17,6 +18,7 @@ import fsspec
 import pandas as pd
 import pytest
 
+from dataload.cache import config, filesystem
 from dataload.cache.blocks.reader import Object
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin.origin import Origin
@@ -26,6 +28,13 @@ from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFo
 SPAWN = multiprocessing.get_context("spawn")
 BLOCK = 100_000
 DATA = bytes(range(251)) * 2000  # 502,000 bytes: five blocks and a bit
+
+
+@pytest.mark.parametrize("module", [config, filesystem], ids=["config", "filesystem"])
+def test_examples_of_docstrings_run(module: Any) -> None:
+    found = doctest.testmod(module)
+    assert found.attempted
+    assert not found.failed
 
 
 def open_fs(bucket: Any, path: Path, **options: Any) -> TierCacheFileSystem:
@@ -136,7 +145,7 @@ def test_a_prefetch_fetches_only_what_there_is_room_for(bucket: Any, tmp_path: P
 
 
 def test_a_prefetch_onto_a_disk_that_is_full_fetches_no_more(bucket: Any, small_disk: Path) -> None:
-    """Whatever it was told it may take."""
+    """The limit holds whatever the configured capacity."""
     data = DATA * (-(-(4 << 20) // len(DATA)))
     bucket.put("large", data)
     fs = open_fs(bucket, small_disk / "cache", cache_bytes="1GB", block_bytes="64KiB")
@@ -180,7 +189,7 @@ def test_a_file_replaced_mid_read_on_an_origin_without_etags(tmp_path: Path) -> 
         (tmp_path / "new.bin").rename(tmp_path / "x.bin")
         with pytest.raises(ObjectChanged, match=r"x\.bin"):
             file.read(BLOCK)
-    assert fs.cat_file(str(tmp_path / "x.bin")) == b"2" * 2 * BLOCK  # it asks anew by itself
+    assert fs.cat_file(str(tmp_path / "x.bin")) == b"2" * 2 * BLOCK  # it checks the version again
 
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])
@@ -321,7 +330,7 @@ def test_many_blocks_need_few_descriptors(bucket: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_immutable_is_asked_about_once(bucket: Any, tmp_path: Path) -> None:
-    """Also by those who come later; where there is no ETag, too."""
+    """This holds for later readers, and without an ETag."""
     bucket.put("x.bin", DATA)
     (tmp_path / "x.bin").write_bytes(DATA)
     etag = bucket.client.head_object(Bucket=bucket.name, Key="x.bin")["ETag"]
@@ -349,7 +358,7 @@ def test_consistency_open_asks_at_every_open(bucket: Any, tmp_path: Path) -> Non
 
 
 class Faults:
-    """Spoils the bodies of the first `count` object GETs."""
+    """Corrupt the bodies of the first `count` object GETs."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""A disk that fails: never an exception, always the right bytes, and back to work when it is well again."""
+"""A failing disk: no exceptions, correct bytes, and recovery once it works again."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ ERRNOS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE, errno.EDQUOT)
 
 @contextmanager
 def failing(fails: Callable[[int], bool], code: int) -> Iterator[list[str]]:
-    """Calls into the operating system and LMDB fail where `fails` says so of their number; the names of all calls."""
+    """Make calls of the operating system and LMDB fail if `fails(number)`. Yield the names of all calls."""
     made: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in CALLS:
@@ -114,7 +114,7 @@ def counted(real: Callable[..., Any], name: str, made: list[str], fails: Callabl
 
 
 def use(tier: LocalTier) -> None:
-    """A first fill, hits, a miss, an eviction."""
+    """Run a first fill, hits, a miss and an eviction."""
     for name in ("x/0", "x/3", "x/0", "z/5"):
         put(tier, name)
     for name in ("x/0", "y/3"):
@@ -168,7 +168,7 @@ def test_a_call_that_never_works_again(tmp_path: Path) -> None:
         assert tier.stats()["health"]["state"] == "normal", name
 
 
-# What the states mean
+# The meaning of the states
 
 
 def test_degraded_serves_what_it_has_and_leaves_the_disk_alone(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_a_disk_that_is_full_at_first_and_freed_later(small_disk: Path) -> None:
 
 
 def test_a_disk_with_next_to_no_room_kills_nobody(small_disk: Path) -> None:
-    """Memory that is mapped from a file for which the disk has no room is a SIGBUS, here in a child."""
+    """Writing to mapped memory on a full disk raises SIGBUS; the test observes it in a child."""
     for pages in range(1, 40):
         other = fill_up(small_disk)
         os.truncate(other, other.stat().st_size - pages * mmap.PAGESIZE)

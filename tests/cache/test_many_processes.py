@@ -1,4 +1,4 @@
-"""What several processes of a host read together, on good days and bad ones: each byte once, and the right one."""
+"""Concurrent reads by several processes of a host, with and without faults: each byte is fetched once, and correct."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
 
 
 def reader(origin: Origin, cache: Path, seed: int = 0, **options: Any) -> Any:
-    """A process that reads objects once it is told to."""
+    """Start a process that reads objects once it gets a line of input."""
     command = [sys.executable, "-c", READ, origin.endpoint_url, str(cache), str(seed), json.dumps(options)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -75,7 +75,7 @@ def reader(origin: Origin, cache: Path, seed: int = 0, **options: Any) -> Any:
 
 
 def read_by(processes: int, origin: Origin, cache: Path, faults: dict[str, Any], **options: Any) -> list[Any]:
-    """What so many processes, which start to read at once, say in the end."""
+    """Return the reports of several processes that start to read together."""
     running = [reader(origin, cache, seed, processes=processes, **options) for seed in range(processes)]
     for one in running:
         assert one.stdout.readline() == "ready\n"
@@ -146,7 +146,7 @@ def test_an_origin_that_stays_down_is_one_clear_error_each(origin: Origin, tmp_p
 
 @pytest.mark.parametrize("engine", ["obstore", "fsspec"])
 def test_an_object_replaced_while_it_is_read_is_old_or_an_error(origin: Origin, tmp_path: Path, engine: str) -> None:
-    """Never a mixture."""
+    """A read never mixes two versions."""
     path, changed = tmp_path / "objects" / BUCKET / "03.bin", 0
     versions = [OBJECTS[3], OBJECTS[3][::-1]]
     fs = TierCacheFileSystem(

@@ -1,4 +1,4 @@
-"""Memory that belongs to a process alone does not grow with the dataset, nor with a row group."""
+"""The private memory of a process does not grow with the dataset, nor with a row group."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_large_row_group_is_decoded_in_little_memory(one_row_group: Path, tmp_
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Their private memory, in place of the tokens."""
+    """Return the private memory in place of the tokens."""
     memory = psutil.Process().memory_info()
     return {"label": batch["label"], "private": torch.tensor(memory.rss - memory.shared)}
 

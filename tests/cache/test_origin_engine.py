@@ -1,4 +1,4 @@
-"""Who moves the bytes: the same ones whoever it is, named with its reason, and right on a bad day."""
+"""Engines: they fetch the same bytes, report why they were chosen, and survive faults."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_engines_move_the_same_bytes_and_are_named(bucket: Any, tmp_path: Path, 
     fs = open_fs(tmp_path, bucket.options, engine=engine)
     assert fs.cat_file(bucket.url("a b/ü+x.bin")) == DATA
     stats = fs.stats()
-    assert (stats["engine"], stats["engine_reason"]) == (engine, "asked for")
+    assert (stats["engine"], stats["engine_reason"]) == (engine, "requested")
     assert stats["bytes_origin"] == len(DATA)
 
 
@@ -81,7 +81,7 @@ def test_other_stores_are_read_by_their_filesystem(tmp_path: Path) -> None:
 
 
 def in_a_child(work: Callable[[], bytes]) -> bytes:
-    """What `work` returns in a forked child."""
+    """Return the result of `work` in a forked child."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -97,7 +97,7 @@ def in_a_child(work: Callable[[], bytes]) -> bytes:
 
 
 def test_a_forked_child_does_without_obstore(bucket: Any, tmp_path: Path) -> None:
-    """Its threads are not there: a request would hang for ever."""
+    """The child lacks the threads: a request would hang."""
     bucket.put("x", DATA)
     bucket.put("y", DATA[::-1])
     fs = open_fs(tmp_path, bucket.options)
@@ -112,7 +112,7 @@ def test_a_forked_child_does_without_obstore(bucket: Any, tmp_path: Path) -> Non
 
 
 def test_a_forked_child_never_lets_go_of_a_store(bucket: Any, tmp_path: Path) -> None:
-    """It would wait for threads that are its parent's."""
+    """The destructor would wait for the parent's threads."""
     bucket.put("x", DATA)
     fs = open_fs(tmp_path, bucket.options)
     assert fs.cat_file(bucket.url("x")) == DATA
@@ -125,7 +125,7 @@ def test_a_forked_child_never_lets_go_of_a_store(bucket: Any, tmp_path: Path) ->
 def test_credentials_of_the_session_are_used_and_asked_for_again(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody names a key: the session finds one, which may be another tomorrow."""
+    """Without an explicit key, the session finds credentials, which may change later."""
     bucket.put("x", DATA)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
@@ -183,7 +183,7 @@ def test_a_name_that_obstore_would_change_is_read_by_s3fs(bucket: Any, tmp_path:
 def test_the_environment_changes_nothing_that_s3fs_was_told(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is read by obstore, too, which would believe it more."""
+    """Obstore reads the environment, too, with a higher precedence."""
     bucket.put("x", DATA)
     fs = open_fs(tmp_path, bucket.options, engine="obstore")
     fs.info(bucket.url("x"))
@@ -201,7 +201,7 @@ def test_the_environment_changes_nothing_that_s3fs_was_told(
 
 
 class _Told:
-    """What s3fs looks like to who sets up a store: what botocore resolved, and an answer to HeadBucket."""
+    """A stand-in for s3fs: the settings that botocore resolved, and a response to HeadBucket."""
 
     def __init__(self, endpoint_url: str, answer: Any) -> None:
         self.answer = answer
@@ -242,7 +242,7 @@ def refusal(headers: dict[str, str]) -> PermissionError:
     ],
 )
 def test_a_bucket_is_asked_for_where_it_lies(endpoint_url: str, answer: Any, host: str | None) -> None:
-    """At Amazon in its region, also when the bucket itself may not be looked at; elsewhere where the user said."""
+    """On AWS the store uses the bucket's region, even if access is denied; elsewhere the configured endpoint."""
     store = obstore._store_of(_Told(endpoint_url, answer), "b")
     expected = f"https://s3.{host}.amazonaws.com" if host else endpoint_url
     assert store.config["endpoint"] == expected
@@ -275,7 +275,7 @@ def test_an_object_that_is_gone_and_a_bucket_that_is_none(bucket: Any, tmp_path:
 
 
 def counted_reads(fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """What is asked of the origin from now on: first byte, and the byte behind the last."""
+    """Record the requested ranges [start, stop) from now on."""
     asked: list[tuple[int, int]] = []
     read_into = fs.blocks.origin.read_into
 
@@ -288,7 +288,7 @@ def counted_reads(fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 def test_blocks_fetched_ahead_share_requests(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four blocks in two runs; of a run, only what is not kept is fetched."""
+    """Four blocks form two runs. Of each run, only uncached blocks are fetched."""
     monkeypatch.setattr("dataload.cache.blocks.reader.RUN_BYTES", 2 * BLOCK)
     bucket.put("x", DATA)
     fs = open_fs(tmp_path, bucket.options)
@@ -312,7 +312,7 @@ def test_of_a_run_only_what_is_not_kept_is_fetched(
 
 
 def test_runs_of_small_blocks_are_short(bucket: Any, tmp_path: Path) -> None:
-    """Each block of a run takes a level of calls and a descriptor."""
+    """Each block of a run needs a stack frame and a descriptor."""
     bucket.put("x", DATA * 4)
     fs = open_fs(tmp_path, bucket.options, block_bytes=512)
     fs.prefetch(bucket.url("x"), wait=True)
@@ -444,7 +444,7 @@ def test_a_body_that_stalls_is_asked_for_again(
 
 
 class _Whole(http.server.BaseHTTPRequestHandler):
-    """A store that has never heard of ranges."""
+    """A store that ignores Range."""
 
     protocol_version = "HTTP/1.1"
 
@@ -464,7 +464,7 @@ class _Whole(http.server.BaseHTTPRequestHandler):
 
 
 class _Refusing(_Whole):
-    """A store that knows its objects, and sends none."""
+    """A store that answers metadata requests and fails all reads."""
 
     asked = 0
 
@@ -476,7 +476,7 @@ class _Refusing(_Whole):
 
 
 class _Denying(_Whole):
-    """Lets nobody in."""
+    """A server that denies all requests."""
 
     def do_HEAD(self) -> None:
         self.send_response(403)
@@ -517,10 +517,10 @@ def test_who_is_not_let_in_is_told_so_and_not_that_nothing_is_there() -> None:
 
 @pytest.mark.parametrize("cause", [OSError("it does not exist"), None])
 def test_what_other_clients_do_not_find_is_not_there(cause: OSError | None) -> None:
-    """That of HTTP says it of all trouble; others' have a cause, too, and mean it."""
+    """HTTP raises it for every error; other filesystems raise it, with a cause, only for missing objects."""
     error = FileNotFoundError("bucket/x")
     error.__cause__ = cause
-    with pytest.raises(OriginNotFound), Origin(fsspec.filesystem("memory")).naming("bucket/x"):
+    with pytest.raises(OriginNotFound), Origin(fsspec.filesystem("memory")).map_errors("bucket/x"):
         raise error
 
 
@@ -528,7 +528,7 @@ def test_what_other_clients_do_not_find_is_not_there(cause: OSError | None) -> N
     "error", [UnicodeDecodeError("utf-8", b"", 0, 1, "no text"), json.JSONDecodeError("no", "", 0)]
 )
 def test_a_strange_answer_is_no_wrong_option(error: ValueError) -> None:
-    with pytest.raises(type(error)), Origin(fsspec.filesystem("memory")).asking("bucket/x"):
+    with pytest.raises(type(error)), Origin(fsspec.filesystem("memory")).metadata_request("bucket/x"):
         raise error
 
 
@@ -560,7 +560,7 @@ def test_a_range_that_is_read_alone_is_as_long_as_asked_for(
 
 
 class _Endless(_Whole):
-    """Sends the whole of a large object for each range, as fast as the other side takes it."""
+    """A server that sends a whole large object for each range, as fast as the client reads."""
 
     size = 64 << 20
     status = 200
@@ -592,7 +592,7 @@ class _Endless(_Whole):
 
 @contextmanager
 def without_ranges(kind: str, cache_dir: Path, block_bytes: int) -> Iterator[tuple[TierCacheFileSystem, str]]:
-    """A filesystem in front of a store that sends its object whole; "s3" or "http"; and what it is called."""
+    """Yield an "s3" or "http" filesystem of a store that ignores Range, and the path of its object."""
     _Endless.asked = _Endless.sent = 0
     with serving(_Endless) as url:
         if kind == "s3":
@@ -623,7 +623,7 @@ def test_a_store_that_ignores_ranges_is_read_to_the_end_of_the_range(tmp_path: P
         assert _Endless.asked <= 4, "the store will not change its mind"
     assert _Endless.sent < 3 * size + SLACK < _Endless.size // 4
     if kind == "s3":
-        why = "the store answers a range with the whole object, which obstore refuses"
+        why = "the store answers a range with the whole object, which obstore rejects"
         assert fs.stats()["engine_reason"] == why
 
 

@@ -1,4 +1,4 @@
-"""The name of a store in cache keys: another one for every place that bytes come from, and no credentials in it."""
+"""The identity of a store in cache keys: different for each source of bytes, and free of credentials."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_no_credential_of_azure_is_in_its_name() -> None:
 
 
 class Accounts(ThreadingHTTPServer):
-    """As much of Azure's blob storage as reading takes: each account has one blob, of which its name is the content."""
+    """A minimal Azure blob storage: each account has one blob, whose content is the account's name."""
 
     daemon_threads = True
 
@@ -186,7 +186,7 @@ def test_hosts_and_accounts_of_servers_are_told_apart(monkeypatch: pytest.Monkey
         return PLACES["hdfs"](Made(*args, **options))
 
     class Made:
-        """What an HDFS filesystem was made with: to make one takes a cluster, and Java."""
+        """A stand-in with the arguments of an HDFS filesystem: a real one needs a cluster and Java."""
 
         def __init__(self, host: str = "default", port: int = 0, **options: Any) -> None:
             self.storage_args = () if host == "default" else (host, port)
@@ -204,7 +204,7 @@ def test_hosts_and_accounts_of_servers_are_told_apart(monkeypatch: pytest.Monkey
 
 
 def test_what_lies_below_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder, or what is put together from parts, in a store that the environment names."""
+    """The identity of a wrapped filesystem includes the store below, even if the environment names it."""
     found = []
     for endpoint in ("http://127.0.0.1:1", "http://127.0.0.1:2"):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)

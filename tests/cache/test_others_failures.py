@@ -1,4 +1,4 @@
-"""What breaks fsspec's own caches does not break this one. Each failure is first shown where it is at home."""
+"""Failures of fsspec's own caches that `tiercache` does not have. Each test first shows the failure in fsspec."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_nothing_is_kept_of_a_failed_fetch(memory: Any, tmp_path: Path, monkeypa
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # It leaves its file open, too.
 def test_blockcache_keeps_zeros_of_a_failed_fetch(tmp_path: Path) -> None:
-    """Its map of the file is sparse; the blocks are noted before they are there."""
+    """The cache file of fsspec is sparse, and fsspec marks blocks as cached before they are written."""
     from fsspec.caching import MMapCache
 
     fails = True

@@ -1,4 +1,4 @@
-"""A cache smaller than the data: what fits stays, epoch after epoch, and only the rest is fetched again."""
+"""A cache smaller than the dataset: the part that fits stays, and only the rest is fetched again."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def test_what_passes_through_is_told_from_what_stays(tmp_path: Path) -> None:
     tier = tier_of(tmp_path, 5, region=2)
     put(tier, *range(5))
     keys = [key(f"x/{name}") for name in range(6)]
-    assert [tier.passes([one]) for one in keys] == [False, False, False, True, True, True]
-    assert not tier.passes(keys[:3])
-    assert tier.passes(keys[1:4])
+    assert [tier.is_transient([one]) for one in keys] == [False, False, False, True, True, True]
+    assert not tier.is_transient(keys[:3])
+    assert tier.is_transient(keys[1:4])
 
 
 @pytest.mark.parametrize("case", ["no region", "lru", "reads fail", "writes fail"])
 def test_where_there_is_no_room_to_pass_through_nothing_does(tmp_path: Path, case: str) -> None:
-    """So that nothing is asked for further ahead that would be held in memory, or be gone by then."""
+    """Otherwise the loader would prefetch row groups that are evicted before use, or held in memory."""
     tier = tier_of(tmp_path, 5, region=2)
     put(tier, *range(5))
-    assert tier.passes([key("x/4")])
+    assert tier.is_transient([key("x/4")])
     if case == "no region":
         tier.region = 0
     elif case == "lru":
@@ -75,7 +75,7 @@ def test_where_there_is_no_room_to_pass_through_nothing_does(tmp_path: Path, cas
         tier.health.reads.failed(for_good=True)
     else:
         tier.health.writes.failed()
-    assert not tier.passes([key("x/4")])
+    assert not tier.is_transient([key("x/4")])
 
 
 def test_without_a_region_what_does_not_fit_is_not_kept(tmp_path: Path) -> None:
@@ -104,11 +104,11 @@ def test_what_is_leased_stays_though_it_was_not_used_lately(tmp_path: Path) -> N
     tier.folder.oldest_process = lambda: started
     tier.lease([key(f"x/{name}") for name in (0, 1, 9)])
     put(tier, 3, 4, 5)
-    assert kept(tier) == [0, 1, 3, 4, 5]  # 2 was nobody's
+    assert kept(tier) == [0, 1, 3, 4, 5]  # no process used 2
 
 
 def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path) -> None:
-    """As when a cache was warmed to its limit, and all of that is leased."""
+    """The cache was warmed to its limit, and all blobs are leased."""
     put(tier_of(tmp_path, 5, region=0), *range(5))
     tier = tier_of(tmp_path, 5, region=2)
     tier.folder.oldest_process = lambda: 0
@@ -129,7 +129,7 @@ def test_the_region_travels_with_the_tier(tmp_path: Path) -> None:
 def test_an_epoch_fetches_what_the_cache_has_no_room_for(
     bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, share: float, workers: int
 ) -> None:
-    """Also where workers read from the cache what another process had put there: it is not gone by then."""
+    """Workers read blobs that another process cached before they are evicted."""
     rows = 4000 if workers else 1000  # a file's last page is nothing beside them
     url = dataset_of([[rows] * 60])
     whole = make_dataset(url, storage_options=bucket.options, cache=CacheConfig(str(tmp_path / "x"), "1GB"))
@@ -153,7 +153,7 @@ def test_an_epoch_fetches_what_the_cache_has_no_room_for(
 def test_what_passes_through_is_asked_for_before_what_stays(
     bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many row groups as find room there, when the first batch of an epoch is made."""
+    """The region is full of row groups when the first batch of an epoch is ready."""
     monkeypatch.setattr(capacity, "RUN_BYTES", 1)
     url = dataset_of([[1000] * 60])
     decoded = make_dataset(url, storage_options=bucket.options, cache=None).rowstore.blobs.num_bytes

@@ -1,4 +1,4 @@
-"""What every tier must do, whatever it keeps blobs in. A new tier joins by a line in `TIERS`."""
+"""The contract of every tier. Add a new tier to `TIERS`."""
 
 from __future__ import annotations
 

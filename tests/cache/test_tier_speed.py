@@ -1,4 +1,4 @@
-"""The measuring of the local tier: that every figure is taken, and judged by its bar."""
+"""The benchmark of the local tier: it takes every measurement and compares it with its target."""
 
 from __future__ import annotations
 

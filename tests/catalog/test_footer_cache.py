@@ -23,7 +23,7 @@ from dataload.catalog.footer_cache import (
     _runs,
     read_footer,
     read_footers,
-    run_digest,
+    run_key,
     stored_footer,
 )
 from dataload.catalog.manifest import Manifest
@@ -126,7 +126,7 @@ def test_a_run_that_is_gone_or_damaged_is_done_without(
     dataset = opened(dataset_of([[3], [4], [5]]))
     tier, group = dataset.blocks.tier, dataset.row_groups[1]
     assert isinstance(tier, LocalTier)
-    damage(tier.folder.path_of(run_digest(group.kept.run, dataset.blocks)))
+    damage(tier.folder.path_of(run_key(group.kept.run, dataset.blocks).digest))
     before = fetched(bucket)
     for _ in range(2):
         assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
@@ -142,10 +142,10 @@ def test_of_a_run_that_another_host_has_nothing_is_fetched(
     dataset = opened(dataset_of([[3], [4], [5]]))
     tier, group = dataset.blocks.tier, dataset.row_groups[1]
     assert isinstance(tier, LocalTier)
-    path = tier.folder.path_of(run_digest(group.kept.run, dataset.blocks))
+    path = tier.folder.path_of(run_key(group.kept.run, dataset.blocks).digest)
     whole = tier.get(dataset.blocks.key(group.kept.run, "footers"))
     path.unlink()
-    monkeypatch.setattr(tier, "bring", lambda _: [whole])  # which this host has no capacity to cache
+    monkeypatch.setattr(tier, "fetch_from_cluster", lambda _: [whole])  # which this host has no capacity to cache
     before = fetched(bucket)
     assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
     assert fetched(bucket) == before

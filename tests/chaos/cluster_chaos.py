@@ -36,10 +36,10 @@ def test_every_byte_is_right_whatever_happens(tmp_path: Path, monkeypatch: pytes
             def fill(allocate: Allocate, data: bytes = data) -> None:
                 allocate(len(data))[:] = data
 
-            with tier.alone(BlobKey("origin", "bucket/x", "1", f"group {blob}")) as other:
+            with tier.key_lock(BlobKey("origin", "bucket/x", "1", f"group {blob}")) as other:
                 if other is not None:
                     other()
-                brought = tier.bring([key])
+                brought = tier.fetch_from_cluster([key])
                 assert (tier.get_or_fill(key, fill) if brought is None else brought[0]) == data
             requests += 1
         return requests

@@ -424,7 +424,7 @@ def read_each(fs: TierCacheFileSystem, paths: list[str]) -> list[bytes]:
 
 
 def test_pickled_metadata_is_bounded(s3: TierCacheFileSystem, bucket: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dataload.cache.filesystem.KNOWN_THAT_TRAVEL", 2)
+    monkeypatch.setattr("dataload.cache.filesystem.PICKLED_INFOS", 2)
     s3.find(bucket.name)
     assert len(s3._known) == len(BODIES)
     assert len(pickle.loads(pickle.dumps(s3))._known) == 2

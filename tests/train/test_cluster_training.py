@@ -251,13 +251,13 @@ def test_a_host_takes_no_lease_after_waiting_for_another_host(
 ) -> None:
     blobs = hosts(write(bucket, 1), cluster=cluster_server.url).rowstore.blobs
     tier, lease, leased = blobs._blocks.tier, f"dataload:1:{blobs._key(0, 'row group').digest.hex()}:lease", []
-    bring = tier.bring
+    bring = tier.fetch_from_cluster
 
     def looks(keys: Any) -> Any:
         leased.append(cluster_server.ask("EXISTS", lease))
         return bring(keys)
 
-    monkeypatch.setattr(tier, "bring", looks)
+    monkeypatch.setattr(tier, "fetch_from_cluster", looks)
     cluster_server.ask("SET", lease, "another's")
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(blobs.make, 0)

@@ -50,7 +50,6 @@ def warm(
 
     The cache holds the decoded rows. After an interrupt, the same command continues.
     """
-    from dataload.cache.local.tier import LocalTier
     from dataload.catalog.manifest import pin
     from dataload.planning.warm import part_of
     from dataload.rows.row_group_cache import RowGroupCache
@@ -74,7 +73,7 @@ def warm(
         "rows": sum(group.rows for group in part),
         "row_groups": len(part),
         "row_groups_kept": kept,
-        "cache_bytes": blocks.tier.limit if isinstance(blocks.tier, LocalTier) else None,
+        "cache_bytes": blocks.tier.limit if blocks.tier.shared else None,
     }
     show(
         {**figures, **stats},

@@ -131,7 +131,7 @@ class ArrowFooter:
         for (message, spans), offset in zip(needed, starts, strict=False):
             target[offset : offset + len(message.metadata)] = message.metadata
             for start, stop in spans:
-                if blocks.stay and (message.kind == DICTIONARY or self.stored_bytes(number) < SHARED_BYTES):
+                if blocks.retains_blocks and (message.kind == DICTIONARY or self.stored_bytes(number) < SHARED_BYTES):
                     copy(blocks.read, start, stop, offset + start - message.start)
                     continue
                 pending += [
