@@ -670,7 +670,7 @@ def test_a_full_disk_is_no_error(small_disk: Path, caplog: pytest.LogCaptureFixt
         for number in range(20):
             assert put(tier, f"blob {number}") == data_of(f"blob {number}")
     assert tier.stats()["errors"] > 0
-    assert len([record for record in caplog.records if "trouble" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "error while" in record.getMessage()]) == 1
     report = fsck.verify(tier.folder)
     assert report.problems == []
     assert 0 < report.blobs < 20
