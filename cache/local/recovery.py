@@ -67,6 +67,6 @@ def _rows(folder: Path) -> Iterator[Row]:
 
 
 def _remove(file: Path) -> None:
-    # Only this cache writes to blobs/, so a subfolder is left alone.
+    # Safe: only caches write to blobs/.
     with suppress(IsADirectoryError):
         file.unlink(missing_ok=True)

@@ -23,8 +23,8 @@ class StagingFolder(ForkAware):
     """The folder `tmp/<start>-<random>` of this process.
 
     File names begin with the digests of the blobs that the process is filling or removing. The owner holds a lock on
-    the folder (flock(2)), and the kernel releases it when the owner dies. So a process that acquires the lock of another
-    folder knows that its owner is dead, across containers too.
+    the folder (flock(2)), and the kernel releases it when the owner dies. So a process that acquires the lock of
+    another folder knows that its owner is dead, across containers too.
 
     Args:
         parent: The folder `tmp/` of the cache.
