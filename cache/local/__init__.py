@@ -1,1 +1,1 @@
-"""The tier on a local disk."""
+"""The local disk tier."""

@@ -1,9 +1,11 @@
-"""One blob on disk: its bytes from offset 0, so that they can be mapped, and behind them what proves them.
+"""The file of one blob: the payload at offset 0, so that it can be mapped, followed by checksums, name and footer.
 
-Behind the payload, little-endian: an XXH3-64 for each 64 KiB of it (the last piece may be shorter), so that a small
-read checks little; the blob's name in UTF-8, from which a lost index is made anew; and a footer of 72 bytes: magic (8),
-format version (u32), bytes of the name (u32), bytes of the payload (u64), digest of the key (32), XXH3-64 of checksums
-and name (8), XXH3-64 of the footer up to here (8).
+All numbers are little-endian. After the payload come:
+
+- an XXH3-64 for each 64 KiB of the payload (the last piece may be shorter), so that a small read verifies little;
+- the blob's name in UTF-8, for rebuilding a lost index;
+- a footer of 72 bytes: magic (8), format version (u32), bytes of the name (u32), bytes of the payload (u64), digest of
+  the key (32), XXH3-64 of checksums and name (8), XXH3-64 of the preceding footer fields (8).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from dataload.runtime.filemap import FileMap
 MAGIC = b"dataload"
 VERSION = 1
 PIECE_BYTES = 64 << 10
-# In one call. A kernel that keeps files in large folios makes one of what comes at once, of memory that nobody had
-# for long; small ones are of memory that was in use a moment ago.
+# Bytes of one write call. For a large write the kernel allocates a large folio, from memory that is cold in the CPU's
+# caches. Small folios come from recently freed memory.
 WRITTEN_BYTES = 32 << 10
 _SUM_BYTES = 8
 _FIELDS = struct.Struct("<8sIIQ32s8s")
@@ -34,7 +36,14 @@ FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
 
 
 class Footer(NamedTuple):
-    """What a blob's file says of itself. payload, name: bytes of each; checksum: of what lies between them and it."""
+    """The footer of a blob file.
+
+    Attributes:
+        payload: Bytes of the payload.
+        name: Bytes of the name.
+        digest: Digest of the blob's key.
+        checksum: XXH3-64 of the payload's checksums and the name.
+    """
 
     payload: int
     name: int
@@ -43,22 +52,22 @@ class Footer(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that the whole file must have."""
+        """Size in bytes that the whole file must have."""
         return self.payload + _pieces(self.payload) * _SUM_BYTES + self.name + FOOTER_BYTES
 
 
 def size_on_disk(payload: int, name: str) -> int:
-    """Bytes of the file that holds a blob of `payload` bytes called `name`."""
+    """Return the size in bytes of the file of a blob with a payload of `payload` bytes."""
     return Footer(payload, len(name.encode()), b"", b"").size
 
 
 def create(path: Path) -> int:
-    """Descriptor of a new, empty file. Raises OSError."""
+    """Create an empty file and return a descriptor of it. Raises OSError."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
 def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:
-    """Write behind the first `payload` bytes of a map, of `size_on_disk` bytes at least, what proves them."""
+    """Write checksums, name and footer after the first `payload` bytes of a map of at least `size_on_disk` bytes."""
     with memoryview(written)[: size_on_disk(payload, name)] as whole:
         sums = _sums(whole[:payload])
         proof, encoded = sums + name.encode(), len(name.encode())
@@ -78,19 +87,27 @@ def write(path: Path, sealed: mmap.mmap, size: int) -> None:
         done = 0
         with memoryview(sealed) as whole:
             while done < size:
-                with whole[done : min(size, done + WRITTEN_BYTES)] as some:
-                    done += os.pwrite(descriptor, some, done)
+                with whole[done : min(size, done + WRITTEN_BYTES)] as chunk:
+                    done += os.pwrite(descriptor, chunk, done)
     finally:
         os.close(descriptor)
 
 
 def size_from(end: bytes, where: str) -> int:
-    """Bytes of the whole sealed blob that ends in `end`. Raises CorruptEntry when no valid footer is there."""
+    """Return the size in bytes of the sealed blob that ends in `end`.
+
+    Raises:
+        CorruptEntry: `end` has no valid footer.
+    """
     return _parse(where, end[-FOOTER_BYTES:], None).size
 
 
 def payload_of(sealed: memoryview, digest: bytes, where: str) -> memoryview:
-    """The payload of a sealed blob in memory, each byte of it checked. Raises CorruptEntry."""
+    """Verify a whole sealed blob in memory and return its payload.
+
+    Raises:
+        CorruptEntry: The footer, the key or a checksum does not match.
+    """
     footer = _parse(where, sealed[-FOOTER_BYTES:], len(sealed))
     payload, proof = sealed[: footer.payload], sealed[footer.payload : -FOOTER_BYTES]
     if footer.digest != digest:
@@ -102,14 +119,20 @@ def payload_of(sealed: memoryview, digest: bytes, where: str) -> memoryview:
 
 
 def open_map(
-    path: str | Path, digest: bytes, proven: VerifiedPieces, span: Span | None = None, *, just_sealed: bool = False
+    path: str | Path, digest: bytes, verified: VerifiedPieces, span: Span | None = None, *, just_sealed: bool = False
 ) -> memoryview:
-    """The payload, or `span` of it, as a read-only view that stays valid when the file is unlinked.
+    """Return the payload, or `span` of it, as a read-only view that stays valid when the file is unlinked.
 
-    proven: what this process has checked; only the pieces that `span` touches and that are not in it are checked.
-    just_sealed: this process wrote the checksums a moment ago: what they prove needs no second look.
-    Raises OSError when there is no such file or it cannot be read, and CorruptEntry when it is not, byte for byte, what
-    was sealed.
+    Args:
+        path: The blob's file.
+        digest: Digest of the blob's key.
+        verified: The pieces that this process has verified. The other pieces that `span` touches are verified now.
+        span: First byte and end of the range to return. None: the whole payload.
+        just_sealed: This process has just computed the checksums, so the payload needs no verification.
+
+    Raises:
+        OSError: The file is missing or unreadable.
+        CorruptEntry: The file differs from the sealed blob.
     """
     descriptor = _open(path)
     try:
@@ -120,18 +143,20 @@ def open_map(
     if footer.digest != digest:
         raise CorruptEntry(f"{path} holds another blob, with key {footer.digest.hex()}")
     if just_sealed:
-        proven.add(digest, status, WHOLE)
+        verified.add(digest, status, WHOLE)
     start, stop = (0, footer.payload) if span is None else (span[0], min(span[1], footer.payload))
     if stop > start:
         _read_in(mapped, start, stop)
-        _check(path, mapped, footer, range(start // PIECE_BYTES, _pieces(stop)), status, proven)
+        _check(path, mapped, footer, range(start // PIECE_BYTES, _pieces(stop)), status, verified)
     return mapped.view[: footer.payload][start:stop]
 
 
 def read_footer(path: str | Path) -> tuple[Footer, str, os.stat_result]:
-    """Footer and name of a blob, and its file's status, without a look at the payload.
+    """Return the footer and name of a blob, and the status of its file, without reading the payload.
 
-    Raises OSError when the file cannot be read, CorruptEntry when it ends in no valid footer.
+    Raises:
+        OSError: The file is missing or unreadable.
+        CorruptEntry: The file has no valid footer.
     """
     descriptor = _open(path)
     try:
@@ -165,29 +190,27 @@ def _parse(path: str | Path, found: bytes | memoryview, file_bytes: int | None) 
     magic, version, name, payload, digest, checksum = _FIELDS.unpack_from(found)
     footer = Footer(payload, name, digest, checksum)
     if (magic, version) != (MAGIC, VERSION):
-        raise CorruptEntry(f"{path} is of another format: {magic!r} {version}")
-    if (
-        file_bytes is not None and footer.size != file_bytes
-    ):  # Python's numbers have no end: a length of 2^64 - 1 is only wrong.
+        raise CorruptEntry(f"{path} has another format: {magic!r} {version}")
+    if file_bytes is not None and footer.size != file_bytes:
         raise CorruptEntry(f"{path} has {file_bytes} bytes, its footer says {footer.size}")
     return footer
 
 
 def _read_in(mapped: FileMap, start: int, stop: int) -> None:
-    """Have the disk read these bytes now: where it cannot, an error is raised instead of a SIGBUS at first touch."""
+    """Read these bytes from disk now, so that a disk error raises OSError here instead of a later SIGBUS."""
     try:
         mapped.populate(start, stop)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # An older kernel does not know how.
+        if error.errno != errno.EINVAL:  # An older kernel does not support it.
             raise OSError(errno.EIO, f"the disk cannot read bytes {start}-{stop - 1} of a blob") from error
 
 
 def _check(
-    path: str | Path, mapped: FileMap, footer: Footer, pieces: range, status: os.stat_result, proven: VerifiedPieces
+    path: str | Path, mapped: FileMap, footer: Footer, pieces: range, status: os.stat_result, verified: VerifiedPieces
 ) -> None:
-    asked = ((1 << len(pieces)) - 1) << pieces.start
-    known = proven.bits(footer.digest, status)
-    if known & asked == asked:
+    requested = ((1 << len(pieces)) - 1) << pieces.start
+    known = verified.bits(footer.digest, status)
+    if known & requested == requested:
         return
     _read_in(mapped, footer.payload, footer.size)
     whole = mapped.view
@@ -196,12 +219,12 @@ def _check(
         raise CorruptEntry(f"{path} has damaged checksums")
     for piece in pieces:
         if not known >> piece & 1:
-            start, at = piece * PIECE_BYTES, piece * _SUM_BYTES
+            start, offset = piece * PIECE_BYTES, piece * _SUM_BYTES
             found = xxhash.xxh3_64_digest(whole[start : min(start + PIECE_BYTES, footer.payload)])
-            if found != proof[at : at + _SUM_BYTES]:
+            if found != proof[offset : offset + _SUM_BYTES]:
                 raise CorruptEntry(f"{path} does not match its checksum from byte {start} on")
-    every = (1 << _pieces(footer.payload)) - 1
-    proven.add(footer.digest, status, WHOLE if (known | asked) == every else asked)
+    all_pieces = (1 << _pieces(footer.payload)) - 1
+    verified.add(footer.digest, status, WHOLE if (known | requested) == all_pieces else requested)
 
 
 def _pieces(size: int) -> int:

@@ -1,7 +1,7 @@
-"""The default limit of a cache: half of what its disk had for it when the cache was made.
+"""The default limit of a cache: half of the disk space available to it when the cache was created.
 
-All processes take it from one file, `LIMIT`. If each computed it anew, it would grow with the cache and follow the
-free space of the disk, and processes would evict each other's blobs by different limits.
+All processes read it from one file, `LIMIT`. If each process computed it, the limit would grow with the cache and
+follow the free space of the disk, and processes would evict each other's blobs by different limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE = "LIMIT"
 
 
 def stored(folder: Path) -> int | None:
-    """Return the default limit of the cache at `folder` in bytes; None if there is none, or none that can be read."""
+    """Return the stored default limit of the cache at `folder` in bytes; None if it is missing or unreadable."""
     try:
         limit = int((folder / FILE).read_bytes())
     except (OSError, ValueError):
@@ -26,7 +26,15 @@ def stored(folder: Path) -> int | None:
 
 
 def proposed(folder: Path, used: int) -> int:
-    """Return the limit of a cache made now. used: bytes that it holds already. Raises OSError."""
+    """Return the default limit in bytes of a cache that is created now.
+
+    Args:
+        folder: The cache folder.
+        used: Bytes that the cache already holds.
+
+    Raises:
+        OSError: The free space of the disk is unknown.
+    """
     return (used + shutil.disk_usage(folder).free) // 2
 
 
@@ -37,10 +45,10 @@ def fix(folder: Path, used_bytes: Callable[[], int | None]) -> int:
 
     Args:
         folder: The cache folder.
-        used_bytes: Called only for a new limit. None: not known just now; then the limit is not stored.
+        used_bytes: Called only for a new limit. If it returns None (unknown), the limit is not stored.
 
     Raises:
-        OSError: The disk cannot be asked for its free space.
+        OSError: The free space of the disk is unknown.
     """
     limit = stored(folder)
     if limit is None:

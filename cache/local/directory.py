@@ -1,4 +1,4 @@
-"""The folder of a cache: its layout, its format, and what a process needs open to work in it."""
+"""The cache folder: its layout, its format, and the index, locks and staging folder of this process."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ FORMAT = 3
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
 EVICTED_AT_ONCE = 32  # blobs whose locks are held together, a descriptor each
-ADMIT_ATTEMPTS = 16  # Other processes may take the room that was made.
-_SETUP = b"\xff" * 32  # the lock under which a folder is made, opened, swept and closed
+ADMIT_ATTEMPTS = 16  # Other processes may take the space that an eviction freed.
+_SETUP = b"\xff" * 32  # key of the lock for creating, opening, sweeping and closing a folder
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# What a person must mend. All else (a full disk, a failing one, too many open files) is the tier's own trouble.
+# Errors that the user must fix. The tier handles all others (full disk, failing disk, too many open files) itself.
 _WRONG_FOLDER = frozenset(
     {
         errno.EACCES,
@@ -55,26 +55,31 @@ log = logging.getLogger(__name__)
 class CacheFolder:
     """A cache folder, open in this process.
 
-        FORMAT   version and identity, as JSON      locks    one byte a key, never unlinked
-        index/   LMDB, and how it was left          tmp/     a folder for each running process
+        FORMAT   version and identity, as JSON      locks    one byte per key, never unlinked
+        index/   LMDB and its shutdown state        tmp/     one staging folder per running process
         blobs/   ab/<digest>                        LIMIT    the default limit in bytes
 
-    Made when missing, with mode 0700. What dead processes left half-written is removed on opening. The index is made
-    anew from the blobs when it is lost, damaged, or not to be believed (`trust`), by a process that is alone in the
-    folder: as long as others live that have it open, opening fails instead.
+    Opening creates a missing folder with mode 0700 and removes the partial files of dead processes. It rebuilds the
+    index from the blobs if the index is lost, damaged or not trusted (`trust`). Only a process that has the folder to
+    itself rebuilds; while other processes use the folder, opening fails instead.
 
-    When the folder, or a part of it, is removed under living processes: views that were handed out stay valid; each
-    process notices at its next fill at the latest, lets go, and opens the folder anew, made again if need be. Until
-    then what it keeps may be in no index, so the limit may be exceeded by it; it holds again once a process has opened
-    the folder alone, which makes the index anew.
+    If the folder or a part of it is removed while processes run, existing views stay valid. Each process notices at its
+    next fill at the latest, closes the folder and reopens it. Until then its blobs may be missing from the index, so
+    the total may exceed the limit. The limit holds again after the next rebuild.
 
-    allow_network_filesystem: open the folder whatever filesystem it is on.
+    Args:
+        path: The cache folder.
+        allow_network_filesystem: Open the folder on any filesystem.
 
-    rebuilt: whether this opening made the index anew. default_limit: bytes that a tier without a limit may keep here.
+    Attributes:
+        rebuilt: Whether this opening rebuilt the index.
+        default_limit: Byte limit of tiers that have none of their own.
 
-    Raises ConfigError when a person must mend it: it holds something that is not a cache of this format, belongs to
-    somebody else, may not be written, is on a filesystem that is not known to be local. Raises OSError and lmdb.Error
-    when the disk fails, and when the index cannot be used just now.
+    Raises:
+        ConfigError: The user must fix the folder: it holds something other than a cache of this format, has another
+            owner, is not writable, or is on a filesystem that is not known to be local.
+        OSError: The disk fails, or the index is unusable at the moment.
+        lmdb.Error: LMDB fails.
     """
 
     def __init__(self, path: Path, *, allow_network_filesystem: bool = False) -> None:
@@ -82,17 +87,18 @@ class CacheFolder:
         self._blobs = str(path / "blobs")
         self.closed = False
         self.rebuilt = False
-        self._index_held = False  # by a process that was stopped, when this one opened the folder
+        self._index_held = False  # A stopped process held the index lock when this one opened the folder.
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             preflight.check(path, allow_network_filesystem=allow_network_filesystem)
-            # Whoever removed these under living processes took from us how to tell that they live.
+            # Without these files, running processes cannot be detected.
             known = not (path / "index").exists() or ((path / "locks").exists() and (path / "tmp").exists())
             _touch(path / "locks")
             self.locks = KeyLocks(str(path / "locks"))
             with self.locks.hold(_SETUP, SETUP_SECONDS) as held:
                 if not held:
-                    raise TimeoutError(errno.ETIMEDOUT, f"others have been opening it for {SETUP_SECONDS:.0f} s")
+                    reason = f"another process has held the set-up lock for {SETUP_SECONDS:.0f} s"
+                    raise TimeoutError(errno.ETIMEDOUT, reason)
                 self._check_format()
                 for name in ("tmp", "blobs", "index"):
                     (path / name).mkdir(mode=0o700, exist_ok=True)
@@ -107,50 +113,55 @@ class CacheFolder:
                 raise
             reason = error.strerror or error
             raise ConfigError(f"cache_dir {path} cannot be used ({reason}): name a folder you may write to") from error
-        self.ended = threading.Event()  # closed, all of it: from here on the process may open it again
+        self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
-            self, _close, os.getpid(), path, self.index, self.scratch, self.locks, self.ended
+            self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
         )
 
     def _set_up(self, *, known: bool) -> None:
         step("recover: locked")
         swept = sweep(self.path / "tmp")
         step("recover: swept")
-        alone = known and not living(self.path / "tmp")
-        self._open_index(alone=alone)
+        exclusive = known and not living(self.path / "tmp")
+        self._open_index(exclusive=exclusive)
         forgotten = self._forget(swept)
         step("recover: forgotten")
         for dead in forgotten:
-            shutil.rmtree(dead, ignore_errors=True)  # A living filler may be clearing them, too.
+            shutil.rmtree(dead, ignore_errors=True)  # A running writer may be removing these files, too.
         self.default_limit = default_limit.fix(self.path, self._used_bytes)
         if not known:
             trust.doubt(self.path / "index")
-        self.scratch = StagingFolder(self.path / "tmp")
+        self.staging = StagingFolder(self.path / "tmp")
 
     def close(self) -> None:
-        """Let go of the folder, as the end of the process does: an index that nobody has open is put on the disk."""
+        """Close the folder, as the end of the process does. The last process to close it syncs the index to disk."""
         self.closed = True
         self._close()
 
     def doubt(self) -> None:
-        """Let go of a folder of which something was removed or damaged; its index is to be made anew."""
+        """Close a folder that lost files or has a damaged index, and schedule a rebuild of the index."""
         trust.doubt(self.path / "index")
         self.close()
 
     def check_place(self) -> None:
-        """Raises OSError when the index that this process has open is no longer what others find here."""
+        """Raise OSError if the index file that this process has open was replaced or removed."""
         self.index.check_place()
 
     def path_of(self, digest: bytes) -> Path:
+        """Return the path of a blob's file."""
         return Path(self.file_of(digest))
 
     def file_of(self, digest: bytes) -> str:
-        """`path_of` as text, which takes a tenth of the time."""
+        """Return `path_of` as a string, in a tenth of the time."""
         name = digest.hex()
         return f"{self._blobs}/{name[:2]}/{name}"
 
     def publish(self, draft: Path, digest: bytes) -> str:
-        """Give a sealed draft its name; the path it now has. Raises OSError."""
+        """Move a sealed draft to its final path, and return that path.
+
+        Raises:
+            OSError: The file cannot be moved.
+        """
         target = self.file_of(digest)
         folder, name = os.path.split(target)
         try:
@@ -165,7 +176,7 @@ class CacheFolder:
         return target
 
     def unlink(self, digest: bytes) -> bool:
-        """Remove a blob's file; whether there was one."""
+        """Remove a blob's file. Return whether it existed."""
         try:
             self.path_of(digest).unlink()
         except FileNotFoundError:
@@ -173,18 +184,20 @@ class CacheFolder:
         return True
 
     def clear(self, digest: bytes, own: Path) -> None:
-        """Remove what there is of a blob on the disk, but for `own`. Its lock must be held.
+        """Remove the files of a blob, except `own`. The caller holds its lock.
 
-        own: the file in our scratch folder by which a sweep finds the row, should we be killed.
+        Args:
+            digest: Digest of the blob's key.
+            own: The file in this process's staging folder that leads a later sweep to the row after a kill.
         """
         self.unlink(digest)
         if self.index.size_of(digest) is not None:
-            self._clear_drafts(digest, own)  # Of a dead filler that nobody has swept: its row stands for them.
+            self._clear_drafts(digest, own)  # Drafts of a dead writer, not swept yet: this row accounts for them.
         step("discard: unlinked")
 
     def discard(self, digest: bytes, draft: Path | None = None, timeout: float = LOCK_SECONDS) -> None:
-        """Remove a blob, or the draft of one, file before row. Its lock must be held."""
-        mark = self.scratch.mark(digest)
+        """Remove a blob or its draft, the file before the row. The caller holds its lock."""
+        mark = self.staging.mark(digest)
         if draft is None:
             self.clear(digest, mark)
         else:
@@ -193,17 +206,16 @@ class CacheFolder:
         mark.unlink(missing_ok=True)
 
     def reserve(self, row: Row, *, limit: int, region: int, evict_before: Callable[[], int]) -> bool:
-        """Enter a row in place of one it may have, evicting as many blobs as it takes. Return whether it fits.
+        """Enter or replace a row, evicting as many blobs as it takes. Return whether it fits.
 
         The caller holds the lock of the row's key. A row that does not fit is not entered, and nothing is evicted.
 
         Args:
             row: The blob to admit.
             limit: Most bytes on disk.
-            region: Bytes of the limit for blobs that pass through. A blob that cannot stay takes the place of the
-                oldest of them.
-            evict_before: Called only when the cache is full: blobs that stay but were last used before this time (ns)
-                may be evicted.
+            region: Bytes of the limit for transient blobs. A blob that cannot be pinned replaces the oldest of them.
+            evict_before: Called only when the cache is full. Pinned blobs last used before this time (ns) may be
+                evicted.
         """
         index = self.index
         for _ in range(ADMIT_ATTEMPTS):
@@ -213,7 +225,7 @@ class CacheFolder:
             before = evict_before()
             if self._evict(max(missing), partial(index.staying, before)):
                 continue
-            # Blobs that stay fill the region too when another process, without a region, kept them.
+            # A process without a region may have filled the region with pinned blobs.
             overfull = region and missing.staying > row.size
             victims = partial(index.staying, time.time_ns()) if overfull else partial(index.evictable, before)
             if missing.total > 0 and not self._evict(missing.total, victims):
@@ -229,43 +241,43 @@ class CacheFolder:
             self._release_some(over, self.index.evictable(time.time_ns()))
 
     def _evict(self, size: int, victims: Callable[[], Iterator[Row]]) -> bool:
-        """Evict some of these blobs, in their order, until `size` bytes are free. Return whether they are.
+        """Evict the given blobs in order until `size` bytes are free. Return whether that succeeded.
 
-        Nothing is evicted when all of them would not do.
+        If all of them together are too small, nothing is evicted.
         """
         return any(total >= size for total in accumulate(row.size for row in victims())) and (
             self._release_some(size, victims()) <= 0
         )
 
     def _release_some(self, size: int, victims: Iterator[Row]) -> int:
-        """Release blobs until `size` bytes are free or there are no more. Return the bytes that are still missing."""
-        some: list[Row] = []
+        """Release blobs until `size` bytes are free or no victims are left. Return the bytes that are still missing."""
+        batch: list[Row] = []
         for row in victims:
-            some.append(row)
-            if len(some) == EVICTED_AT_ONCE or sum(row.size for row in some) >= size:
-                size -= self._release(some)
-                some = []
+            batch.append(row)
+            if len(batch) == EVICTED_AT_ONCE or sum(row.size for row in batch) >= size:
+                size -= self._release(batch)
+                batch = []
                 if size <= 0:
                     return size
-        return size - self._release(some)
+        return size - self._release(batch)
 
     def _release(self, rows: list[Row]) -> int:
-        """Remove blobs, files before rows; those that are being filled stay. Return the bytes that were freed.
+        """Remove blobs, files before rows, except blobs that are being filled. Return the bytes that were freed.
 
-        The locks of the keys are held from the first file to the last row: nobody fills one of them in between, so no
-        row of a new blob is dropped. Killed in between, this process leaves marks by which the rows are found.
+        The key locks are held from the first file to the last row. So no blob is refilled in between, and no row of a
+        new blob is dropped. If the process is killed in between, its marks lead the next sweep to the rows.
         """
         marks: dict[bytes, Path] = {}
         with ExitStack() as stack:
             for row in rows:
                 if stack.enter_context(self.locks.hold_to_evict(row.digest)):
-                    mark = marks[row.digest] = self.scratch.mark(row.digest)
+                    mark = marks[row.digest] = self.staging.mark(row.digest)
                     if not self.unlink(row.digest):
-                        self._clear_drafts(row.digest, mark)  # Of a dead filler: its row stands for them.
+                        self._clear_drafts(row.digest, mark)  # Drafts of a dead writer: the row accounts for them.
             step("evict: unlinked")
             freed = self.index.drop(*marks) if marks else 0
             step("evict: dropped")
-            for mark in marks.values():  # Where an error kept the rows, the marks stay, too.
+            for mark in marks.values():  # Not reached if the drop failed: the rows still need their marks.
                 mark.unlink(missing_ok=True)
         return freed
 
@@ -275,7 +287,7 @@ class CacheFolder:
                 draft.unlink(missing_ok=True)
 
     def oldest_process(self) -> int:
-        """When the oldest process at work here started, in ns since the Unix epoch."""
+        """Return the start time of the oldest running process in this folder, in ns since the Unix epoch."""
         return oldest_start(self.path / "tmp")
 
     def _check_format(self) -> None:
@@ -293,23 +305,24 @@ class CacheFolder:
                 f"cache_dir {self.path} has format {found}, this version reads {FORMAT}: remove it or name another"
             )
 
-    def _open_index(self, *, alone: bool) -> None:
+    def _open_index(self, *, exclusive: bool) -> None:
         path = self.path / "index"
-        if (alone and not trust.trusted(path)) or not self._readable():
-            if not alone:  # Others may go on with what they have open: two indexes would keep twice the limit.
-                raise OSError(errno.EBUSY, "its index is lost or damaged, and others have it open", str(path))
+        if (exclusive and not trust.trusted(path)) or not self._readable():
+            if not exclusive:  # Other processes may still use the old index: two indexes would allow twice the limit.
+                reason = "the index is lost or damaged, and in use by other processes; it is rebuilt once they exit"
+                raise OSError(errno.EBUSY, reason, str(path))
             rebuild(self.index, path, self.path / "blobs")
             self.rebuilt = True
-        if alone:
+        if exclusive:
             trust.note_open(path)
 
     def _readable(self) -> bool:
         try:
             self.index.used_bytes()
         except (FileNotFoundError, *DAMAGED) as error:
-            log.debug("cache %s: its index cannot be read: %s", self.path, error)
+            log.debug("cache %s: the index cannot be read: %s", self.path, error)
             return False
-        except TimeoutError:  # A process that was stopped is inside. What is kept can be read without the index.
+        except TimeoutError:  # A stopped process holds the index lock. Cached blobs are readable without the index.
             self._index_held = True
         return True
 
@@ -317,9 +330,9 @@ class CacheFolder:
         return None if self._index_held else self.index.used_bytes()
 
     def _forget(self, swept: dict[Path, set[bytes]]) -> list[Path]:
-        """Drop the rows without files that dead processes left. Return the folders of those that are done with.
+        """Drop rows without files that dead processes left. Return the staging folders that can be removed.
 
-        The index is waited for once: what it does not answer for now is left to the next process that opens the cache.
+        The first timeout of the index ends the work. The next process that opens the cache does the rest.
         """
         done: list[Path] = []
         if not self._index_held:
@@ -330,9 +343,9 @@ class CacheFolder:
         return done
 
     def _forget_one(self, digest: bytes) -> bool:
-        """Drop the row of a blob that has no file. Return False where that cannot be told just now."""
-        with self.locks.hold(digest, timeout=0) as alone:
-            if not alone:  # It is being filled or evicted.
+        """Drop the row of a blob that has no file. Return False while another process fills or evicts the blob."""
+        with self.locks.hold(digest, timeout=0) as held:
+            if not held:
                 return False
             if not self.path_of(digest).exists():
                 self.index.drop(digest)
@@ -344,18 +357,18 @@ def _touch(path: Path) -> None:
 
 
 def _close(
-    owner: int, path: Path, index: Index, scratch: StagingFolder, locks: KeyLocks, ended: threading.Event
+    owner: int, path: Path, index: Index, staging: StagingFolder, locks: KeyLocks, ended: threading.Event
 ) -> None:
     if os.getpid() != owner:
         return
     try:
         with suppress(OSError, lmdb.Error), locks.hold(_SETUP, CLOSE_SECONDS) as held:
-            scratch.close()
+            staging.close()
             if held and not living(path / "tmp"):
                 index.sync()
                 step("close: synced")
                 trust.note_closed(path / "index")
-        scratch.close()
+        staging.close()
         index.shut()
     finally:
         ended.set()

@@ -1,4 +1,4 @@
-"""Looking a cache over: is every blob what was sealed, and is every byte on the disk accounted for; and emptying it."""
+"""Verification and eviction of a whole cache, for the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ EVICTED_AT_ONCE = 1 << 30  # bytes
 
 @dataclass
 class Report:
-    """What `verify` found. bytes: on disk, checksums included; problems: one line each, naming the blob."""
+    """The result of `verify`.
+
+    Attributes:
+        blobs: Number of intact blobs.
+        bytes: Bytes of the intact blobs on disk, checksums included.
+        problems: One line per problem, with the name of the blob.
+    """
 
     blobs: int = 0
     bytes: int = 0
@@ -33,7 +39,11 @@ class Report:
 
 
 def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
-    """The cache at `path`. Raises ConfigError when there is none: looking at a cache must not make one."""
+    """Open the cache at `path`, without creating one.
+
+    Raises:
+        ConfigError: There is no cache at `path`, or it cannot be opened.
+    """
     try:
         if (path / "FORMAT").exists():
             return open_folder(path, allow_network_filesystem=allow_network_filesystem)
@@ -43,10 +53,17 @@ def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> Cach
 
 
 def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int], object] = lambda _: None) -> Report:
-    """Read every blob and check it against its key and checksums, the index against the files, and its accounts.
+    """Verify every blob against its key and checksums, and the index against the files and its accounts.
 
-    repair: remove what is wrong; it will be fetched again. Blobs being filled just now are passed over.
-    progress: called with the bytes of each blob.
+    Blobs that are being filled are skipped.
+
+    Args:
+        folder: The cache.
+        repair: Remove damaged blobs and correct the index. The blobs are fetched again on their next use.
+        progress: Called with the bytes of each blob.
+
+    Returns:
+        The intact blobs and the problems.
     """
     report = Report()
     known = {row.digest: row for row in folder.index.rows()}
@@ -79,18 +96,27 @@ def evict(
     keep_bytes: int = 0,
     progress: Callable[[int], object] = lambda _: None,
 ) -> int:
-    """Remove blobs: those of one object or of all below a folder, or those used longest ago; how many bytes went.
+    """Evict the blobs below a path, or the least recently used blobs.
 
-    path: as the origin names it, such as "bucket/folder", or a glob of objects; None: all.
-    keep_bytes: of these, how many may stay; 0: none.
-    progress: called with the bytes that were looked at, or that went.
+    Args:
+        folder: The cache.
+        path: An object or a folder as the origin names it, such as "bucket/folder", or a glob of objects. None: evict
+            the least recently used blobs.
+        keep_bytes: Without `path`: most bytes that remain.
+        progress: Called with the bytes of each blob checked, or of each batch evicted.
+
+    Returns:
+        The number of bytes evicted.
+
+    Raises:
+        ConfigError: `path` is not a valid glob.
     """
     before = used = folder.index.used_bytes()
     if path is None:
-        while used > keep_bytes:  # Some at a time, for others wait meanwhile.
+        while used > keep_bytes:
             folder.evict(max(keep_bytes, used - EVICTED_AT_ONCE))
             left = folder.index.used_bytes()
-            if left >= used:  # The rest is being filled just now, or others fill as fast.
+            if left >= used:  # The rest is being filled, or other processes fill as fast.
                 break
             progress(used - left)
             used = left
@@ -98,17 +124,18 @@ def evict(
         chosen = _named(path, folder)
         for row in folder.index.rows():
             if chosen(row.name):
-                with folder.locks.hold(row.digest, timeout=0) as alone:
-                    if alone:
+                with folder.locks.hold(row.digest, timeout=0) as held:
+                    if held:
                         folder.discard(row.digest)
             progress(row.size)
     return before - folder.index.used_bytes()
 
 
 def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:
-    """Whether a blob is of what `path` names: an object or what is below a folder, or, where there is none, a glob.
+    """Return a predicate on blob names that matches the object or folder `path`; if neither is cached, the glob `path`.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: `path` is not a valid glob.
     """
     below = (f"{path.rstrip('/')}/", f"{path}#")
     if not has_magic(path) or any(row.name.startswith(below) for row in folder.index.rows()):
@@ -123,7 +150,7 @@ def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:
 def _problem(folder: CacheFolder, row: Row) -> str | None:
     path = folder.path_of(row.digest)
     try:
-        _, name, status = blob_file.read_footer(path)  # An empty blob is read without a look at its name.
+        _, name, status = blob_file.read_footer(path)  # open_map does not verify the name of an empty blob.
         blob_file.open_map(path, row.digest, VerifiedPieces())
     except FileNotFoundError:
         return "in the index, but its file is gone"
@@ -143,9 +170,9 @@ def _unknown(folder: CacheFolder, digest: bytes) -> bool:
 
 
 def _holds(folder: CacheFolder, digest: bytes, wrong: Callable[[], bool], *, repair: bool) -> bool:
-    """Whether something is still wrong with a blob that nobody is filling or evicting just now; mended if `repair`."""
-    with folder.locks.hold(digest, timeout=0) as alone:
-        found = alone and wrong()
+    """Return whether a problem persists under the blob's lock, and repair it; False if the lock is taken."""
+    with folder.locks.hold(digest, timeout=0) as held:
+        found = held and wrong()
         if found and repair:
             folder.discard(digest)
         return found

@@ -1,4 +1,4 @@
-"""The index of a local tier: which blobs are kept, how large, when last used, and the bytes they take in all."""
+"""The index of a local tier: cached blobs, their sizes, their times of last use, and the bytes used in total."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ import lmdb
 from dataload.cache.local.key_locks import FIRST_WAIT, LONGEST_WAIT, set_lock
 from dataload.runtime.forks import ForkAware
 
-MAP_BYTES = 64 << 30  # Address space, not disk: 300 million rows.
+MAP_BYTES = 64 << 30  # address space, not disk; enough for 300 million rows
 SMALL_MAP_BYTES = 1 << 30
-LOCK_SECONDS = 2.0  # A transaction takes milliseconds; a process that holds the lock for longer has been stopped.
-BATCH_ROWS = 256  # at most, in one transaction
+LOCK_SECONDS = 2.0  # A transaction takes milliseconds. A process that holds the lock for longer was stopped.
+BATCH_ROWS = 256  # most rows of one transaction
 SUM_ATTEMPTS = 3
 _TABLES = (b"rows", b"order", b"accounts")
-_USED, _PASSING = b"used", b"passing"  # accounts: bytes of all rows, and of those that pass through
-_ROW = struct.Struct(">QQ")  # bytes on disk, stamp; the name follows
+_USED, _PASSING = b"used", b"passing"  # accounts: bytes of all rows, and of transient rows
+_ROW = struct.Struct(">QQ")  # bytes on disk, stamp; followed by the name
 _STAMP = struct.Struct(">Q")
-_KEPT = 1 << 63  # in a stamp, beside the time of last use: those that pass through come first in their order
+_KEPT = 1 << 63  # the bit of a pinned row in its stamp, above the time: transient rows sort first
 
 DAMAGED = (
     lmdb.CorruptedError,
@@ -39,17 +39,20 @@ DAMAGED = (
     lmdb.PanicError,
     lmdb.VersionMismatchError,
 )
-"""What LMDB raises when its file is not what it wrote: damaged, or a new one where there was one with tables."""
+"""Errors of LMDB for a file that is damaged, or that was replaced by an empty one."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One blob of the index.
 
-    size: bytes it takes on disk.
-    used_at: when it was last used, in ns since the Unix epoch, up to the delay with which uses are written down; of one
-        that passes through, when it came.
-    kept: whether it stays; else it passes through the region for what does not fit.
+    Attributes:
+        digest: Digest of the blob's key.
+        name: Name of the blob.
+        size: Bytes on disk.
+        used_at: Time of last use in ns since the Unix epoch, accurate to the delay of batched writes. For a transient
+            row, the time of its admission.
+        kept: Whether the blob is pinned. Otherwise it is transient, in the region for blobs that do not fit.
     """
 
     digest: bytes
@@ -60,13 +63,16 @@ class Row:
 
     @property
     def stamp(self) -> int:
+        """The position of the row in the eviction order."""
         return self.used_at | _KEPT * self.kept
 
 
 class Shortage(NamedTuple):
-    """Bytes that are missing to admit a row; 0 or less: none.
+    """Bytes that must be freed to admit a row; 0 or less: none.
 
-    total: under the limit. staying: under the part of the limit that is for rows that stay.
+    Attributes:
+        total: Bytes over the limit.
+        staying: Bytes over the part of the limit that is for pinned rows.
     """
 
     total: int
@@ -74,39 +80,40 @@ class Shortage(NamedTuple):
 
 
 class Index(ForkAware):
-    """Rows in LMDB, shared by all processes of a host, also by processes of different containers.
+    """Rows in LMDB, shared by all processes of a host, across containers too.
 
-    A row is written before its file appears and removed after its file is gone, so the index always covers at least
-    what is on the disk: the sum of its sizes is the bound that the byte limit holds.
+    A row is written before its file appears and removed after its file. So the index always covers every file on disk,
+    and the byte limit is enforced on the sum of the sizes in the index.
 
-    LMDB's own locks exclude processes with equal process numbers (it locks the byte at offset PID), so LMDB is opened
-    without them. Every transaction, reading or writing, holds one open-file-description lock on LMDB's file instead. A
+    LMDB's own locks fail for processes with equal process numbers (it locks the byte at offset PID), so LMDB is opened
+    without them. Every transaction, read or write, holds one open-file-description lock on LMDB's file instead. A
     transaction handles at most `BATCH_ROWS` rows and touches no other file, so the lock is held for milliseconds.
+
+    One thread of a process is in a transaction at a time. The file is closed before every fork, and parent and child
+    reopen it on use. A lookup takes 5 us, a write transaction 15 us. A caller that enters or drops a row holds the lock
+    of its key.
 
     Args:
         path: The folder of LMDB's file.
 
-    Notes:
-        A lookup takes 5 us, a write transaction 15 us. One thread of a process is inside at a time. The file is
-        closed before every fork and opened again on use, in parent and child. A caller that enters or drops a row holds
-        the lock of its key.
-
-    Every method raises TimeoutError when another process holds the lock for `LOCK_SECONDS` (it has been stopped),
-    lmdb.Error, of the kinds `DAMAGED` when the index must be made anew, and OSError (ESTALE) once it is shut.
+    Raises:
+        TimeoutError: Any method: another process holds the lock for `LOCK_SECONDS`, so it was probably stopped.
+        lmdb.Error: Any method; one of `DAMAGED` if the index must be rebuilt.
+        OSError: Any method: ESTALE after `shut`.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._gate = threading.RLock()
         self._environment: Any = None
-        self._descriptor: int | None = None  # of LMDB's file, for the lock
-        self._file: tuple[int, int] | None = None
+        self._descriptor: int | None = None  # of LMDB's file; holds the lock
+        self._file: tuple[int, int] | None = None  # device and inode
         self._shut = False
         super().__init__()
 
     def before_fork(self) -> None:
         self._gate.acquire()
-        self.close()  # lmdb does not close in a child what its parent opened.
+        self.close()  # In a child, lmdb does not close an environment of the parent.
 
     def after_fork_in_parent(self) -> None:
         self._gate.release()
@@ -115,6 +122,7 @@ class Index(ForkAware):
         self._gate.release()
 
     def close(self) -> None:
+        """Close the file; the next use reopens it."""
         with self._gate:
             if self._environment is not None:
                 self._environment.close()
@@ -124,60 +132,72 @@ class Index(ForkAware):
                 self._descriptor = None
 
     def shut(self) -> None:
-        """Close it for good: whoever still uses it, in another thread, hears so."""
+        """Close the index for good: later uses, in any thread, raise OSError (ESTALE)."""
         with self._gate:
             self._shut = True
             self.close()
 
     def sync(self) -> None:
-        """Have everything on the disk."""
+        """Write all changes to disk."""
         with self._transaction():
             self._environment.sync(True)
 
     def make(self) -> None:
-        """Make the tables of a new index in an empty folder. Raises OSError when there is no room for it."""
+        """Create the tables of a new index in an empty folder.
+
+        Raises:
+            OSError: The disk is full.
+        """
         with self._gate:
             self.close()
             with self._transaction(create=True):
                 pass
 
     def check_place(self) -> None:
-        """Raises OSError when the file this process has open is no longer the one that others find."""
+        """Check that the file that this process has open is still the one at the path.
+
+        Raises:
+            OSError: The file was replaced or removed.
+        """
         status = (self._path / "data.mdb").stat()
         with self._gate:
             if self._file not in (None, (status.st_dev, status.st_ino)):
                 raise FileNotFoundError(errno.ENOENT, "the index was replaced", str(self._path))
 
     def size_of(self, digest: bytes) -> int | None:
-        """Bytes on disk of a blob that has a row, else None."""
+        """Return the bytes on disk of a blob, or None if it has no row."""
         with self._transaction() as txn:
             row = txn.get(digest, db=self._rows)
             return None if row is None else _ROW.unpack_from(row)[0]
 
     def stay(self, digests: Iterable[bytes]) -> bool:
-        """Whether all of these have a row, and stay."""
+        """Return whether all of these have a row and are pinned."""
         with self._transaction() as txn:
             return all((row := self._row(txn, digest)) is not None and row.kept for digest in digests)
 
     def rows(self) -> list[Row]:
-        """Return all rows, the least recently used first. A row that changes meanwhile may be missing or outdated."""
+        """Return all rows, least recently used first. A row that changes meanwhile may be missing or outdated."""
         return list({row.digest: row for row in self._scan(0)}.values())
 
     def staying(self, before: int) -> Iterator[Row]:
-        """Yield the rows that stay but were last used before a time (ns), the least recently used first."""
+        """Yield the pinned rows last used before a time (ns), least recently used first."""
         return itertools.takewhile(lambda row: row.used_at < before, self._scan(_KEPT))
 
     def evictable(self, before: int) -> Iterator[Row]:
-        """Yield the rows that pass through, the oldest first, and then those of `staying`."""
+        """Yield the transient rows, oldest first, and then the rows of `staying`."""
         yield from itertools.takewhile(lambda row: not row.kept, self._scan(0))
         yield from self.staying(before)
 
     def used_bytes(self) -> int:
+        """Return the bytes of all rows."""
         with self._transaction() as txn:
             return self._account(txn, _USED)
 
     def owed_bytes(self) -> int:
-        """What the accounts are off from the sums of the rows; 0 also when the rows change too fast to be added up."""
+        """Return the difference in bytes between the accounts and the sums of the rows.
+
+        The result is 0 if the rows change too fast to be summed.
+        """
         sums, txnid = self._sums()
         with self._transaction() as txn:
             if txn.id() != txnid:
@@ -185,7 +205,7 @@ class Index(ForkAware):
             return sum(abs(self._account(txn, name) - total) for name, total in sums.items())
 
     def balance(self) -> None:
-        """Set the accounts right, unless the rows change too fast to be added up."""
+        """Correct the accounts, unless the rows change too fast to be summed."""
         sums, txnid = self._sums()
         with self._transaction(write=True) as txn:
             if txn.id() == txnid + 1:
@@ -193,21 +213,21 @@ class Index(ForkAware):
                     self._set_account(txn, name, total)
 
     def enter(self, rows: Iterable[Row]) -> None:
-        """Enter rows of files that are there, whatever the limit."""
-        for some in _batches(rows):
+        """Enter rows of existing files, whatever the limit."""
+        for batch in _batches(rows):
             with self._transaction(write=True) as txn:
-                for row in some:
+                for row in batch:
                     self._drop(txn, row.digest)
                     self._put(txn, row)
 
     def admit(self, row: Row, *, limit: int, region: int, may_pass: bool) -> Shortage | None:
-        """Enter a row in place of one it may have, if it fits. Return None, or else what is missing; then it has none.
+        """Enter or replace a row if it fits. Otherwise drop the old row and return the shortage.
 
         Args:
             row: The row to enter.
             limit: Most bytes of all rows.
-            region: Bytes of the limit that are for rows that pass through.
-            may_pass: Whether to enter it as one that passes through when it cannot stay.
+            region: Bytes of the limit that are for transient rows.
+            may_pass: Whether to enter the row as transient if it cannot be pinned.
         """
         with self._transaction(write=True) as txn:
             self._drop(txn, row.digest)
@@ -219,16 +239,16 @@ class Index(ForkAware):
             return None
 
     def drop(self, *digests: bytes, timeout: float = LOCK_SECONDS) -> int:
-        """Drop the rows that there are of these, at most `BATCH_ROWS`. Return the bytes that they stood for."""
+        """Drop at most `BATCH_ROWS` rows; missing ones are skipped. Return the bytes of the dropped rows."""
         with self._transaction(write=True, timeout=timeout) as txn:
             return sum(self._drop(txn, digest) for digest in digests)
 
     def touch(self, digests: Iterable[bytes], timeout: float = LOCK_SECONDS) -> list[bytes]:
-        """Note that these blobs were used just now, unless they pass through. Return those that have no row."""
+        """Set the time of last use of pinned blobs to now. Return the digests that have no row."""
         strays = []
-        for some in _batches(digests):
+        for batch in _batches(digests):
             with self._transaction(write=True, timeout=timeout) as txn:
-                for digest in some:
+                for digest in batch:
                     row = self._row(txn, digest)
                     if row is None:
                         strays.append(digest)
@@ -238,7 +258,7 @@ class Index(ForkAware):
         return strays
 
     def _scan(self, stamp: int) -> Iterator[Row]:
-        """Yield the rows from a stamp on, in the order of their stamps, read in short transactions."""
+        """Yield the rows from a stamp on, in stamp order, read in short transactions."""
         start, count = _STAMP.pack(stamp), 8
         while True:
             with self._transaction() as txn:
@@ -283,7 +303,7 @@ class Index(ForkAware):
         txn.put(name, total.to_bytes(8, "big"), db=self._accounts)
 
     def _sums(self) -> tuple[dict[bytes, int], int]:
-        """Return what the accounts should say, and the number of the transaction after which they should."""
+        """Return the correct accounts, and the ID of the transaction at which they are correct."""
         for _ in range(SUM_ATTEMPTS):
             with self._transaction() as txn:
                 txnid = txn.id()
@@ -312,7 +332,7 @@ class Index(ForkAware):
                 except (struct.error, UnicodeDecodeError, OverflowError) as error:
                     raise _damage(error) from error
                 finally:  # Also after a Ctrl-C between the lock and the transaction.
-                    if self._descriptor == descriptor:  # else closed, and unlocked by that
+                    if self._descriptor == descriptor:  # Otherwise it was closed, which released the lock.
                         set_lock(descriptor, 0, fcntl.F_UNLCK)
             if time.monotonic() >= deadline:
                 reason = f"another process has held the index for {timeout:g} s"
@@ -321,7 +341,7 @@ class Index(ForkAware):
             wait = min(2 * wait, LONGEST_WAIT)
 
     def _lock_file(self, *, create: bool) -> int:
-        """Return a descriptor of LMDB's file, which is never made here but by `make`."""
+        """Return a descriptor of LMDB's file. Only `make` creates the file."""
         if self._shut:
             raise OSError(errno.ESTALE, "the cache was closed", str(self._path))
         if self._descriptor is None:
@@ -330,17 +350,17 @@ class Index(ForkAware):
         return self._descriptor
 
     def _ready(self, *, create: bool) -> Any:
-        """Return the environment, opened if need be. The lock is held."""
+        """Return the environment, opened on first use. The caller holds the lock."""
         if self._environment is None:
             try:
                 self._open(create=create)
             except (lmdb.Error, OSError):
-                self.close()  # The next one finds the file that is there then.
+                self.close()  # The next transaction opens the file that is at the path then.
                 raise
         return self._environment
 
     def _open(self, *, create: bool) -> None:
-        # sync=False survives the death of processes, not of the machine. lib_version: 3.x links two formats.
+        # sync=False is safe for crashes of processes, not of the machine. lib_version: 3.x links two formats.
         options: dict[str, Any] = {"lib_version": 0} if hasattr(lmdb.Environment, "lib_version") else {}
         options |= {"max_dbs": len(_TABLES), "mode": 0o600, "sync": False, "lock": False, "create": False}
         opened = os.fstat(self._lock_file(create=create))
@@ -350,17 +370,17 @@ class Index(ForkAware):
             environment = lmdb.open(str(self._path), map_size=SMALL_MAP_BYTES, **options)
         try:
             self._fill_up((environment.info()["last_pgno"] + 1) * environment.stat()["psize"])
-            # Never made here but by `make`: a file that somebody removed would come back empty.
+            # Only `make` creates tables: a removed file must not come back as an empty index.
             self._rows, self._order, self._accounts = (environment.open_db(name, create=create) for name in _TABLES)
             self._file = (opened.st_dev, opened.st_ino)
-            self.check_place()  # The file that is locked is the one that LMDB has open.
+            self.check_place()  # The locked file must be the one that LMDB has open.
         except (lmdb.Error, OSError):
             environment.close()
             raise
         self._environment = environment
 
     def _fill_up(self, size: int) -> None:
-        """Put zeros, which LMDB calls damage, where somebody cut the file short: to read past its end is a SIGBUS."""
+        """Extend a truncated file with zeros, which LMDB reports as damage; a read past its end is a SIGBUS."""
         file = self._path / "data.mdb"
         if file.stat().st_size < size:
             descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -371,8 +391,7 @@ class Index(ForkAware):
 
 
 def _damage(error: Exception) -> lmdb.CorruptedError:
-    """Values that make no sense are damage of the index, which is then made anew."""
-    return lmdb.CorruptedError(f"a value in the index makes no sense: {error}")
+    return lmdb.CorruptedError(f"the index holds an invalid value: {error}")
 
 
 def _batches(items: Iterable[Any]) -> Iterator[list[Any]]:

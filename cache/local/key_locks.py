@@ -1,4 +1,4 @@
-"""One filler at a time for each key, among all threads of all processes of a host."""
+"""Locks per key, exclusive among all threads of all processes of a host."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dataload.runtime.forks import ForkAware, close_copies
 FIRST_WAIT = 0.0001
 LONGEST_WAIT = 0.02
 EVICTION_SECONDS = 2.0
-_EVICTIONS = 1 << 62  # the first byte that evictions lock; fills lock theirs and the one below it
+_EVICTIONS = 1 << 62  # Offset of the bytes for evictions. A fill locks its key's byte and its eviction byte.
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of fcntl(2): type, whence, start, length, pid
 
 
 class ThreadLocks(ForkAware):
-    """Locks named by keys, among the threads of this process. A lock is gone when nobody holds or awaits it."""
+    """Locks named by keys, among the threads of this process. An unused lock is freed."""
 
     def __init__(self) -> None:
         self.after_fork_in_child()
@@ -34,7 +34,7 @@ class ThreadLocks(ForkAware):
 
     @contextmanager
     def hold(self, digest: bytes, timeout: float = -1) -> Iterator[bool]:
-        """Hold the lock of `digest`; yields False, without it, when `timeout` seconds pass first."""
+        """Hold the lock of `digest`. Yield False, without the lock, after `timeout` seconds."""
         with self._mutex:
             lock = self._locks.setdefault(digest, threading.Lock())
         held = lock.acquire(timeout=timeout)
@@ -48,9 +48,12 @@ class ThreadLocks(ForkAware):
 class KeyLocks(ForkAware):
     """Locks named by keys, among all processes of a host, in one file that is never unlinked.
 
-    Open-file-description locks (fcntl(2), F_OFD_SETLK) on one byte a key: the kernel drops them with their holder, so
-    nothing is left over from a killed process; unlike POSIX locks they survive the closing of other descriptors.
-    Threads of one process are kept apart in memory first, so that at most one of them polls the file.
+    A lock is an open-file-description lock (fcntl(2), F_OFD_SETLK) on one byte of the file. The kernel releases it when
+    its holder dies. Unlike a POSIX lock, it survives the closing of other descriptors. Threads of one process compete
+    for an in-memory lock first, so at most one of them polls the file.
+
+    Args:
+        path: The lock file.
     """
 
     def __init__(self, path: str) -> None:
@@ -59,14 +62,14 @@ class KeyLocks(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        close_copies(self._path)  # Never unlock here: the lock is the parent's. Closing lets it end with the parent.
+        close_copies(self._path)  # Close, never unlock: the lock belongs to the parent and must end with it.
 
     @contextmanager
     def hold(self, digest: bytes, timeout: float) -> Iterator[bool]:
-        """Hold the lock of `digest`; yields False, without it, when `timeout` seconds pass first.
+        """Hold the lock of `digest`. Yield False, without the lock, after `timeout` seconds.
 
-        An eviction holds it for milliseconds, a fill for as long as the origin takes. So an eviction is waited for
-        `EVICTION_SECONDS` at most: one that takes longer has been stopped.
+        A fill holds the lock as long as the origin takes, an eviction for milliseconds. An eviction that takes longer
+        than `EVICTION_SECONDS` was stopped, so the wait for evictions ends then.
         """
         deadline = time.monotonic() + timeout
         with self._threads.hold(digest, timeout) as first:
@@ -76,25 +79,25 @@ class KeyLocks(ForkAware):
             with self._opened() as descriptor:
                 byte = _byte_of(digest)
                 held = _wait_for_lock(descriptor, byte, deadline)
-                soon = min(deadline, time.monotonic() + EVICTION_SECONDS)
-                yield held and _wait_for_lock(descriptor, _EVICTIONS + byte, soon)
+                eviction_deadline = min(deadline, time.monotonic() + EVICTION_SECONDS)
+                yield held and _wait_for_lock(descriptor, _EVICTIONS + byte, eviction_deadline)
 
     @contextmanager
     def hold_to_evict(self, digest: bytes) -> Iterator[bool]:
-        """Hold the lock of `digest` for a moment, to remove its blob; yields False where another has it."""
+        """Hold the lock of `digest` to remove its blob. Yield False at once if the lock is taken."""
         with self._threads.hold(digest, 0) as first, self._opened() as descriptor:
             yield first and set_lock(descriptor, _EVICTIONS + _byte_of(digest), fcntl.F_WRLCK)
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the lock file, all of whose locks end with the block."""
+        """Yield a descriptor of the lock file; its locks are released at the end of the block."""
         owner = os.getpid()
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             yield descriptor
         finally:
             if os.getpid() == owner:
-                with suppress(OSError):  # Closing alone would not do while a child has yet to close its copy.
+                with suppress(OSError):  # A child may still have its copy open, so closing does not unlock.
                     set_lock(descriptor, 0, fcntl.F_UNLCK, 0)
                 os.close(descriptor)
 
@@ -112,11 +115,18 @@ def _wait_for_lock(descriptor: int, byte: int, deadline: float) -> bool:
 
 
 def set_lock(descriptor: int, byte: int, kind: int, count: int = 1) -> bool:
-    """Lock (F_WRLCK) or unlock (F_UNLCK) `count` bytes of an open file description; 0: all from `byte` on.
+    """Lock or unlock bytes of an open file description. Return False if another description holds one of the locks.
 
-    Return False when another description has one of them locked.
+    Threads that share a descriptor do not exclude each other.
 
-    Threads that share a descriptor do not exclude each other. Raises OSError where locks do not work.
+    Args:
+        descriptor: The open file.
+        byte: The first byte.
+        kind: F_WRLCK to lock, F_UNLCK to unlock.
+        count: Number of bytes; 0: all from `byte` on.
+
+    Raises:
+        OSError: The filesystem does not support locks.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, count, 0))

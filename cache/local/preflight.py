@@ -1,4 +1,4 @@
-"""Whether a folder can hold a cache: whose it is, what else is in it, and on which filesystem it lies."""
+"""Checks that a folder can hold a cache: its owner, its other content, and its filesystem."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dataload.errors import ConfigError
 
-# LMDB maps its file shared between processes and locks it, and dead processes are told by their locks: that needs one
-# kernel. Network filesystems are too many to name, and a FUSE filesystem does not say whether it is one.
+# The shared map of LMDB's file and the locks that detect dead processes need one kernel. This is a list of local
+# filesystems, because network filesystems are too many to list and a FUSE filesystem may be one.
 LOCAL = frozenset(
     {
         "bcachefs",
@@ -29,12 +29,21 @@ LOCAL = frozenset(
         "zfs",
     }
 )
-"""Types of filesystems, as /proc/self/mountinfo names them, that belong to one kernel."""
+"""Types of local filesystems, as in /proc/self/mountinfo."""
 OUR_NAMES = ("locks", "tmp", "blobs", "index", "index/data.mdb", "FORMAT", "LIMIT")
 
 
 def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
-    """Raises ConfigError when the existing folder `path` must not be made a cache, or used as one; OSError."""
+    """Check that an existing folder can be used as a cache.
+
+    Args:
+        path: The folder.
+        allow_network_filesystem: Skip the check of the filesystem.
+
+    Raises:
+        ConfigError: The folder must not be used as a cache.
+        OSError: The folder cannot be read.
+    """
     kind = filesystem_of(path)
     if not allow_network_filesystem and kind not in LOCAL:
         raise ConfigError(f"cache_dir {not_local(path, kind)}: {OVERRIDE}")
@@ -44,32 +53,37 @@ def check(path: Path, *, allow_network_filesystem: bool = False) -> None:
             f"cache_dir {path} belongs to user {owner}, this process runs as {os.geteuid()}: name a folder of your "
             "own, such as a new one inside it"
         )
-    # Another process may be making this very cache: it writes these names first, and the others after FORMAT.
-    strangers = sorted(child.name for child in path.iterdir() if not child.name.startswith("locks"))
-    if strangers and not (path / "FORMAT").exists():
-        raise ConfigError(f"cache_dir {path} holds other files ({strangers[0]}, …): name an empty folder")
+    # Another process may be creating this cache: it writes "locks*" before FORMAT, and all other names after it.
+    other_files = sorted(child.name for child in path.iterdir() if not child.name.startswith("locks"))
+    if other_files and not (path / "FORMAT").exists():
+        raise ConfigError(f"cache_dir {path} holds other files ({other_files[0]}, …): name an empty folder")
     for name in OUR_NAMES:
         if (path / name).is_symlink():
-            raise ConfigError(f"cache_dir {path} holds a symbolic link, {name}, that no cache made: remove it")
+            raise ConfigError(f"cache_dir {path} holds a symbolic link, {name}, that no cache creates: remove it")
 
 
-OVERRIDE = "name a folder on a local disk, or, if one host alone uses this one, set allow_network_filesystem=True"
+OVERRIDE = "name a folder on a local disk, or, if only one host uses this folder, set allow_network_filesystem=True"
 
 
 def not_local(path: Path, kind: str) -> str:
-    """Say of a folder that its filesystem is not known to be local. kind: the type of the filesystem, or ""."""
+    """Return the message for a filesystem that is not known to be local.
+
+    Args:
+        path: The folder.
+        kind: Type of its filesystem, or "".
+    """
     named = f"a filesystem of type {kind}" if kind else "a filesystem of unknown type"
     return f"{path} is on {named}, which is not known to be local: index and locks do not work across a network"
 
 
 def make_private(path: Path) -> None:
-    """Nobody else may look into a folder that becomes a cache. Raises OSError."""
+    """Set the mode of a folder to 0700. Raises OSError."""
     if stat.S_IMODE(path.stat().st_mode) != 0o700:
         path.chmod(0o700)
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the filesystem that an existing path is on, such as "ext4"; "" when it cannot be told."""
+    """Return the filesystem type of an existing path, such as "ext4"; "" if it is unknown."""
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -78,7 +92,7 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
     for line in lines:
         fields, _, rest = line.partition(" - ")
         mounted = f"{_unescaped(fields.split()[4]).rstrip('/')}/"
-        if real.startswith(mounted) and len(mounted) >= len(longest):  # Of two on one folder the later one counts.
+        if real.startswith(mounted) and len(mounted) >= len(longest):  # A later mount hides an earlier one.
             longest, kind = mounted, rest.split()[0]
     return kind
 

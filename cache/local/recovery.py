@@ -1,4 +1,4 @@
-"""Making an index anew from the blobs' own footers, when the old one was lost or cannot be believed."""
+"""Rebuilding a lost or untrusted index from the footers of the blobs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,19 @@ log = logging.getLogger(__name__)
 
 
 def rebuild(index: Index, path: Path, blobs: Path) -> None:
-    """Drop the index at `path` and enter a row for each sound file below `blobs`; the others are removed.
+    """Drop the index at `path`, enter a row for each intact file below `blobs`, and remove the other files.
 
-    Only footers are read, some 10 µs a blob: what a power failure did to the contents is found when they are first
-    read. Call it under the set-up lock, alone in the folder. Raises OSError and lmdb.Error; killed half-way, it leaves
-    an index that is not believed.
+    Only footers are read, in about 10 µs per blob. Damage to a payload is detected when it is first read. The caller
+    holds the set-up lock and is the only process in the folder. After a kill the index stays untrusted.
+
+    Args:
+        index: The index of this process at `path`.
+        path: The folder of the index.
+        blobs: The folder of the blobs.
+
+    Raises:
+        OSError: The disk fails.
+        lmdb.Error: LMDB fails.
     """
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=0o700, exist_ok=True)
@@ -36,7 +44,7 @@ def rebuild(index: Index, path: Path, blobs: Path) -> None:
         entered += len(rows)
     step("rebuild: entered")
     if entered:
-        log.warning("cache %s: its index was lost, and made anew from %d blobs", path.parent, entered)
+        log.warning("cache %s: the index was lost or not trusted; rebuilt it from %d blobs", path.parent, entered)
 
 
 def _rows(folder: Path) -> Iterator[Row]:
@@ -59,6 +67,6 @@ def _rows(folder: Path) -> Iterator[Row]:
 
 
 def _remove(file: Path) -> None:
-    # Nothing in blobs/ was ever put there by anyone but us.
+    # Safe: only caches write to blobs/.
     with suppress(IsADirectoryError):
         file.unlink(missing_ok=True)

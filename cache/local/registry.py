@@ -13,7 +13,7 @@ Identity = tuple[int, int]  # device and inode
 
 
 class _OpenFolders(ForkAware):
-    """The folders that this process has open: one of each, however many tiers name it (LMDB allows no second)."""
+    """The folders that this process has open, each once: LMDB must not open a file twice in a process."""
 
     def __init__(self) -> None:
         self._forget_all()
@@ -27,11 +27,11 @@ class _OpenFolders(ForkAware):
         self._forget_all()
 
     def open(self, path: Path, *, allow_network_filesystem: bool) -> CacheFolder:
-        super().__init__()  # Here and not at import: from the first folder on, forks matter. Again does no harm.
+        super().__init__()  # Not at import: forks matter from the first folder on. Repeated calls are harmless.
         with self._opening:
             folder = self._folders.get(_identity(path))
             if folder is None or folder.closed:
-                # Another thread may be closing it: nobody has it any more, but LMDB has.
+                # Another thread may be closing the folder. Wait until LMDB has closed its file.
                 if ended := self._ends.pop(_identity(path), None):
                     ended.wait(2 * CLOSE_SECONDS)
                 folder = CacheFolder(path, allow_network_filesystem=allow_network_filesystem)
@@ -51,5 +51,5 @@ _open_folders = _OpenFolders()
 
 
 def open_folder(path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
-    """The cache folder at `path`, open in this process. Raises as `CacheFolder` does."""
+    """Return the open cache folder at `path`; open it if necessary. Raises as `CacheFolder` does."""
     return _open_folders.open(path, allow_network_filesystem=allow_network_filesystem)

@@ -1,4 +1,4 @@
-"""A process's own folder for files being written, proven alive by a lock that the kernel drops with the process."""
+"""The staging folder of a process for files it is writing, locked as long as the process runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class StagingFolder(ForkAware):
-    """The folder `tmp/<start>-<random>` of this process; file names are the digests of the blobs it is filling, or
-    whose files it is removing.
+    """The folder `tmp/<start>-<random>` of this process.
 
-    The lock on the folder (flock(2)) says that its owner lives, across containers with process numbers of their own
-    too. Whoever locks another's folder has found a dead one.
+    File names begin with the digests of the blobs that the process is filling or removing. The owner holds a lock on
+    the folder (flock(2)), and the kernel releases it when the owner dies. So a process that acquires the lock of
+    another folder knows that its owner is dead, across containers too.
+
+    Args:
+        parent: The folder `tmp/` of the cache.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -43,34 +46,34 @@ class StagingFolder(ForkAware):
         close_copies(self._path)
 
     def draft(self, digest: bytes) -> Path:
-        """Path for writing the blob `digest`: at most one filler of a blob is at work on a host."""
+        """Return a new path for writing the blob `digest`."""
         return self._path / f"{digest.hex()}-{secrets.token_hex(4)}"
 
     def mark(self, digest: bytes) -> Path:
-        """An empty file that has whoever sweeps up after us look at the row of this blob, whose file is to go."""
+        """Create an empty file that makes a sweep after a kill check the row of this blob. Return its path."""
         path = self.draft(digest)
-        with suppress(OSError):  # On a full disk it must be possible to evict, too.
+        with suppress(OSError):  # Evictions must work on a full disk, too.
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         return path
 
 
 def drafts(parent: Path, digest: bytes) -> list[Path]:
-    """The files of living and dead processes for one blob."""
-    ours = f"{digest.hex()}-"
-    return [file for folder in _listed(parent) for file in _listed(folder) if file.name.startswith(ours)]
+    """Return the staged files of all processes, running or dead, for one blob."""
+    prefix = f"{digest.hex()}-"
+    return [file for folder in _listed(parent) for file in _listed(folder) if file.name.startswith(prefix)]
 
 
 def oldest_start(parent: Path) -> int:
-    """When the oldest process that is, or lately was, at work in this cache started, in ns since the Unix epoch."""
+    """Return the start time of the oldest process with a staging folder, in ns since the Unix epoch."""
     starts = (folder.name.partition("-")[0] for folder in parent.iterdir())
     return min((int(start) for start in starts if start.isdecimal()), default=time.time_ns())
 
 
 def sweep(parent: Path) -> dict[Path, set[bytes]]:
-    """The folders of dead processes and the blobs at work in each, whose files are replaced by empty ones.
+    """Replace the staged files of dead processes by empty ones. Return their folders, with the digests in each.
 
-    Call it under a lock, then look at the rows of these blobs, then remove the folders: killed in between, whoever
-    comes next finds them again.
+    The caller holds the set-up lock. It then checks the rows of these digests, and removes the folders last. After a
+    kill in between, the next sweep finds the same digests.
     """
     found: dict[Path, set[bytes]] = {}
     for folder in parent.iterdir():
@@ -79,16 +82,16 @@ def sweep(parent: Path) -> dict[Path, set[bytes]]:
                 drafts = [draft for draft in _listed(folder) if DIGEST.fullmatch(draft.name.partition("-")[0])]
                 found[folder] = {bytes.fromhex(draft.name.partition("-")[0]) for draft in drafts}
                 for digest in found[folder]:
-                    with suppress(OSError):  # On a full disk, what is swept makes room.
+                    with suppress(OSError):  # The disk may be full; the unlinks below free space.
                         (folder / f"{digest.hex()}{_SWEPT}").touch(mode=0o600)
                 for draft in drafts:
                     if not draft.name.endswith(_SWEPT):
-                        draft.unlink(missing_ok=True)  # A living filler of this blob may clear it just now.
+                        draft.unlink(missing_ok=True)  # A running writer of this blob may remove it first.
     return found
 
 
 def living(parent: Path) -> bool:
-    """Whether a process is at work in this cache."""
+    """Return whether a process has the cache open."""
     for folder in parent.iterdir():
         with _locked(folder) as dead:
             if dead is False:
@@ -97,7 +100,7 @@ def living(parent: Path) -> bool:
 
 
 def _listed(folder: Path) -> list[Path]:
-    """What is in a folder: nothing, when its owner has just ended, or when it is no folder of ours."""
+    """Return the files of a folder; none if its owner has just removed it, or if it is not a folder."""
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -106,10 +109,10 @@ def _listed(folder: Path) -> list[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool | None]:
-    """Hold the lock of a folder in `tmp/`; yields False when its owner does, None when there is no such folder."""
+    """Hold the lock of a folder in `tmp/`. Yield False if its owner holds it, None if there is no such folder."""
     try:
         descriptor = os.open(folder, _FOLDER)
-    except (FileNotFoundError, NotADirectoryError):  # Its owner has just ended; or it is no folder of ours.
+    except (FileNotFoundError, NotADirectoryError):
         yield None
         return
     try:
@@ -126,5 +129,5 @@ def _close(owner: int, path: Path, descriptor: int) -> None:
     if os.getpid() != owner:
         return
     with suppress(OSError):
-        path.rmdir()  # What is left in it, of a fill that was cut off, names rows that whoever sweeps up has to drop.
+        path.rmdir()  # Fails if drafts are left: the next sweep needs them to drop their rows.
     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""The tier on a local disk: immutable files, an index that accounts for them, one filler at a time."""
+"""The local disk tier: immutable blob files, an index that accounts for them, one writer per blob."""
 
 from __future__ import annotations
 
@@ -31,28 +31,32 @@ from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
 FILL_SECONDS = 120.0
-FLUSH_SECONDS = 1.0  # how far behind the record of uses may be: hits are never written one by one
+FLUSH_SECONDS = 1.0  # Hits are written to the index in batches, at most this much later.
 
 log = logging.getLogger(__name__)
 
 
 class LocalTier(ForkAware):
-    """Blobs on a local disk, shared by all processes of a host that name the same folder.
+    """A cache tier on a local disk, shared by all processes of a host that use the same folder.
 
-    limit: most bytes on disk; None: the default limit of the folder, which is fixed when the cache is made.
-    policy: "pin" admits until full and evicts only what no running process has used since it started; "lru" evicts
-        what was used longest ago.
-    clock: seconds, monotonic; by it a failing disk is tried again.
+    The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without
+    reading the index, so no other process can block it. Each process verifies the checksums of a blob on first read,
+    in pieces of 64 KiB. Disk errors (full, failing, removed) are counted and logged, never raised; `stats()["health"]`
+    reports the state.
 
-    allow_network_filesystem: open the folder whatever filesystem it is on; see `CacheConfig`.
-    region: bytes of the limit for what finds no room under "pin": it passes through there, first come, first gone.
+    Args:
+        path: The cache folder.
+        limit: Most bytes on disk. None: the default limit of the folder, which is fixed when the cache is created.
+        policy: "pin" admits blobs until the cache is full and evicts only blobs that no running process has used
+            since it started. "lru" evicts the least recently used blobs.
+        clock: Monotonic time in seconds; it schedules the retries of a failing disk.
 
-    Notes: nothing is opened before the first use. A warm `get` opens and maps a file and does not ask the index, so no
-    other process can hold it up; what a process reads for the first time it also checks, in pieces of 64 KiB. Pickles
-    as its settings. What the disk does wrong (full, failing, removed) is counted and logged; `stats()["health"]` says
-    how it is.
+    Attributes:
+        allow_network_filesystem: Open the folder on any filesystem; see `CacheConfig`.
+        region: Bytes of the limit reserved for blobs that do not fit under "pin". The region is a FIFO.
 
-    Raises ConfigError at the first use when the folder is one that a person must mend; see `CacheFolder`.
+    Raises:
+        ConfigError: On first use, if the user must fix the folder; see `CacheFolder`.
     """
 
     shared = True
@@ -73,7 +77,7 @@ class LocalTier(ForkAware):
         self._clock = clock
         self._was_open = False
         self._touched: set[bytes] = set()
-        self._strays: set[bytes] = set()  # blobs that were read but have no row, until they are adopted
+        self._strays: set[bytes] = set()  # blobs that were read but have no row yet
         self._reported: set[str] = set()
         self._flush_at = 0.0
         self.after_fork_in_child()
@@ -82,10 +86,10 @@ class LocalTier(ForkAware):
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
         self.health = Health(str(self.path), self._clock)
-        self.proven = VerifiedPieces()
+        self.verified = VerifiedPieces()
         self.buffers = BufferPool()
         self._folder: CacheFolder | None = None
-        self._mutex = threading.Lock()  # of `_touched` and `_strays`
+        self._mutex = threading.Lock()  # guards `_touched` and `_strays`
 
     def _state(self) -> dict[str, int]:
         return {"region": self.region, "allow_network_filesystem": self.allow_network_filesystem}
@@ -99,12 +103,16 @@ class LocalTier(ForkAware):
 
     @property
     def folder(self) -> CacheFolder:
-        """What this process has open; opened on first use, and again after the folder was removed. Raises OSError."""
+        """The folder, opened on first use and reopened after its removal.
+
+        Raises:
+            OSError: The folder cannot be opened.
+        """
         folder = self._folder
         if folder is not None and not folder.closed:
             return folder
         try:
-            # The same for threads that come here at once.
+            # Concurrent threads get the same object.
             folder = open_folder(self.path, allow_network_filesystem=self.allow_network_filesystem)
         except ConfigError as error:
             if not self._was_open:
@@ -112,20 +120,20 @@ class LocalTier(ForkAware):
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
         self._limit = self._given_limit or folder.default_limit
-        if folder.rebuilt:  # It entered all that was there.
+        if folder.rebuilt:  # A rebuild enters every blob, whatever the limit.
             folder.evict(self._limit)
-        self._folder = folder  # From here on other threads use it.
+        self._folder = folder  # Last: other threads use it from here on.
         return folder
 
     @property
     def limit(self) -> int:
-        """Most bytes on disk; without end where nobody said and the disk cannot be asked."""
+        """Most bytes on disk; `sys.maxsize` if no limit was given and the folder cannot be opened."""
         if self._opened() is None:
             return self._given_limit or sys.maxsize
         return self._limit
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
-        found = self._look_up(key, span)
+        found = self._lookup(key, span)
         if found is not None:
             self.counters.add(hits=1, bytes=len(found))
         return found
@@ -136,25 +144,25 @@ class LocalTier(ForkAware):
         found = self.get(key, span)
         if found is not None:
             return found
-        keep = self._may_keep()
+        keep = self._can_write()
         with ExitStack() as stack:
             folder = self._lock(key, stack) if keep else None
-            if folder is not None:  # Another may have filled it since.
-                found = self._look_up(key, span)
+            if folder is not None:  # Another process may have filled the blob meanwhile.
+                found = self._lookup(key, span)
             if found is not None:
                 self.counters.add(hits=1, waits=1, bytes=len(found))
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
             step("fill: locked")
-            draft = stack.enter_context(BlobWriter(self, key, folder, or_nothing=to_keep is not None))
-            fill(draft.allocate)
+            writer = stack.enter_context(BlobWriter(self, key, folder, or_nothing=to_keep is not None))
+            fill(writer.allocate)
             step("fill: filled")
-            return draft.publish(span)
+            return writer.publish(span)
 
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)
         with ExitStack() as stack:
-            if self._may_keep():
+            if self._can_write():
                 self._lock(key, stack)
             yield
 
@@ -175,10 +183,10 @@ class LocalTier(ForkAware):
         return {**self.counters.snapshot(), "health": self.health.stats()}
 
     def lease(self, keys: Iterable[BlobKey]) -> None:
-        """Note that this process is going to use these blobs, those of them that are kept."""
+        """Record a use of the blobs that are cached, so that this process keeps them under "pin"."""
         folder = None if self.health.writes.tripped else self._opened()
         if folder is not None:
-            with self.trouble("noting uses", self.health.writes, folder):
+            with self.trouble("recording uses", self.health.writes, folder):
                 folder.index.touch(key.digest for key in keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
@@ -191,7 +199,7 @@ class LocalTier(ForkAware):
         return False
 
     def flush(self) -> None:
-        """Write down which blobs were used since the last time, and enter those of them that have no row."""
+        """Record the blobs used since the last flush, and enter rows for blobs that have none."""
         folder = self.folder
         self._note_uses(folder, LOCK_SECONDS)
         with self._mutex:
@@ -202,19 +210,21 @@ class LocalTier(ForkAware):
                     self._strays.discard(digest)
 
     def reserve(self, folder: CacheFolder, key: BlobKey, size: int) -> bool:
-        """Enter a blob of `size` bytes in the index, evicting as the policy allows; False when it does not fit."""
+        """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
         self.flush()
         return self._admit(folder, Row(key.digest, key.name, size))
 
     @contextmanager
     def trouble(self, doing: str, breaker: CircuitBreaker, folder: CacheFolder) -> Iterator[None]:
-        """Swallow the tier's own trouble: counted, and logged once a kind. The bytes come from elsewhere.
+        """Catch errors of the disk and the index, count them, and log each kind once.
+
+        The caller falls back to the next tier or the origin.
 
         Args:
-            doing: What fails, for the log.
-            breaker: Of what is left alone for a while when this goes on.
-            folder: The folder that is worked in. Only this one is let go of when something of it was removed: another
-                thread may have opened it anew meanwhile.
+            doing: The operation, for the log.
+            breaker: The circuit breaker that counts the failure.
+            folder: The folder in use. If a part of it was removed, only this object is closed: another thread may
+                already have reopened the folder.
         """
         try:
             yield
@@ -222,22 +232,22 @@ class LocalTier(ForkAware):
             self._failed(doing, error, breaker, folder)
 
     def _opened(self) -> CacheFolder | None:
-        """The folder, or None, counted, when it cannot be opened just now. Raises ConfigError as `LocalTier` does."""
+        """Return the folder, or count an error and return None. Raises ConfigError as `LocalTier` does."""
         try:
             return self.folder
         except (OSError, lmdb.Error) as error:
-            self._report("opening it", error)
+            self._report("opening the folder", error)
             self.health.reads.failed(for_good=True)
             return None
 
-    def _may_keep(self) -> bool:
+    def _can_write(self) -> bool:
         return not self.health.reads.tripped and self.health.writes.allows()
 
     def _lock(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:
-        """Hold the lock of a key until `stack` ends; the folder it holds in.
+        """Acquire the lock of a key until `stack` ends. Return the folder that the lock belongs to.
 
-        None past the deadline, or without locks: the caller fetches, and keeps nothing. Never a deadlock. After a
-        deadline has passed, no lock is waited for until one was free again: its holder has been stopped.
+        Return None on a timeout or a failing lock: the caller then fetches without caching, so there is no deadlock.
+        After a timeout the lock's holder counts as stopped. Later calls do not wait until a lock was free again.
         """
         folder = self._opened()
         if folder is not None:
@@ -270,7 +280,7 @@ class LocalTier(ForkAware):
 
     def _failed(self, doing: str, error: Exception, breaker: CircuitBreaker, folder: CacheFolder) -> None:
         self._report(doing, error)
-        if isinstance(error, CorruptEntry) or folder.closed:  # One blob's trouble, or of a folder that was let go of.
+        if isinstance(error, CorruptEntry) or folder.closed:  # It says nothing about the disk that is in use.
             return
         if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
             folder.doubt()
@@ -283,16 +293,16 @@ class LocalTier(ForkAware):
         kind = f"{doing} {type(error).__name__} {getattr(error, 'errno', None)}"
         if kind not in self._reported:
             self._reported.add(kind)
-            # Its text, not itself: kept by a handler, its traceback would keep the folder open.
-            log.warning("cache %s: trouble %s, going on without it: %s", self.path, doing, str(error))
+            # str(): a log handler that keeps the exception would keep the folder open through its traceback.
+            log.warning("cache %s: error while %s; falling back without the cache: %s", self.path, doing, str(error))
 
     def refuse(self, key: BlobKey, size: int) -> None:
-        """Count a blob that there is no room for."""
+        """Count a blob that does not fit, and log the first one."""
         self.counters.add(refused=1)
         if "full" not in self._reported:
             self._reported.add("full")
             log.warning(
-                "cache %s is full (%d bytes): %s (%d bytes) and what follows is read from the origin each time; "
+                "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
                 "raise cache_bytes or evict",
                 self.path,
                 self.limit,
@@ -300,27 +310,27 @@ class LocalTier(ForkAware):
                 size,
             )
 
-    def _look_up(self, key: BlobKey, span: Span | None) -> memoryview | None:
-        """The blob if it is kept."""
+    def _lookup(self, key: BlobKey, span: Span | None) -> memoryview | None:
+        """Return the blob if it is cached, else None."""
         folder = self._opened() if self.health.reads.allows() else None
         if folder is None:
             return None
         found = None
         with self.trouble("reading a blob", self.health.reads, folder):
             with suppress(FileNotFoundError):
-                found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.proven, span)
+                found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.verified, span)
             if found is not None or self.health.reads.tripped:
                 self.health.reads.worked()
         if found is not None:
             with self._mutex:
                 self._touched.add(key.digest)
             if time.monotonic() >= self._flush_at and not self.health.writes.tripped:
-                with self.trouble("noting uses", self.health.writes, folder):
+                with self.trouble("recording uses", self.health.writes, folder):
                     self._note_uses(folder, timeout=0)
         return found
 
     def _adopt(self, folder: CacheFolder, digest: bytes) -> bool:
-        """Enter a row for a sound file that has none, as when the index was lost under us; else remove the file.
+        """Enter a row for an intact file that has none, for example after the index was lost. Remove other files.
 
         Return False while another process holds the blob's lock.
         """

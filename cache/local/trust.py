@@ -1,12 +1,14 @@
-"""Whether the index of a cache may be believed: it was closed last, or the machine has not stopped since it was opened.
+"""Whether the index of a cache can be trusted after a crash of the machine.
 
-LMDB without syncs survives the death of processes, not of the machine. So a file beside it, `index/state`, says how it
-was left. It is read before LMDB is: opening what a power failure left torn can end the process.
+LMDB without syncs survives crashes of processes, not of the machine. So a file beside it, `index/state`, records its
+state. It is read before LMDB opens the index, because opening a torn index can crash the process.
 
-    <boot id>   opened in this boot of the machine, and not closed since
-    closed      closed by the last process that had it open, and on the disk as it was then
-    (missing)   being made, or in doubt: something of the folder was removed under living processes, or LMDB found it
-                damaged
+    <boot id>   opened since this boot of the machine, and not closed
+    closed      closed by its last process, and synced to disk
+    (missing)   being created, or in doubt: a part of the folder was removed while processes ran, or LMDB reported
+                damage
+
+An index is trusted if it was closed, or if it was opened since this boot.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _CLOSED = "closed"
 
 
 def boot_id() -> str:
-    """Names the time since the machine was started; "" where the kernel does not say."""
+    """Return the ID of this boot of the machine; "" if the kernel provides none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -27,31 +29,31 @@ def boot_id() -> str:
 
 
 def trusted(index: Path) -> bool:
-    """Whether what the index at this path says may be believed. Raises OSError."""
+    """Return whether the index at this path can be trusted. Raises OSError."""
     state = _state(index)
     return state == _CLOSED or state == boot_id() != ""
 
 
 def note_open(index: Path) -> None:
-    """From now on the index is only as good as this boot. On the disk when this returns; raises OSError."""
+    """Record durably that the index is open and valid until the end of this boot. Raises OSError."""
     if _state(index) != boot_id():
         write_durably(index / "state", boot_id())
 
 
 def note_closed(index: Path) -> None:
-    """The index is on the disk, and nobody has it open. Leaves one in doubt as it is. Raises OSError."""
+    """Record that the index is synced and no process has it open. A state in doubt stays. Raises OSError."""
     if _state(index) == boot_id() != "":
         write_durably(index / "state", _CLOSED)
 
 
 def doubt(index: Path) -> None:
-    """Have the next process that is alone in the folder make the index anew."""
+    """Make the next process that has the folder to itself rebuild the index."""
     with suppress(OSError):
         (index / "state").unlink(missing_ok=True)
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Replace a file by one that holds `text`, which a power failure does not take back. Raises OSError."""
+    """Replace a file by `text`, so that the change survives a power failure. Raises OSError."""
     draft = file.with_name(f"locks.{file.name}")
     draft.unlink(missing_ok=True)
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""A blob being filled on the local disk."""
+"""The writer of a blob on the local disk."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from dataload.cache.local.index import LOCK_SECONDS
 from dataload.cache.tier import BlobKey, Draft, NoRoomError, Span
 from dataload.telemetry.wait_timeline import doing
 
-MAPPED_BYTES = 64 << 20  # From here on a blob is written through a map of its file, slower, but not held in memory.
+MAPPED_BYTES = 64 << 20  # Larger blobs are written through a map of their file: slower, but not held in memory.
 
 if TYPE_CHECKING:
     from dataload.cache.local.tier import LocalTier
 
 
 class BlobWriter(Draft):
-    """A blob being filled on disk where that goes, else in memory; gone again unless it is published.
+    """A blob that is written to disk if possible, else to memory. It is discarded unless it is published.
 
-    A draft belongs to the folder it began in: what goes wrong with it says nothing of a folder that another thread has
-    opened since.
+    The writer stays with the folder it started in. Its errors do not affect a folder that another thread has reopened
+    since.
 
     Args:
-        tier: The tier that the blob is for.
+        tier: The tier that caches the blob.
         key: Key of the blob. The caller holds its lock in `folder`.
-        folder: Where to write it; None: keep it in memory.
+        folder: The folder to write to. None: fill the blob in memory.
         or_nothing: Raise NoRoomError instead of falling back to memory.
     """
 
@@ -42,13 +42,13 @@ class BlobWriter(Draft):
         self._owner = os.getpid()
         self._path: Path | None = None
         self._map: mmap.mmap | None = None
-        self._size = 0  # bytes of the file
+        self._size = 0  # of the file, in bytes
         self._payload_bytes = 0
 
     def room(self, size: int) -> memoryview:
         self._payload_bytes, self._size = size, blob_file.size_on_disk(size, self.key.name)
         if self._folder is not None:
-            with self._tier.trouble("making room for a blob", self._tier.health.writes, self._folder):
+            with self._tier.trouble("allocating a blob", self._tier.health.writes, self._folder):
                 self._map = self._on_disk(self._folder)
         if self._map is None and self._or_nothing:
             raise NoRoomError(self.key.name)
@@ -59,7 +59,7 @@ class BlobWriter(Draft):
         tier, folder, digest = self._tier, self._folder, self.key.digest
         if self._map is None or self._path is None or folder is None or folder.closed:
             return in_memory
-        with doing("disk"), tier.trouble("keeping a blob", tier.health.writes, folder):
+        with doing("disk"), tier.trouble("writing a blob", tier.health.writes, folder):
             blob_file.seal(self._map, self._payload_bytes, digest, self.key.name)
             if self._size < MAPPED_BYTES:
                 blob_file.write(self._path, self._map, self._size)
@@ -68,15 +68,15 @@ class BlobWriter(Draft):
             self._path = None
             step("fill: published")
             tier.health.worked()
-            # Mapped again: through the memory it was written to, whoever is given it could write on.
-            found = blob_file.open_map(target, digest, tier.proven, span, just_sealed=True)
+            # A view of the memory that was written to would let its holder modify the blob: map the file read-only.
+            found = blob_file.open_map(target, digest, tier.verified, span, just_sealed=True)
             self._recycle(in_memory)
             return found
         return in_memory
 
     def _recycle(self, in_memory: memoryview) -> None:
         if self._map is not None and self.payload is not None and self._size < MAPPED_BYTES:
-            with suppress(BufferError):  # Whoever filled it still looks at it: then it stays theirs.
+            with suppress(BufferError):  # The fill still has a view of the buffer: leave the buffer to it.
                 in_memory.release()
                 self.payload.release()
                 self._tier.buffers.give_back(self._map)
@@ -84,17 +84,17 @@ class BlobWriter(Draft):
     def _on_disk(self, folder: CacheFolder) -> mmap.mmap | None:
         digest = self.key.digest
         folder.check_place()
-        # The file is there before its row, so that whoever sweeps up after us knows which row to drop.
-        self._path = folder.scratch.draft(digest)
+        # Create the file before its row, so that a sweep after a kill finds the row to drop.
+        self._path = folder.staging.draft(digest)
         descriptor = blob_file.create(self._path)
         step("fill: drafted")
         try:
-            folder.clear(digest, self._path)  # A file that failed its check; what a dead filler left.
+            folder.clear(digest, self._path)  # a corrupt blob, or the draft of a dead writer
             if not self._tier.reserve(folder, self.key, self._size):
                 self._tier.refuse(self.key, self._size)
                 return None
             step("fill: reserved")
-            # A disk without room says so here; written to through a map, it would be a SIGBUS.
+            # A full disk raises here; later, a write through the map would be a SIGBUS.
             os.posix_fallocate(descriptor, 0, self._size)
             step("fill: allocated")
             mapped = self._size >= MAPPED_BYTES
@@ -109,10 +109,10 @@ class BlobWriter(Draft):
         tier, folder, path = self._tier, self._folder, self._path
         if path is None or folder is None or os.getpid() != self._owner:
             return
-        if folder.closed:  # Its index is shut, and made anew.
+        if folder.closed:  # The index is closed, too.
             with suppress(OSError):
                 path.unlink()
             return
-        with tier.trouble("dropping a draft", tier.health.writes, folder):
-            # An index that could not be entered a moment ago is not waited for again: the draft's mark stays.
+        with tier.trouble("discarding a draft", tier.health.writes, folder):
+            # Do not wait twice for a stuck index: the draft's mark stays, and a sweep drops the row.
             folder.discard(self.key.digest, path, timeout=0 if tier.health.writes.tripped else LOCK_SECONDS)

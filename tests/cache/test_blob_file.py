@@ -1,4 +1,4 @@
-"""A blob's file: what it proves, what it does not, and how much of it a read looks at."""
+"""Blob files: detected damage, undetected damage, and the parts that a read verifies."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_file_cut_short_is_found(file: Path, size: int) -> None:
 @pytest.mark.parametrize(("field", "at"), [("<I", 12), ("<Q", 16)])
 @pytest.mark.parametrize("value", [2**64 - 1, 2**63, len(DATA) + 1, 0])
 def test_lengths_that_cannot_be_are_harmless(file: Path, field: str, at: int, value: int) -> None:
-    """Also where the footer's own checksum has been made to match."""
+    """Even if the footer's own checksum matches."""
     whole = bytearray(file.read_bytes())
     struct.pack_into(field, whole, FOOTER + at, value & (2 ** (8 * struct.calcsize(field)) - 1))
     whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
@@ -194,7 +194,7 @@ def test_large_blobs_are_written_through_a_map(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the file is cut short after its size was taken, which the kernel reports like a sector it cannot read."""
+    """The file is truncated after `fstat`, which the kernel reports like an unreadable sector."""
     real = os.fstat
 
     def fstat(descriptor: int) -> Any:
@@ -223,7 +223,7 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
 def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
     file: Path, left: int, *, proven: bool
 ) -> None:
-    """In a child. A file that is cut short is reported like a sector that cannot be read."""
+    """The kernel reports a truncated file like an unreadable sector. A SIGBUS would kill only the child."""
     known = VerifiedPieces()
     if proven:
         blob_file.open_map(file, DIGEST, known)
@@ -264,7 +264,7 @@ def test_buffers_are_used_again_unless_somebody_holds_a_view() -> None:
     assert buffers.take(1000) is not first
     view.release()
     buffers.give_back(first)
-    assert buffers.take(100) is not first, "a buffer far too large"
+    assert buffers.take(100) is not first, "the buffer is far too large"
     assert buffers.take(1000) is first
 
 

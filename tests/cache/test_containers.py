@@ -1,4 +1,4 @@
-"""Processes of several containers share one cache: each has a process number space of its own, and number 1 in it."""
+"""Containers share one cache: each process is number 1 in its own PID namespace."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
 
 
 def start(origin: Origin, cache: Path) -> list[subprocess.Popen[str]]:
-    """Processes with number 1 each that read all objects through one cache, once they are told to."""
+    """Start readers with PID 1 each; at a signal they read all objects through one cache."""
     command = [*UNSHARE, sys.executable, "-c", READ, origin.endpoint_url, str(cache)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return [subprocess.Popen([*command, str(seed)], **pipes) for seed in range(PROCESSES)]
@@ -104,7 +104,7 @@ def test_a_container_that_is_killed_in_a_fill_costs_the_others_nothing(origin: O
         origin.reset()
         go(readers)
         victim, *others = readers
-        while origin.stats()["get_requests"] < 40 * (1 + number):  # Each time at another moment of the fills.
+        while origin.stats()["get_requests"] < 40 * (1 + number):  # Each kill at a different moment of the fills.
             pass
         victim.kill()  # --kill-child: the reader dies with it, by SIGKILL.
         victim.communicate()

@@ -1,4 +1,4 @@
-"""The default limit of a cache is fixed when the cache is made, for all processes and for ever."""
+"""The default limit of a cache is fixed at its creation, for all processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _fork_server() -> Iterator[None]:
 
 
 def report_limit(path: Path, found: Path, barrier: Any, number: int, limit: int | None = None) -> None:
-    """What a process of a job takes for the limit, having filled something."""
+    """Write the limit that this process uses after a fill."""
     tier = LocalTier(path, limit)
     barrier.wait(PATIENCE)
     put(tier, f"x/{number}")
@@ -92,7 +92,7 @@ def test_a_limit_that_the_user_gives_is_his_alone(small_disk: Path) -> None:
 
 
 def test_half_of_what_is_free_and_of_what_the_cache_holds(small_disk: Path) -> None:
-    """A cache of before: it has no file yet, and what it holds is not what others have taken."""
+    """A cache without a LIMIT file: its own bytes count as available."""
     path = small_disk / "c"
     assert run(fill, path, "x/5") == 0
     made = default_limit.stored(path)
@@ -106,7 +106,7 @@ def test_half_of_what_is_free_and_of_what_the_cache_holds(small_disk: Path) -> N
         assert used > 60_000
         assert abs(tier.limit - default_limit.proposed(path, used)) < 4096 * 4
         assert default_limit.stored(path) == tier.limit
-        assert tier.limit > made - 100_000, "what the cache holds counts as its own"
+        assert tier.limit > made - 100_000, "the bytes of the cache count as available"
         tier.folder.close()
         del tier
 
@@ -133,4 +133,4 @@ def test_all_commands_tell_the_same_limit(
     assert [told("cache", "stats"), told("plan", url), told("warm", url)] == [123456789] * 3
     assert f"the cache may take {decimal(123456789)}" in cache_dir.room(Case(path)).what
     assert cache_dir.room(Case(tmp_path / "none")).status == "ok"
-    assert not (tmp_path / "none").exists(), "doctor makes no cache"
+    assert not (tmp_path / "none").exists(), "doctor created a cache"

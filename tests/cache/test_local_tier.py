@@ -63,7 +63,7 @@ def files_of(tier: LocalTier) -> list[Path]:
 
 
 def assert_sound(tier: LocalTier, names: set[str]) -> None:
-    """Exactly these blobs are kept, every byte of them right, and every byte on the disk accounted for."""
+    """Assert that exactly these blobs are cached and intact, and that every byte on disk is accounted for."""
     report = fsck.verify(tier.folder)
     assert report.problems == []
     assert {row.name for row in tier.folder.index.rows()} == {key(name).name for name in names}
@@ -183,7 +183,7 @@ def test_the_row_of_a_blob_that_is_filled_while_the_dead_are_swept_stays(tmp_pat
 def test_who_cannot_drop_the_row_of_a_removed_file_leaves_a_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Should it be killed then, the next one to open the cache drops the row."""
+    """After a kill at this point, the next process that opens the cache drops the row."""
     tier = LocalTier(tmp_path / "c")
     put(tier, "a")
 
@@ -242,7 +242,7 @@ def test_a_forked_child_does_not_end_its_parents_lock(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_that_leaves_a_lock_does_nothing(tmp_path: Path) -> None:
-    """Its copy of the descriptor was closed at the fork: by now the number may be another file's."""
+    """The child's copy was closed at the fork, so another file may have the descriptor number by now."""
     locks, child = LocalTier(tmp_path / "c").folder.locks, 0
     try:
         with locks.hold(key("a").digest, timeout=0):
@@ -277,7 +277,7 @@ def test_a_living_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
 
 
 def opened(name: str) -> int:
-    """How many descriptors this process has of files with `name` in their paths."""
+    """Return the number of open descriptors of files with `name` in their paths."""
     links = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
     return sum(name in link for link in links)
 
@@ -295,7 +295,7 @@ def take_a_scratch_folder(path: Path) -> None:
 def test_a_child_forked_while_a_lock_is_taken_has_no_copy_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, take: Any
 ) -> None:
-    """As when another thread forks just then."""
+    """Another thread may fork at this moment."""
     real, ends = os.open, []
     (tmp_path / "locks").touch()
 
@@ -379,7 +379,7 @@ def test_tiers_of_one_folder_share_what_is_open(tmp_path: Path) -> None:
 
 
 def test_a_child_opens_a_folder_of_its_own(tmp_path: Path) -> None:
-    """Though its parent keeps one, and another thread of the parent was just opening one."""
+    """The parent has the folder open, and another thread of the parent is opening one during the fork."""
     folder = open_folder(tmp_path / "c")
     with _open_folders._opening:
         child = os.fork()
@@ -670,7 +670,7 @@ def test_a_full_disk_is_no_error(small_disk: Path, caplog: pytest.LogCaptureFixt
         for number in range(20):
             assert put(tier, f"blob {number}") == data_of(f"blob {number}")
     assert tier.stats()["errors"] > 0
-    assert len([record for record in caplog.records if "trouble" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "error while" in record.getMessage()]) == 1
     report = fsck.verify(tier.folder)
     assert report.problems == []
     assert 0 < report.blobs < 20
@@ -702,11 +702,11 @@ def test_what_a_full_disk_has_no_marks_for_goes_all_the_same(
 # The folder
 
 
-@pytest.mark.parametrize("how", ["closed", "let go of"])
+@pytest.mark.parametrize("how", ["closed", "dropped"])
 def test_a_folder_that_another_thread_is_closing_is_opened_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Nobody has it any more, but LMDB still has, and opens nothing twice."""
+    """No user is left, but LMDB still has the file open and cannot open it twice."""
     closing, go_on = threading.Event(), threading.Event()
     shut = Index.shut
 
@@ -726,7 +726,7 @@ def test_a_folder_that_another_thread_is_closing_is_opened_after_it(
         if how == "closed":
             folders.clear()
         opening = pool.submit(open_folder, tmp_path / "c")
-        with pytest.raises(TimeoutError):  # It waits; LMDB would have refused at once.
+        with pytest.raises(TimeoutError):  # The opening waits; LMDB would raise at once.
             opening.result(0.2)
         go_on.set()
         assert opening.result(60).index.rows() == []

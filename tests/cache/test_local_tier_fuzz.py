@@ -1,4 +1,4 @@
-"""The local tier under random orders of everything that is done to one, by two processes, one of which is killed."""
+"""The local tier under random sequences of operations by two processes, one of which is killed."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ names = st.sampled_from(NAMES)
 fractions = st.floats(0, 1)
 
 
-# What either process does
+# Operations of both processes
 
 
 def look_into(tier: LocalTier, name: str, low: float, high: float) -> bool:
-    """Read a span of a blob, if it is kept and the tier reads spans."""
+    """Read a span of a blob, if the blob is cached and the tier reads spans."""
     if not SPANS:
         return look(tier, name)
     start, stop = (int(bound * len(data_of(name))) for bound in sorted((low, high)))
@@ -80,7 +80,7 @@ OPERATIONS = st.one_of(
 
 
 def serve(path: Path, policy: str, commands: Connection) -> None:
-    """Do what is commanded, up to the step at which to die."""
+    """Execute commands until one ends at the step that kills the process."""
     tier = LocalTier(path, LIMIT, policy)
     commands.send("open" if tier.folder else "")
     while True:
@@ -92,7 +92,7 @@ def serve(path: Path, policy: str, commands: Connection) -> None:
 
 
 class Helper:
-    """A process with the same cache open, that does as it is told."""
+    """A process with the same cache open that executes commands."""
 
     def __init__(self, path: Path, policy: str) -> None:
         self._commands, theirs = FORKSERVER.Pipe()
@@ -101,7 +101,7 @@ class Helper:
         assert self.answers()
 
     def tell(self, operation: tuple[Any, ...], die_at: int = 0) -> bool:
-        """Have something done, and perhaps die of it; whether the process still lives."""
+        """Send a command, with an optional step to die at. Return whether the process is alive afterwards."""
         self._commands.send((operation, die_at))
         return self.answers()
 
@@ -122,9 +122,9 @@ class Helper:
 
 
 class Machine(RuleBasedStateMachine):
-    """Two processes, one at a time. The model is short: a blob has its bytes, or is not there.
+    """Two processes, one at a time. The model: a blob has its correct bytes, or is missing.
 
-    What is damaged by us may be found until somebody mends it; nothing else may ever be wrong.
+    Damage by the test may be found until a process repairs it. Nothing else may ever be wrong.
     """
 
     done: dict[str, int]
@@ -156,7 +156,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(operation=OPERATIONS, step=st.integers(1, 12), reopen=st.booleans())
     def have_it_killed(self, operation: tuple[Any, ...], step: int, reopen: bool) -> None:
-        """Dead at a step of its work, or soon after it; then one who opens the cache cleans up."""
+        """Kill the helper at a step or soon after it. The next process that opens the cache cleans up."""
         self._second().tell(operation, step)
         assert self._second().end() == -signal.SIGKILL
         self._helper = None
@@ -169,11 +169,11 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=names)
     def fill_with_room(self, name: str) -> None:
-        """What is filled is kept, unless there is no room, or damage has been seen."""
+        """A filled blob is cached, unless it does not fit or damage has been detected."""
         room = LIMIT - self._tier.folder.index.used_bytes()
         put(self._tier, name)
         if room >= len(data_of(name)) + tiers.ROOM and not self._hurt:
-            assert look(self._tier, name), f"{name} was not kept, with room for it"
+            assert look(self._tier, name), f"{name} fits but was not cached"
 
     @rule(name=names)
     def hold_a_view(self, name: str) -> None:
@@ -183,7 +183,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["flip", "cut", "delete"]), seed=st.integers(0, 1 << 16))
     def damage(self, kind: str, seed: int) -> None:
-        """Put a damaged copy in a blob's place, or nothing. Damaged once: a bit flipped twice is as it was."""
+        """Replace a blob by a damaged copy, or delete it. Each blob once: a second flip would undo the first."""
         files = sorted(each for each in tiers.files_of(self._path).items() if each[0] not in self._damaged)
         if not files:
             return
@@ -194,7 +194,7 @@ class Machine(RuleBasedStateMachine):
         self._hurt = True
         self._damaged[digest] = None
         if kind != "delete":
-            footer = chance.random() < 0.5  # Few of the bytes, and each of them counts.
+            footer = chance.random() < 0.5  # The footer has few bytes, but each of them matters.
             place = chance.randrange(max(0, len(body) - 100) if footer else 0, len(body))
             body[place] ^= 1 << chance.randrange(8)
             file.write_bytes(body if kind == "flip" else body[:place])
@@ -202,7 +202,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def verify(self) -> None:
-        """Exactly what we damaged is found."""
+        """Verification finds exactly the damage by the test."""
         problems = fsck.verify(self._tier.folder).problems
         rows = {row.digest: row.name for row in self._tier.folder.index.rows()}
         assert len(problems) == len(self._damaged)
@@ -210,7 +210,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_are_right(self) -> None:
-        """Nobody is at work: used is what the rows say and the files take, within the limit."""
+        """With no operation under way, the used bytes equal the sums of rows and files, within the limit."""
         self._settle()
         index, files = self._tier.folder.index, tiers.files_of(self._path)
         rows = {row.digest: row.size for row in index.rows()}
@@ -236,7 +236,7 @@ class Machine(RuleBasedStateMachine):
         return self._helper
 
     def _settle(self) -> None:
-        """Forget damage that somebody has mended: another file is there, or no row any more."""
+        """Forget damage that a process has repaired: the file was replaced, or the row was dropped."""
         files = tiers.files_of(self._path)
         rows = {row.digest for row in self._tier.folder.index.rows()}
         self._damaged = {

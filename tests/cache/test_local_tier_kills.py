@@ -1,4 +1,4 @@
-"""The local tier where processes die: at each named step, at random ones, in a lock, in a read, as workers."""
+"""The local tier under kills: at each named step, at random moments, in a lock, in a read, and as workers."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def _fork_server() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is done to a cache when the kill comes.
+    """An operation on a cache, during which the process is killed.
 
-    before: brings the folder into its state, in a process that ends well.
-    act: is killed somewhere; done again, it goes through.
-    survivors: what is kept whenever the kill comes.
-    hurt: whether the damage that `before` did is still there, which only `act` is to mend.
+    Attributes:
+        before: Prepares the folder, in a process that exits normally.
+        act: The operation that is killed. A second run succeeds.
+        survivors: The blobs that stay cached, at whatever step the kill comes.
+        hurt: Whether the damage by `before` is still present; only `act` may repair it.
     """
 
     before: Callable[[Path], object]
@@ -68,7 +69,7 @@ def keep(path: Path, *names: str, limit: int = LIMIT) -> None:
 
 
 def nothing(path: Path) -> None:
-    """A folder that is not there yet."""
+    """Leave the folder missing."""
 
 
 def three(path: Path) -> None:
@@ -76,7 +77,7 @@ def three(path: Path) -> None:
 
 
 def full(path: Path) -> None:
-    """Three blobs, two of which must go for one of 66,000 bytes."""
+    """Fill three blobs; a blob of 66,000 bytes evicts two of them."""
     keep(path, "x/0", "x/3", "y/3")
 
 
@@ -99,7 +100,7 @@ def is_gone(path: Path) -> bool:
 
 
 def three_one_unknown(path: Path) -> None:
-    """A file without a row, as when the index was lost under a living process."""
+    """Create a file without a row, as after an index was lost while a process ran."""
     three(path)
     tier = LocalTier(path, LIMIT, "lru")
     tier.folder.index.drop(key("x/0").digest)
@@ -121,7 +122,7 @@ def index_damaged(path: Path) -> None:
 
 
 def killed_before(path: Path, scenario: str, step: str) -> None:
-    """What another scenario leaves behind that was killed at its first arrival at a step."""
+    """Run another scenario in a child that is killed when it first reaches a step."""
     pid = os.fork()
     if pid == 0:
         SCENARIOS[scenario].before(path)
@@ -164,7 +165,7 @@ def read_and_fill(tier: LocalTier) -> None:
 
 
 def again(tier: LocalTier) -> None:
-    """What most others do, one after the other."""
+    """Run most other operations, one after the other."""
     for name in ("x/0", "z/5", "x/3"):
         put(tier, name)
 
@@ -196,7 +197,7 @@ SCENARIOS = {
 
 
 def act(path: Path, scenario: str, number: int, step: str) -> None:
-    """Do what a scenario does, and die at the `number`-th arrival at a step."""
+    """Run a scenario and die when it reaches a step for the `number`-th time."""
     tiers.die_at(number, step)
     chosen = SCENARIOS[scenario]
     chosen.act(LocalTier(path, chosen.limit, "lru"))
@@ -210,7 +211,7 @@ def record(path: Path, scenario: str, steps_to: Connection) -> None:
 
 
 class Prepared:
-    """What the scenarios start from, made once, and how often each comes to each step."""
+    """The prepared folders of the scenarios, and how often each scenario reaches each step."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -241,7 +242,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 @pytest.mark.parametrize("step", failpoints.STEPS)
 def test_a_kill_at_each_step_breaks_nothing(tmp_path: Path, prepared: Prepared, step: str) -> None:
-    """Each scenario that comes to the step is killed there, the first time and the last time that it comes."""
+    """Each scenario that reaches the step is killed there, at its first and at its last arrival."""
     often = {name: prepared.arrivals(name)[step] for name in SCENARIOS}
     moments = [(name, number) for name, last in often.items() if last for number in {1, last}]
     assert moments, f"no scenario comes to {step!r}: add one"
@@ -271,14 +272,14 @@ def names_x0(problem: str) -> bool:
 
 
 def test_a_kill_is_no_reason_to_start_anew(tmp_path: Path) -> None:
-    """What a process had published when it was killed is kept."""
+    """Blobs that a process published before it was killed stay cached."""
     path = tmp_path / "c"
     assert tiers.run(three, path) == 0
     assert tiers.run(act, path, "a fill that fails", 1, "fill: locked") == -signal.SIGKILL
     assert assert_sound(path, LIMIT) == XXY
 
 
-# What a killed filler leaves to those who live
+# Leftovers of a killed writer
 
 
 def die_in_fill(path: Path, name: str) -> None:
@@ -291,7 +292,7 @@ def open_once(path: Path) -> None:
 
 
 def test_who_takes_over_and_fails_leaves_nothing(tmp_path: Path) -> None:
-    """The dead one's files are swept while its heir holds the lock; then the heir's fill fails before it has room."""
+    """A sweep removes the dead writer's files while its successor holds the lock. Then the successor's fill fails."""
     path = tmp_path / "c"
     assert tiers.run(die_in_fill, path, "x/0") == -signal.SIGKILL
 
@@ -323,7 +324,7 @@ def take_over_and_die(path: Path, name: str) -> None:
 
 
 def test_who_takes_over_keeps_the_limit(tmp_path: Path) -> None:
-    """The dead one's half-written file takes room on the disk until it is removed."""
+    """The partial file of the dead writer takes disk space until it is removed."""
     tier = tier_that_did_not_sweep(tmp_path / "c", "z/5")
 
     def fills(allocate: Allocate) -> None:
@@ -336,7 +337,7 @@ def test_who_takes_over_keeps_the_limit(tmp_path: Path) -> None:
 
 
 def test_two_may_clear_what_a_dead_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who opens the cache sweeps the dead one's files while another fills the same blob and clears them, too."""
+    """A process that opens the cache sweeps files that the next writer of the blob removes at the same time."""
     path = tmp_path / "c"
     assert tiers.run(die_in_fill, path, "x/0") == -signal.SIGKILL
     unlink = os.unlink
@@ -359,7 +360,7 @@ def test_what_a_dead_process_reserved_is_evicted_with_its_file(tmp_path: Path) -
 
 
 def tier_that_did_not_sweep(path: Path, name: str) -> LocalTier:
-    """A tier that was open before another process was killed in its fill of `name`."""
+    """Return a tier that was open before another process was killed in its fill of `name`."""
     tier = LocalTier(path, LIMIT, "lru")
     assert tier.folder
     forked(die_in_fill, path, name)
@@ -367,7 +368,7 @@ def tier_that_did_not_sweep(path: Path, name: str) -> LocalTier:
 
 
 def forked(target: Callable[..., object], *arguments: object) -> None:
-    """Run something in a forked child to its end, be it a kill."""
+    """Run `target` in a forked child and wait until the child exits or is killed."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -378,7 +379,7 @@ def forked(target: Callable[..., object], *arguments: object) -> None:
 
 
 def fork_to_wait(over: Any) -> None:
-    """Fork a child that lives until `over` is set; returns when it has let go of what is its parent's."""
+    """Fork a child that runs until `over` is set. Return once it has closed its copies of the parent's files."""
     reading, writing = os.pipe()
     if os.fork() == 0:
         os.write(writing, b"here")
@@ -388,7 +389,7 @@ def fork_to_wait(over: Any) -> None:
 
 
 def assert_within(tier: LocalTier, limit: int) -> None:
-    """What is used and reserved is within the limit, and covers what is on the disk. The world must stand still."""
+    """Assert that the index covers the bytes on disk and is within the limit. Other processes must be stopped."""
     used = tier.folder.index.used_bytes()
     assert used == sum(row.size for row in tier.folder.index.rows())
     on_disk = tiers.bytes_in(tier.path.glob("blobs/*/*")) + tiers.bytes_in(tier.path.glob("tmp/*/*"))
@@ -401,7 +402,7 @@ NAMES = [f"{folder}/{number}" for folder in "xy" for number in range(8)]
 
 
 def load(path: Path, policy: str, seed: int, die_at: int, report: Connection) -> None:
-    """Two threads ask, fill, fail and evict until the process dies: at its `die_at`-th step, or by another's hand."""
+    """Read, fill, fail and evict in two threads until the process dies at its `die_at`-th step or is killed."""
     faulthandler.register(signal.SIGUSR1)
     if die_at:
         tiers.die_at(die_at)
@@ -437,11 +438,11 @@ def do_something(tier: LocalTier, chance: random.Random) -> None:
     elif dice < 0.96:
         fsck.evict(tier.folder, keep_bytes=LIMIT // 2)
     else:
-        fsck.verify(tier.folder, repair=True)  # It may find what those killed since the last opening left.
+        fsck.verify(tier.folder, repair=True)  # It may find leftovers of processes killed since the last opening.
 
 
 class Victim:
-    """A process under load that dies at a random moment: at a step it counts itself, or after some operations."""
+    """A process under load that dies at a random moment: at a step, or after a number of operations."""
 
     def __init__(self, path: Path, policy: str, seed: int) -> None:
         chance = random.Random(seed)
@@ -453,7 +454,7 @@ class Victim:
             self.process = tiers.start(load, path, policy, seed, die_at, sender)
 
     def hear(self) -> bool:
-        """One report; False when it is dead."""
+        """Receive one report. Return False if the process is dead."""
         try:
             report = self.reports.recv_bytes()
         except EOFError:
@@ -476,7 +477,7 @@ class Victim:
 @pytest.mark.timeout(1200 if NIGHTLY else 120)
 @pytest.mark.parametrize("policy", ["pin", "lru"])
 def test_kills_at_random_moments_break_nothing(tmp_path: Path, policy: str) -> None:
-    """Three processes at a time; who dies is replaced, so that others are at work when a newcomer sweeps up."""
+    """Three processes run at a time and are replaced when they die, so new ones sweep while others work."""
     seeds = itertools.count(1)
     for _ in range(KILLS // 2 // KILLS_A_ROUND):
         kill_some(tmp_path / "c", policy, list(itertools.islice(seeds, KILLS_A_ROUND)))
@@ -484,7 +485,7 @@ def test_kills_at_random_moments_break_nothing(tmp_path: Path, policy: str) -> N
 
 
 def kill_some(path: Path, policy: str, seeds: list[int]) -> None:
-    """Start a process for each seed, three at a time, and hear them until all are dead."""
+    """Start a process for each seed, three at a time, and receive their reports until all are dead."""
     alive: dict[Any, Victim] = {}
     try:
         while seeds or alive:
@@ -501,7 +502,7 @@ def kill_some(path: Path, policy: str, seeds: list[int]) -> None:
 
 
 def where_they_hang(alive: dict[Any, Victim]) -> list[Any]:
-    """Has every process print where its threads are, which takes a moment."""
+    """Make every process print the stacks of its threads, then fail."""
     for victim in alive.values():
         os.kill(victim.process.pid, signal.SIGUSR1)
     wait(list(alive), timeout=2)
@@ -514,7 +515,7 @@ PROCESSES, THREADS = 8, 4
 
 
 class Race:
-    """What the processes share that ask for one cold key at once: its fills, and who has come so far."""
+    """The shared state of processes that request one cold key at once: number of fills, and arrivals."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -537,7 +538,7 @@ class Race:
         room[:] = data_of("x/0")
 
     def hold_up(self) -> None:
-        """What the first filler does while all others ask."""
+        """Act as the first writer while all others wait for the key."""
         if self.kind == "killed":
             tiers.kill_myself()
         elif self.kind == "child lives, killed":
@@ -545,7 +546,7 @@ class Race:
             tiers.kill_myself()
         elif self.kind == "child ends":
             forked(gc.collect)
-        # Time for a second one to start, which must not.
+        # Leave time for a second fill, which must not start.
         assert not self.second.acquire(timeout=0.3)
 
 
@@ -569,7 +570,7 @@ def ask(path: Path, race: Race, answers: Connection) -> None:
     ("kind", "fills"), [("undisturbed", 1), ("killed", 2), ("child ends", 1), ("child lives, killed", 2)]
 )
 def test_a_cold_key_is_filled_once(tmp_path: Path, kind: str, fills: int) -> None:
-    """Once in all; once more when the filler is killed. A forked child neither keeps its lock nor drops it."""
+    """One fill in total; one more if the writer is killed. A forked child neither keeps nor releases the lock."""
     race = Race(kind)
     receiver, sender = FORKSERVER.Pipe(duplex=False)
     processes = [tiers.start(ask, tmp_path / "c", race, sender) for _ in range(PROCESSES)]
@@ -589,7 +590,7 @@ def test_a_cold_key_is_filled_once(tmp_path: Path, kind: str, fills: int) -> Non
 
 
 class Stepper:
-    """A process under load whose every step waits for our answer."""
+    """A process under load that waits for an answer of the test at every step."""
 
     def __init__(self, path: Path, policy: str, seed: int) -> None:
         self.dialogue, theirs = FORKSERVER.Pipe()
@@ -597,7 +598,7 @@ class Stepper:
             self.process = tiers.start(load_in_steps, path, policy, seed, theirs)
 
     def states(self) -> set[str]:
-        """What its threads do, as proc(5) has it: T is stopped."""
+        """Return the states of its threads as in proc(5); T is stopped."""
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
         return {task.read_text().rpartition(")")[2].split()[0] for task in tasks}
 
@@ -607,11 +608,11 @@ class Stepper:
     def end(self) -> None:
         self.signal(signal.SIGKILL)
         self.dialogue.close()
-        assert tiers.end(self.process) == -signal.SIGKILL, "it died of itself"
+        assert tiers.end(self.process) == -signal.SIGKILL, "it died before the kill"
 
 
 class _Listening:
-    """Where `load` reports to when nobody counts its operations."""
+    """A receiver that ignores the reports of `load`."""
 
     def send_bytes(self, report: bytes) -> None:
         assert report == b"done"
@@ -630,9 +631,9 @@ def load_in_steps(path: Path, policy: str, seed: int, dialogue: Connection) -> N
 
 
 class Watchdog:
-    """A process that has others go on when we do not get there: one of them was stopped with a mutex that we wait for.
+    """A process that resumes the stopped processes if the test blocks on a mutex that one of them holds.
 
-    Not a thread: LMDB waits for its mutexes with the interpreter's lock held.
+    A thread would not do: LMDB waits for its mutexes with the interpreter's lock held.
     """
 
     def __init__(self) -> None:
@@ -642,7 +643,7 @@ class Watchdog:
 
     @contextmanager
     def standing_still(self, steppers: list[Stepper]) -> Iterator[None]:
-        """Every thread of these processes is stopped, wherever it is. Raises TimeoutError when they had to go on."""
+        """Stop every thread of these processes. Raises TimeoutError if the watchdog had to resume them."""
         for stepper in steppers:
             stepper.signal(signal.SIGSTOP)
         while any(stepper.states() - {"T"} for stepper in steppers):
@@ -677,7 +678,7 @@ def watch_over(dialogue: Connection) -> None:
 
 
 def assert_within_at_this_moment(watchdog: Watchdog, tier: LocalTier, steppers: list[Stepper]) -> None:
-    """Count while all stand still; once more if one was stopped inside the index with the lock that we need."""
+    """Count while all are stopped. Repeat if one was stopped while it held the index lock."""
     while True:
         try:
             with watchdog.standing_still(steppers):
@@ -690,7 +691,7 @@ def assert_within_at_this_moment(watchdog: Watchdog, tier: LocalTier, steppers: 
 @pytest.mark.timeout(1200 if NIGHTLY else 120)
 @pytest.mark.parametrize("policy", ["pin", "lru"])
 def test_the_limit_holds_at_every_moment(tmp_path: Path, policy: str) -> None:
-    """At each step of one process all others are stopped wherever they are, and every byte is counted. Some die."""
+    """At each step of one process, all others are stopped and every byte is counted. Some are killed."""
     tier = LocalTier(tmp_path / "c", LIMIT, policy)
     put(tier, "x/1")
     chance, seeds, seen = random.Random(policy), itertools.count(1), set[str]()
@@ -734,7 +735,7 @@ def mend(tier: LocalTier) -> None:
 
 @pytest.mark.parametrize("leave", [evict_all, evict_folder, evict_by_filling, mend])
 def test_a_view_outlives_its_blob_and_its_name(tmp_path: Path, leave: Callable[[LocalTier], None]) -> None:
-    """Another process lets the blob go and fills its name with other bytes; who reads the old ones notices nothing."""
+    """Another process evicts the blob and fills it with other bytes; existing views do not change."""
     path = tmp_path / "c"
     tier = LocalTier(path, LIMIT, "lru")
     put(tier, "x/0")
@@ -759,7 +760,7 @@ def let_go_and_fill_anew(path: Path, leave: Callable[[LocalTier], None]) -> None
 
 
 class Reading:
-    """A dataset of blobs, read through a tier that may have been open before the workers started."""
+    """A dataset of blobs, read through a tier that may be open before the workers start."""
 
     def __init__(self, tier: LocalTier, fills: Path) -> None:
         self.tier = tier
@@ -800,7 +801,7 @@ def test_workers_read_through_their_parents_tier(tmp_path: Path, method: str, pe
 
 
 def test_a_fork_within_a_fill_changes_nothing(tmp_path: Path) -> None:
-    """The child lets go of all that its parent has open; the parent's draft and folder stay."""
+    """The child closes its copies of the parent's files; the parent's draft and folder stay."""
     tier = LocalTier(tmp_path / "c", LIMIT)
 
     def fill(allocate: Allocate) -> None:
@@ -838,7 +839,7 @@ def assert_sound_beside_others(path: Path) -> None:
 
 
 def test_a_living_child_does_not_stand_in_for_its_killed_parent(tmp_path: Path) -> None:
-    """What proves the parent alive ends with the parent, so that its folder is swept."""
+    """The lock on the parent's folder ends with the parent, so that the folder is swept."""
     over = FORKSERVER.Event()
     try:
         assert tiers.run(fork_and_die, tmp_path / "c", over) == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Power failures, lost and damaged indexes, and folders removed under living processes."""
+"""Power failures, lost and damaged indexes, and folders removed while processes run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_kept(tier: LocalTier, name: str) -> bool:
 
 
 def in_child(act: Callable[[], object], *, killed_at: str = "") -> None:
-    """Do something in a process that ends without a word, or is killed at a step."""
+    """Run `act` in a child that exits without cleanup, or is killed at a step."""
     child = os.fork()
     if child == 0:
         try:
@@ -53,7 +53,7 @@ def keep(path: Path, *names: str) -> None:
     tier = LocalTier(path, LIMIT, "lru")
     for name in names:
         put(tier, name)
-    # Held beyond the end of the child: nothing is closed.
+    # Referenced beyond the end of the child, so that nothing is closed.
     held.append(tier)
 
 
@@ -62,14 +62,14 @@ held: list[LocalTier] = []
 
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
-    """A cache of four blobs that a process left without closing it."""
+    """A cache of four blobs, left by a process that did not close it."""
     in_child(lambda: keep(tmp_path / "c", *NAMES))
     return tmp_path / "c"
 
 
 @contextmanager
 def neighbour(path: Path, then: Callable[[LocalTier], object] = lambda _: None) -> Iterator[Callable[[], None]]:
-    """A living process that has the cache open; what is yielded has it do `then`, and waits for that."""
+    """Keep the cache open in another process. Yield a function that runs `then` there and waits for it."""
     (there, ready), (order, go) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -204,7 +204,7 @@ def test_a_child_does_not_close_for_its_parent(tmp_path: Path, monkeypatch: pyte
     child = os.fork()
     if child == 0:
         try:
-            monkeypatch.delattr(KeyLocks, "hold")  # A thread of the parent may have been inside.
+            monkeypatch.delattr(KeyLocks, "hold")  # A thread of the parent may have held the lock.
             folder.close()
             os._exit(0)
         finally:
@@ -330,7 +330,7 @@ def test_an_index_is_not_dropped_under_others(tmp_path: Path) -> None:
         put(tier, "x/2")
         assert tier.stats()["health"]["state"] == "off"
         assert not (path / "index" / "data.mdb").exists()
-        act()  # It notices, and as it is alone now makes the index anew.
+        act()  # It detects the loss and, with the folder to itself, rebuilds the index.
         assert bytes_in(files_of(path).values()) <= LIMIT
     del tier
     tier = LocalTier(path, LIMIT, "lru")
@@ -403,7 +403,7 @@ def test_who_finds_the_folder_closed_by_another_thread_opens_it_anew(
 
 
 def test_an_index_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LMDB must not open it twice: also while somebody still holds the error."""
+    """LMDB must not open the file twice, even while a caller holds the error."""
     opened = index.Index(left / "index")
 
     def fails(*_: object) -> None:
@@ -434,7 +434,7 @@ def test_who_still_uses_an_index_that_was_let_go_hears_so(left: Path) -> None:
         folder.index.used_bytes()
 
 
-# Folders removed under a living process
+# Folders removed while a process runs
 
 
 def test_an_index_that_was_replaced_is_noticed(tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_an_index_that_was_replaced_is_noticed(tmp_path: Path) -> None:
     first = tier.folder
     shutil.move(tmp_path / "c" / "index", tmp_path / "index")
     shutil.copytree(tmp_path / "index", tmp_path / "c" / "index")
-    put(tier, "x/2")  # The fill that notices.
+    put(tier, "x/2")  # This fill detects the removal.
     put(tier, "x/3")
     assert tier.folder is not first
     assert is_kept(tier, "x/3")
@@ -469,7 +469,7 @@ def test_what_is_removed_under_a_reader(tmp_path: Path, removed: str) -> None:
         assert view == data_of("x/0")
         assert bytes_in(files_of(path).values()) <= 2 * LIMIT
     if removed == "FORMAT":
-        return  # A person must look at what that is now.
+        return  # The user must fix the folder.
     del tier
     tier = LocalTier(path, LIMIT, "lru")
     put(tier, "x/0")
@@ -484,7 +484,7 @@ def test_new_fills_work_again_in_a_folder_made_anew(tmp_path: Path) -> None:
     for removed in ("", "blobs", "tmp", "locks", "index"):
         put(tier, "x/0")
         shutil.rmtree(path / removed) if removed != "locks" else (path / removed).unlink()
-        put(tier, f"new{removed}/1")  # The fill that notices.
+        put(tier, f"new{removed}/1")  # This fill detects the removal.
         put(tier, f"new{removed}/2")
         assert is_kept(tier, f"new{removed}/2"), f"{removed or 'all'} removed"
         assert (path / "index" / "data.mdb").exists()
@@ -494,7 +494,7 @@ def test_new_fills_work_again_in_a_folder_made_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("removed", ["", "tmp", "index"])
 def test_a_draft_belongs_to_the_folder_it_began_in(tmp_path: Path, removed: str) -> None:
-    """Its end says nothing of the folder that was opened since, in which other drafts are under way."""
+    """Its end does not affect the reopened folder, which has other drafts."""
     path = tmp_path / "c"
     tier = LocalTier(path, LIMIT, "lru")
     put(tier, "x/0")
@@ -503,7 +503,7 @@ def test_a_draft_belongs_to_the_folder_it_began_in(tmp_path: Path, removed: str)
     def fill(allocate: Allocate) -> None:
         room = allocate(len(data_of("x/2")))
         shutil.rmtree(path / removed)
-        put(tier, "y/0")  # The fill that notices.
+        put(tier, "y/0")  # This fill detects the removal.
         put(tier, "y/2")
         folders.append(tier.folder)
         room[:] = data_of("x/2")
@@ -534,7 +534,7 @@ def test_a_folder_that_cannot_be_made_anew(tmp_path: Path) -> None:
 
 
 def test_what_made_it_doubtful_who_lives_is_put_right_later(tmp_path: Path) -> None:
-    """Two processes with a lock file each may lose a row: the next one alone in the folder makes the index anew."""
+    """Two processes with different lock files may lose a row; the next process with the folder to itself rebuilds."""
     path = tmp_path / "c"
     with neighbour(path):
         (path / "locks").unlink()
@@ -552,7 +552,7 @@ def test_what_made_it_doubtful_who_lives_is_put_right_later(tmp_path: Path) -> N
 
 @pytest.fixture
 def orphaned(tmp_path: Path) -> LocalTier:
-    """x/0 has its file, but no row."""
+    """A cache in which x/0 has a file but no row."""
     tier = LocalTier(tmp_path / "c", LIMIT, "lru")
     put(tier, "x/0")
     tier.folder.index.drop(key("x/0").digest)
@@ -608,7 +608,7 @@ def test_another_blob_is_not_adopted(orphaned: LocalTier) -> None:
 
 
 def test_what_is_to_be_adopted_may_be_evicted_meanwhile(orphaned: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is no sign that somebody removes the cache."""
+    """A missing file does not mean that the cache is being removed."""
     folder, read_footer = orphaned.folder, blob_file.read_footer
 
     def evicted_before(path: Any) -> Any:
@@ -669,7 +669,7 @@ def test_evicting_what_is_mapped(tmp_path: Path) -> None:
     ids=["a short row", "a name that is no text", "accounts of nothing"],
 )
 def test_a_value_that_makes_no_sense_is_damage(tmp_path: Path, table: str, value: bytes) -> None:
-    """Whatever a damaged index says, the bytes are right and nothing is raised."""
+    """With any damage to the index, the bytes are correct and no error is raised."""
     tier = LocalTier(tmp_path / "c", LIMIT, "lru")
     put(tier, "x/0")
     index = tier.folder.index

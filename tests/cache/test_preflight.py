@@ -1,4 +1,4 @@
-"""Which folders can hold a cache, who may look into it, and what is planted there by others."""
+"""Preflight checks of a cache folder: filesystem, owner, mode, and planted files and links."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOUNTS = """\
 
 @pytest.fixture
 def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Has `tmp_path` be on a filesystem of some type."""
+    """Return a function that fakes the type of the filesystem of `tmp_path`."""
     mounts, real = tmp_path / "mountinfo", preflight.filesystem_of
     monkeypatch.setattr(preflight, "filesystem_of", lambda path: real(path, mounts))
 
@@ -71,7 +71,7 @@ def test_a_filesystem_that_cannot_be_told_holds_no_cache(tmp_path: Path, mounted
 def test_any_filesystem_holds_a_cache_where_the_user_says_so(
     tmp_path: Path, mounted: Callable[[str], None], table_of: Any
 ) -> None:
-    """Said to the filesystem or to a dataset, and so to their pickled copies."""
+    """The option works on the filesystem and on a dataset, and survives pickling."""
     mounted("wekafs")
     (tmp_path / "x.bin").write_bytes(b"some bytes")
     told = {"cache_dir": str(tmp_path / "c"), "allow_network_filesystem": True}
@@ -158,7 +158,7 @@ def test_planted_links_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_link_planted_just_after_the_look_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that anybody may write to, until it becomes a cache."""
+    """Any user could write to the folder before it became a cache."""
     path, victim = tmp_path / "c", tmp_path / "victim"
     monkeypatch.setattr(preflight, "check", lambda path, **_: (path / "locks").symlink_to(victim))
     with pytest.raises(ConfigError, match="symbolic links"):

@@ -1,4 +1,4 @@
-"""A process that stands still (SIGSTOP, a frozen cgroup) holds nobody up for long, wherever it was stopped."""
+"""A stopped process (SIGSTOP, a frozen cgroup) blocks other processes only briefly, at any point of its work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def warm() -> Iterator[None]:
 
 @contextmanager
 def stopped(act: Callable[[LocalTier], object], path: Path) -> Iterator[None]:
-    """A process that stops itself in the middle of something, until the block ends."""
+    """Run `act`, which stops its own process, in a child until the block ends."""
     child = os.fork()
     if child == 0:
         try:
@@ -78,7 +78,7 @@ def test_hits_do_not_wait_for_a_process_stopped_in_the_index(tier: LocalTier, mo
     with stopped(stop_in_a_transaction, tier.path):
         monkeypatch.setattr(index.time, "sleep", waits)
         for _ in range(1000):
-            tier._flush_at = 0.0  # Every hit would note uses.
+            tier._flush_at = 0.0  # Every hit would record uses.
             assert all(look(tier, name) for name in NAMES)
         monkeypatch.undo()
     assert "errors" not in tier.stats()
@@ -86,7 +86,7 @@ def test_hits_do_not_wait_for_a_process_stopped_in_the_index(tier: LocalTier, mo
 
 
 def test_a_fill_gives_up_on_a_process_stopped_in_the_index(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads without caching, the next ones at once; when the other goes on, fills are kept again."""
+    """It reads without caching, and later fills do not wait. Once the other process resumes, fills are cached."""
     now = [time.monotonic()]
     tier.health.writes._clock = lambda: now[0]
     with stopped(stop_in_a_transaction, tier.path):
@@ -95,7 +95,7 @@ def test_a_fill_gives_up_on_a_process_stopped_in_the_index(tier: LocalTier, monk
         waited = tier.stats()["errors"]
         for name in ("y/1", "y/2", "y/3"):
             put(tier, name)
-        assert tier.stats()["errors"] == waited, "each of them waited"
+        assert tier.stats()["errors"] == waited, "each later fill waited"
         assert all(look(tier, name) for name in NAMES)
         assert not look(tier, "y/0")
     now[0] += 100
@@ -125,7 +125,7 @@ def test_a_process_that_comes_later_reads_what_is_kept(tmp_path: Path) -> None:
 def test_a_process_stopped_in_an_eviction_holds_nobody_up(
     tier: LocalTier, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """Files are removed outside transactions: others go on filling, evicting and reading."""
+    """Files are removed outside transactions, so other processes keep filling, evicting and reading."""
     monkeypatch.setattr(key_locks, "EVICTION_SECONDS", 0.01)
     now = [time.monotonic()]
     tier.health.writes._clock = lambda: now[0]
@@ -136,12 +136,12 @@ def test_a_process_stopped_in_an_eviction_holds_nobody_up(
             assert look(tier, name)
         assert tier.health.state == "normal"
         assert "errors" not in tier.stats()
-        put(tier, "x/0")  # Evicted, and its lock is held: read without caching after a short wait.
+        put(tier, "x/0")  # The eviction holds its lock, so the blob is read without caching after a short wait.
         assert not look(tier, "x/0")
         assert tier.health.state == "degraded"
         now[0] += 100
         monkeypatch.setattr(key_locks, "EVICTION_SECONDS", 3600)
-        put(tier, "x/0")  # The next attempt does not wait at all.
+        put(tier, "x/0")  # The next attempt does not wait.
     now[0] += 1000
     put(tier, "x/0")
     assert look(tier, "x/0")
@@ -171,7 +171,7 @@ def test_a_fill_that_was_waited_for_in_vain_is_not_waited_for_again(
 
 
 def test_a_process_that_comes_later_waits_for_the_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many processes have died in a fill, whose rows would have to be looked at."""
+    """The number of processes that died in a fill, and of their rows to check, does not matter."""
     path = tmp_path / "c"
     timeouts: list[int] = []
     real = index.Index._transaction
@@ -201,7 +201,7 @@ def test_a_process_that_comes_later_waits_for_the_index_once(tmp_path: Path, mon
     late_waits = sum(timeouts)
     os.kill(child, signal.SIGCONT)
     assert os.waitpid(child, 0)[1] == 0
-    assert late_waits <= 2  # one to open the cache, one try to note the use
+    assert late_waits <= 2  # one to open the cache, one to record the use
 
 
 def test_threads_that_note_uses_and_adopt_do_not_disturb_each_other(
@@ -233,7 +233,7 @@ def test_threads_that_note_uses_and_adopt_do_not_disturb_each_other(
 
 
 def test_no_transaction_handles_more_than_its_share(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of many blobs is evicted and scanned by many short transactions."""
+    """Eviction and scan of a cache of many blobs use many short transactions."""
     monkeypatch.setattr(index, "BATCH_ROWS", 2)
     rows: list[int] = []
     real_row, real_transaction = index.Index._row, index.Index._transaction
