@@ -46,8 +46,13 @@ class Leases:
             return None
         with self._changed:
             self._held[token] = name
-            if len(self._held) == 1:
+            first = len(self._held) == 1
+        if first:
+            try:
                 self._renewing.submit(self._renew)
+            except RuntimeError as error:  # No thread can be started, so nothing would renew the lease.
+                self.end(token)
+                raise ClusterUnavailable from error
         return token
 
     def end(self, token: bytes) -> None:

@@ -204,8 +204,12 @@ class Cluster(ForkAware):
             return sealed
 
     def _later(self, call: Callable[..., None], *args: Any) -> None:
-        """Run `call` in the writer thread. The program's exit waits for it a little."""
-        self._writer.submit(call, *args)
+        """Run `call` in the writer thread, or here if no thread can be started. The program's exit waits a little."""
+        try:
+            self._writer.submit(call, *args)
+        except RuntimeError:
+            call(*args)
+            return
         if not self._exit_registered:
             self._exit_registered = True
             if multiprocessing.parent_process() is None:

@@ -111,8 +111,8 @@ class CacheFolder:
         except OSError as error:
             if error.errno not in _WRONG_FOLDER:
                 raise
-            reason = error.strerror or error
-            raise ConfigError(f"cache_dir {path} cannot be used ({reason}): name a folder you may write to") from error
+            cause = error.strerror or error
+            raise ConfigError(f"cache_dir {path} cannot be used ({cause}): name a folder you may write to") from error
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
             self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended

@@ -11,6 +11,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -70,7 +71,9 @@ def _azure(filesystem: Any) -> str:
     given = None if filesystem.connection_string else filesystem.account_name
     account = filesystem.service_client.account_name or given or ""
     url = str(filesystem.service_client.url).partition("?")[0]  # A SAS token may follow.
-    return url if account in url else f"{url}{account}"
+    place = urlsplit(url)
+    named = account in ((place.hostname or "").partition(".")[0], *place.path.split("/"))
+    return url if named else f"{url}{account}"
 
 
 def _google(filesystem: Any) -> str:
@@ -185,9 +188,13 @@ def _pickled_parts(value: Any) -> Any:
     """
     try:
         reduced = value.__reduce_ex__(2)
-    except TypeError as error:
+        if isinstance(reduced, str):  # the name of a global
+            return [type(value), reduced]
+        parts = [_public(part) if isinstance(part, Mapping) else _named(part) for part in reduced[1]]
+        state = reduced[2] if len(reduced) > 2 else None
+        return [type(value), parts, _public(state) if isinstance(state, Mapping) else _named(state)]
+    except ConfigError:
+        raise
+    except Exception as error:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise ConfigError(f"a store given as a {kind} cannot be told from others: name it with origin_id") from error
-    parts = [_public(part) if isinstance(part, Mapping) else _named(part) for part in reduced[1]]
-    state = reduced[2] if len(reduced) > 2 else None
-    return [type(value), parts, _public(state) if isinstance(state, Mapping) else _named(state)]

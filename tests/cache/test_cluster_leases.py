@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 from clusters import PATIENCE, Server, running_server, until  # noqa: F401
+from threads import no_more_threads
 
 from dataload.cache.cluster import leases
+from dataload.cache.cluster.client import Client, ClusterUnavailable
+from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.cluster.url import ClusterUrl
 from dataload.cache.tier import Allocate, BlobKey
+from dataload.runtime.counters import Counters
 
 KEY = BlobKey("origin", "bucket/object", "version", "all")
 NAME = f"dataload:1:{KEY.digest.hex()}"
@@ -100,3 +105,27 @@ def test_a_lease_of_another_that_comes_in_between_is_not_ended(
     tier.cluster.settle()
     assert ended
     assert cluster_server.ask("GET", LEASE) == b"another's"
+
+
+def test_a_lease_that_no_thread_can_renew_is_not_taken(cluster_server: Server) -> None:
+    """The process falls back to fetching alone, and its next lease is renewed again."""
+    client = Client(ClusterUrl.parse(cluster_server.url), Counters())
+    client.get("connected before threads run out")
+    held = leases.Leases(client)
+    with no_more_threads(), pytest.raises(ClusterUnavailable):
+        held.take("x:lease")
+    assert client.get("x:lease") is None
+    assert held._held == {}
+    token = held.take("x:lease")
+    assert token is not None
+    held.end(token)
+
+
+def test_a_blob_that_no_thread_can_write_is_written_at_once(cluster_server: Server) -> None:
+    cluster = Cluster(cluster_server.url)
+    key = BlobKey("origin", "bucket/x", "1", "all")
+    assert cluster.get(key) is None
+    with no_more_threads():
+        cluster.put(key, memoryview(b"x" * 1000))
+    assert cluster.get(key) == b"x" * 1000
+    assert cluster._queued_bytes == 0

@@ -19,6 +19,7 @@ import s3fs
 from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.dirfs import DirFileSystem
 
+from dataload.cache.origin import identity
 from dataload.cache.origin.identity import PLACES, identity_of
 from dataload.cache.origin.origin import Origin
 from dataload.errors import ConfigError
@@ -264,3 +265,17 @@ def test_names_are_the_same_in_all_processes(tmp_path: Path) -> None:
             [sys.executable, "-c", NAMES], input=pickle.dumps(made), capture_output=True, check=True, env=environment
         )
         assert done.stdout.decode().split() == [identity_of(filesystem) for filesystem in made]
+
+
+def test_a_store_that_is_a_global_or_cannot_be_pickled() -> None:
+    class Global:
+        def __reduce__(self) -> str:
+            return "the_store"
+
+    class Stubborn:
+        def __reduce__(self) -> Any:
+            raise ValueError("not me")
+
+    assert identity._pickled_parts(Global()) == [Global, "the_store"]
+    with pytest.raises(ConfigError, match="origin_id"):
+        identity._pickled_parts(Stubborn())

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
+from threads import no_more_threads
 
 from dataload.runtime.executor import DaemonExecutor
 
-TOO_LARGE = 1 << 47  # bytes of a stack that no process has addresses for
 PATIENCE = 60
-
-
-@contextmanager
-def no_more_threads() -> Iterator[None]:
-    """Make every start of a thread fail in the kernel, as at a limit of processes."""
-    before = threading.stack_size(TOO_LARGE)
-    try:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            threading.Thread(target=int).start()
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 def test_a_call_that_no_thread_can_run_is_refused_and_never_runs() -> None:
