@@ -97,8 +97,8 @@ class CacheFolder:
             self.locks = KeyLocks(str(path / "locks"))
             with self.locks.hold(_SETUP, SETUP_SECONDS) as held:
                 if not held:
-                    reason = f"another process has held the set-up lock for {SETUP_SECONDS:.0f} s"
-                    raise TimeoutError(errno.ETIMEDOUT, reason)
+                    waited = f"{SETUP_SECONDS:.0f} s"
+                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held the set-up lock for {waited}")
                 self._check_format()
                 for name in ("tmp", "blobs", "index"):
                     (path / name).mkdir(mode=0o700, exist_ok=True)
