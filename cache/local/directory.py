@@ -97,8 +97,8 @@ class CacheFolder:
             self.locks = KeyLocks(str(path / "locks"))
             with self.locks.hold(_SETUP, SETUP_SECONDS) as held:
                 if not held:
-                    reason = f"another process has held the set-up lock for {SETUP_SECONDS:.0f} s"
-                    raise TimeoutError(errno.ETIMEDOUT, reason)
+                    waited = f"{SETUP_SECONDS:.0f} s"
+                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held the set-up lock for {waited}")
                 self._check_format()
                 for name in ("tmp", "blobs", "index"):
                     (path / name).mkdir(mode=0o700, exist_ok=True)
@@ -219,18 +219,18 @@ class CacheFolder:
         """
         index = self.index
         for _ in range(ADMIT_ATTEMPTS):
-            missing = index.admit(row, limit=limit, region=region, may_pass=False)
+            missing = index.admit(row, limit=limit, region=region, allow_transient=False)
             if missing is None:
                 return True
             before = evict_before()
-            if self._evict(max(missing), partial(index.staying, before)):
+            if self._evict(max(missing), partial(index.pinned, before)):
                 continue
             # A process without a region may have filled the region with pinned blobs.
-            overfull = region and missing.staying > row.size
-            victims = partial(index.staying, time.time_ns()) if overfull else partial(index.evictable, before)
+            overfull = region and missing.pinned > row.size
+            victims = partial(index.pinned, time.time_ns()) if overfull else partial(index.evictable, before)
             if missing.total > 0 and not self._evict(missing.total, victims):
                 return False
-            if index.admit(row, limit=limit, region=region, may_pass=True) is None:
+            if index.admit(row, limit=limit, region=region, allow_transient=True) is None:
                 return True
         return False
 

@@ -26,10 +26,10 @@ LOCK_SECONDS = 2.0  # A transaction takes milliseconds. A process that holds the
 BATCH_ROWS = 256  # most rows of one transaction
 SUM_ATTEMPTS = 3
 _TABLES = (b"rows", b"order", b"accounts")
-_USED, _PASSING = b"used", b"passing"  # accounts: bytes of all rows, and of transient rows
+_USED, _TRANSIENT = b"used", b"passing"  # accounts: bytes of all rows, and of transient rows
 _ROW = struct.Struct(">QQ")  # bytes on disk, stamp; followed by the name
 _STAMP = struct.Struct(">Q")
-_KEPT = 1 << 63  # the bit of a pinned row in its stamp, above the time: transient rows sort first
+_PINNED = 1 << 63  # the bit of a pinned row in its stamp, above the time: transient rows sort first
 
 DAMAGED = (
     lmdb.CorruptedError,
@@ -52,19 +52,19 @@ class Row:
         size: Bytes on disk.
         used_at: Time of last use in ns since the Unix epoch, accurate to the delay of batched writes. For a transient
             row, the time of its admission.
-        kept: Whether the blob is pinned. Otherwise it is transient, in the region for blobs that do not fit.
+        pinned: Whether the blob is pinned. Otherwise it is transient, in the region for blobs that do not fit.
     """
 
     digest: bytes
     name: str
     size: int
     used_at: int = field(default_factory=time.time_ns)
-    kept: bool = True
+    pinned: bool = True
 
     @property
     def stamp(self) -> int:
         """The position of the row in the eviction order."""
-        return self.used_at | _KEPT * self.kept
+        return self.used_at | _PINNED * self.pinned
 
 
 class Shortage(NamedTuple):
@@ -72,11 +72,11 @@ class Shortage(NamedTuple):
 
     Attributes:
         total: Bytes over the limit.
-        staying: Bytes over the part of the limit that is for pinned rows.
+        pinned: Bytes over the part of the limit that is for pinned rows.
     """
 
     total: int
-    staying: int
+    pinned: int
 
 
 class Index(ForkAware):
@@ -173,20 +173,20 @@ class Index(ForkAware):
     def stay(self, digests: Iterable[bytes]) -> bool:
         """Return whether all of these have a row and are pinned."""
         with self._transaction() as txn:
-            return all((row := self._row(txn, digest)) is not None and row.kept for digest in digests)
+            return all((row := self._row(txn, digest)) is not None and row.pinned for digest in digests)
 
     def rows(self) -> list[Row]:
         """Return all rows, least recently used first. A row that changes meanwhile may be missing or outdated."""
         return list({row.digest: row for row in self._scan(0)}.values())
 
-    def staying(self, before: int) -> Iterator[Row]:
+    def pinned(self, before: int) -> Iterator[Row]:
         """Yield the pinned rows last used before a time (ns), least recently used first."""
-        return itertools.takewhile(lambda row: row.used_at < before, self._scan(_KEPT))
+        return itertools.takewhile(lambda row: row.used_at < before, self._scan(_PINNED))
 
     def evictable(self, before: int) -> Iterator[Row]:
-        """Yield the transient rows, oldest first, and then the rows of `staying`."""
-        yield from itertools.takewhile(lambda row: not row.kept, self._scan(0))
-        yield from self.staying(before)
+        """Yield the transient rows, oldest first, and then the rows of `pinned`."""
+        yield from itertools.takewhile(lambda row: not row.pinned, self._scan(0))
+        yield from self.pinned(before)
 
     def used_bytes(self) -> int:
         """Return the bytes of all rows."""
@@ -220,22 +220,22 @@ class Index(ForkAware):
                     self._drop(txn, row.digest)
                     self._put(txn, row)
 
-    def admit(self, row: Row, *, limit: int, region: int, may_pass: bool) -> Shortage | None:
+    def admit(self, row: Row, *, limit: int, region: int, allow_transient: bool) -> Shortage | None:
         """Enter or replace a row if it fits. Otherwise drop the old row and return the shortage.
 
         Args:
             row: The row to enter.
             limit: Most bytes of all rows.
             region: Bytes of the limit that are for transient rows.
-            may_pass: Whether to enter the row as transient if it cannot be pinned.
+            allow_transient: Whether to enter the row as transient if it cannot be pinned.
         """
         with self._transaction(write=True) as txn:
             self._drop(txn, row.digest)
             used = self._account(txn, _USED) + row.size
-            missing = Shortage(used - limit, used - self._account(txn, _PASSING) - (limit - region))
-            if missing.total > 0 or (missing.staying > 0 and not may_pass):
+            missing = Shortage(used - limit, used - self._account(txn, _TRANSIENT) - (limit - region))
+            if missing.total > 0 or (missing.pinned > 0 and not allow_transient):
                 return missing
-            self._put(txn, replace(row, kept=missing.staying <= 0))
+            self._put(txn, replace(row, pinned=missing.pinned <= 0))
             return None
 
     def drop(self, *digests: bytes, timeout: float = LOCK_SECONDS) -> int:
@@ -252,7 +252,7 @@ class Index(ForkAware):
                     row = self._row(txn, digest)
                     if row is None:
                         strays.append(digest)
-                    elif row.kept:
+                    elif row.pinned:
                         self._drop(txn, digest)
                         self._put(txn, Row(digest, row.name, row.size))
         return strays
@@ -276,7 +276,7 @@ class Index(ForkAware):
         if value is None:
             return None
         size, stamp = _ROW.unpack_from(value)
-        return Row(digest, value[_ROW.size :].decode(), size, stamp & ~_KEPT, bool(stamp & _KEPT))
+        return Row(digest, value[_ROW.size :].decode(), size, stamp & ~_PINNED, bool(stamp & _PINNED))
 
     def _put(self, txn: Any, row: Row) -> None:
         txn.put(row.digest, _ROW.pack(row.size, row.stamp) + row.name.encode(), db=self._rows)
@@ -293,7 +293,7 @@ class Index(ForkAware):
         return row.size
 
     def _count(self, txn: Any, row: Row, size: int) -> None:
-        for name in (_USED,) if row.kept else (_USED, _PASSING):
+        for name in (_USED,) if row.pinned else (_USED, _TRANSIENT):
             self._set_account(txn, name, self._account(txn, name) + size)
 
     def _account(self, txn: Any, name: bytes) -> int:
@@ -307,10 +307,10 @@ class Index(ForkAware):
         for _ in range(SUM_ATTEMPTS):
             with self._transaction() as txn:
                 txnid = txn.id()
-            sums = {_USED: 0, _PASSING: 0}
+            sums = {_USED: 0, _TRANSIENT: 0}
             for row in self._scan(0):
                 sums[_USED] += row.size
-                sums[_PASSING] += 0 if row.kept else row.size
+                sums[_TRANSIENT] += 0 if row.pinned else row.size
             with self._transaction() as txn:
                 if txn.id() == txnid:
                     return sums, txnid
