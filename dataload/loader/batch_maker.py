@@ -52,14 +52,14 @@ class Request:
 class Answer:
     """A batch that was made. cursor: as in its request; rows: how many.
 
-    opened: the row groups that were opened for its request, in the first answer to it; of a worker's, with their
-    accounts there, see `Ledger`. making: what a worker was at.
+    row_groups: The row groups of all rows of its request, in the first answer to it. Each has an account, see
+    `Ledger`, or None if it was open already; only the accounts of a worker have entries. making: what a worker was at.
     """
 
     cursor: int
     rows: int
     batch: Any
-    opened: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
     making: Timeline = field(default_factory=Timeline)
 
     def pin_memory(self) -> Answer:
@@ -138,20 +138,25 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             [answer] = self.make(request)
             packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
         take = self._dataset.rowstore.ledger.take
-        opened = {group: take(group, at_rest=False) or {} for group in answer.opened}
-        return replace(answer, batch=packed, opened=opened, making=making.end())
+        row_groups = {
+            group: None if account is None else take(group, at_rest=False) or {}
+            for group, account in answer.row_groups.items()
+        }
+        return replace(answer, batch=packed, row_groups=row_groups, making=making.end())
 
     def make(self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None) -> Iterator[Answer]:
         """The batches that were asked for, gathered in one go.
 
         stop: as for `RowStore.gather`. empty: as for `to_batch`; not used for what a user's code is given.
         """
-        sizes, cursor, groups = request.sizes, request.cursor, set[int]()
-        records = self._dataset.rowstore.gather(request.rows, stop, groups)
-        opened: dict[int, Mapping[str, float]] = {group: {} for group in groups}
+        sizes, cursor, opened = request.sizes, request.cursor, dict[int, bool]()
+        records = self._dataset.rowstore.gather(request.rows, stop, opened)
+        row_groups: dict[int, Mapping[str, float] | None] = {
+            group: {} if new else None for group, new in opened.items()
+        }
         for size, batch in zip(sizes, self._collated(records, sizes, empty), strict=True):
-            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), opened)
-            cursor, opened = cursor + request.step, {}
+            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), row_groups)
+            cursor, row_groups = cursor + request.step, {}
 
     def collate(self, rows: Rows) -> Any:
         """The batch of these rows, for a plain DataLoader in the loader's place (accelerate's `skip_first_batches`).

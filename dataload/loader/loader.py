@@ -130,7 +130,7 @@ class Loader(Unwrapped, DataLoader[Any]):
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
         rowstore = self.dataset.rowstore
-        served, needs = Served(stats, rowstore.ledger.take, rowstore.size_of), Needs(self._needs(epoch, cursor))
+        served, needs = Served(stats, rowstore.ledger, rowstore.size_of), Needs(self._needs(epoch, cursor))
         samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas)
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size
@@ -157,7 +157,7 @@ class Loader(Unwrapped, DataLoader[Any]):
                     self._given = epoch, used
                 if used >= end:
                     announce_last()
-                served.use(needs.before(used), answer.opened)
+                served.use(answer.row_groups, needs.before(used))
                 samples.take(last=used >= end)
                 yield answer.batch
         if sampler.epoch == epoch:  # else somebody has set another meanwhile

@@ -129,15 +129,18 @@ class RowStore(ForkAware):
         """About how many bytes a row takes, on average."""
         return max(1, self.blobs.num_bytes // max(1, int(self.blobs.row_starts[-1])))
 
-    def gather(self, rows: Array, stop: Future[None] | None = None, opened: set[int] | None = None) -> Records:
+    def gather(self, rows: Array, stop: Future[None] | None = None, opened: dict[int, bool] | None = None) -> Records:
         """The rows of these numbers (int64 [n], counted in file order), in the order given.
 
-        stop: once it is done, what is not there yet is not waited for. opened: gets the row groups that this gather
-        opened; None: what loading them takes is in no account of the ledger. Raises OriginError, DataError,
-        CancelledError.
+        stop: once it is done, what is not there yet is not waited for. opened: gets, for each row group that the rows
+        belong to, whether this gather had to open it; None: loading is charged to no account of the ledger.
+
+        Raises OriginError, DataError, CancelledError.
         """
         blobs = self._blobs_of(rows)
         needed: list[int] = []
+        if opened is not None:
+            opened.update(dict.fromkeys(self._owners(blobs), False))
         loaded: dict[int, list[memoryview]] = {}
         given_up: set[int] = set()
         while True:  # Other threads may let go of what this one has opened.
@@ -151,14 +154,14 @@ class RowStore(ForkAware):
                     return found
                 if stop is not None and stop.done():  # Nothing is asked for after `forget`.
                     raise CancelledError
-                needed = self._owners(rows)
+                needed = self._owners(blobs) if opened is None else list(opened)
                 missing = [group for group in needed if group not in shelf]
                 asked = {
                     group: self._ask_for(group, counted=opened is not None, at_once=group in given_up)
                     for group in missing
                 }
             if opened is not None:
-                opened.update(missing)
+                opened.update(dict.fromkeys(missing, True))
             loaded = {group: had for group, one in asked.items() if (had := self._loaded(one, stop)) is not None}
             given_up = asked.keys() - loaded.keys()
 
@@ -180,10 +183,10 @@ class RowStore(ForkAware):
             finally:
                 self._mutex.release()
 
-    def _owners(self, rows: Array) -> list[int]:
-        """The row groups that these rows belong to, each once, in file order."""
+    def _owners(self, blobs: Array) -> list[int]:
+        """Return the row groups that these blobs belong to, each once, in file order."""
         touched = np.zeros(len(self._group_of_blob), np.bool_)
-        touched[self._blobs_of(rows)] = True
+        touched[blobs] = True
         owners: list[int] = np.unique(self._group_of_blob[touched]).tolist()
         return owners
 

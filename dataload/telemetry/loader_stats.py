@@ -33,8 +33,9 @@ class LoaderStats:
     the cache. misses: it was fetched from the cluster or the origin, and decoded. bytes_local: bytes of the rows of all
     hits. bytes_cluster, bytes_origin, requests_origin: what was fetched for the misses. The first epoch to use a row
     group after it was fetched counts the miss, also when it was prefetched before that epoch began. Of ranks that share
-    a cache, the rank that fetched the row group counts the miss, and the others count a hit. Row groups of less than
-    512 KiB share blocks; the row group for which a block was fetched counts the bytes of all of it.
+    a cache, the rank that fetched the row group counts the miss, even if only other ranks of its node use the row
+    group; the others count a hit. Row groups of less than 512 KiB share blocks; the row group for which a block was
+    fetched counts the bytes of all of it.
     """
 
     epoch: int = 0

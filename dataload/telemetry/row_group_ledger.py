@@ -12,6 +12,11 @@ FETCHED = ("bytes_cluster", "bytes_origin", "requests_origin")
 MISSED = ("ordered", "decoded", *FETCHED)  # any of these in a row group's account makes it a miss
 
 
+def is_miss(account: Mapping[str, float]) -> bool:
+    """Return whether an account has an entry that makes its row group a miss."""
+    return any(account.get(name) for name in MISSED)
+
+
 class Ledger:
     """An account for each row group: what loading it has taken since an epoch last counted it.
 
@@ -33,6 +38,18 @@ class Ledger:
             account.add(under_way=1)
             return account
 
+    def missed(self, group: int) -> bool:
+        """Return whether a row group's account has an entry that makes it a miss."""
+        with self._mutex:
+            account = self._accounts.get(group)
+            return account is not None and is_miss(account.snapshot())
+
+    def loading(self, group: int) -> bool:
+        """Return whether a load of a row group is under way."""
+        with self._mutex:
+            account = self._accounts.get(group)
+            return account is not None and bool(account.snapshot().get("under_way"))
+
     def take(self, group: int, *, at_rest: bool) -> dict[str, float] | None:
         """Return what is in a row group's account, and close it.
 
@@ -48,34 +65,45 @@ class Ledger:
 
 
 class Served:
-    """Counts each row group that an epoch's batches use once: as a hit, or as a miss with the bytes fetched for it.
+    """Counts each row group of an epoch once: as a hit, or as a miss with the bytes fetched for it.
 
-    stats: where the figures are added up. take: `Ledger.take`. size_of: returns the bytes of a row group's records.
+    The row groups that the batches use are hits or misses. A row group that this process fetched for another rank of
+    its node is a miss, whether or not a batch of this rank uses it. Any other row group does not count.
 
-    Notes: the first epoch to use a row group after it was fetched counts the miss. Of several processes that share a
-    cache, the one that fetched it does; the others count a hit. A hit becomes a miss when it turns out, within the same
-    epoch, that the row group was fetched.
+    The first epoch to use a row group after it was fetched counts the miss. Of several processes that share a cache,
+    the one that fetched the row group counts the miss, and the others count a hit. A hit becomes a miss when it turns
+    out, within the same epoch, that the row group was fetched.
+
+    Args:
+        stats: Where the figures are added up.
+        ledger: The accounts of the row groups that this process loads.
+        size_of: Returns the bytes of a row group's records.
     """
 
-    def __init__(
-        self, stats: LoaderStats, take: Callable[..., dict[str, float] | None], size_of: Callable[[int], int]
-    ) -> None:
+    def __init__(self, stats: LoaderStats, ledger: Ledger, size_of: Callable[[int], int]) -> None:
         self._stats = stats
-        self._take = take
+        self._ledger = ledger
         self._size_of = size_of
         self._hits: dict[int, int] = {}  # row group -> bytes
         self._misses: set[int] = set()
         self._unsettled: set[int] = set()  # used, but their accounts have not been counted yet
+        self._prefetched: set[int] = set()  # not used so far, and not known to be fetched by another process
 
-    def use(self, groups: Iterable[int], opened: Mapping[int, Mapping[str, float]]) -> None:
+    def use(self, row_groups: Mapping[int, Mapping[str, float] | None], prefetched: Iterable[int] = ()) -> None:
         """Count the row groups that a batch uses.
 
-        opened: further ones that were opened for it, with their accounts in the worker process that did.
+        Args:
+            row_groups: The row groups of the batch's rows, each with its account in the worker process that opened it,
+                or None if it was open already.
+            prefetched: Row groups that the lookahead requested for the batches up to this one, of all ranks of the
+                node.
         """
-        self._unsettled.update(groups, opened)
-        for group, took in opened.items():
-            if any(took.values()):
-                self._count(group, took)
+        for group, account in row_groups.items():
+            if account is not None or (group not in self._hits and group not in self._misses):
+                self._unsettled.add(group)
+            if account and any(account.values()):
+                self._count(group, account)
+        self._prefetched.update(prefetched)
         self._settle(at_rest=True)
 
     def close(self) -> None:
@@ -84,15 +112,20 @@ class Served:
 
     def _settle(self, *, at_rest: bool) -> None:
         """at_rest: only row groups whose loads have ended."""
+        for group in list(self._prefetched):
+            if group in self._unsettled or not self._ledger.loading(group):
+                self._prefetched.discard(group)
+            if self._ledger.missed(group):
+                self._unsettled.add(group)
         for group in list(self._unsettled):
-            took = self._take(group, at_rest=at_rest)
+            took = self._ledger.take(group, at_rest=at_rest)
             if took is not None:
                 self._unsettled.discard(group)
                 self._count(group, took)
 
     def _count(self, group: int, took: Mapping[str, float]) -> None:
         stats = self._stats
-        if any(took.get(name) for name in MISSED):
+        if is_miss(took):
             if group in self._hits:
                 stats.hits -= 1
                 stats.bytes_local -= self._hits.pop(group)
