@@ -130,7 +130,9 @@ class Loader(Unwrapped, DataLoader[Any]):
         epoch, cursor = self._given = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
         rowstore = self.dataset.rowstore
-        served, needs = Served(stats, rowstore.ledger, rowstore.size_of), Needs(self._needs(epoch, cursor))
+        in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
+        served = Served(stats, rowstore.ledger, rowstore.size_of, in_flight)
+        needs = Needs(self._needs(epoch, cursor))
         samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas)
         # A last batch without padding has no remainder for accelerate to cut off.
         remainder = 0 if sampler.drop_last else (sampler.num_rows - cursor) % sampler.global_batch_size

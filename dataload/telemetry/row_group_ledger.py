@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from dataload.runtime.counters import Counters
@@ -71,21 +72,26 @@ class Served:
     its node is a miss, whether or not a batch of this rank uses it. Any other row group does not count.
 
     The first epoch to use a row group after it was fetched counts the miss. Of several processes that share a cache,
-    the one that fetched the row group counts the miss, and the others count a hit. A hit becomes a miss when it turns
-    out, within the same epoch, that the row group was fetched.
+    the one that fetched the row group counts the miss, and the others count a hit. No figure ever falls: a row group
+    that an epoch fetches again after its hit stays a hit, and only the bytes are added.
 
     Args:
         stats: Where the figures are added up.
         ledger: The accounts of the row groups that this process loads.
         size_of: Returns the bytes of a row group's records.
+        in_flight: Batches that worker processes make at the same time, at most. The answer to any of them may show
+            that a worker fetched a row group that another worker found in the cache. A hit is counted only after that
+            many further batches.
     """
 
-    def __init__(self, stats: LoaderStats, ledger: Ledger, size_of: Callable[[int], int]) -> None:
+    def __init__(self, stats: LoaderStats, ledger: Ledger, size_of: Callable[[int], int], in_flight: int = 0) -> None:
         self._stats = stats
         self._ledger = ledger
         self._size_of = size_of
-        self._hits: dict[int, int] = {}  # row group -> bytes
-        self._misses: set[int] = set()
+        self._in_flight = in_flight
+        self._batches = 0
+        self._counted: set[int] = set()
+        self._pending_hits: OrderedDict[int, int] = OrderedDict()  # row group -> the batch after which it is counted
         self._unsettled: set[int] = set()  # used, but their accounts have not been counted yet
         self._prefetched: set[int] = set()  # not used so far, and not known to be fetched by another process
 
@@ -99,16 +105,19 @@ class Served:
                 node.
         """
         for group, account in row_groups.items():
-            if account is not None or (group not in self._hits and group not in self._misses):
+            if account is not None or group not in self._counted:
                 self._unsettled.add(group)
             if account and any(account.values()):
                 self._count(group, account)
         self._prefetched.update(prefetched)
         self._settle(at_rest=True)
+        self._count_hits(until=self._batches)
+        self._batches += 1
 
     def close(self) -> None:
         """Count what is left; from now on the figures do not change."""
         self._settle(at_rest=False)
+        self._count_hits(until=self._batches + self._in_flight)
 
     def _settle(self, *, at_rest: bool) -> None:
         """at_rest: only row groups whose loads have ended."""
@@ -123,17 +132,23 @@ class Served:
                 self._unsettled.discard(group)
                 self._count(group, took)
 
-    def _count(self, group: int, took: Mapping[str, float]) -> None:
+    def _count(self, group: int, account: Mapping[str, float]) -> None:
         stats = self._stats
-        if is_miss(took):
-            if group in self._hits:
-                stats.hits -= 1
-                stats.bytes_local -= self._hits.pop(group)
-            stats.misses += group not in self._misses
-            self._misses.add(group)
-            for name in FETCHED:
-                setattr(stats, name, getattr(stats, name) + int(took.get(name, 0)))
-        elif group not in self._hits and group not in self._misses:
-            self._hits[group] = self._size_of(group)
-            stats.hits += 1
-            stats.bytes_local += self._hits[group]
+        for name in FETCHED:
+            setattr(stats, name, getattr(stats, name) + int(account.get(name, 0)))
+        if group in self._counted:
+            return
+        if is_miss(account):
+            stats.misses += 1
+            self._counted.add(group)
+            self._pending_hits.pop(group, None)
+        else:
+            self._pending_hits.setdefault(group, self._batches + self._in_flight)
+
+    def _count_hits(self, until: int) -> None:
+        """Count the pending hits that are due at batch `until`."""
+        while self._pending_hits and next(iter(self._pending_hits.values())) <= until:
+            group, _ = self._pending_hits.popitem(last=False)
+            self._counted.add(group)
+            self._stats.hits += 1
+            self._stats.bytes_local += self._size_of(group)
