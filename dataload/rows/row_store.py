@@ -6,6 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
@@ -231,14 +232,23 @@ class RowStore(ForkAware):
         if asked is None or asked.gone:
             self._asked.pop(group, None)  # Its place is that of when it is asked for.
             asked = _Asked(Timeline(), self.ledger.begin(group) if counted else Counters())
-            run = DaemonExecutor(1, "dataload-load-at-once").submit if at_once else self._run
-            asked.contents = run(self._load, group, asked)
+            try:
+                asked.contents = self._start(group, asked, at_once=at_once)
+            except RuntimeError:
+                asked.account.add(under_way=-1)
+                raise
             self._asked[group] = asked
         if asked.given_up.done():
             asked.given_up = Future()
         while len(self._asked) > self.capacity + self.further:
             self._asked.popitem(last=False)
         return asked
+
+    def _start(self, group: int, asked: _Asked, *, at_once: bool) -> Future[list[memoryview] | None]:
+        if at_once:
+            with suppress(RuntimeError):  # The process may have no more threads; a shared one then loads it later.
+                return DaemonExecutor(1, "dataload-load-at-once").submit(self._load, group, asked)
+        return self._run(self._load, group, asked)
 
     def _run(self, call: Callable[..., T], *args: Any) -> Future[T]:
         if self._threads is None:

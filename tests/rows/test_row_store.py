@@ -265,6 +265,53 @@ def test_what_another_loop_gives_up_is_taken_over_while_every_loader_thread_is_b
         go.set()
 
 
+def test_at_the_limit_of_threads_what_another_loop_gives_up_waits_for_a_shared_thread(
+    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go, busy = dataset.rowstore, threading.Event(), threading.Semaphore(0)
+    load, start = store.blobs.load, threading.Thread.start
+
+    def blocked(group: int, *rest: Any) -> Any:
+        if group < row_store.LOADERS:
+            busy.release()
+            go.wait()
+        return load(group, *rest)
+
+    def at_the_limit(thread: threading.Thread) -> None:
+        if "at-once" in thread.name:
+            go.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(store.blobs, "load", blocked)
+    store.capacity = 200
+    try:
+        store.prefetch(range(row_store.LOADERS))
+        for _ in range(row_store.LOADERS):
+            busy.acquire()
+        waiting = asking.gather([999])
+        asking.waits.acquire()
+        monkeypatch.setattr(threading.Thread, "start", at_the_limit)
+        store.forget()
+        waiting.join()
+        assert asking.found == [999]
+    finally:
+        go.set()
+
+
+def test_a_load_that_no_thread_can_run_is_not_under_way(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_the_limit(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = dataset.rowstore
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", at_the_limit)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            store.gather(np.array([0]), opened={})
+    assert not store.ledger.loading(0)
+    assert store.gather(np.array([0])).rows["row_id"].tolist() == [0]
+
+
 def test_what_waits_for_room_and_is_waited_for_keeps_its_turn_when_another_loop_ends(
     dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
