@@ -39,16 +39,15 @@ class Samples:
         self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
         self._stats = stats
         self._due = EVERY
-        self._written = 0.0  # seconds, by the last line
+        self._written = asdict(LoaderStats(stats.epoch))
         self._ended = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # Who asks for one more after the last batch is done with it, too: only now its step is among the seconds. They
-        # stand still for who left: what it has done since its last batch is nothing that a loader would know.
-        if self._stats.seconds > self._written:
+        # The seconds grow if the loop asked for a batch after the last one; the counts, if a load ended meanwhile.
+        if asdict(self._stats) != self._written:
             self._append(ended=self._ended or kind is None)
 
     def take(self, *, last: bool) -> None:
@@ -70,7 +69,7 @@ class Samples:
         except OSError as error:
             log.warning("%s: no more statistics of this epoch: %s", self._path, error)
             self._path = None
-        self._written = self._stats.seconds
+        self._written = asdict(self._stats)
 
 
 class Sample(NamedTuple):

@@ -28,7 +28,7 @@ def write_pass(folder, rank, epoch, began, samples, ended=True):
                     setattr(stats, name, getattr(stats, name) + more)
             one.take(last=ended and number == len(samples))
         if not ended:
-            one._written = stats.seconds  # killed: nobody writes what has become of it
+            one._path = None  # The rank is killed before it writes the end.
     return stats
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dataload.rows.row_group_cache import FETCHED_BYTES
 from dataload.runtime.counters import Counters, charge, charged_to
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Ledger, Served
-from dataload.telemetry.stats_log import read
+from dataload.telemetry.stats_log import Samples, read
 
 GROUPS = 40
 
@@ -200,6 +201,20 @@ def test_the_log_of_the_epochs_has_the_same_figures(dataset: Any, tmp_path: Path
     cold, warm = read(tmp_path / "stats")
     assert (cold.stats.hit_rate, cold.stats.misses, cold.stats.bytes_origin) == (0, GROUPS, stored(dataset))
     assert (warm.stats.hit_rate, warm.stats.hits, warm.stats.bytes_local) == (1, GROUPS, size_of(dataset))
+
+
+def test_the_log_has_what_was_counted_after_a_loop_left_at_its_last_batch(tmp_path: Path) -> None:
+    ledger = Ledger()
+    stats, served = served_by(ledger)
+    account = ledger.begin(3)
+    with pytest.raises(GeneratorExit), Samples(tmp_path, 0, stats) as samples, closing(served):
+        stats.seconds = 1.0
+        served.use({3: {}})
+        samples.take(last=True)
+        account.add(decoded=1, under_way=-1)
+        raise GeneratorExit
+    [epoch] = read(tmp_path)
+    assert (epoch.ended, epoch.stats.seconds, epoch.stats.misses) == (True, 1.0, 1)
 
 
 # Whose figures
