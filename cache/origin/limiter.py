@@ -42,7 +42,7 @@ class RequestLimiter(ForkAware):
 
     def request(self) -> AbstractContextManager[None]:
         """Wait for the turn of one request, and count it as in flight during the block."""
-        return self._allowance.hold(1)
+        return self._allowance.reserve(1)
 
 
 _limiters: weakref.WeakValueDictionary[tuple[str, int], RequestLimiter] = weakref.WeakValueDictionary()

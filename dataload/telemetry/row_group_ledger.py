@@ -1,4 +1,4 @@
-"""Who served each row group to an epoch: this host (memory or the cache), the cluster, or the origin."""
+"""Hits and misses of an epoch: which tier served each row group, this host, the cluster or the origin."""
 
 from __future__ import annotations
 
@@ -13,23 +13,20 @@ FETCHED = ("bytes_cluster", "bytes_origin", "requests_origin")
 MISSED = ("ordered", "decoded", *FETCHED)  # any of these in a row group's account makes it a miss
 
 
-def is_miss(account: Mapping[str, float]) -> bool:
-    """Return whether an account has an entry that makes its row group a miss."""
-    return any(account.get(name) for name in MISSED)
-
-
 class Ledger:
-    """An account for each row group: what loading it has taken since an epoch last counted it.
+    """The accounts of row groups. An account holds the cost of a row group's loads since an epoch last counted it.
 
-    An account holds `under_way` (loads that have not ended), `ordered` (orders to the background process that it has
-    not answered), `decoded` (how often this process or the background process decoded the row group), and the amounts
+    Its entries are `under_way` (loads that have not ended), `ordered` (requests that the background process has not
+    answered), `decoded` (how often this process or the background process decoded the row group), and the amounts
     named in `FETCHED`.
 
-    Notes: may be called from any thread.
+    Notes:
+        Any thread may call it.
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()  # The garbage collector may end a loop here, in a thread that holds the lock.
+        # Reentrant: the garbage collector may close a loop's generator in a thread that holds the lock.
+        self._mutex = threading.RLock()
         self._accounts: dict[int, Counters] = {}
 
     def begin(self, group: int) -> Counters:
@@ -39,30 +36,25 @@ class Ledger:
             account.add(under_way=1)
             return account
 
-    def missed(self, group: int) -> bool:
-        """Return whether a row group's account has an entry that makes it a miss."""
+    def peek(self, group: int) -> dict[str, float]:
+        """Return the entries of a row group's account."""
         with self._mutex:
             account = self._accounts.get(group)
-            return account is not None and is_miss(account.snapshot())
-
-    def loading(self, group: int) -> bool:
-        """Return whether a load of a row group is under way."""
-        with self._mutex:
-            account = self._accounts.get(group)
-            return account is not None and bool(account.snapshot().get("under_way"))
+            return {} if account is None else account.snapshot()
 
     def take(self, group: int, *, at_rest: bool) -> dict[str, float] | None:
-        """Return what is in a row group's account, and close it.
+        """Return the entries of a row group's account, and close the account.
 
-        at_rest: return None, and leave the account open, while a load is under way.
+        Args:
+            group: The row group.
+            at_rest: Return None and leave the account open while a load is under way.
         """
         with self._mutex:
-            account = self._accounts.get(group)
-            took = {} if account is None else account.snapshot()
-            if at_rest and took.get("under_way"):
+            entries = self.peek(group)
+            if at_rest and entries.get("under_way"):
                 return None
             self._accounts.pop(group, None)
-            return took
+            return entries
 
 
 class Served:
@@ -72,11 +64,11 @@ class Served:
     its node is a miss, whether or not a batch of this rank uses it. Any other row group does not count.
 
     The first epoch to use a row group after it was fetched counts the miss. Of several processes that share a cache,
-    the one that fetched the row group counts the miss, and the others count a hit. No figure ever falls: a row group
+    the one that fetched the row group counts the miss, and the others count a hit. No count ever falls: a row group
     that an epoch fetches again after its hit stays a hit, and only the bytes are added.
 
     Args:
-        stats: Where the figures are added up.
+        stats: The statistics that the counts are added to.
         ledger: The accounts of the row groups that this process loads.
         size_of: Returns the bytes of a row group's records.
         in_flight: Batches that worker processes make at the same time, at most. The answer to any of them may show
@@ -115,22 +107,23 @@ class Served:
         self._batches += 1
 
     def close(self) -> None:
-        """Count what is left; from now on the figures do not change."""
+        """Count the row groups that are still pending. The counts do not change afterwards."""
         self._settle(at_rest=False)
         self._count_hits(until=self._batches + self._in_flight)
 
     def _settle(self, *, at_rest: bool) -> None:
-        """at_rest: only row groups whose loads have ended."""
+        """Count the accounts of used row groups; with `at_rest`, only those without a load under way."""
         for group in list(self._prefetched):
-            if group in self._unsettled or not self._ledger.loading(group):
-                self._prefetched.discard(group)
-            if self._ledger.missed(group):
+            account = self._ledger.peek(group)
+            if _is_miss(account):
                 self._unsettled.add(group)
+            if group in self._unsettled or not account.get("under_way"):
+                self._prefetched.discard(group)
         for group in list(self._unsettled):
-            took = self._ledger.take(group, at_rest=at_rest)
-            if took is not None:
+            entries = self._ledger.take(group, at_rest=at_rest)
+            if entries is not None:
                 self._unsettled.discard(group)
-                self._count(group, took)
+                self._count(group, entries)
 
     def _count(self, group: int, account: Mapping[str, float]) -> None:
         stats = self._stats
@@ -138,7 +131,7 @@ class Served:
             setattr(stats, name, getattr(stats, name) + int(account.get(name, 0)))
         if group in self._counted:
             return
-        if is_miss(account):
+        if _is_miss(account):
             stats.misses += 1
             self._counted.add(group)
             self._pending_hits.pop(group, None)
@@ -152,3 +145,7 @@ class Served:
             self._counted.add(group)
             self._stats.hits += 1
             self._stats.bytes_local += self._size_of(group)
+
+
+def _is_miss(account: Mapping[str, float]) -> bool:
+    return any(account.get(name) for name in MISSED)

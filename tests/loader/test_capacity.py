@@ -32,13 +32,13 @@ def test_batches_that_shared_memory_cannot_hold(small_disk: Path, caplog: pytest
     assert re.search(r"2000000 bytes of batches in .*, which has \d+ free: lower batch_size", caplog.text)
 
 
-def test_an_allowance_is_never_overdrawn() -> None:
-    allowance, held, most = MemoryBudget(10), [0], [0]
+def test_a_budget_is_never_overdrawn() -> None:
+    budget, held, most = MemoryBudget(10), [0], [0]
     mutex = threading.Lock()
 
     def work(units: int) -> None:
         for _ in range(200):
-            with allowance.hold(units):
+            with budget.reserve(units):
                 with mutex:
                     held[0] += min(units, 10)
                     most[0] = max(most[0], held[0])
@@ -54,47 +54,47 @@ def test_an_allowance_is_never_overdrawn() -> None:
     assert most[0] <= 10
 
 
-def test_an_allowance_is_given_in_the_order_in_which_it_is_asked_for() -> None:
+def test_reservations_are_granted_in_request_order() -> None:
     """Row groups come in the order of need: a small one behind a large one waits, though there is room for it."""
-    allowance, given, asking = MemoryBudget(10), [], []
+    budget, given, asking = MemoryBudget(10), [], []
 
     def ask(units: int) -> None:
-        with allowance.hold(units):
+        with budget.reserve(units):
             given.append(units)
 
-    with allowance.hold(6):
+    with budget.reserve(6):
         for units in (8, 4, 7, 9):  # no two of which it has room for
             asking.append(threading.Thread(target=ask, args=(units,)))
             asking[-1].start()
-            while len(allowance._turns) + len(given) < len(asking):
+            while len(budget._waiters) + len(given) < len(asking):
                 threading.Event().wait(0.001)
         assert given == []
-        assert not allowance.has(1)
+        assert not budget.fits(1)
     for one in asking:
         one.join(60)
     assert given == [8, 4, 7, 9]
-    assert allowance.unused
+    assert budget.idle
 
 
-def test_who_no_longer_wants_it_is_in_nobodys_way() -> None:
-    allowance, given, unwanted = MemoryBudget(10), threading.Event(), threading.Event()
+def test_a_cancelled_reservation_blocks_no_other() -> None:
+    budget, given, unwanted = MemoryBudget(10), threading.Event(), threading.Event()
     caught: list[type[BaseException]] = []
 
     def give_up() -> None:
         try:
-            with allowance.hold(10, unwanted.is_set):
+            with budget.reserve(10, unwanted.is_set):
                 pass
         except ReservationCancelled as error:
             caught.append(type(error))
 
     def ask() -> None:
-        with allowance.hold(4):
+        with budget.reserve(4):
             given.set()
 
     threads = [threading.Thread(target=give_up), threading.Thread(target=ask)]
-    with allowance.hold(5):
+    with budget.reserve(5):
         threads[0].start()
-        while not allowance._turns:
+        while not budget._waiters:
             threading.Event().wait(0.001)
         unwanted.set()
         threads[1].start()

@@ -16,7 +16,7 @@ import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.rows import row_store
-from dataload.rows.row_group_cache import FETCHED_BYTES
+from dataload.rows.row_group_cache import FETCH_BYTES
 from dataload.runtime.counters import Counters, charge, charged_to
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Ledger, Served
@@ -57,14 +57,14 @@ def stored(dataset: Any) -> int:
     return sum(file.size for file in {group.file for group in dataset.row_groups})
 
 
-def start_filler(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def start_decoder(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have the background process ready before the first batch is asked for."""
-    monkeypatch.setattr(row_store, "FILLED_BYTES", 0)
+    monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
     dataset.rowstore.prefetch([])
-    filler = dataset.rowstore._filler
-    filler.make(0)
-    assert filler._process.ready.wait(60)
-    return filler
+    decoder = dataset.rowstore._decoder
+    decoder.make(0)
+    assert decoder._process.ready.wait(60)
+    return decoder
 
 
 @pytest.mark.parametrize("capacity", [2, GROUPS])
@@ -89,15 +89,15 @@ def test_a_cold_epoch_has_no_hits_and_a_warm_one_nothing_else(dataset: Any, work
 def test_what_the_background_process_decodes_is_a_miss(
     dataset: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    filler = start_filler(dataset, monkeypatch)
+    decoder = start_decoder(dataset, monkeypatch)
     loader = make_loader(dataset, 8, num_workers=workers, transform=same)
-    with dataset.rowstore.blobs.fetched.hold(FETCHED_BYTES):  # This process has no room to decode by itself.
+    with dataset.rowstore.blobs.fetch_budget.reserve(FETCH_BYTES):  # This process has no room to decode by itself.
         for hits in (0, GROUPS):
             assert rows_of(loader) == 5 * GROUPS
             assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)
             assert workers or loader.stats().bytes_origin == (0 if hits else stored(dataset))
-    assert workers or filler.counts()["decoded"] == GROUPS
-    filler.end()
+    assert workers or decoder.counts()["decoded"] == GROUPS
+    decoder.end()
 
 
 def test_large_row_groups_are_charged_to_the_byte(bucket: Any, cache: CacheConfig) -> None:
@@ -125,7 +125,7 @@ def test_without_a_cache_memory_gives_the_hits(bucket: Any, url: str, workers: i
 def test_what_was_prefetched_before_an_epoch_is_its_miss_once(dataset: Any) -> None:
     store = dataset.rowstore
     store.prefetch(range(6))
-    for asked in list(store._asked.values()):
+    for asked in list(store._pending.values()):
         asked.contents.result()
     loader = make_loader(dataset, 8)
     for hits in (0, GROUPS):
@@ -228,7 +228,7 @@ def test_after_a_loop_has_ended_early_its_figures_stand_still(dataset: Any, work
     left = asdict(loader.stats())
     assert 0 < left["misses"] < GROUPS
     dataset.rowstore.prefetch(range(GROUPS))  # as what was asked for in advance may go on
-    for asked in list(dataset.rowstore._asked.values()):
+    for asked in list(dataset.rowstore._pending.values()):
         asked.contents.result()
     assert asdict(loader.stats()) == left
 
