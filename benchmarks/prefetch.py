@@ -39,7 +39,7 @@ from dataload.cache.local.tier import LocalTier
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.dataset import Dataset, make_dataset
 from dataload.loader import Loader, make_loader
-from dataload.rows.background_decoder import BackgroundDecoder
+from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.world import World
 
 IN_FLIGHT = 16

@@ -42,7 +42,7 @@ class RequestLimiter(ForkAware):
 
     def request(self) -> AbstractContextManager[None]:
         """Wait for a free slot and hold it for the duration of the block."""
-        return self._budget.hold(1)
+        return self._budget.reserve(1)
 
 
 _limiters: weakref.WeakValueDictionary[tuple[str, int], RequestLimiter] = weakref.WeakValueDictionary()

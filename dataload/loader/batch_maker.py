@@ -61,15 +61,15 @@ class Answer:
         cursor: Rows of the epoch before its global batch.
         rows: Rows of the batch.
         batch: The batch; packed, if a worker sends it.
-        opened: The row groups that were opened for the request, in its first answer only. An answer of a worker has
-            their accounts of its `Ledger`, too.
+        row_groups: The row groups of all rows of the request, in its first answer only. Each has an account, see
+            `Ledger`, or None if it was open already. Only the accounts of a worker have entries.
         making: The activities of the worker.
     """
 
     cursor: int
     rows: int
     batch: Any
-    opened: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
     making: Timeline = field(default_factory=Timeline)
 
     def pin_memory(self) -> Answer:
@@ -168,8 +168,11 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             [answer] = self.make(request)
             packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
         take = self._dataset.rowstore.ledger.take
-        opened = {group: take(group, at_rest=False) or {} for group in answer.opened}
-        return replace(answer, batch=packed, opened=opened, making=making.end())
+        row_groups = {
+            group: None if account is None else take(group, at_rest=False) or {}
+            for group, account in answer.row_groups.items()
+        }
+        return replace(answer, batch=packed, row_groups=row_groups, making=making.end())
 
     def make(self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None) -> Iterator[Answer]:
         """Yield the batches of a request, whose rows are gathered in one call.
@@ -179,12 +182,14 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             stop: As in `RowStore.gather`.
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
-        sizes, cursor, groups = request.sizes, request.cursor, set[int]()
-        records = self._dataset.rowstore.gather(request.rows, stop, groups)
-        opened: dict[int, Mapping[str, float]] = {group: {} for group in groups}
+        sizes, cursor, opened = request.sizes, request.cursor, dict[int, bool]()
+        records = self._dataset.rowstore.gather(request.rows, stop, opened)
+        row_groups: dict[int, Mapping[str, float] | None] = {
+            group: {} if new else None for group, new in opened.items()
+        }
         for size, batch in zip(sizes, self._collated(records, sizes, empty), strict=True):
-            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), opened)
-            cursor, opened = cursor + request.step, {}
+            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), row_groups)
+            cursor, row_groups = cursor + request.step, {}
 
     def collate(self, rows: Rows) -> Any:
         """Return the batch of these rows.

@@ -130,7 +130,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         epoch, cursor = self._yielded = sampler.epoch, sampler.cursor
         stats = self._stats = LoaderStats(epoch)
         rowstore = self.dataset.rowstore
-        served, needs = Served(stats, rowstore.ledger.take, rowstore.size_of), Needs(self._needs(epoch, cursor))
+        in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
+        served = Served(stats, rowstore.ledger, rowstore.size_of, in_flight)
+        needs = Needs(self._needs(epoch, cursor))
         samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas)
         step, tail = sampler.global_batch_size, (sampler.num_rows - cursor) % sampler.global_batch_size
         # Without padding, accelerate must not cut anything off the last batch.
@@ -156,7 +158,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     self._yielded = epoch, used
                 if used >= end:
                     announce_last()
-                served.use(needs.before(used), answer.opened)
+                served.use(answer.row_groups, needs.before(used))
                 samples.take(last=used >= end)
                 yield answer.batch
         if sampler.epoch == epoch:  # The loop may have called set_epoch.

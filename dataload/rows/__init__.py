@@ -1,1 +1,1 @@
-"""Decoded rows: records in the cache, decoded once a host and gathered by every epoch."""
+"""Decoded rows: records that each host decodes once, keeps in the cache, and gathers in every epoch."""

@@ -1,4 +1,4 @@
-"""A row group's Arrow columns as arrays."""
+"""Decoding of Arrow columns into numpy arrays."""
 
 from __future__ import annotations
 
@@ -19,16 +19,22 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Dense:
-    """One value, or one array, a row. values: [rows, …] of the column's dtype."""
+    """A column with one value, or one array of fixed shape, per row.
+
+    Attributes:
+        values: The values, [rows, …] of the column's dtype.
+    """
 
     values: Array
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """As many values a row as it happens to have; row i is values[offsets[i]:offsets[i + 1]].
+    """A column with a varying number of values per row. Row i is values[offsets[i]:offsets[i + 1]].
 
-    values: [total], numbers, or bytes as uint8; offsets: int64 [rows + 1].
+    Attributes:
+        values: Numbers, or bytes as uint8, [total].
+        offsets: Where each row starts, int64 [rows + 1].
     """
 
     values: Array
@@ -39,7 +45,7 @@ Column = Dense | Ragged
 
 
 def concatenate(parts: Sequence[Column]) -> Column:
-    """The rows of some columns of one kind, at least one, one after the other."""
+    """Return the rows of several columns as one column. All are `Dense` or all are `Ragged`; there is at least one."""
     values = np.concatenate([part.values for part in parts])
     lengths = [np.diff(part.offsets) for part in parts if isinstance(part, Ragged)]
     if not lengths:
@@ -48,10 +54,17 @@ def concatenate(parts: Sequence[Column]) -> Column:
 
 
 def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str) -> dict[str, Column]:
-    """The columns of an Arrow table that `fields` name, members of structs among them, as arrays.
+    """Return columns of an Arrow table as arrays, by name.
 
-    fill_null: what stands for nulls, in all columns or, as a mapping, by column; None: nulls are an error.
-    Raises DataError naming `where` and the column when there are nulls and nothing to stand for them.
+    Args:
+        table: The table.
+        fields: The columns to decode. A member of a struct has a dotted name.
+        fill_null: Replacement of nulls, for all columns or, as a mapping, by column. None makes nulls an error.
+        where: File and row group, for errors.
+
+    Raises:
+        DataError: A column has nulls without a replacement, or the replacement has the wrong type. It names `where`
+            and the column.
     """
     while any(pa.types.is_struct(storage(kind)) for kind in table.schema.types):
         table = _plain(table).flatten()
@@ -63,7 +76,13 @@ def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str)
 
 
 class _Decoder:
-    """Decodes one column. filling: what stands for nulls, or None; where: the column, as errors name it."""
+    """A decoder of one column.
+
+    Args:
+        field: The column.
+        filling: Replacement of nulls, or None.
+        where: File, row group and column, for errors.
+    """
 
     def __init__(self, field: Field, filling: Any, where: str) -> None:
         self._field = field
@@ -85,34 +104,34 @@ class _Decoder:
         if is_bytes(column.type):
             return _bytes(column)
         values = _plain_column(column.flatten())
-        self._refuse_nulls(values.null_count)
+        self._check_no_nulls(values.null_count)
         lengths = _stored(pc.list_value_length(column))
         return Ragged(_numbers(values), np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
 
     def _dense(self, column: pa.Array) -> Array:
-        """Values [rows, …]; of rows that are null, anything."""
+        """Return the values, [rows, …]. The value of a null row is undefined."""
         if not pa.types.is_fixed_size_list(column.type):
             return _numbers(column)
         size, count = column.type.list_size, len(column)
         inner = _plain_column(column.values.slice(column.offset * size, count * size))
         if inner.null_count:
-            self._refuse_nulls(int(np.count_nonzero(~_valid(inner).reshape(count, size)[_valid(column)])))
+            self._check_no_nulls(int(np.count_nonzero(~_valid(inner).reshape(count, size)[_valid(column)])))
         values = self._dense(inner)
         return values.reshape(count, size, *values.shape[1:])
 
     def _filling_of(self, kind: pa.DataType) -> Any:
-        """What stands for a null among dense values: one of them, or one number for all of its elements."""
+        """Return the replacement of a null dense value: a value, or one number for all of its elements."""
         kinds = [kind]
         while pa.types.is_fixed_size_list(kinds[-1]):
             kinds.append(storage(kinds[-1].value_type))
         if pa.types.is_decimal(kinds[-1]):
             kinds.append(pa.float64())
-        for one in kinds:
+        for candidate in kinds:
             try:
-                value = self._dense(_plain_column(pa.array([self._filling], one)))[0]
+                value = self._dense(_plain_column(pa.array([self._filling], candidate)))[0]
             except (pa.ArrowException, TypeError, ValueError):
                 continue
-            if pa.types.is_integer(one) and value != self._filling:  # Arrow cuts off what is behind the point.
+            if pa.types.is_integer(candidate) and value != self._filling:  # Arrow truncates fractions.
                 continue
             return value
         raise self._no_filling(kind)
@@ -126,7 +145,7 @@ class _Decoder:
     def _no_filling(self, kind: pa.DataType) -> DataError:
         return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}")
 
-    def _refuse_nulls(self, count: int) -> None:
+    def _check_no_nulls(self, count: int) -> None:
         if count:
             raise DataError(f"{self._where} has nulls inside its lists, which cannot be filled: rewrite it")
 
@@ -136,13 +155,13 @@ def _plain(table: pa.Table) -> pa.Table:
 
 
 def _plain_column(column: Any) -> Any:
-    """The column without names of extension types, and with dictionaries' values in place of codes."""
+    """Return the column with extension types replaced by their storage, and dictionary codes by their values."""
     while column.type != (kind := storage(column.type)):
         if isinstance(column.type, pa.BaseExtensionType):
             column = _storage_of(column)
         else:
             column = column.cast(column.type.value_type)
-    # With 64-bit offsets: a column may have more than 2 GiB.
+    # Use 64-bit offsets: a column may have more than 2 GiB.
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
 
 
@@ -161,7 +180,7 @@ def _valid(column: pa.Array) -> Array:
 
 
 def _numbers(column: pa.Array) -> Array:
-    """Numbers as numpy has them; of nulls, anything."""
+    """Return the numbers as numpy's dtype. The number of a null is undefined."""
     kind = column.type
     if pa.types.is_decimal(kind):
         column = column.cast(pa.float64())
@@ -171,7 +190,7 @@ def _numbers(column: pa.Array) -> Array:
 
 
 def _stored(column: pa.Array) -> Array:
-    """What lies in the memory of a column of numbers; `to_numpy` would import pandas first, which takes long."""
+    """Return a view of a number column's memory. Arrow's `to_numpy` would import pandas first, which is slow."""
     dtype, first, count = number(column.type), column.offset, len(column)
     assert dtype is not None
     if not count:

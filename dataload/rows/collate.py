@@ -1,4 +1,4 @@
-"""Gathered columns as the tensors, lists and rows that users are given."""
+"""Collation of gathered records into the tensors, lists and rows that users receive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from dataload.runtime.cached_property import cached_property
 Batch = dict[str, Any]
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
-"""Gives uninitialized, contiguous memory for a tensor of this shape and dtype."""
+"""Returns an uninitialised, contiguous tensor of a shape and dtype."""
 
 
 class Flat(NamedTuple):
-    """A ragged column as two tensors: row i is values[offsets[i]:offsets[i + 1]].
+    """A ragged column as two tensors. Row i is values[offsets[i]:offsets[i + 1]].
 
-    values: [total]; offsets: int64 [B + 1].
+    Attributes:
+        values: The values of all rows, [total].
+        offsets: Where each row starts, int64 [B + 1].
     """
 
     values: torch.Tensor
@@ -37,19 +39,29 @@ def to_batch(
     group: Mapping[str, Sequence[str]] | None = None,
     empty: Empty | None = None,
 ) -> Batch:
-    """Rows as a user sees them.
+    """Return the rows as a batch: a dict of columns.
 
-    Numbers: Tensor[B]; fixed-size lists: Tensor[B, k]; binary: list[memoryview]; strings: list[str]; lists of numbers:
-    list[Tensor]. With ragged="flat", binary and lists are `Flat` instead. `group`: name -> columns of one dtype that
-    come as one Tensor[B, k]. `empty`: where the values of all tensors are copied to, once; each is contiguous then.
+    Numbers become Tensor[B], fixed-size lists Tensor[B, k], binary values list[memoryview], strings list[str], and
+    lists of numbers list[Tensor].
 
-    Notes: without `empty`, arrays and groups of neighbours in a record are views of the records, with gaps between
-    rows. Bytes are views of the cache's own, read-only. All else is copied.
+    Args:
+        records: The rows.
+        ragged: "list" as above, or "flat" to return binary values and lists as `Flat`.
+        group: Columns of one dtype to return as one Tensor[B, k], by the name of the group.
+        empty: Allocates the memory that the values of all tensors are copied to. Each tensor is contiguous then.
+
+    Raises:
+        ConfigError: A group has the name of a column, or its columns are not numbers of one dtype.
+        DataError: A string is not UTF-8. It names the column.
+
+    Notes:
+        Without `empty`, arrays, and groups of columns that are adjacent in a record, are views of the records, with
+        gaps between rows. Binary values are read-only views of the cache. Other values are copied.
     """
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields}
     if clash := groups.keys() & fields.keys():
-        raise ConfigError(f"group {min(clash)!r} has the name of a column: name it otherwise")
+        raise ConfigError(f"group {min(clash)!r} has the name of a column: choose another name")
     grouped = {name for names in groups.values() for name in names}
     batch = {name: _user_column(records, field, ragged, empty) for name, field in fields.items() if name not in grouped}
     for name, members in groups.items():
@@ -58,8 +70,12 @@ def to_batch(
 
 
 def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
-    """The batches of so many rows each that together make up `batch`, as views of it; offsets, which are not, in
-    memory that `empty` gives.
+    """Split a batch into smaller ones, as views of it.
+
+    Args:
+        batch: The batch.
+        sizes: Rows of each smaller batch.
+        empty: Allocates the offsets of `Flat` columns, which cannot be views.
     """
     if len(sizes) == 1:
         return iter([batch])
@@ -68,7 +84,7 @@ def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Itera
 
 
 def spans(sizes: Sequence[int]) -> list[slice]:
-    """Where the batches of so many rows each lie, one after the other."""
+    """Return the slice of each of several consecutive batches of these sizes."""
     ends = np.cumsum(sizes).tolist()
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -83,12 +99,18 @@ def _cut(column: Any, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any
 
 def _flat_part(column: Flat, span: slice, empty: Empty | None) -> Flat:
     offsets = column.offsets[span.start : span.stop + 1]
-    begun = torch.sub(offsets, offsets[0], out=None if empty is None else empty(offsets.shape, offsets.dtype))
-    return Flat(column.values[offsets[0] : offsets[-1]], begun)
+    from_zero = torch.sub(offsets, offsets[0], out=None if empty is None else empty(offsets.shape, offsets.dtype))
+    return Flat(column.values[offsets[0] : offsets[-1]], from_zero)
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """A batch as a sequence of row dicts, made when asked for. columns: the whole batch, as `to_batch` shapes it."""
+    """A batch as a sequence of row dicts, which are made on access.
+
+    Args:
+        records: The rows.
+        ragged: As for `to_batch`.
+        group: As for `to_batch`.
+    """
 
     def __init__(
         self, records: Records, ragged: str = "list", group: Mapping[str, Sequence[str]] | None = None
@@ -99,10 +121,11 @@ class Rows(Sequence[dict[str, Any]]):
 
     @cached_property
     def columns(self) -> Batch:
+        """The whole batch, as `to_batch` returns it."""
         return to_batch(self._records, ragged=self._ragged, group=self._group)
 
     def shaped(self, *, ragged: str, group: Mapping[str, Sequence[str]] | None) -> Rows:
-        """The same rows in another shape."""
+        """Return the same rows with other arguments of `to_batch`."""
         return Rows(self._records, ragged, group)
 
     def __len__(self) -> int:
@@ -125,14 +148,14 @@ class Rows(Sequence[dict[str, Any]]):
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The batch with `function` applied to every tensor in its dicts, lists and tuples."""
+    """Return the batch with `function` applied to every tensor in its dicts, lists and tuples."""
     if isinstance(batch, torch.Tensor):
         return function(batch)
     return map_values(batch, lambda value: map_tensors(value, function))
 
 
 def map_columns(batch: Any, function: Callable[[Any], Any]) -> Any:
-    """The batch with `function` applied to every column.
+    """Return the batch with `function` applied to every column.
 
     Columns are the values of a dict, at any depth, and the entries of an outermost list or tuple. A `Flat` is one
     column. A batch of another type is a column itself.
@@ -149,7 +172,7 @@ def _map_dicts(batch: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
-    """A dict, list or tuple, also a named one, with `function` applied to every value; anything else as it is."""
+    """Return a dict, list, tuple or named tuple with `function` applied to every value; other values unchanged."""
     if isinstance(container, Mapping):
         return {name: function(value) for name, value in container.items()}
     if isinstance(container, tuple):
@@ -161,11 +184,11 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _row_value(column: Any, row: int) -> Any:
-    """Return the value at `row`, which counts from 0: the bounds in a `Flat` do not wrap around."""
+    """Return the value at `row`, at least 0: the bounds of a `Flat` do not wrap around."""
     if isinstance(column, Flat):
         return column.values[column.offsets[row] : column.offsets[row + 1]]
     value = column[row]
-    return bytes(value) if isinstance(value, memoryview) else value  # torch collates bytes, and no views of them
+    return bytes(value) if isinstance(value, memoryview) else value  # torch cannot collate views of bytes
 
 
 def _user_column(records: Records, field: Field, ragged: str, empty: Empty | None) -> Any:
@@ -173,7 +196,7 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
         dense = records.dense(field)
         if empty is not None:
             return _copied(dense, empty)
-        # Single numbers are copied: who keeps the labels of each batch should not keep all that lay beside them.
+        # Copy single numbers: a caller that keeps the labels of each batch must not keep whole records alive.
         return torch.from_numpy(dense if field.shape else dense.copy())
     if field.kind == "string":
         return _strings(records, field)
@@ -195,12 +218,12 @@ def _strings(records: Records, field: Field) -> list[str]:
 
 
 def _copied(array: Array, empty: Empty | None) -> torch.Tensor:
-    """The array as a tensor: in memory that `empty` gives, or without a copy."""
+    """Return the array as a tensor, copied to memory of `empty`, or without a copy."""
     tensor = torch.from_numpy(array)
     if empty is None:
         return tensor
     copy = empty(array.shape, tensor.dtype)
-    copy.numpy()[...] = array  # and not by torch, whose threads collapse when the processors are busy
+    copy.numpy()[...] = array  # not by torch, whose threads are slow when the processors are busy
     return copy
 
 

@@ -1,4 +1,4 @@
-"""Runs of records from many blobs side by side in one range of addresses, so that one gather reads from all of them."""
+"""An arena of records from many blobs in one address range, so that one gather reads from all of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,22 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2  # mremap(2)
 
 
 class MmapArena:
-    """`slots` places for at most `rows` records of `itemsize` bytes (a multiple of 8) each.
+    """An address range of slots for records.
 
-    What is put into a slot is mapped there a second time where it is a map of a file, which takes no memory of its own,
-    and copied where it is not. The arena lets go of a file only when its slot is cleared.
+    Records that are a map of a file are mapped into their slot a second time, which takes no further memory. Other
+    records are copied. The arena keeps a file mapped until its slot is cleared.
 
-    Notes: not for several threads at once. Takes addresses, not memory: a slot is as wide as a page and a record allow
-    at their least common multiple, so that a record's place in the arena is a whole number of records.
+    Args:
+        slots: Number of slots.
+        rows: Records of a slot, at most.
+        itemsize: Bytes of a record, a multiple of 8.
+
+    Attributes:
+        rows_per_slot: Records from the start of a slot to the start of the next.
+
+    Notes:
+        One thread at a time may call it. It reserves addresses, not memory: the width of a slot is a multiple of both
+        the page size and the record size, so that each slot starts at a whole record.
     """
 
     def __init__(self, slots: int, rows: int, itemsize: int) -> None:
@@ -37,21 +46,25 @@ class MmapArena:
         self._records = words.reshape(-1, itemsize // _WORD.itemsize)
 
     def put(self, slot: int, records: memoryview) -> None:
-        """Fill a slot with the bytes of its records."""
+        """Replace the content of a slot by the bytes of records."""
         self.clear(slot)
         if records:
-            place = self._address + slot * self._slot_bytes
-            if not _map_again(records, place):
-                _map_memory(place, len(records), mmap.PROT_READ | mmap.PROT_WRITE)
-                ctypes.memmove(place, _address_of(records), len(records))
+            address = self._address + slot * self._slot_bytes
+            if not _map_again(records, address):
+                _map_memory(address, len(records), mmap.PROT_READ | mmap.PROT_WRITE)
+                ctypes.memmove(address, _address_of(records), len(records))
 
     def clear(self, slot: int) -> None:
-        """Let go of what a slot holds."""
+        """Unmap the content of a slot."""
         _map_memory(self._address + slot * self._slot_bytes, self._slot_bytes, mmap.PROT_READ)
 
-    def take(self, places: Array) -> Array:
-        """The records at these places (int64 [n]; slot times `rows_per_slot`, and row): int64 [n, words], copied."""
-        return np.take(self._records, places, axis=0, mode="clip")  # to raise for places outside takes twice as long
+    def take(self, positions: Array) -> Array:
+        """Return copies of records, int64 [n, words].
+
+        Args:
+            positions: Index of each record, slot * `rows_per_slot` + row, int64 [n].
+        """
+        return np.take(self._records, positions, axis=0, mode="clip")  # mode="raise" takes twice as long
 
 
 def _address_of(memory: Any) -> int:
@@ -59,25 +72,30 @@ def _address_of(memory: Any) -> int:
 
 
 def _map_memory(address: int, size: int, protection: int) -> None:
-    """Empty memory in place of whatever these addresses held. Raises OSError."""
+    """Map zeroed memory at an address, in place of what was mapped there.
+
+    Raises:
+        OSError: The kernel cannot map the memory.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
     if libc().mmap(address, size, protection, flags, -1, 0) != address:
         raise os_error("mapping memory")
 
 
 def _map_again(memory: memoryview, address: int) -> bool:
-    """Have `address` show the same pages of a file as `memory` does; False when it is no shared map.
+    """Map the file pages of `memory` at `address` as well. Return False if `memory` is not a shared file map.
 
     mremap(2): "If the value of old_size is zero, and old_address refers to a shareable mapping, then mremap() will
     create a new mapping of the same pages."
     """
     size = -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE
-    # Somewhere first: older kernels empty the place they are told before they refuse, for other threads to map into.
+    # Map anywhere first, then move: with a fixed address, older kernels unmap the target before they fail. Another
+    # thread could map its memory there.
     again = libc().mremap(_address_of(memory), 0, size, _MREMAP_MAYMOVE, None)
     if again in (None, ctypes.c_void_p(-1).value):
         return False
     if libc().mremap(again, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, address) != address:
         libc().munmap(again, size)
         return False
-    libc().madvise(address, size, POPULATE_READ)  # an older kernel goes without
+    libc().madvise(address, size, POPULATE_READ)  # Older kernels lack it and read the pages on first access.
     return True

@@ -1,4 +1,4 @@
-"""The row groups that a process has open: their records side by side, what varies in length where it was mapped."""
+"""The row groups that a process has open: records side by side in one arena, ragged values where they are mapped."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from dataload.rows.arrow_decode import Array
 from dataload.rows.mmap_arena import MmapArena
 from dataload.rows.row_block import Blob, Records
 
-_NOWHERE = -1
+_CLOSED = -1
 
 
 class OpenRowGroups:
-    """Room for the blobs of `capacity` row groups; whoever came first goes first.
+    """The blobs of at most `capacity` row groups. The row group that was opened first is evicted first.
 
-    group_starts: the number of each row group's first blob, int64 [groups + 1]; row_starts: the number of each blob's
-    first row, int64 [blobs + 1].
+    Args:
+        capacity: How many row groups are open at most.
+        group_starts: Number of each row group's first blob, int64 [groups + 1].
+        row_starts: Number of each blob's first row, int64 [blobs + 1].
+        layout: Layout of a record.
 
-    Notes: not for several threads at once.
+    Notes:
+        One thread at a time may call it.
     """
 
     def __init__(self, capacity: int, group_starts: Array, row_starts: Array, layout: Layout) -> None:
@@ -33,19 +37,19 @@ class OpenRowGroups:
         slots = min(capacity * blobs, max(1, len(row_starts) - 1))
         self._arena = MmapArena(slots, int(np.diff(row_starts).max(initial=1)), layout.dtype.itemsize)
         self._free = list(range(slots))
-        self._slots: OrderedDict[int, list[int]] = OrderedDict()  # of each row group, the first that came first
+        self._slots: OrderedDict[int, list[int]] = OrderedDict()  # row group -> its slots, oldest row group first
         self._blobs: dict[int, Blob] = {}
-        self._places = np.full(len(row_starts) - 1, _NOWHERE, np.int64)  # of each blob's first record in the arena
+        self._first_records = np.full(len(row_starts) - 1, _CLOSED, np.int64)  # index in the arena, by blob
 
     def __contains__(self, group: int) -> bool:
         return group in self._slots
 
     def put(self, group: int, contents: Sequence[memoryview], keep: Collection[int]) -> None:
-        """Open a row group, letting go of others than those in `keep` where there are too many."""
+        """Open a row group. Evict the oldest row groups that are not in `keep` if space is short."""
         if group in self._slots:
             return
         while len(self._slots) >= self.capacity or len(self._free) < len(contents):
-            self._drop(next(old for old in self._slots if old not in keep))
+            self._evict(next(old for old in self._slots if old not in keep))
         first, last = self._group_starts[group : group + 2].tolist()
         slots = [self._free.pop() for _ in contents]
         try:
@@ -58,26 +62,31 @@ class OpenRowGroups:
         except BaseException:
             self._free += slots
             raise
-        self._places[first:last] = np.array(slots, np.int64) * self._arena.rows_per_slot
+        self._first_records[first:last] = np.array(slots, np.int64) * self._arena.rows_per_slot
         self._slots[group] = slots
 
     def take(self, rows: Array, blobs: Array) -> Records | None:
-        """These rows (int64 [n]), of these blobs, copied; None when not all of them are open."""
-        places = self._places[blobs]
-        if places.min(initial=0) == _NOWHERE:
-            return None
-        places += rows
-        places -= self._row_starts[blobs]
-        taken = self._arena.take(places).view(self._layout.dtype)[:, 0]
-        if not self._layout.ragged:
-            return Records(self._layout, taken, [], np.empty(0, np.int64))
-        numbers, which = np.unique(blobs, return_inverse=True)
-        return Records(self._layout, taken, [self._blobs[number] for number in numbers.tolist()], which)
+        """Return copies of rows, or None if a row group of theirs is not open.
 
-    def _drop(self, group: int) -> None:
+        Args:
+            rows: Row numbers, int64 [n].
+            blobs: The blob of each row, int64 [n].
+        """
+        positions = self._first_records[blobs]
+        if positions.min(initial=0) == _CLOSED:
+            return None
+        positions += rows
+        positions -= self._row_starts[blobs]
+        records = self._arena.take(positions).view(self._layout.dtype)[:, 0]
+        if not self._layout.ragged:
+            return Records(self._layout, records, [], np.empty(0, np.int64))
+        numbers, which = np.unique(blobs, return_inverse=True)
+        return Records(self._layout, records, [self._blobs[number] for number in numbers.tolist()], which)
+
+    def _evict(self, group: int) -> None:
         slots = self._slots.pop(group)
         first, last = self._group_starts[group : group + 2]
-        self._places[first:last] = _NOWHERE
+        self._first_records[first:last] = _CLOSED
         for number, slot in zip(range(first, last), slots, strict=True):
             self._blobs.pop(number, None)
             self._arena.clear(slot)

@@ -1,7 +1,7 @@
-"""Records: decoded rows as one run of bytes, from which rows are gathered without another look at what they mean.
+"""Records: decoded rows as bytes of fixed length, which a gather copies without interpreting them.
 
-A blob of records is, in this order and each from a multiple of 64 bytes on: the records, of `Layout.dtype` one a row;
-for each ragged column its heap, the values of all rows one after the other; int64, where each heap begins, at the end.
+A blob has three sections, each aligned to 64 bytes: the records, one `Layout.dtype` per row; for each ragged column a
+heap, the values of all rows one after the other; and the offset of each heap, as int64.
 """
 
 from __future__ import annotations
@@ -18,15 +18,23 @@ from dataload.rows.arrow_decode import Array, Column, Dense, Ragged
 VERSION = 0
 _ALIGN = 64
 _WORD = np.dtype(np.int64)
-_HEAP_ELEMENTS = 2**32  # A span counts in 32 bits.
+_HEAP_ELEMENTS = 2**32  # The offsets and lengths in a record have 32 bits.
 
 
 def pack(
     columns: Mapping[str, Column], rows: int, layout: Layout, where: str, allocate: Callable[[int], memoryview]
 ) -> None:
-    """Write `rows` rows into the memory that `allocate` gives for so many bytes.
+    """Write rows as a blob of records.
 
-    Raises DataError naming `where` and the column when its values are too many to be counted.
+    Args:
+        columns: The columns, by name.
+        rows: Number of rows.
+        layout: Layout of a record.
+        where: File and row group, for errors.
+        allocate: Returns writable memory of a given size in bytes.
+
+    Raises:
+        DataError: A ragged column has more values than 32 bits can count. It names `where` and the column.
     """
     heaps = [columns[field.name] for field in layout.ragged]
     values = [_used(heap, field, where) for field, heap in zip(layout.ragged, heaps, strict=True)]
@@ -49,13 +57,28 @@ def pack(
 
 
 def packed_bytes(rows: int, heaps: Iterable[int], layout: Layout) -> int:
-    """Bytes that `pack` asks for, when the values of the ragged columns take so many."""
+    """Return the size of a blob in bytes.
+
+    Args:
+        rows: Number of rows.
+        heaps: Bytes of the values of each ragged column.
+        layout: Layout of a record.
+    """
     sizes = [_aligned(size) for size in heaps]
     return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + len(sizes) * _WORD.itemsize
 
 
 class Blob:
-    """A blob of records, as it is kept. records: bytes of the `rows` records."""
+    """A view of a blob of records.
+
+    Args:
+        blob: Bytes of the blob.
+        rows: Number of rows.
+        layout: Layout of a record.
+
+    Attributes:
+        records: Bytes of the records.
+    """
 
     def __init__(self, blob: memoryview, rows: int, layout: Layout) -> None:
         self._layout = layout
@@ -68,7 +91,7 @@ class Blob:
                 self._heaps[field.name] = blob[start:end]
 
     def column(self, field: Field) -> Column:
-        """All values of a column, as they were packed."""
+        """Return all values of a column, as they were packed."""
         values = np.frombuffer(self.records, self._layout.dtype)[field.name]
         if not field.ragged:
             return Dense(values)
@@ -77,15 +100,19 @@ class Blob:
         return Ragged(np.frombuffer(heap, field.dtype), offsets)
 
     def heap(self, field: Field) -> memoryview:
-        """The values of a ragged column: bytes, or numbers of its dtype."""
+        """Return the values of a ragged column: bytes, or numbers of its dtype."""
         return self._heaps[field.name]
 
 
 @dataclass(frozen=True)
 class Records:
-    """Rows that were gathered: n of them.
+    """A batch of n gathered rows.
 
-    rows: of `layout.dtype`, [n]; blobs, which: the values of varying length of row i lie in blobs[which[i]].
+    Attributes:
+        layout: Layout of a record.
+        rows: The records, `layout.dtype` [n].
+        blobs: The blobs that hold the ragged values.
+        which: Index in `blobs` of each row's blob, int64 [n].
     """
 
     layout: Layout
@@ -95,7 +122,7 @@ class Records:
 
     @classmethod
     def none(cls, layout: Layout) -> Records:
-        """No rows."""
+        """Return an empty batch."""
         return cls(layout, np.empty(0, layout.dtype), [], np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -105,12 +132,16 @@ class Records:
         return Records(self.layout, self.rows[part], self.blobs, self.which[part])
 
     def dense(self, field: Field) -> Array:
-        """A dense column, [n, …]; a strided view."""
+        """Return a dense column, [n, …], as a strided view."""
         values: Array = self.rows[field.name]
         return values
 
     def neighbours(self, fields: Sequence[Field]) -> Array | None:
-        """These columns, scalars of one dtype, side by side: [n, len(fields)], strided; None if they lie otherwise."""
+        """Return scalar columns of one dtype as a strided view [n, len(fields)].
+
+        Returns:
+            None if the columns are not adjacent in the records.
+        """
         dtype = np.dtype(fields[0].dtype)
         first = self.layout.offset(fields[0])
         if [self.layout.offset(field) for field in fields] != [first + dtype.itemsize * n for n in range(len(fields))]:
@@ -119,21 +150,25 @@ class Records:
         return as_bytes[:, first : first + dtype.itemsize * len(fields)].view(dtype)
 
     def views(self, field: Field) -> list[memoryview]:
-        """The values of a ragged column, each as bytes where it lies; nothing is copied."""
+        """Return the values of a ragged column as views of their bytes. Nothing is copied."""
         return [heap[start:stop] for heap, start, stop in self._spans(field)]
 
     def strings(self, field: Field) -> list[str]:
-        """The values of a column of strings. Raises UnicodeDecodeError."""
+        """Return the values of a string column.
+
+        Raises:
+            UnicodeDecodeError: A value is not UTF-8.
+        """
         return [str(heap[start:stop], "utf-8") for heap, start, stop in self._spans(field)]
 
     def _spans(self, field: Field) -> Iterable[tuple[memoryview, int, int]]:
-        """Where each value of a ragged column lies: heap, first byte and end."""
+        """Return (heap, first byte, end) of each value of a ragged column."""
         spans = self.rows[field.name].astype(np.int64) * np.dtype(field.dtype).itemsize
         heaps = [blob.heap(field) for blob in self.blobs]
         return zip([heaps[blob] for blob in self.which.tolist()], spans[:, 0].tolist(), spans.sum(axis=1).tolist())  # noqa: B905 (of one length)
 
     def ragged(self, field: Field) -> Ragged:
-        """The values of a ragged column, copied side by side."""
+        """Return copies of the values of a ragged column, one after the other."""
         lengths = self.rows[field.name][:, 1].astype(np.int64)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         joined = b"".join(self.views(field))

@@ -1,4 +1,4 @@
-"""Rows by their numbers: decoded once a host, gathered from ever after; what every shuffled epoch reads."""
+"""Access to rows by number: each host decodes a row group once, and every shuffled epoch gathers from the result."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.formats.schema import Layout
 from dataload.rows.arrow_decode import Array
-from dataload.rows.background_decoder import AT_ONCE, BackgroundDecoder, DemandSignal
+from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
+from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records
 from dataload.rows.row_group_cache import RowGroupCache
@@ -30,54 +32,69 @@ from dataload.samplers.interval_index import IntervalIndex
 from dataload.telemetry.row_group_ledger import Ledger
 from dataload.telemetry.wait_timeline import CAUSES, Timeline, waited
 
-LOADERS = IN_FLIGHT + AT_ONCE  # as many row groups as this process, and the one that fills, are at together
-FILLED_BYTES = 128 << 20  # of rows: to start a process takes as long as to decode some of them
-MAPS_OF_A_BLOB = 4  # its slot, what is empty behind that, its heap; and some for others
+LOADERS = IN_FLIGHT + ROW_GROUPS_IN_FLIGHT  # threads: a row group each, of this process and the background decoder
+BACKGROUND_BYTES = 128 << 20  # of rows; decoding fewer takes no longer than starting a process
+MAPS_PER_BLOB = 4  # its slot, the empty end of the slot, its heap; and a share of the other maps
 
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Load:
     """A row group that is being loaded.
 
-    timeline: of the thread that loads it. account: see `Ledger`. given_up: done when a loop has ended, and no loop has
-    asked for the row group since. contents: None where the thread gave up before there was room for the row group.
+    Attributes:
+        timeline: Timeline of the thread that loads it.
+        account: Account of the row group, see `Ledger`.
+        cancelled: Done once a loop has ended and no loop has requested the row group since.
+        contents: The blobs; None if the load was cancelled before memory was reserved for it.
     """
 
     timeline: Timeline
     account: Counters
-    given_up: Future[None] = field(default_factory=Future)
+    cancelled: Future[None] = field(default_factory=Future)
     contents: Future[list[memoryview] | None] = field(init=False)
 
     @property
-    def gone(self) -> bool:
-        """Whether it has to be asked for anew."""
-        ended = self.contents
-        return ended.cancelled() or (ended.done() and (ended.exception() is not None or ended.result() is None))
+    def stale(self) -> bool:
+        """Whether the load ended without contents, so that the next request must start another."""
+        contents = self.contents
+        return contents.cancelled() or (
+            contents.done() and (contents.exception() is not None or contents.result() is None)
+        )
 
-    def unwanted(self) -> bool:
-        return self.given_up.done()
+    def is_cancelled(self) -> bool:
+        return self.cancelled.done()
 
-    def give_up(self) -> bool:
-        """Tell the loading thread, and the loops that wait; whether no thread had begun to load the row group."""
-        cancelled = self.contents.cancel()
-        if cancelled:
+    def cancel(self) -> None:
+        """Notify the loading thread and the loops that wait."""
+        if self.contents.cancel():  # No thread had started it.
             self.account.add(under_way=-1)
-        if not self.given_up.done():
-            self.given_up.set_result(None)
-        return cancelled
+        if not self.cancelled.done():
+            self.cancelled.set_result(None)
 
 
 class RowStore(ForkAware):
     """The chosen columns of a dataset, by row number.
 
-    capacity: how many row groups this process has open, those last asked for: they are asked for in the order in which
-    they are needed, and done with in that order. ahead: how many of them are for what no batch has drawn on yet.
-    further: how many may be loaded beside them, of those that do not stay in the cache.
+    Args:
+        manifest: The dataset.
+        columns: Names of the columns.
+        blocks: Reader of the dataset's files, and the cache.
+        capacity: Row groups that this process keeps open. The row group that was opened first is closed first, because
+            row groups are requested and finished in the order of need.
+        fill_null: As for `RowGroupCache`.
 
-    Notes: may be read from any thread; a row group is asked for once however many want it at a time. A forked child
-    starts with nothing open, and so does a pickled copy.
+    Attributes:
+        capacity: As above; `serve` raises it.
+        ahead: How many of the open row groups may be prefetched before a batch needs them.
+        further: How many row groups that do not stay in the cache may be prefetched besides.
+        blobs: The cached row groups.
+        ledger: The accounts of the row groups.
+
+    Notes:
+        Any thread may read. Concurrent requests for a row group share one load. A forked child and a pickled copy
+        start with no open row groups.
     """
 
     def __init__(
@@ -86,24 +103,26 @@ class RowStore(ForkAware):
         self.capacity = capacity
         self.ahead = capacity // 2
         self.further = 0
-        self._serves = False
+        self._has_loader = False
         self.blobs = RowGroupCache(manifest, columns, blocks, fill_null)
         self._settings = manifest, columns, blocks
         self._fill_null = fill_null
-        self._group_of_blob = np.repeat(np.arange(len(manifest.row_groups)), np.diff(self.blobs.group_starts))
-        self._lookup = IntervalIndex(self.blobs.row_starts)
+        plan = self.blobs.plan
+        self._group_of_blob = np.repeat(np.arange(len(manifest.row_groups)), np.diff(plan.group_starts))
+        self._blob_index = IntervalIndex(plan.row_starts)
         self.after_fork_in_child()
         super().__init__()
 
     def after_fork_in_child(self) -> None:
+        """Reset locks, threads and open row groups."""
         self._mutex = threading.Lock()
-        self._asked: OrderedDict[int, _Asked] = OrderedDict()  # and not on the shelf yet
+        self._pending: OrderedDict[int, _Load] = OrderedDict()  # requested and not open yet
         self._threads: DaemonExecutor | None = None
-        self._haste = DemandSignal()
+        self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
-        self._filler: BackgroundDecoder | None = None
-        self._looks_ahead = False
-        self._shelf: OpenRowGroups | None = None
+        self._decoder: BackgroundDecoder | None = None
+        self._prefetches = False
+        self._open: OpenRowGroups | None = None
         self._sizes: dict[int, int] = {}  # bytes of the row groups that were loaded
         self.ledger = Ledger()
 
@@ -111,173 +130,197 @@ class RowStore(ForkAware):
         return RowStore, (*self._settings, self.capacity, self._fill_null)
 
     def serve(self, drawn_on: int, ahead: int, further: int = 0) -> None:
-        """Have room for the row groups that are drawn on at a time, and for those that are loaded ahead of that.
+        """Set the capacity for a loader. With several loaders, the largest needs apply.
 
-        As many as the largest of its loaders wants, once there is one.
+        Args:
+            drawn_on: Row groups that the loader's batches need at a time.
+            ahead: Row groups to prefetch before a batch needs them.
+            further: Row groups to prefetch besides, of those that do not stay in the cache.
         """
-        self.capacity = max(drawn_on + ahead, self.capacity if self._serves else 0)
-        self.ahead = max(ahead, self.ahead if self._serves else 0)
+        self.capacity = max(drawn_on + ahead, self.capacity if self._has_loader else 0)
+        self.ahead = max(ahead, self.ahead if self._has_loader else 0)
         self.further = max(further, self.further)
-        self._serves = True
+        self._has_loader = True
 
     @property
     def layout(self) -> Layout:
-        return self.blobs.layout
+        """Layout of a record."""
+        return self.blobs.plan.layout
 
     @property
     def row_bytes(self) -> int:
-        """About how many bytes a row takes, on average."""
-        return max(1, self.blobs.num_bytes // max(1, int(self.blobs.row_starts[-1])))
+        """Estimate of the mean bytes of a row, at least 1."""
+        return max(1, self.blobs.num_bytes // max(1, int(self.blobs.plan.row_starts[-1])))
 
-    def gather(self, rows: Array, stop: Future[None] | None = None, opened: set[int] | None = None) -> Records:
-        """The rows of these numbers (int64 [n], counted in file order), in the order given.
+    def gather(self, rows: Array, stop: Future[None] | None = None, opened: dict[int, bool] | None = None) -> Records:
+        """Return rows by their numbers, in the order given.
 
-        stop: once it is done, what is not there yet is not waited for. opened: gets the row groups that this gather
-        opened; None: what loading them takes is in no account of the ledger. Raises OriginError, DataError,
-        CancelledError.
+        Args:
+            rows: Row numbers in file order, int64 [n].
+            stop: Done when the rows are no longer needed. The gather then stops waiting for row groups.
+            opened: Filled with the row groups of the rows, and for each, whether this gather had to open it. None
+                charges loads to no account of the ledger.
+
+        Raises:
+            OriginError: The origin does not answer, or a file does not exist.
+            DataError: A row group cannot be decoded.
+            CancelledError: `stop` was done before all rows were available.
+            ConfigError: The rows belong to more row groups than this process can map.
         """
-        blobs = self._blobs_of(rows)
+        blobs = self._blob_index.pieces(rows)
+        if opened is not None:
+            opened.update(dict.fromkeys(self._row_groups_of(blobs), False))
         needed: list[int] = []
         loaded: dict[int, list[memoryview]] = {}
-        given_up: set[int] = set()
-        while True:  # Other threads may let go of what this one has opened.
+        cancelled: set[int] = set()
+        while True:  # Other threads may evict row groups that this one has opened.
             with self._mutex:
-                shelf = self._shelf_for(len(needed))
+                row_groups = self._open_row_groups(len(needed))
                 for group, contents in loaded.items():
-                    shelf.put(group, contents, keep=needed)
-                    self._asked.pop(group, None)
-                found = shelf.take(rows, blobs)
+                    row_groups.put(group, contents, keep=needed)
+                    self._pending.pop(group, None)
+                found = row_groups.take(rows, blobs)
                 if found is not None:
                     return found
-                if stop is not None and stop.done():  # Nothing is asked for after `forget`.
+                if stop is not None and stop.done():  # No request may follow `forget`.
                     raise CancelledError
-                needed = self._owners(rows)
-                missing = [group for group in needed if group not in shelf]
-                asked = {
-                    group: self._ask_for(group, counted=opened is not None, at_once=group in given_up)
+                needed = self._row_groups_of(blobs) if opened is None else list(opened)
+                missing = [group for group in needed if group not in row_groups]
+                loads = {
+                    group: self._request(group, counted=opened is not None, own_thread=group in cancelled)
                     for group in missing
                 }
             if opened is not None:
-                opened.update(missing)
-            loaded = {group: had for group, one in asked.items() if (had := self._loaded(one, stop)) is not None}
-            given_up = asked.keys() - loaded.keys()
+                opened.update(dict.fromkeys(missing, True))
+            results = {group: self._contents_of(load, stop) for group, load in loads.items()}
+            loaded = {group: contents for group, contents in results.items() if contents is not None}
+            cancelled = results.keys() - loaded.keys()
 
     def size_of(self, group: int) -> int:
-        """Return the bytes of a row group's records: exactly, where this process has loaded it."""
+        """Return the bytes of a row group's records: exact once this process has loaded it, an estimate before."""
         return self._sizes.get(group) or self.blobs.bytes_of(group)
 
     def forget(self) -> None:
-        """Do not begin to load what was asked for and has no room yet, unless somebody is busy here just now.
+        """Cancel the loads that have not reserved memory yet, unless another thread holds the lock.
 
-        Notes: another loop that waits for it is told, and takes it over. The loop that ends has set its own `stop`
-        before, so that it does not. This never waits. The garbage collector may come here, in a thread that is.
+        Notes:
+            Other loops that wait for a cancelled load are notified and request it again. The loop that ends sets its
+            `stop` first, so that it does not. This never blocks, because the garbage collector may call it in a thread
+            that holds the lock.
         """
         if self._mutex.acquire(blocking=False):
             try:
-                for group, asked in list(self._asked.items()):
-                    if asked.give_up():
-                        del self._asked[group]
+                for group, load in list(self._pending.items()):
+                    load.cancel()
+                    if load.contents.cancelled():
+                        del self._pending[group]
             finally:
                 self._mutex.release()
 
-    def _owners(self, rows: Array) -> list[int]:
-        """The row groups that these rows belong to, each once, in file order."""
-        touched = np.zeros(len(self._group_of_blob), np.bool_)
-        touched[self._blobs_of(rows)] = True
-        owners: list[int] = np.unique(self._group_of_blob[touched]).tolist()
-        return owners
-
     def prefetch(self, groups: Iterable[int]) -> None:
-        """Start loading these row groups, in this order.
-
-        Where there is much to be made, that is left to a process of its own.
-        """
+        """Start loading row groups, in this order. A large dataset is decoded in a background process."""
         with self._mutex:
-            if not self._looks_ahead:
-                self._looks_ahead = True
-                self._run(self.blobs.lease)
-                if self.blobs.shared and self.blobs.num_bytes >= FILLED_BYTES:
-                    self._filler = BackgroundDecoder(self.blobs)
+            if not self._prefetches:
+                self._prefetches = True
+                self._submit(self.blobs.lease)
+                if self.blobs.shared and self.blobs.num_bytes >= BACKGROUND_BYTES:
+                    self._decoder = BackgroundDecoder(self.blobs)
             for group in groups:
-                if self._shelf is None or group not in self._shelf:
-                    self._ask_for(group)
+                if self._open is None or group not in self._open:
+                    self._request(group)
 
-    def _blobs_of(self, rows: Array) -> Array:
-        return self._lookup.pieces(rows)
+    def usual_cause(self) -> str:
+        """Return the cause of most of the loading time."""
+        spent = Counter(self._spent.snapshot())
+        if self._decoder is not None:
+            spent += Counter(self._decoder.spent.snapshot())
+        known = {cause: seconds for cause, seconds in spent.items() if cause in CAUSES}
+        return max(known, key=known.__getitem__, default="origin")
 
-    def _shelf_for(self, groups: int) -> OpenRowGroups:
-        """A shelf for so many row groups at a time, at least. Raises ConfigError when the system has not the maps."""
-        blobs = self.blobs
-        most = max_maps() // (MAPS_OF_A_BLOB * blobs.most_of_a_group)
-        if groups > most:
+    def _row_groups_of(self, blobs: Array) -> list[int]:
+        """Return the row groups of these blobs, each once, in file order."""
+        touched = np.zeros(len(self._group_of_blob), np.bool_)
+        touched[blobs] = True
+        row_groups: list[int] = np.unique(self._group_of_blob[touched]).tolist()
+        return row_groups
+
+    def _open_row_groups(self, count: int) -> OpenRowGroups:
+        """Return the open row groups, with a capacity of at least `count`."""
+        plan = self.blobs.plan
+        most = max_maps() // (MAPS_PER_BLOB * plan.most_of_a_group)
+        if count > most:
             raise ConfigError(
-                f"a gather from {groups} row groups takes more maps of files than the {max_maps()} that a process may "
-                "have: raise vm.max_map_count (sysctl), or take a smaller batch or window"
+                f"a gather from {count} row groups takes more maps of files than the {max_maps()} that a process may "
+                "have: raise vm.max_map_count (sysctl), or use a smaller batch or window"
             )
-        needed = max(min(self.capacity, most), groups)
-        if self._shelf is None or self._shelf.capacity < needed:
-            self._shelf = OpenRowGroups(needed, blobs.group_starts, blobs.row_starts, blobs.layout)
-        return self._shelf
+        capacity = max(min(self.capacity, most), count)
+        if self._open is None or self._open.capacity < capacity:
+            self._open = OpenRowGroups(capacity, plan.group_starts, plan.row_starts, plan.layout)
+        return self._open
 
-    def _ask_for(self, group: int, *, counted: bool = True, at_once: bool = False) -> _Asked:
-        """Have a row group loaded.
+    def _request(self, group: int, *, counted: bool = True, own_thread: bool = False) -> _Load:
+        """Return the load of a row group. Start it if there is none.
 
-        counted: in the ledger. at_once: by a thread of its own, for all others may be busy.
+        Args:
+            group: The row group.
+            counted: Charge the load to the row group's account in the ledger.
+            own_thread: Load it in a new thread, because all others may be busy.
         """
-        asked = self._asked.get(group)
-        if asked is None or asked.gone:
-            self._asked.pop(group, None)  # Its place is that of when it is asked for.
-            asked = _Asked(Timeline(), self.ledger.begin(group) if counted else Counters())
-            run = DaemonExecutor(1, "dataload-load-at-once").submit if at_once else self._run
-            asked.contents = run(self._load, group, asked)
-            self._asked[group] = asked
-        if asked.given_up.done():
-            asked.given_up = Future()
-        while len(self._asked) > self.capacity + self.further:
-            self._asked.popitem(last=False)
-        return asked
+        load = self._pending.get(group)
+        if load is None or load.stale:
+            self._pending.pop(group, None)  # A new load goes to the end of the queue.
+            load = _Load(Timeline(), self.ledger.begin(group) if counted else Counters())
+            try:
+                load.contents = self._start(group, load, own_thread=own_thread)
+            except RuntimeError:
+                load.account.add(under_way=-1)
+                raise
+            self._pending[group] = load
+        if load.cancelled.done():
+            load.cancelled = Future()
+        while len(self._pending) > self.capacity + self.further:
+            self._pending.popitem(last=False)
+        return load
 
-    def _run(self, call: Callable[..., T], *args: Any) -> Future[T]:
+    def _start(self, group: int, load: _Load, *, own_thread: bool) -> Future[list[memoryview] | None]:
+        if own_thread:
+            with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
+                return DaemonExecutor(1, "dataload-load-now").submit(self._load, group, load)
+        return self._submit(self._load, group, load)
+
+    def _submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         if self._threads is None:
             self._threads = DaemonExecutor(LOADERS, "dataload-load")
         return self._threads.submit(call, *args)
 
-    def _load(self, group: int, asked: _Asked) -> list[memoryview] | None:
+    def _load(self, group: int, load: _Load) -> list[memoryview] | None:
         try:
-            with asked.timeline.here():
+            with load.timeline.here():
                 contents = self.blobs.find(group)
                 if contents is None:
                     since = perf_counter()
-                    with charged_to(asked.account):
-                        if self._filler is not None:
-                            self._filler.make(group, self._haste, asked.account)
-                        contents = self.blobs.load(group, asked.unwanted)
-                    self._spent.add(**asked.timeline.seconds(since, perf_counter()))
+                    with charged_to(load.account):
+                        if self._decoder is not None:
+                            self._decoder.make(group, self._demand, load.account)
+                        contents = self.blobs.load(group, load.is_cancelled)
+                    self._spent.add(**load.timeline.seconds(since, perf_counter()))
                 self._sizes[group] = sum(map(len, contents))
                 return contents
         except ReservationCancelled:
             return None
         finally:
-            asked.account.add(under_way=-1)
+            load.account.add(under_way=-1)
 
-    def _loaded(self, asked: _Asked, stop: Future[None] | None) -> list[memoryview] | None:
-        """What was asked for; None when it was given up because another loop over the same rows has ended."""
-        contents, given_up = asked.contents, asked.given_up
+    def _contents_of(self, load: _Load, stop: Future[None] | None) -> list[memoryview] | None:
+        """Wait for a load. Return its contents, or None if the end of another loop cancelled it."""
+        contents = load.contents
         if not contents.done():
             since = perf_counter()
-            # A cancelled future tells its waiters only when a thread takes it from the queue; `given_up` tells at once.
-            first: list[Future[Any]] = [contents, given_up] if stop is None else [contents, given_up, stop]
-            with self._haste.waiting():  # There is no step to be spared.
+            # Waiters of a cancelled future are notified only when a thread dequeues it; `cancelled` notifies at once.
+            first: list[Future[Any]] = [contents, load.cancelled] if stop is None else [contents, load.cancelled, stop]
+            with self._demand.waiting():
                 wait(first, return_when=FIRST_COMPLETED)
-            waited(since, asked.timeline, instead=self.usual_cause())
+            waited(since, load.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
         return contents.result() if contents.done() and not contents.cancelled() else None
-
-    def usual_cause(self) -> str:
-        """What loading takes most of its time for."""
-        spent = Counter(self._spent.snapshot())
-        if self._filler is not None:
-            spent += Counter(self._filler.spent.snapshot())
-        known = {cause: seconds for cause, seconds in spent.items() if cause in CAUSES}
-        return max(known, key=known.__getitem__, default="origin")

@@ -1,1 +1,1 @@
-"""What every package builds on: memory budgets, counters, threads, forks, file maps. No torch, no Arrow."""
+"""Base of all packages: memory budgets, counters, threads, forks and file maps. Imports neither torch nor Arrow."""

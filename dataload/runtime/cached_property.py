@@ -1,4 +1,4 @@
-"""A property that is computed once."""
+"""A property that is computed once per instance."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ T = TypeVar("T")
 
 
 class cached_property(Generic[T]):  # noqa: N801 (as that of functools)
-    """Kept in the instance once it is computed; by several threads at once it may be computed more than once.
+    """A property whose value is stored in the instance after the first access.
 
-    That of functools holds a lock meanwhile, before Python 3.12 one for all instances: a child that another thread
-    forks then, as a loader's workers are, would wait for it for ever.
+    Threads that access it at the same time may each compute the value. `functools.cached_property` holds a lock during
+    the computation instead, before Python 3.12 one lock for all instances. A child process that is forked at that
+    moment, such as a loader's worker, would wait for that lock forever.
     """
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
@@ -29,5 +30,5 @@ class cached_property(Generic[T]):  # noqa: N801 (as that of functools)
     def __get__(self, instance: object | None, owner: type | None = None) -> Self | T:
         if instance is None:
             return self
-        found = vars(instance)[self._name] = self._compute(instance)
-        return found
+        value = vars(instance)[self._name] = self._compute(instance)
+        return value

@@ -10,17 +10,20 @@ from contextvars import ContextVar
 
 
 class Counters:
-    """Named totals (counts, bytes or seconds), safe to add to from any thread."""
+    """Named totals (counts, bytes or seconds). Any thread may add to them."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # The garbage collector may end a loop here, in a thread that holds the lock.
+        # Reentrant: the garbage collector may close a loop's generator in a thread that holds the lock.
+        self._lock = threading.RLock()
         self._totals: Counter[str] = Counter()
 
     def add(self, **amounts: float) -> None:
+        """Add the amounts to the totals of these names."""
         with self._lock:
             self._totals.update(amounts)
 
     def snapshot(self) -> dict[str, float]:
+        """Return a copy of the totals."""
         with self._lock:
             return dict(self._totals)
 
@@ -30,7 +33,10 @@ _account: ContextVar[Counters | None] = ContextVar("account", default=None)
 
 @contextmanager
 def charged_to(account: Counters) -> Iterator[None]:
-    """Add what `charge` is called with to `account`, in this thread and in the `Threads` that it submits work to."""
+    """Add the amounts of each `charge` in the block to `account`.
+
+    The account also applies to the calls that the block submits to a `DaemonExecutor`.
+    """
     token = _account.set(account)
     try:
         yield
@@ -39,7 +45,7 @@ def charged_to(account: Counters) -> Iterator[None]:
 
 
 def charge(**amounts: float) -> None:
-    """Add to the account of the work that is being done, if it has one."""
+    """Add the amounts to the account of the current work, if there is one."""
     account = _account.get()
     if account is not None:
         account.add(**amounts)

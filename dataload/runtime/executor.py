@@ -1,4 +1,4 @@
-"""Threads that work off calls, and for which the end of the program does not wait long."""
+"""A thread pool whose calls do not delay the exit of the program."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from typing import Any, TypeVar
 
 from dataload.runtime.forks import ForkAware
 
-PATIENCE_SECONDS = 0.5
-LOOK_SECONDS = 0.2
+PATIENCE_SECONDS = 0.5  # for running calls, at the exit of the program
+LOOK_SECONDS = 0.2  # between two checks for signals
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class DaemonExecutor:
-    """At most `count` threads, started as they are needed, that run calls in the order in which they come.
+    """A pool of at most `count` daemon threads that run calls in submission order.
 
-    Notes: they end with this object, when all calls are done. Those of `concurrent.futures` are waited for at the end
-    of the program, however long a store may take to answer; of these none begins a call then, and what is under way is
-    left after `PATIENCE_SECONDS`. In a forked child there are none: make another object there. Where the system starts
-    no more threads, those that run do all calls.
+    Threads start on demand and end with this object, once all calls are done. `concurrent.futures` waits for its
+    threads at the exit of the program, however long an object store takes to answer. This pool starts no call during
+    the exit and abandons running calls after `PATIENCE_SECONDS`.
+
+    Notes:
+        A forked child inherits no threads: create another pool there. If the system cannot start another thread, the
+        running ones do all calls.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -37,19 +40,20 @@ class DaemonExecutor:
         weakref.finalize(self, self._work.calls.put, None).atexit = False
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Return a future of what the call returns or raises, once a thread has run it in the caller's context.
+        """Schedule a call and return a future of its result. The call runs in the caller's context.
 
-        Raises RuntimeError where no thread runs and none can be started. The call then never runs.
+        Raises:
+            RuntimeError: The pool has no thread and the system cannot start one. The call never runs.
         """
         future: Future[T] = Future()
         with self._work.mutex:
             if self._started <= self._work.unfinished and self._started < self._count:
-                self._start_one()
+                self._start_thread()
             self._work.unfinished += 1
             self._work.calls.put((future, copy_context().run, (call, *args)))
         return future
 
-    def _start_one(self) -> None:
+    def _start_thread(self) -> None:
         name = f"{self._name}_{self._started + 1}"
         try:
             threading.Thread(target=_run_calls, args=(self._work,), name=name, daemon=True).start()
@@ -61,23 +65,31 @@ class DaemonExecutor:
 
 
 class _Work:
-    """The calls of a pool. unfinished: those that wait and those that run; None ends the threads."""
+    """The calls of a pool.
+
+    Attributes:
+        calls: The calls that no thread has started. None ends a thread.
+        unfinished: How many calls are queued or running.
+    """
 
     def __init__(self) -> None:
-        self.mutex = threading.RLock()  # The garbage collector may end something that submits, also in `submit`.
+        self.mutex = threading.RLock()  # Reentrant: the garbage collector may run a finalizer that submits a call.
         self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self.unfinished = 0
 
 
 def awaited(future: Future[T]) -> T:
-    """Its result. In the main thread Ctrl-C is heard meanwhile, also one that comes just before the wait begins."""
+    """Return the result of a future. In the main thread, Ctrl-C interrupts the wait.
+
+    The wait is cut into short ones, because a signal that arrives just before a wait begins would not interrupt it.
+    """
     while not future.done():
         wait([future], LOOK_SECONDS)
     return future.result()
 
 
-class _UnderWay(ForkAware):
-    """The calls that threads of this process are at."""
+class _RunningCalls(ForkAware):
+    """The calls that threads of this process run."""
 
     def __init__(self) -> None:
         self.after_fork_in_child()
@@ -86,10 +98,10 @@ class _UnderWay(ForkAware):
 
     def after_fork_in_child(self) -> None:
         self._futures: set[Future[Any]] = set()
-        self._ending = False
+        self._exiting = False
 
     def run(self, future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        if self._ending:
+        if self._exiting:
             future.cancel()
         if not future.set_running_or_notify_cancel():
             return
@@ -100,26 +112,26 @@ class _UnderWay(ForkAware):
             future.set_exception(error)
         finally:
             self._futures.discard(future)
-            del future, call, args  # An error's traceback holds this frame, and would so hold itself.
+            del future, call, args  # An error's traceback refers to this frame, which would make a reference cycle.
 
-    def end_with_the_program(self) -> None:
+    def install_exit_hook(self) -> None:
         if not self._installed:
             self._installed = True
-            atexit.register(self._end)
+            atexit.register(self._exit)
 
-    def _end(self) -> None:
-        self._ending = True
+    def _exit(self) -> None:
+        self._exiting = True
         wait(list(self._futures), PATIENCE_SECONDS)
 
 
-_under_way = _UnderWay()
+_running_calls = _RunningCalls()
 
 
 def _run_calls(work: _Work) -> None:
-    _under_way.end_with_the_program()
-    while (asked := work.calls.get()) is not None:
-        _under_way.run(*asked)
-        del asked  # or its result would stay as long as nothing else is asked
+    _running_calls.install_exit_hook()
+    while (call := work.calls.get()) is not None:
+        _running_calls.run(*call)
+        del call  # An idle thread must not keep the last result alive.
         with work.mutex:
             work.unfinished -= 1
-    work.calls.put(None)  # for the next one
+    work.calls.put(None)  # for the next thread

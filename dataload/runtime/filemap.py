@@ -1,4 +1,4 @@
-"""Read-only maps of files that hold no descriptor: Python's own keeps one for each map."""
+"""Read-only file maps without an open descriptor; Python's own `mmap` keeps one descriptor per map."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of mmap(2)
 POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14
+DEFAULT_MAX_MAPS = 65_530  # of Linux
 
 
 @functools.cache
 def libc() -> Any:
-    """The C library, with the types of what is called here."""
+    """Return the C library, with the argument types of the functions used here."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -28,21 +29,29 @@ def libc() -> Any:
 
 
 def max_maps() -> int:
-    """How many maps a process may have."""
+    """Return how many memory maps the kernel allows a process."""
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
-        return 65_530  # Linux's default
+        return DEFAULT_MAX_MAPS
 
 
 def os_error(doing: str) -> OSError:
-    """The error that the last call of the C library met."""
+    """Return the error of the last failed call of the C library. `doing` names the operation."""
     number = ctypes.get_errno()
     return OSError(number, f"{doing}: {os.strerror(number)}")
 
 
 class FileMap:
-    """The first `size` bytes of an open file, at least one; unmapped when no view of them is left. Raises OSError."""
+    """A map of the first `size` bytes of an open file. The map ends with the last view of it.
+
+    Args:
+        descriptor: The open file. It may be closed as soon as the map exists.
+        size: Bytes to map, at least 1.
+
+    Raises:
+        OSError: The kernel cannot map the file.
+    """
 
     def __init__(self, descriptor: int, size: int) -> None:
         address = libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
@@ -54,7 +63,11 @@ class FileMap:
         self.view = memoryview(content).cast("B").toreadonly()
 
     def populate(self, start: int, stop: int) -> None:
-        """Have the pages of these bytes read in now. Raises OSError where that cannot be done."""
+        """Read the pages of bytes `start` to `stop` into memory.
+
+        Raises:
+            OSError: The kernel cannot read the pages or is too old for the request.
+        """
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if libc().madvise(self.address + first, stop - first, POPULATE_READ):
             raise os_error("reading pages in")

@@ -1,4 +1,4 @@
-"""What must not cross a fork hears of it here: LMDB environments, lock descriptors, thread pools, event loops."""
+"""Fork hooks for objects that a child process must not inherit, such as lock descriptors and thread pools."""
 
 from __future__ import annotations
 
@@ -9,74 +9,77 @@ from contextlib import suppress
 
 
 class ForkAware:
-    """Told of every fork of this process, in the forking thread.
+    """Base class of objects with fork hooks. The forking thread calls the hooks.
 
-    A subclass overrides what it needs, and calls `super().__init__()` when it is ready to be told.
-    `before_fork` and `after_fork_in_parent` come in pairs.
+    A subclass overrides the hooks that it needs. It calls `super().__init__()` once its hooks may be called.
+    `before_fork` and `after_fork_in_parent` are called in pairs.
     """
 
     def __init__(self) -> None:
-        _forks.join(self)
+        _registry.register(self)
 
     def before_fork(self) -> None:
-        """About to fork: let go of what a child must not inherit."""
+        """Release the resources that a child must not inherit."""
 
     def after_fork_in_parent(self) -> None:
-        """Forked; this is the parent."""
+        """Acquire the released resources again, in the parent."""
 
     def after_fork_in_child(self) -> None:
-        """Forked; this is the child. Its other threads are gone, and with them whoever held a lock."""
+        """Reset this object in the child. The parent's other threads, and the locks they held, do not exist there."""
 
 
-class _Forks:
-    """Everyone who wants to know. One fork at a time: threads may fork at once, and the hooks come in two halves."""
+class _Registry:
+    """The live `ForkAware` objects. It serialises forks, because each fork calls the hooks in two steps."""
 
     def __init__(self) -> None:
         self._gate = threading.RLock()
         self._installed = False
-        self._alive: weakref.WeakSet[ForkAware] = weakref.WeakSet()
-        self._told: list[ForkAware] = []
+        self._live: weakref.WeakSet[ForkAware] = weakref.WeakSet()
+        self._notified: list[ForkAware] = []
 
-    def join(self, one: ForkAware) -> None:
+    def register(self, member: ForkAware) -> None:
         with self._gate:
             if not self._installed:
                 os.register_at_fork(
                     before=self._before, after_in_parent=self._after_in_parent, after_in_child=self._after_in_child
                 )
                 self._installed = True
-            self._alive.add(one)
+            self._live.add(member)
 
     def _before(self) -> None:
         self._gate.acquire()
-        self._told = list(self._alive)
-        for one in self._told:
-            one.before_fork()
+        self._notified = list(self._live)
+        for member in self._notified:
+            member.before_fork()
 
     def _after_in_parent(self) -> None:
-        for one in self._told:
-            one.after_fork_in_parent()
-        self._told = []
+        for member in self._notified:
+            member.after_fork_in_parent()
+        self._notified = []
         self._gate.release()
 
     def _after_in_child(self) -> None:
-        for one in self._told:
-            one.after_fork_in_child()
-        self._told = []
+        for member in self._notified:
+            member.after_fork_in_child()
+        self._notified = []
         self._gate.release()
 
 
-_forks = _Forks()
+_registry = _Registry()
 
 
 def close_copies(path: str | os.PathLike[str]) -> None:
-    """Close every descriptor that this child has of the file or folder at `path`, which is no link.
+    """Close every descriptor of the file or folder at `path` in this child process.
 
-    Asked of the kernel, not taken from a list: another thread of the parent may have been opening or closing one at the
-    fork, so that a list would lack it, or have its number, which is another file's by now.
+    The kernel lists the descriptors, not this process: another thread of the parent may have opened or closed a
+    descriptor during the fork. A list kept in memory could miss it, or name a number that another file has by now.
+
+    Args:
+        path: The file or folder itself, not a link to it.
     """
     real = os.path.realpath(path)
-    with suppress(OSError):  # Without /proc they end with the child.
+    with suppress(OSError):  # Without /proc the descriptors stay open until the child ends.
         for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 - there may be thousands
-            with suppress(OSError):  # The one that lists them is gone.
+            with suppress(OSError):  # The descriptor of the listing itself is closed by now.
                 if os.readlink(f"/proc/self/fd/{number}") == real:  # noqa: PTH115 - `stat` may hang on another's disk
                     os.close(int(number))

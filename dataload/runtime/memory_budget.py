@@ -1,4 +1,4 @@
-"""Memory that threads share: nobody goes on before there is room for what they will hold."""
+"""A FIFO memory budget shared by threads."""
 
 from __future__ import annotations
 
@@ -9,51 +9,68 @@ from contextlib import contextmanager
 
 
 class ReservationCancelled(Exception):
-    """Who asked for what waits for room has ended."""
+    """The consumer of a pending reservation has stopped."""
 
 
 class MemoryBudget:
-    """`total` units, given in the order in which they are asked for. Whoever wants more than all of them gets all."""
+    """Bytes that threads reserve before they allocate.
+
+    Reservations are granted in request order, so the row group that is needed first is never starved by later, smaller
+    ones. A request for more than the whole budget waits until it can have all of it.
+
+    Args:
+        total: Size of the budget in bytes.
+    """
 
     def __init__(self, total: int) -> None:
-        self._total = self._free = total
+        self._total = total
+        self._free = total
         self._mutex = threading.Lock()
-        self._turns: deque[threading.Condition] = deque()  # of those that wait; only the first is ever woken
+        self._waiters: deque[threading.Condition] = deque()  # FIFO; only the head is notified
 
     @property
-    def unused(self) -> bool:
-        """Whether nobody holds anything."""
+    def idle(self) -> bool:
+        """Whether nothing is reserved."""
         return self._free == self._total
 
-    def has(self, units: int) -> bool:
-        """Whether who wants so many would not wait."""
-        return not self._turns and self._free >= min(units, self._total)
+    def fits(self, size: int) -> bool:
+        """Return whether a reservation of `size` bytes would be granted at once."""
+        return not self._waiters and self._free >= min(size, self._total)
 
     @contextmanager
-    def hold(self, units: int, unwanted: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Hold so many meanwhile. Raises UnwantedError where it is `unwanted`, at once or in its turn."""
-        units, turn = min(units, self._total), threading.Condition(self._mutex)
+    def reserve(self, size: int, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Hold `size` bytes for the duration of the block.
+
+        Args:
+            size: Bytes to reserve. A size above the total reserves the total.
+            cancelled: Returns whether the consumer has stopped. A waiter checks it when it becomes the head.
+
+        Raises:
+            ReservationCancelled: `cancelled()` became true before the reservation was granted.
+        """
+        size = min(size, self._total)
+        waiter = threading.Condition(self._mutex)
         with self._mutex:
-            self._turns.append(turn)
-            self._wake()  # Who is first, and no longer wants it, is in the way.
+            self._waiters.append(waiter)
+            self._notify_head()  # The head may have been cancelled; let it leave the queue.
             try:
-                while not unwanted():
-                    if self._turns[0] is turn and self._free >= units:
+                while not cancelled():
+                    if self._waiters[0] is waiter and self._free >= size:
                         break
-                    turn.wait()
+                    waiter.wait()
                 else:
                     raise ReservationCancelled
-                self._free -= units
+                self._free -= size
             finally:
-                self._turns.remove(turn)
-                self._wake()
+                self._waiters.remove(waiter)
+                self._notify_head()
         try:
             yield
         finally:
             with self._mutex:
-                self._free += units
-                self._wake()
+                self._free += size
+                self._notify_head()
 
-    def _wake(self) -> None:
-        if self._turns:
-            self._turns[0].notify()
+    def _notify_head(self) -> None:
+        if self._waiters:
+            self._waiters[0].notify()

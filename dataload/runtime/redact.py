@@ -1,4 +1,4 @@
-"""Keeping credentials out of what people and disks get to see."""
+"""Removal of credentials from text before it is shown or stored."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ CREDENTIALS = re.compile(
     "key|secret|tok|pass|cred|auth|user|session|cookie|header|sign|sig$|sas|expires|x-amz|connection_string",
     re.IGNORECASE,
 )
-"""What options and parameters are called that say how to get in."""
+"""Matches the names of options and query parameters that hold credentials."""
 
 _USERINFO = re.compile(r"//[^/@\s]*@")
 _QUERY = re.compile(r"\?(?!versionId=)[^\s'\"]*")  # signatures and tokens of presigned URLs
 
 
 def redacted(text: object) -> str:
-    """`text` on one line, its URLs without user, password and query."""
+    """Return `text` on one line, its URLs without user, password and query."""
     return _USERINFO.sub("//", _QUERY.sub("", " ".join(str(text).split())))
 
 
 def unsigned(text: str) -> str:
-    """`text`, its URLs without user, password and those parameters that say how to get in."""
+    """Return the URL `text` without user, password and the query parameters that hold credentials."""
     address, mark, query = _USERINFO.sub("//", text).partition("?")
     kept = [part for part in query.split("&") if not CREDENTIALS.search(part.partition("=")[0])]
     return address + mark * bool(kept) + "&".join(kept)

@@ -1,1 +1,1 @@
-"""What a loop waited for and what it was served: spans, the timeline of waits, statistics and their log."""
+"""Telemetry of a training loop: trace spans, the timeline of waits, statistics and their log."""

@@ -1,4 +1,4 @@
-"""What an epoch cost one rank."""
+"""Statistics of one epoch on one rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
 TIERS = ("local", "cluster", "origin")
-WORTH_SAYING = 0.05  # of the time
+MIN_STALL = 0.05  # stall fraction below which no advice is given
 ADVICE = {
     "origin": "the origin is the limit: warm the cache first, or add hosts",
     "cluster": "the cluster is the limit: give it more nodes, or the hosts larger caches",
@@ -24,17 +24,27 @@ ADVICE = {
 
 @dataclass
 class LoaderStats:
-    """Figures of one epoch of one rank, running or over.
+    """Statistics of one epoch on one rank, running or complete.
 
-    seconds: from the first batch asked for to the last one given, or to the end; wait_seconds: of these, how long the
-    training loop waited for batches; waits: for what, in seconds, by each of `dataload.telemetry.wait_timeline.CAUSES`.
+    Each row group that the batches so far use is counted once, as a hit or as a miss. The first epoch to use a row
+    group after it was fetched counts the miss, even if the row group was prefetched before that epoch began. Of ranks
+    that share a cache, the rank that fetched the row group counts the miss, even if only other ranks of its node use
+    it; the others count a hit. Row groups of less than 512 KiB share blocks: the row group for which a block was
+    fetched counts all bytes of the block.
 
-    Each row group that the batches handed out so far use is counted once. hits: this host had its rows, in memory or in
-    the cache. misses: it was fetched from the cluster or the origin, and decoded. bytes_local: bytes of the rows of all
-    hits. bytes_cluster, bytes_origin, requests_origin: what was fetched for the misses. The first epoch to use a row
-    group after it was fetched counts the miss, also when it was prefetched before that epoch began. Of ranks that share
-    a cache, the rank that fetched the row group counts the miss, and the others count a hit. Row groups of less than
-    512 KiB share blocks; the row group for which a block was fetched counts the bytes of all of it.
+    Attributes:
+        epoch: Number of the epoch, from 0.
+        rows: Rows handed to the training loop.
+        batches: Batches handed to the training loop.
+        seconds: Time from the request of the first batch to the last batch, or to the end of the loop.
+        wait_seconds: Share of `seconds` that the training loop waited for batches.
+        hits: Row groups whose rows this host had, in memory or in the cache.
+        misses: Row groups that were fetched from the cluster or the origin and decoded.
+        bytes_local: Bytes of the rows of all hits.
+        bytes_cluster: Bytes fetched from the cluster for the misses.
+        bytes_origin: Bytes fetched from the origin for the misses.
+        requests_origin: Requests to the origin for the misses.
+        waits: `wait_seconds` by cause, one of `dataload.telemetry.wait_timeline.CAUSES`.
     """
 
     epoch: int = 0
@@ -51,24 +61,30 @@ class LoaderStats:
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
     def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> None:
-        """The training loop has waited, so many seconds for each cause. elsewhere: what others of this host are at."""
+        """Add a wait of the training loop.
+
+        Args:
+            causes: Seconds by cause. `IDLE` counts as collating, which includes handing a batch over.
+            elsewhere: Returns the cause of waits for another process of this host.
+        """
         for cause, seconds in causes.items():
-            known = elsewhere() if cause == ELSEWHERE else cause or "collate"  # what hands a batch over is part of that
+            known = elsewhere() if cause == ELSEWHERE else cause or "collate"
             self.waits[known] += seconds
             self.wait_seconds += seconds
 
     @property
     def stall_fraction(self) -> float:
-        """Share of the time that the training loop waited, in [0, 1]."""
+        """Fraction of the time that the training loop waited, in [0, 1]."""
         return self.wait_seconds / self.seconds if self.seconds else 0.0
 
     @property
     def rows_per_second(self) -> float:
+        """Throughput of the epoch so far."""
         return self.rows / self.seconds if self.seconds else 0.0
 
     @property
     def hit_rate(self) -> float:
-        """Share of the row groups that this host had, in [0, 1]; 1 when none was used."""
+        """Fraction of hits among the row groups, in [0, 1]. It is 1 if no row group was used."""
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else 1.0
 
     def __str__(self) -> str:
@@ -76,14 +92,14 @@ class LoaderStats:
         shared = f"{decimal(int(self.bytes_cluster))} from the cluster, " if self.bytes_cluster else ""
         return (
             f"epoch {self.epoch}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
-            f"{self.stall_fraction:.0%} of it waiting{self._why()}; "
+            f"{self.stall_fraction:.0%} of it waiting{self._advice()}; "
             f"{read}{shared}{decimal(int(self.bytes_origin))} from the origin"
         )
 
-    def _why(self) -> str:
-        """Of what cause most of the waiting was, and what to do about it."""
+    def _advice(self) -> str:
+        """Return the main cause of the waits and a remedy, or nothing if the loop barely waited."""
         cause = max(self.waits, key=self.waits.__getitem__)
-        if self.stall_fraction < WORTH_SAYING:
+        if self.stall_fraction < MIN_STALL:
             return ""
         rate = f" at {decimal(int(self.bytes_origin / self.seconds))}/s" if cause == "origin" else ""
         return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}{rate}: {ADVICE[cause]}"

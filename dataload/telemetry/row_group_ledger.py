@@ -1,8 +1,9 @@
-"""Who served each row group to an epoch: this host (memory or the cache), the cluster, or the origin."""
+"""Hits and misses of an epoch: which tier served each row group, this host, the cluster or the origin."""
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from dataload.runtime.counters import Counters
@@ -13,17 +14,19 @@ MISSED = ("ordered", "decoded", *FETCHED)  # any of these in a row group's accou
 
 
 class Ledger:
-    """An account for each row group: what loading it has taken since an epoch last counted it.
+    """The accounts of row groups. An account holds the cost of a row group's loads since an epoch last counted it.
 
-    An account holds `under_way` (loads that have not ended), `ordered` (orders to the background process that it has
-    not answered), `decoded` (how often this process or the background process decoded the row group), and the amounts
+    Its entries are `under_way` (loads that have not ended), `ordered` (requests that the background process has not
+    answered), `decoded` (how often this process or the background process decoded the row group), and the amounts
     named in `FETCHED`.
 
-    Notes: may be called from any thread.
+    Notes:
+        Any thread may call it.
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()  # The garbage collector may end a loop here, in a thread that holds the lock.
+        # Reentrant: the garbage collector may close a loop's generator in a thread that holds the lock.
+        self._mutex = threading.RLock()
         self._accounts: dict[int, Counters] = {}
 
     def begin(self, group: int) -> Counters:
@@ -33,74 +36,116 @@ class Ledger:
             account.add(under_way=1)
             return account
 
-    def take(self, group: int, *, at_rest: bool) -> dict[str, float] | None:
-        """Return what is in a row group's account, and close it.
-
-        at_rest: return None, and leave the account open, while a load is under way.
-        """
+    def peek(self, group: int) -> dict[str, float]:
+        """Return the entries of a row group's account."""
         with self._mutex:
             account = self._accounts.get(group)
-            took = {} if account is None else account.snapshot()
-            if at_rest and took.get("under_way"):
+            return {} if account is None else account.snapshot()
+
+    def take(self, group: int, *, at_rest: bool) -> dict[str, float] | None:
+        """Return the entries of a row group's account, and close the account.
+
+        Args:
+            group: The row group.
+            at_rest: Return None and leave the account open while a load is under way.
+        """
+        with self._mutex:
+            entries = self.peek(group)
+            if at_rest and entries.get("under_way"):
                 return None
             self._accounts.pop(group, None)
-            return took
+            return entries
 
 
 class Served:
-    """Counts each row group that an epoch's batches use once: as a hit, or as a miss with the bytes fetched for it.
+    """Counts each row group of an epoch once: as a hit, or as a miss with the bytes fetched for it.
 
-    stats: where the figures are added up. take: `Ledger.take`. size_of: returns the bytes of a row group's records.
+    The row groups that the batches use are hits or misses. A row group that this process fetched for another rank of
+    its node is a miss, whether or not a batch of this rank uses it. Any other row group does not count.
 
-    Notes: the first epoch to use a row group after it was fetched counts the miss. Of several processes that share a
-    cache, the one that fetched it does; the others count a hit. A hit becomes a miss when it turns out, within the same
-    epoch, that the row group was fetched.
+    The first epoch to use a row group after it was fetched counts the miss. Of several processes that share a cache,
+    the one that fetched the row group counts the miss, and the others count a hit. No count ever falls: a row group
+    that an epoch fetches again after its hit stays a hit, and only the bytes are added.
+
+    Args:
+        stats: The statistics that the counts are added to.
+        ledger: The accounts of the row groups that this process loads.
+        size_of: Returns the bytes of a row group's records.
+        in_flight: Batches that worker processes make at the same time, at most. The answer to any of them may show
+            that a worker fetched a row group that another worker found in the cache. A hit is counted only after that
+            many further batches.
     """
 
-    def __init__(
-        self, stats: LoaderStats, take: Callable[..., dict[str, float] | None], size_of: Callable[[int], int]
-    ) -> None:
+    def __init__(self, stats: LoaderStats, ledger: Ledger, size_of: Callable[[int], int], in_flight: int = 0) -> None:
         self._stats = stats
-        self._take = take
+        self._ledger = ledger
         self._size_of = size_of
-        self._hits: dict[int, int] = {}  # row group -> bytes
-        self._misses: set[int] = set()
+        self._in_flight = in_flight
+        self._batches = 0
+        self._counted: set[int] = set()
+        self._pending_hits: OrderedDict[int, int] = OrderedDict()  # row group -> the batch after which it is counted
         self._unsettled: set[int] = set()  # used, but their accounts have not been counted yet
+        self._prefetched: set[int] = set()  # not used so far, and not known to be fetched by another process
 
-    def use(self, groups: Iterable[int], opened: Mapping[int, Mapping[str, float]]) -> None:
+    def use(self, row_groups: Mapping[int, Mapping[str, float] | None], prefetched: Iterable[int] = ()) -> None:
         """Count the row groups that a batch uses.
 
-        opened: further ones that were opened for it, with their accounts in the worker process that did.
+        Args:
+            row_groups: The row groups of the batch's rows, each with its account in the worker process that opened it,
+                or None if it was open already.
+            prefetched: Row groups that the lookahead requested for the batches up to this one, of all ranks of the
+                node.
         """
-        self._unsettled.update(groups, opened)
-        for group, took in opened.items():
-            if any(took.values()):
-                self._count(group, took)
+        for group, account in row_groups.items():
+            if account is not None or group not in self._counted:
+                self._unsettled.add(group)
+            if account and any(account.values()):
+                self._count(group, account)
+        self._prefetched.update(prefetched)
         self._settle(at_rest=True)
+        self._count_hits(until=self._batches)
+        self._batches += 1
 
     def close(self) -> None:
-        """Count what is left; from now on the figures do not change."""
+        """Count the row groups that are still pending. The counts do not change afterwards."""
         self._settle(at_rest=False)
+        self._count_hits(until=self._batches + self._in_flight)
 
     def _settle(self, *, at_rest: bool) -> None:
-        """at_rest: only row groups whose loads have ended."""
+        """Count the accounts of used row groups; with `at_rest`, only those without a load under way."""
+        for group in list(self._prefetched):
+            account = self._ledger.peek(group)
+            if _is_miss(account):
+                self._unsettled.add(group)
+            if group in self._unsettled or not account.get("under_way"):
+                self._prefetched.discard(group)
         for group in list(self._unsettled):
-            took = self._take(group, at_rest=at_rest)
-            if took is not None:
+            entries = self._ledger.take(group, at_rest=at_rest)
+            if entries is not None:
                 self._unsettled.discard(group)
-                self._count(group, took)
+                self._count(group, entries)
 
-    def _count(self, group: int, took: Mapping[str, float]) -> None:
+    def _count(self, group: int, account: Mapping[str, float]) -> None:
         stats = self._stats
-        if any(took.get(name) for name in MISSED):
-            if group in self._hits:
-                stats.hits -= 1
-                stats.bytes_local -= self._hits.pop(group)
-            stats.misses += group not in self._misses
-            self._misses.add(group)
-            for name in FETCHED:
-                setattr(stats, name, getattr(stats, name) + int(took.get(name, 0)))
-        elif group not in self._hits and group not in self._misses:
-            self._hits[group] = self._size_of(group)
-            stats.hits += 1
-            stats.bytes_local += self._hits[group]
+        for name in FETCHED:
+            setattr(stats, name, getattr(stats, name) + int(account.get(name, 0)))
+        if group in self._counted:
+            return
+        if _is_miss(account):
+            stats.misses += 1
+            self._counted.add(group)
+            self._pending_hits.pop(group, None)
+        else:
+            self._pending_hits.setdefault(group, self._batches + self._in_flight)
+
+    def _count_hits(self, until: int) -> None:
+        """Count the pending hits that are due at batch `until`."""
+        while self._pending_hits and next(iter(self._pending_hits.values())) <= until:
+            group, _ = self._pending_hits.popitem(last=False)
+            self._counted.add(group)
+            self._stats.hits += 1
+            self._stats.bytes_local += self._size_of(group)
+
+
+def _is_miss(account: Mapping[str, float]) -> bool:
+    return any(account.get(name) for name in MISSED)

@@ -1,4 +1,4 @@
-"""Named ranges of time: what a thread is at, for whoever has asked to be told. Costs a call when nobody has."""
+"""Named trace spans: the stage that a thread is in, for a recorder. Without a recorder a span costs one call."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _recorder: Recorder | None = None
 
 
 def stage(name: str) -> AbstractContextManager[object]:
-    """Inside, this thread is at `name`: "decode", "forward", …"""
+    """Record a span for the duration of the block. `name` is the stage: "decode", "forward", …"""
     return _recorder(name) if _recorder is not None else nullcontext()
 
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Inside, each `stage` of any thread of this process is also `recorder(name)`, entered and left in that thread."""
+    """Enter `recorder(name)` for each `stage` of any thread of this process, for the duration of the block."""
     global _recorder  # noqa: PLW0603 - one for the process, as the threads are the loader's
     before, _recorder = _recorder, recorder
     try:

@@ -1,4 +1,4 @@
-"""Statistics of a run on disk: each rank appends lines of JSON to a file of its own, which `dataload report` reads."""
+"""The statistics log of a run: each rank appends JSON lines to its own file, which `dataload report` reads."""
 
 from __future__ import annotations
 
@@ -17,46 +17,51 @@ from dataload.errors import ConfigError
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.wait_timeline import CAUSES
 
-EVERY = 1.0  # seconds from sample to sample, and
-FINENESS = 1000  # parts of the epoch so far, whichever is longer: so a long epoch has thousands of lines, not millions
-MOST = 1e18  # of bytes, rows or seconds: a line that says more is damaged
+# A sample is due after EVERY seconds, or after 1/FINENESS of the epoch so far if that is longer. A long epoch then has
+# thousands of lines, not millions.
+EVERY = 1.0
+FINENESS = 1000
+MAX_NUMBER = 1e18  # of bytes, rows or seconds; a line with a larger number is damaged
 
 log = logging.getLogger(__name__)
 
 
 class Samples:
-    """Writes what one rank's epoch has come to: once a second, and at its end. Use it with `with`.
+    """A context manager that writes samples of one rank's epoch: once a second, and at the end.
 
-    folder: it gets `rank-<rank>.jsonl`; None: nothing is written. stats: of the epoch, looked at when a sample is due;
-    world_size: of all ranks; 0: not known.
+    Args:
+        folder: Folder of the file `rank-<rank>.jsonl`. None writes nothing.
+        rank: The rank.
+        stats: Statistics of the epoch, read when a sample is due.
+        world_size: Number of ranks; 0 if unknown.
 
-    Notes: whoever takes batches writes, so there is no thread, and nothing is open between two samples. A file that
-    cannot be written is logged, and the epoch goes on without.
+    Notes:
+        The training loop's thread writes, and no file stays open between two samples. If the file cannot be written,
+        a warning is logged and the epoch continues without a log.
     """
 
     def __init__(self, folder: Path | None, rank: int, stats: LoaderStats, world_size: int = 0) -> None:
         self._path = None if folder is None else folder / f"rank-{rank}.jsonl"
         self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
         self._stats = stats
-        self._due = EVERY
-        self._written = 0.0  # seconds, by the last line
+        self._next_due = EVERY
+        self._written = asdict(LoaderStats(stats.epoch))
         self._ended = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # Who asks for one more after the last batch is done with it, too: only now its step is among the seconds. They
-        # stand still for who left: what it has done since its last batch is nothing that a loader would know.
-        if self._stats.seconds > self._written:
+        # The seconds grow if the loop requested a batch after the last one; the counts, if a load ended meanwhile.
+        if asdict(self._stats) != self._written:
             self._append(ended=self._ended or kind is None)
 
     def take(self, *, last: bool) -> None:
-        """A batch is about to be handed out, the last one or not."""
-        self._ended = last  # whether or not the loop will ask for one more
-        if self._path is not None and (last or self._stats.seconds >= self._due):
+        """Write a sample if one is due. Call it before each batch is handed out; `last` marks the last batch."""
+        self._ended = last  # The loop may stop here without requesting another batch.
+        if self._path is not None and (last or self._stats.seconds >= self._next_due):
             self._append(ended=last)
-            self._due = self._stats.seconds + max(EVERY, self._stats.seconds / FINENESS)
+            self._next_due = self._stats.seconds + max(EVERY, self._stats.seconds / FINENESS)
 
     def _append(self, *, ended: bool) -> None:
         if self._path is None:
@@ -65,16 +70,16 @@ class Samples:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
-                # The new line comes first: what a kill tore off then takes no other line with it.
+                # Begin with the line break: a line torn by a kill then damages no other line.
                 file.write(b"\n" + json.dumps(line, default=float).encode())
         except OSError as error:
-            log.warning("%s: no more statistics of this epoch: %s", self._path, error)
+            log.warning("no further statistics of this epoch: %s cannot be written: %s", self._path, error)
             self._path = None
-        self._written = self._stats.seconds
+        self._written = asdict(self._stats)
 
 
 class Sample(NamedTuple):
-    """rows: of the pass, handed out in its first `seconds`."""
+    """A point of a pass: the rows handed out in its first `seconds`."""
 
     seconds: float
     rows: int
@@ -82,10 +87,16 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """One rank's way through one epoch; a run that was resumed has several of an epoch.
+    """One rank's iteration over one epoch. A resumed run has several passes of an epoch.
 
-    rank, host: who; world_size: of how many ranks, 0: not known; began: seconds since 1970; ended: whether it came to
-    its end; stats: what it came to; samples: the way there.
+    Attributes:
+        rank: The rank.
+        world_size: Number of ranks; 0 if unknown.
+        host: Name of the rank's host.
+        began: Start of the pass, in seconds since 1970.
+        ended: Whether the pass reached the end of the epoch.
+        stats: Statistics of the whole pass.
+        samples: Progress of the pass, in order of time.
     """
 
     rank: int
@@ -98,57 +109,68 @@ class Pass:
 
     @property
     def until(self) -> float:
-        """The time of the last sample, in seconds since 1970."""
+        """Time of the last sample, in seconds since 1970."""
         return self.began + self.stats.seconds
 
 
 def read(folder: Path) -> list[Pass]:
-    """The passes of all ranks that wrote into `folder`, oldest first.
+    """Return the passes of all ranks that wrote into `folder`, oldest first.
 
-    Lines that are torn or damaged are passed over; files that cannot be read, too, and that is logged. Raises
-    ConfigError when nothing is left.
+    Damaged lines are skipped. Unreadable files are skipped and logged.
+
+    Raises:
+        ConfigError: The folder has no statistics.
     """
-    found: dict[tuple[int, int, float], Pass] = {}
+    passes: dict[tuple[int, int, float], Pass] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:
-            for one in _lines(path):
-                key = one.rank, one.stats.epoch, one.began
-                samples = found[key].samples if key in found else []
-                samples.append(Sample(one.stats.seconds, one.stats.rows))
-                found[key] = replace(one, samples=samples)
+            for latest in _lines(path):
+                key = latest.rank, latest.stats.epoch, latest.began
+                samples = passes[key].samples if key in passes else []
+                samples.append(Sample(latest.stats.seconds, latest.stats.rows))
+                passes[key] = replace(latest, samples=samples)
         except OSError as error:
-            log.warning("%s cannot be read and is passed over: %s", path, error.strerror)
-    if not found:
+            log.warning("skipping %s, which cannot be read: %s", path, error.strerror)
+    if not passes:
         raise ConfigError(
-            f"{folder}: there are no statistics of a run: give make_loader a stats_dir, or fit a log_dir, and that here"
+            f"{folder} holds no statistics of a run: pass the folder that make_loader got as stats_dir, or fit as "
+            "log_dir"
         )
-    return sorted(found.values(), key=lambda one: (one.began, one.rank))
+    return sorted(passes.values(), key=lambda each: (each.began, each.rank))
 
 
 def _lines(path: Path) -> Iterator[Pass]:
-    """For each line, what the pass had come to by then."""
+    """Yield, for each intact line, the state of its pass at that time."""
     with path.open("rb") as file:
         for text in file:
             try:
-                one = _pass(json.loads(text))
+                parsed = _pass(json.loads(text))
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue
-            yield one
+            yield parsed
 
 
 def _pass(line: Any) -> Pass:
-    """Raises ValueError, KeyError or TypeError for what no rank writes. Once none wrote its world_size."""
-    figures = {field.name: _number(line[field.name]) for field in fields(LoaderStats) if field.name != "waits"}
+    """Parse a line. Old lines lack `world_size`.
+
+    Raises:
+        ValueError, KeyError, TypeError: No rank wrote such a line.
+    """
+    counts = {field.name: _number(line[field.name]) for field in fields(LoaderStats) if field.name != "waits"}
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
-    host = str.encode(line["host"], errors="replace").decode()  # JSON can hold half a character, which no file can
-    rank, world_size = (_number(index(ranks)) for ranks in (line["rank"], line.get("world_size", 0)))
+    host = str.encode(line["host"], errors="replace").decode()  # JSON may hold lone surrogates, which no file can
+    rank, world_size = (_number(index(number)) for number in (line["rank"], line.get("world_size", 0)))
     began, ended = _number(line["began"]), bool(line["ended"])
-    return Pass(rank, world_size, host, began, ended, LoaderStats(**figures, waits=waits), [])
+    return Pass(rank, world_size, host, began, ended, LoaderStats(**counts, waits=waits), [])
 
 
 def _number(value: Any) -> Any:
-    """The number, to a billionth, for no clock is finer. Raises ValueError for what nothing here comes to, as NaN."""
+    """Return the number, rounded to a billionth, the resolution of clocks.
+
+    Raises:
+        ValueError: The number is negative, too large or NaN.
+    """
     number = round(value, 9)
-    if not 0 <= number < MOST:
+    if not 0 <= number < MAX_NUMBER:
         raise ValueError(f"{number} is out of range")
     return number

@@ -1,4 +1,4 @@
-"""What threads are at, and since when: so that time spent waiting for them can be charged to a cause."""
+"""Timelines of what threads do, so that the time spent waiting for a thread is charged to a cause."""
 
 from __future__ import annotations
 
@@ -15,110 +15,116 @@ from dataload.telemetry.spans import stage
 
 CAUSES = ("origin", "cluster", "disk", "decode", "collate", "transform", "transfer")
 IDLE = ""
-TURNS_KEPT = 4096
+CHANGES_KEPT = 4096
 ELSEWHERE = "elsewhere"  # another process of the host makes what is awaited
 
-_of_thread = threading.local()
+_current_thread = threading.local()
 
 
 class Timeline:
-    """What one thread was at, one thing after the other. Of things within things, the innermost counts.
+    """The causes that one thread's time is charged to, one after the other. Of nested causes, the innermost counts.
 
-    usually: what it is at when nothing else is said; `IDLE`: nothing that would be known.
+    Args:
+        usually: The cause outside of every `doing` block. `IDLE` if none is known.
 
-    Notes: times are seconds of `time.perf_counter`, a clock that all processes of a Linux host share, so a timeline
-    may be sent to another. One thread writes, any may read.
+    Notes:
+        Times are seconds of `time.perf_counter`, a clock that all processes of a Linux host share. A timeline may
+        therefore be sent to another process. One thread writes, any thread may read.
     """
 
     def __init__(self, usually: str = IDLE) -> None:
-        self._at = usually
-        self._turns = [(perf_counter(), usually)]  # since when it has been at what
+        self._cause = usually
+        self._changes = [(perf_counter(), usually)]  # (time, the cause from then on)
 
     @contextmanager
     def here(self) -> Iterator[Timeline]:
-        """While it lasts, this thread's `doing` and `waited` write to this timeline."""
-        before = getattr(_of_thread, "timeline", None)
-        _of_thread.timeline = self
+        """Record this thread's `doing` and `waited` in this timeline for the duration of the block."""
+        before = getattr(_current_thread, "timeline", None)
+        _current_thread.timeline = self
         try:
-            with stage(self._at) if self._at else nullcontext():
+            with stage(self._cause) if self._cause else nullcontext():
                 yield self
         finally:
-            _of_thread.timeline = before
+            _current_thread.timeline = before
 
     @contextmanager
     def doing(self, cause: str) -> Iterator[None]:
-        before = self._at
-        self._turn(perf_counter(), cause)
+        """Charge the duration of the block to `cause`."""
+        before = self._cause
+        self._change(perf_counter(), cause)
         try:
             with stage(cause):
                 yield
         finally:
-            self._turn(perf_counter(), before)
+            self._change(perf_counter(), before)
 
     def waited(self, since: float, other: Timeline, instead: str) -> None:
-        """From `since` until now it waited for the thread of `other`, so what that was at is the cause.
+        """Charge the time from `since` until now to the causes of the thread that this one waited for.
 
-        instead: of what is not known of the other.
+        Args:
+            since: When the wait began.
+            other: The timeline of the other thread.
+            instead: The cause of times at which the other thread was idle or unknown.
         """
-        now, before = perf_counter(), self._at
-        for start, cause in other.turns(since, now):
-            self._turn(start, cause or instead)
-        self._turn(now, before)
+        now, before = perf_counter(), self._cause
+        for start, cause in other.changes(since, now):
+            self._change(start, cause or instead)
+        self._change(now, before)
 
-    def turns(self, since: float, until: float) -> list[tuple[float, str]]:
-        """What it was at in that time, and from when on; of what is long ago, nothing is known any more."""
-        turns = self._turns
-        first = bisect_right(turns, since, key=itemgetter(0)) - 1
-        found = [(since, turns[first][1] if first >= 0 else IDLE)]
-        found += takewhile(lambda turn: turn[0] < until, islice(turns, first + 1, None))
+    def changes(self, since: float, until: float) -> list[tuple[float, str]]:
+        """Return the causes of a span of time, each with its start. Forgotten times are `IDLE`."""
+        changes = self._changes
+        first = bisect_right(changes, since, key=itemgetter(0)) - 1
+        found = [(since, changes[first][1] if first >= 0 else IDLE)]
+        found += takewhile(lambda change: change[0] < until, islice(changes, first + 1, None))
         return found
 
     def seconds(self, since: float, until: float) -> dict[str, float]:
-        """How long it was at what in that time; all together `until - since`."""
-        turns = [*self.turns(since, until), (until, IDLE)]
-        spent: defaultdict[str, float] = defaultdict(float)
-        for (start, cause), (end, _) in pairwise(turns):
-            spent[cause] += end - start
-        return spent
+        """Return the seconds of each cause in a span of time. They add up to `until - since`."""
+        changes = [*self.changes(since, until), (until, IDLE)]
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for (start, cause), (end, _) in pairwise(changes):
+            seconds[cause] += end - start
+        return seconds
 
     def spent(self) -> dict[str, float]:
-        """`seconds`, of all the time until it last changed."""
-        return self.seconds(self._turns[0][0], self._turns[-1][0])
+        """Return the seconds of each cause until the last change."""
+        return self.seconds(self._changes[0][0], self._changes[-1][0])
 
     def longest(self) -> str:
-        """What it was at for most of the time that is known of."""
+        """Return the cause of most of the recorded time, `IDLE` aside."""
         spent = self.spent()
         spent.pop(IDLE, None)
-        return max(spent, key=spent.__getitem__, default=self._at)
+        return max(spent, key=spent.__getitem__, default=self._cause)
 
     def end(self) -> Timeline:
-        """It is at nothing any more."""
-        self._turn(perf_counter(), IDLE)
+        """Record that the thread is idle from now on. Return this timeline."""
+        self._change(perf_counter(), IDLE)
         return self
 
     def take(self, since: float, until: float) -> dict[str, float]:
-        """`seconds`, of which nobody will ask again."""
-        spent = self.seconds(since, until)
-        self._turns = [(until, self._at)]
-        return spent
+        """Return `seconds(since, until)` and forget all times before `until`."""
+        seconds = self.seconds(since, until)
+        self._changes = [(until, self._cause)]
+        return seconds
 
-    def _turn(self, at: float, cause: str) -> None:
-        self._at = cause
-        self._turns.append((at, cause))
-        if len(self._turns) > 2 * TURNS_KEPT:
-            self._turns = self._turns[-TURNS_KEPT:]  # another list: somebody may be reading this one
+    def _change(self, at: float, cause: str) -> None:
+        self._cause = cause
+        self._changes.append((at, cause))
+        if len(self._changes) > 2 * CHANGES_KEPT:
+            self._changes = self._changes[-CHANGES_KEPT:]  # A new list: another thread may iterate over the old one.
 
 
 @contextmanager
 def doing(cause: str) -> Iterator[None]:
-    """The thread is at `cause`, should anybody keep its timeline, or a trace."""
-    timeline: Timeline | None = getattr(_of_thread, "timeline", None)
+    """Charge the duration of the block to `cause`, in this thread's timeline and trace, if it has one."""
+    timeline: Timeline | None = getattr(_current_thread, "timeline", None)
     with stage(cause) if timeline is None else timeline.doing(cause):
         yield
 
 
 def waited(since: float, other: Timeline, instead: str) -> None:
-    """The thread has waited for that of `other` since then, should anybody keep its timeline."""
-    timeline: Timeline | None = getattr(_of_thread, "timeline", None)
+    """Charge a wait for another thread in this thread's timeline, if it has one. See `Timeline.waited`."""
+    timeline: Timeline | None = getattr(_current_thread, "timeline", None)
     if timeline is not None:
         timeline.waited(since, other, instead)

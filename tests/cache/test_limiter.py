@@ -79,7 +79,7 @@ def test_requests_come_in_turn_and_no_more_at_a_time_than_allowed() -> None:
     for number in range(6):
         threads.append(threading.Thread(target=ask, args=(number,)))
         threads[-1].start()
-        while len(limiter._budget._turns) <= number:
+        while len(limiter._budget._waiters) <= number:
             assert not order
     held.pop().__exit__(None, None, None)
     for one in threads:

@@ -38,7 +38,7 @@ def test_a_memory_budget_is_never_exceeded() -> None:
 
     def work(units: int) -> None:
         for _ in range(200):
-            with budget.hold(units):
+            with budget.reserve(units):
                 with mutex:
                     held[0] += min(units, 10)
                     most[0] = max(most[0], held[0])
@@ -59,21 +59,21 @@ def test_a_memory_budget_is_granted_in_request_order() -> None:
     budget, granted, threads = MemoryBudget(10), [], []
 
     def reserve(units: int) -> None:
-        with budget.hold(units):
+        with budget.reserve(units):
             granted.append(units)
 
-    with budget.hold(6):
+    with budget.reserve(6):
         for units in (8, 4, 7, 9):  # no two of them fit together
             threads.append(threading.Thread(target=reserve, args=(units,)))
             threads[-1].start()
-            while len(budget._turns) + len(granted) < len(threads):
+            while len(budget._waiters) + len(granted) < len(threads):
                 threading.Event().wait(0.001)
         assert granted == []
-        assert not budget.has(1)
+        assert not budget.fits(1)
     for thread in threads:
         thread.join(60)
     assert granted == [8, 4, 7, 9]
-    assert budget.unused
+    assert budget.idle
 
 
 def test_a_cancelled_reservation_blocks_no_other() -> None:
@@ -82,19 +82,19 @@ def test_a_cancelled_reservation_blocks_no_other() -> None:
 
     def reserve_then_cancel() -> None:
         try:
-            with budget.hold(10, cancelled.is_set):
+            with budget.reserve(10, cancelled.is_set):
                 pass
         except ReservationCancelled as error:
             caught.append(type(error))
 
     def reserve() -> None:
-        with budget.hold(4):
+        with budget.reserve(4):
             granted.set()
 
     threads = [threading.Thread(target=reserve_then_cancel), threading.Thread(target=reserve)]
-    with budget.hold(5):
+    with budget.reserve(5):
         threads[0].start()
-        while not budget._turns:
+        while not budget._waiters:
             threading.Event().wait(0.001)
         cancelled.set()
         threads[1].start()

@@ -36,10 +36,10 @@ if __name__ == "__main__":
     dataset = make_dataset("s3://bucket/data", storage_options=options, cache=CacheConfig(sys.argv[2], "1GB"))
     dataset.rowstore.gather(np.arange(10))  # caches the first row group
     if {filled}:
-        row_store.FILLED_BYTES = 0
+        row_store.BACKGROUND_BYTES = 0
         dataset.rowstore.prefetch([0])
-        dataset.rowstore._filler.make(0)
-        dataset.rowstore._filler._process.ready.wait()
+        dataset.rowstore._decoder.make(0)
+        dataset.rowstore._decoder._process.ready.wait()
     print("made", flush=True)
     sys.stdin.readline()
     loader = make_loader(dataset, 1, shuffle=False)

@@ -107,7 +107,7 @@ def files(origin: Origin, name: str) -> set[Object]:
 
 def settled(dataset: Any) -> None:
     """Wait for all prefetched row groups."""
-    for asked in list(dataset.rowstore._asked.values()):
+    for asked in list(dataset.rowstore._pending.values()):
         asked.contents.result(60)
 
 

@@ -21,8 +21,9 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import OriginNotFound
 from dataload.formats import parquet
 from dataload.rows import row_store
-from dataload.rows.background_decoder import MOST_FAILURES, BackgroundDecoder, DemandSignal, _portable
-from dataload.rows.row_group_cache import FETCHED_BYTES
+from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
+from dataload.rows.background_decoder.worker import portable
+from dataload.rows.row_group_cache import FETCH_BYTES
 
 
 @pytest.fixture
@@ -31,13 +32,13 @@ def dataset(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> 
 
 
 @pytest.fixture
-def filler(dataset: Any) -> Iterator[BackgroundDecoder]:
-    filler = BackgroundDecoder(dataset.rowstore.blobs)
-    filler.make(0)  # starts it
-    assert filler._process is not None
-    assert filler._process.ready.wait(60)
-    yield filler
-    filler.end()
+def decoder(dataset: Any) -> Iterator[BackgroundDecoder]:
+    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder.make(0)  # starts it
+    assert decoder._process is not None
+    assert decoder._process.ready.wait(60)
+    yield decoder
+    decoder.end()
 
 
 @pytest.fixture
@@ -50,16 +51,16 @@ def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet.ParquetFooter, "open_row_group", refuses)
 
 
-def test_it_makes_what_others_then_read(filler: BackgroundDecoder, dataset: Any, not_here: None) -> None:
-    assert filler.make(3)
-    assert filler.make(3)
+def test_it_makes_what_others_then_read(decoder: BackgroundDecoder, dataset: Any, not_here: None) -> None:
+    assert decoder.make(3)
+    assert decoder.make(3)
     assert [len(blob) > 0 for blob in dataset.rowstore.blobs.load(3)] == [True]
-    assert filler.counts()["requests_origin"] >= 1
+    assert decoder.counts()["requests_origin"] >= 1
 
 
-def test_it_never_imports_torch_and_yields_to_others(filler: BackgroundDecoder) -> None:
-    assert filler.make(0)
-    process = psutil.Process(filler._process._popen.pid)
+def test_it_never_imports_torch_and_yields_to_others(decoder: BackgroundDecoder) -> None:
+    assert decoder.make(0)
+    process = psutil.Process(decoder._process._popen.pid)
     assert process.nice() == 19
     assert not [each.path for each in process.memory_maps() if "libtorch" in each.path]
 
@@ -68,67 +69,67 @@ def test_what_cannot_be_decoded_is_said_where_it_was_asked_for(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, not_here: None
 ) -> None:
     dataset = make_dataset(dataset_of([[5] * 3]), storage_options=bucket.options, cache=cache)
-    filler = BackgroundDecoder(dataset.rowstore.blobs)
-    filler.make(0)
-    assert filler._process.ready.wait(60)
+    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder.make(0)
+    assert decoder._process.ready.wait(60)
     for found in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]:
         bucket.client.delete_object(Bucket=bucket.name, Key=found["Key"])
     with pytest.raises(OriginNotFound, match="does not exist"):
-        filler.make(1)
-    filler.end()
+        decoder.make(1)
+    decoder.end()
 
 
-def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(filler: BackgroundDecoder, dataset: Any) -> None:
-    first = filler._process
+def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(decoder: BackgroundDecoder, dataset: Any) -> None:
+    first = decoder._process
     first._popen.kill()
-    assert first.gone.wait(60)
-    assert not filler.make(1)
+    assert first.ended.wait(60)
+    assert not decoder.make(1)
     assert dataset.rowstore.gather(np.array([5])).rows["row_id"].tolist() == [5]
-    assert filler._process is not first
-    assert filler._process.ready.wait(60)
-    assert filler.make(2)
+    assert decoder._process is not first
+    assert decoder._process.ready.wait(60)
+    assert decoder.make(2)
 
 
 def test_who_is_in_a_hurry_does_not_wait_for_it(
-    filler: BackgroundDecoder, dataset: Any, monkeypatch: pytest.MonkeyPatch
+    decoder: BackgroundDecoder, dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "dataload.rows.background_decoder.SELDOM_SECONDS", 3600
+        "dataload.rows.background_decoder.client.SELDOM_SECONDS", 3600
     )  # Who waits is told that somebody else does, too.
-    process, haste = filler._process, DemandSignal()
+    process, demand = decoder._process, DemandSignal()
     os.kill(process._popen.pid, signal.SIGSTOP)
     answers: list[bool] = []
-    asking = threading.Thread(target=lambda: answers.append(filler.make(8, haste)))
+    asking = threading.Thread(target=lambda: answers.append(decoder.make(8, demand)))
     asking.start()
-    while 8 not in process._asked:
+    while 8 not in process._requests:
         threading.Event().wait(0.001)
     assert not answers
-    with haste.waiting():
+    with demand.waiting():
         asking.join(60)
         assert answers == [False]
-        assert not filler.make(9, haste)
-        assert 9 not in process._asked
+        assert not decoder.make(9, demand)
+        assert 9 not in process._requests
     assert dataset.rowstore.gather(np.array([40])).rows["row_id"].tolist() == [40]
     os.kill(process._popen.pid, signal.SIGCONT)
-    assert filler.make(8, haste)
-    assert filler.make(9, haste)
+    assert decoder.make(8, demand)
+    assert decoder.make(9, demand)
 
 
-def test_haste_without_room_is_none(filler: BackgroundDecoder, dataset: Any) -> None:
-    haste = DemandSignal()
+def test_haste_without_room_is_none(decoder: BackgroundDecoder, dataset: Any) -> None:
+    demand = DemandSignal()
     blobs = dataset.rowstore.blobs
-    with haste.waiting(), blobs.fetched.hold(FETCHED_BYTES):
-        assert filler._blobs is blobs
-        assert filler.make(10, haste)
+    with demand.waiting(), blobs.fetch_budget.reserve(FETCH_BYTES):
+        assert decoder._blobs is blobs
+        assert decoder.make(10, demand)
 
 
-def test_stopped_it_is_not_waited_for_once_it_is_killed(filler: BackgroundDecoder) -> None:
-    process = filler._process
+def test_stopped_it_is_not_waited_for_once_it_is_killed(decoder: BackgroundDecoder) -> None:
+    process = decoder._process
     os.kill(process._popen.pid, signal.SIGSTOP)
     answers: list[bool] = []
-    asking = threading.Thread(target=lambda: answers.append(filler.make(7)))
+    asking = threading.Thread(target=lambda: answers.append(decoder.make(7)))
     asking.start()
-    while 7 not in process._asked:
+    while 7 not in process._requests:
         threading.Event().wait(0.001)
     process._popen.kill()
     asking.join(60)
@@ -140,14 +141,14 @@ def test_what_the_cache_has_no_room_for_is_not_made_twice_for_long(
 ) -> None:
     cache = CacheConfig(str(tmp_path / "small"), 4000)
     dataset = make_dataset(dataset_of([[50] * 4]), storage_options=bucket.options, cache=cache)
-    filler = BackgroundDecoder(dataset.rowstore.blobs)
-    filler.make(0)
-    assert filler._process.ready.wait(60)
-    asked = [filler.make(group) for group in range(4)]
+    decoder = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder.make(0)
+    assert decoder._process.ready.wait(60)
+    asked = [decoder.make(group) for group in range(4)]
     assert not all(asked)
-    assert filler._left_alone_until > 0
-    assert not filler.make(0)
-    filler.end()
+    assert decoder._paused_until > 0
+    assert not decoder.make(0)
+    decoder.end()
 
 
 class Odd(Exception):
@@ -158,51 +159,51 @@ class Odd(Exception):
 
 
 def test_an_error_that_would_not_arrive_stays_behind() -> None:
-    assert _portable(Odd(1, 2)) is None
-    assert str(_portable(OriginNotFound("gone"))) == "gone"
+    assert portable(Odd(1, 2)) is None
+    assert str(portable(OriginNotFound("gone"))) == "gone"
 
 
 def test_one_that_always_dies_is_given_up(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    filler = BackgroundDecoder(dataset.rowstore.blobs)
+    decoder = BackgroundDecoder(dataset.rowstore.blobs)
     seen = set()
     while True:
-        filler.make(0)
-        if filler._process is None:
+        decoder.make(0)
+        if decoder._process is None:
             break
-        seen.add(filler._process)
-        assert filler._process.gone.wait(60)
+        seen.add(decoder._process)
+        assert decoder._process.ended.wait(60)
     assert len(seen) == 3
-    filler.end()
+    decoder.end()
 
 
 def test_a_loader_has_it_make_what_is_not_kept(
     dataset: Any, monkeypatch: pytest.MonkeyPatch, cache: CacheConfig
 ) -> None:
-    monkeypatch.setattr(row_store, "FILLED_BYTES", 0)
+    monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
     loader = make_loader(dataset, 10)
     for _ in range(2):
         assert sorted(np.concatenate([batch["row_id"] for batch in loader]).tolist()) == list(range(200))
-    assert dataset.rowstore._filler._process is not None
+    assert dataset.rowstore._decoder._process is not None
     assert loader.stats().bytes_origin == 0
     warm = make_loader(pickle.loads(pickle.dumps(dataset)), 10)
     assert sum(len(batch["row_id"]) for batch in warm) == 200
-    assert warm.dataset.rowstore._filler._process is None  # all was kept
-    dataset.rowstore._filler.end()
+    assert warm.dataset.rowstore._decoder._process is None  # all was kept
+    dataset.rowstore._decoder.end()
 
 
-def test_a_forked_child_leaves_it_alone(filler: BackgroundDecoder) -> None:
-    process = filler._process
+def test_a_forked_child_leaves_it_alone(decoder: BackgroundDecoder) -> None:
+    process = decoder._process
     child = os.fork()
     if child == 0:
         try:
-            filler.end()
+            decoder.end()
             process.end()
-            os._exit(filler._process is not None)
+            os._exit(decoder._process is not None)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert filler.make(4)
+    assert decoder.make(4)
 
 
 PROGRAM = """
@@ -210,13 +211,13 @@ PROGRAM = """
     import numpy as np
     from dataload import CacheConfig, make_dataset, make_loader
     from dataload.rows import row_store
-    row_store.FILLED_BYTES = 0
+    row_store.BACKGROUND_BYTES = 0
     options = {"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}
     dataset = make_dataset(sys.argv[2], storage_options=options, cache=CacheConfig(sys.argv[3], "1GB"))
     loader = make_loader(dataset, 4)
     batches = iter(loader)
     next(batches)
-    process = dataset.rowstore._filler._process
+    process = dataset.rowstore._decoder._process
     process.ready.wait()
     print(process._popen.pid, flush=True)
 """
@@ -250,11 +251,11 @@ def test_where_it_cannot_be_told_what_to_do_that_is_said(
 
     blobs = dataset.rowstore.blobs
     monkeypatch.setattr(type(blobs), "__reduce__", refuses)
-    filler = BackgroundDecoder(blobs)
-    for _ in range(MOST_FAILURES):
-        assert not filler.make(0)
-        assert filler._process is not None
-        assert filler._process.gone.wait(60)
-    assert not filler.make(0)
+    decoder = BackgroundDecoder(blobs)
+    for _ in range(MAX_FAILURES):
+        assert not decoder.make(0)
+        assert decoder._process is not None
+        assert decoder._process.ended.wait(60)
+    assert not decoder.make(0)
     assert "cannot pickle a session" in caplog.text
-    filler.end()
+    decoder.end()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dataload import CacheConfig, make_dataset
 from dataload.dataset import Dataset
 from dataload.formats import parquet, range_stream
-from dataload.rows import row_group_cache
+from dataload.rows import row_group_plan
 
 TYPES: list[pa.DataType] = [
     pa.bool_(),
@@ -130,7 +130,7 @@ def test_rows_are_those_of_take(
     rows = data.draw(st.lists(st.integers(0, len(table) - 1), min_size=1, max_size=30))
     kept = data.draw(st.booleans())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_group_cache, "BLOB_ROWS", blob_rows)
+        patch.setattr(row_group_plan, "BLOB_ROWS", blob_rows)
         cache = CacheConfig(str(folder / "cache"), "1GB") if kept else None
         dataset = make_dataset(str(folder / "x.parquet"), cache=cache)
     assert found(dataset, rows) == expected(table.take(rows))
@@ -138,11 +138,11 @@ def test_rows_are_those_of_take(
 
 def test_a_row_group_of_many_blobs_is_decoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that is the same in every row is one value in the file: the footer does not tell how much it becomes."""
-    monkeypatch.setattr(row_group_cache, "BLOB_ROWS", 64)
+    monkeypatch.setattr(row_group_plan, "BLOB_ROWS", 64)
     table = pa.table({"id": np.arange(1000), "text": ["long " * 50] * 1000, "own": [f"row {i}" for i in range(1000)]})
     write(tmp_path / "x.parquet", table, [1000])
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
-    assert len(dataset.rowstore.blobs.row_starts) == 17
+    assert len(dataset.rowstore.blobs.plan.row_starts) == 17
     rows = np.random.default_rng(0).permutation(1000)
     assert found(dataset, rows) == expected(table.take(rows))
 

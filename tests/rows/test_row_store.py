@@ -20,7 +20,7 @@ from clusters import until
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
-from dataload.rows import row_group_cache, row_store
+from dataload.rows import row_group_cache, row_group_plan, row_store
 from dataload.rows.mmap_arena import MmapArena
 
 
@@ -110,13 +110,13 @@ def test_a_pickled_copy_reads_the_same(bucket: Any, cache: CacheConfig) -> None:
 def test_fewer_columns_come_from_the_records_of_all(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, decoded: Counter[int], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(row_group_cache, "BLOB_BYTES", 2000)  # several blobs a row group, more of them with all columns
+    monkeypatch.setattr(row_group_plan, "BLOB_BYTES", 2000)  # several blobs a row group, more of them with all columns
     url = dataset_of([[150, 40]])
     whole = make_dataset(url, storage_options=bucket.options, cache=cache)
     whole.rowstore.gather(np.arange(190))
     assert decoded == Counter([0, 1])
     few = make_dataset(url, columns=["text", "half"], storage_options=bucket.options, cache=cache)
-    assert len(few.rowstore.blobs.row_starts) < len(whole.rowstore.blobs.row_starts)
+    assert len(few.rowstore.blobs.plan.row_starts) < len(whole.rowstore.blobs.plan.row_starts)
     rows = np.random.default_rng(0).permutation(190)
     assert few.__getitems__(rows).columns["text"] == [f"row {row}" for row in rows]
     assert few.__getitems__(rows).columns["half"].tolist() == (rows / 2).tolist()
@@ -174,14 +174,14 @@ def test_what_waits_for_room_is_given_up_when_it_is_not_wanted_and_had_when_it_i
 ) -> None:
     store = dataset.rowstore
     store.capacity = 200
-    with store.blobs.fetched.hold(row_group_cache.FETCHED_BYTES):
+    with store.blobs.fetch_budget.reserve(row_group_cache.FETCH_BYTES):
         store.prefetch(range(20))
-        asked = [one for group, one in store._asked.items() if group != 7]
+        asked = [one for group, one in store._pending.items() if group != 7]
         store.forget()
         store.prefetch([7])
-    assert len(store._asked[7].contents.result(60)) == 1
+    assert len(store._pending[7].contents.result(60)) == 1
     assert not wait([one.contents for one in asked], 60).not_done
-    assert all(one.gone for one in asked)
+    assert all(one.stale for one in asked)
     assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
     assert decoded == Counter([3, 7])
 
@@ -196,7 +196,7 @@ def test_what_another_loop_gives_up_is_still_had_by_who_waits_for_it(
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.extend(store.gather(np.array([999])).rows["row_id"]))
     waiting.start()
-    while 199 not in store._asked:
+    while 199 not in store._pending:
         threading.Event().wait(0.001)
     store.forget()
     go.set()
@@ -227,14 +227,14 @@ def asking(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             except CancelledError:
                 self.cancelled = True
 
-    asking, loaded = Asking(), dataset.rowstore._loaded
+    asking, loaded = Asking(), dataset.rowstore._contents_of
 
     def noted(asked: Any, stop: Any) -> Any:
         asking.stops.append(stop)
         asking.waits.release()
         return loaded(asked, stop)
 
-    monkeypatch.setattr(dataset.rowstore, "_loaded", noted)
+    monkeypatch.setattr(dataset.rowstore, "_contents_of", noted)
     return asking
 
 
@@ -265,21 +265,68 @@ def test_what_another_loop_gives_up_is_taken_over_while_every_loader_thread_is_b
         go.set()
 
 
+def test_at_the_limit_of_threads_what_another_loop_gives_up_waits_for_a_shared_thread(
+    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go, busy = dataset.rowstore, threading.Event(), threading.Semaphore(0)
+    load, start = store.blobs.load, threading.Thread.start
+
+    def blocked(group: int, *rest: Any) -> Any:
+        if group < row_store.LOADERS:
+            busy.release()
+            go.wait()
+        return load(group, *rest)
+
+    def at_the_limit(thread: threading.Thread) -> None:
+        if "load-now" in thread.name:
+            go.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(store.blobs, "load", blocked)
+    store.capacity = 200
+    try:
+        store.prefetch(range(row_store.LOADERS))
+        for _ in range(row_store.LOADERS):
+            busy.acquire()
+        waiting = asking.gather([999])
+        asking.waits.acquire()
+        monkeypatch.setattr(threading.Thread, "start", at_the_limit)
+        store.forget()
+        waiting.join()
+        assert asking.found == [999]
+    finally:
+        go.set()
+
+
+def test_a_load_that_no_thread_can_run_is_not_under_way(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_the_limit(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = dataset.rowstore
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", at_the_limit)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            store.gather(np.array([0]), opened={})
+    assert not store.ledger.peek(0).get("under_way")
+    assert store.gather(np.array([0])).rows["row_id"].tolist() == [0]
+
+
 def test_what_waits_for_room_and_is_waited_for_keeps_its_turn_when_another_loop_ends(
     dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, loads = dataset.rowstore, Counter[int]()
-    load, budget = store.blobs.load, store.blobs.fetched
+    load, budget = store.blobs.load, store.blobs.fetch_budget
 
     def counting(group: int, *rest: Any) -> Any:
         loads[group] += 1
         return load(group, *rest)
 
     monkeypatch.setattr(store.blobs, "load", counting)
-    with budget.hold(row_group_cache.FETCHED_BYTES):
+    with budget.reserve(row_group_cache.FETCH_BYTES):
         waiting = asking.gather([35])
         asking.waits.acquire()
-        until(lambda: budget._turns)
+        until(lambda: budget._waiters)
         with budget._mutex:  # The thread that loads has let go of it: it waits for its turn.
             pass
         store.forget()
@@ -291,14 +338,14 @@ def test_what_waits_for_room_and_is_waited_for_keeps_its_turn_when_another_loop_
 
 def test_a_loop_that_ends_does_not_take_over_what_it_gives_up_itself(dataset: Any, asking: Any) -> None:
     store = dataset.rowstore
-    with store.blobs.fetched.hold(row_group_cache.FETCHED_BYTES):
+    with store.blobs.fetch_budget.reserve(row_group_cache.FETCH_BYTES):
         waiting = asking.gather([35])
         asking.waits.acquire()
         asking.stop.set_result(None)
         store.forget()
         waiting.join()
         assert asking.cancelled
-        assert all(one.unwanted() for one in store._asked.values())
+        assert all(one.is_cancelled() for one in store._pending.values())
 
 
 def test_a_loader_stops_waiting_before_it_gives_up_what_it_asked_for(
@@ -315,7 +362,7 @@ def test_a_loader_stops_waiting_before_it_gives_up_what_it_asked_for(
             asking.waits.acquire()
         batches.close()
         assert stopped == [True]
-        assert all(one.unwanted() for one in store._asked.values())
+        assert all(one.is_cancelled() for one in store._pending.values())
     finally:
         go.set()
 

@@ -37,7 +37,7 @@ def write_pass(folder, rank, epoch, began, samples, ended=True):
                     setattr(stats, name, getattr(stats, name) + more)
             one.take(last=ended and number == len(samples))
         if not ended:
-            one._written = stats.seconds  # a killed rank writes no final line
+            one._path = None  # A killed rank writes no final line.
     return stats
 
 

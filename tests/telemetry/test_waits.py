@@ -21,7 +21,7 @@ from dataload.loader import device_copy
 from dataload.rows import row_group_cache, row_store
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.spans import recorded_by
-from dataload.telemetry.wait_timeline import CAUSES, TURNS_KEPT, Timeline, doing, waited
+from dataload.telemetry.wait_timeline import CAUSES, CHANGES_KEPT, Timeline, doing, waited
 
 ROWS, GROUPS = 10, 16
 
@@ -87,15 +87,15 @@ def leading(stats: LoaderStats) -> str:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, filled: bool, monkeypatch: Any) -> None:
     if filled:
-        monkeypatch.setattr(row_store, "FILLED_BYTES", 0)
+        monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
         dataset.rowstore.prefetch([])
-        dataset.rowstore._filler.make(0)
-        assert dataset.rowstore._filler._process.ready.wait(60)
+        dataset.rowstore._decoder.make(0)
+        assert dataset.rowstore._decoder._process.ready.wait(60)
     origin.behave(latency=0.1, bytes_per_second=4e5 if filled else 1e6)  # a process that yields decodes late
     options: dict[str, Any] = {"transform": Slow(0), "num_workers": num_workers} if num_workers else {}
     stats = epoch(make_loader(dataset, 4, window=2, **options))
     if filled:
-        dataset.rowstore._filler.end()
+        dataset.rowstore._decoder.end()
     assert leading(stats) == "origin"
     assert "origin is the limit: warm the cache first" in str(stats)
 
@@ -144,7 +144,7 @@ def test_the_innermost_counts() -> None:
         with doing("origin"):
             threading.Event().wait(0.02)
         threading.Event().wait(0.01)
-    first, last = timeline._turns[0][0], timeline._turns[-1][0]
+    first, last = timeline._changes[0][0], timeline._changes[-1][0]
     spent = timeline.seconds(first, last)
     assert sum(spent.values()) == pytest.approx(last - first)
     assert spent["origin"] >= 0.02
@@ -199,7 +199,7 @@ def test_what_is_long_ago_is_forgotten() -> None:
     for _ in range(20_000):
         with timeline.doing("transform"):
             pass
-    assert len(timeline._turns) <= 3 * TURNS_KEPT
+    assert len(timeline._changes) <= 3 * CHANGES_KEPT
     assert sum(timeline.seconds(begun, time.perf_counter()).values()) > 0
     since = time.perf_counter()
     with timeline.doing("transform"):

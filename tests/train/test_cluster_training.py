@@ -28,7 +28,7 @@ from dataload.errors import ConfigError
 from dataload.formats import parquet
 from dataload.loader import capacity
 from dataload.planning.warm import part_of
-from dataload.rows.background_decoder import BackgroundDecoder
+from dataload.rows.background_decoder.client import BackgroundDecoder
 
 WIDTH, ROWS = 64, 330
 
@@ -239,7 +239,7 @@ def test_waiting_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, clu
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(blobs.make, 0)
         until(lambda: blobs._blocks.tier.stats()["cluster"]["waits"])
-        until(lambda: blobs.fetched.unused)
+        until(lambda: blobs.fetch_budget.idle)
         assert not waits.done()
         assert blobs.make(1), "others go on meanwhile"
         cluster_server.ask("DEL", lease)

@@ -1,0 +1,290 @@
+"""The training process's side of the background decoder."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from time import monotonic, perf_counter
+from typing import Any
+
+from dataload.rows.background_decoder import worker
+from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.counters import Counters
+from dataload.runtime.forks import ForkAware
+from dataload.runtime.redact import redacted
+from dataload.telemetry.wait_timeline import waited
+
+SELDOM_SECONDS = 2.0  # between two checks for the worker's death; each takes the interpreter from the training step
+EXIT_SECONDS = 0.3  # for the worker to exit; then it is killed, which leaves a few files in the cache to remove
+MAX_FAILURES = 3
+BACKOFF_SECONDS = 30.0  # after a row group that the cache had no space for
+
+log = logging.getLogger(__name__)
+
+_program_exits = threading.Event()
+
+
+class DemandSignal:
+    """Whether a thread waits for row groups. Then none should be left to a process of low priority."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._waiting = 0
+        self._begun: Future[None] = Future()
+
+    @property
+    def now(self) -> bool:
+        """Whether a thread waits at this moment."""
+        return self._waiting > 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Signal demand for the duration of the block."""
+        with self._mutex:
+            self._waiting += 1
+            if self._waiting == 1:
+                self._begun.set_result(None)
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._begun = Future()
+
+    def wait(self, future: Future[Any]) -> None:
+        """Wait until the future is done, demand begins, or the caller should check other conditions again."""
+        if self.now:
+            wait([future], LOOK_SECONDS)
+        else:
+            wait([future, self._begun], SELDOM_SECONDS, return_when=FIRST_COMPLETED)
+
+
+class BackgroundDecoder(ForkAware):
+    """Makes the blobs of row groups in a background process, which the first request starts.
+
+    Args:
+        blobs: The cached row groups.
+
+    Attributes:
+        spent: Seconds that the process spent on row groups, by cause.
+
+    Notes:
+        Any thread may call it. It is only an optimisation: until the process is ready, and after it died, the caller
+        makes the row groups. The process never imports torch, has the lowest priority, exits after an idle time, and
+        does not outlive this process, however that ends.
+    """
+
+    def __init__(self, blobs: RowGroupCache) -> None:
+        self._blobs = blobs
+        self._process: _Process | None = None
+        self.after_fork_in_child()
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        """Leave the process to the parent."""
+        if self._process is not None:
+            self._process.disown()
+        self._mutex = threading.Lock()
+        self._process = None
+        self._account = Counters()
+        self._failures = 0
+        self._paused_until = 0.0
+        self.spent = Counters()
+
+    def make(self, group: int, demand: DemandSignal | None = None, account: Counters | None = None) -> bool:
+        """Cache the row group. Return whether the process did it.
+
+        Args:
+            group: The row group.
+            demand: If a thread waits for row groups and this process has memory for one, return at once.
+            account: Account of the row group, see `Ledger`. The cost is added to it even if the result comes late.
+
+        Raises:
+            OriginError: The origin does not answer, or the file does not exist.
+            DataError: The row group cannot be decoded.
+            CancelledError: The program exits, or another thread ended the process.
+        """
+        if _program_exits.is_set():
+            raise CancelledError
+        demand = demand or DemandSignal()
+
+        def is_urgent() -> bool:
+            return demand.now and self._blobs.has_capacity(group)
+
+        process = None if is_urgent() or monotonic() < self._paused_until else self._running()
+        if process is None or not process.ready.is_set():
+            return False
+        since = perf_counter()
+        done = process.make(group, demand, is_urgent, account or Counters())
+        if done is None:
+            return False
+        waited(since, done.making, instead=done.making.longest())
+        if done.error is not None:
+            raise done.error
+        if not done.cached:  # The cache has no space, so the caller has to make the blobs again.
+            self._paused_until = monotonic() + BACKOFF_SECONDS
+        return done.cached
+
+    def counts(self) -> Counter[str]:
+        """Return the total cost of the row groups that its processes made, by name as in `Ledger`."""
+        return Counter(self._account.snapshot())
+
+    def end(self) -> None:
+        """End the process and wait until it has exited. The next request starts another."""
+        with self._mutex:
+            if self._process is not None:
+                self._process.end()
+
+    def _running(self) -> _Process | None:
+        """Return the process, started if necessary, or None after too many failures."""
+        with self._mutex:
+            if self._process is not None and self._process.ended.is_set():
+                self._failures += self._process.end() != 0 or not self._process.ready.is_set()
+                if self._failures == MAX_FAILURES:
+                    log.warning(
+                        "row groups are decoded in the training process: the background process failed %d times: %s",
+                        MAX_FAILURES,
+                        redacted(repr(self._process.error)),
+                    )
+                self._process = None
+            if self._process is None and self._failures < MAX_FAILURES:
+                try:
+                    self._process = _Process(self._blobs, self.spent, self._account)
+                except OSError as error:
+                    self._failures = MAX_FAILURES
+                    log.warning(
+                        "row groups are decoded in the training process: no background process can be started: %s",
+                        error,
+                    )
+                else:
+                    weakref.finalize(self, self._process.end).atexit = False
+            return self._process
+
+
+class _Process:
+    """A running background process.
+
+    Args:
+        blobs: The cached row groups, sent to the process.
+        spent: Counter of the seconds that the process spends, by cause.
+        account: Counter of the total cost of row groups.
+
+    Attributes:
+        ready: Set once the process accepts requests.
+        ended: Set once the process accepts no more requests.
+        error: Why it ended.
+    """
+
+    def __init__(self, blobs: RowGroupCache, spent: Counters, account: Counters) -> None:
+        self._spent, self._account = spent, account
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            path = [*map(str, sys.path)]
+            call = f"from {worker.__name__} import run; run({theirs.fileno()})"
+            program = f"import sys; sys.path[:] = {path}; {call}"
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for the trainer only. In another session, niceness would have no effect.
+            )
+        self._connection = Connection(os.dup(self._socket.fileno()))
+        self._mutex = threading.Lock()
+        self._requests: dict[int, tuple[Future[Done | None], Counters]] = {}  # with the row groups' accounts
+        self.ready, self.ended = threading.Event(), threading.Event()
+        self._stopping = False
+        self.error: Exception | None = None
+        self._listener = threading.Thread(
+            target=self._listen, args=(blobs,), name="dataload-decode-client", daemon=True
+        )
+        self._listener.start()
+        atexit.register(self._end_with_program)
+
+    def make(self, group: int, demand: DemandSignal, is_urgent: Callable[[], bool], account: Counters) -> Done | None:
+        """Return the result of a row group, or None if the process died or the row group became urgent.
+
+        Raises:
+            CancelledError: `end` was called.
+        """
+        with self._mutex:
+            if self.ended.is_set():
+                return None
+            if group not in self._requests:
+                self._requests[group] = Future(), account
+                account.add(under_way=1, ordered=1)
+                with suppress(OSError):  # The process died; the listener notices next.
+                    self._connection.send(group)
+            result, _ = self._requests[group]
+        while not result.done() and not is_urgent() and self._popen.poll() is None:
+            demand.wait(result)
+        return result.result() if result.done() else None
+
+    def end(self) -> int:
+        """End the process, wait until it has exited, and return its exit status."""
+        atexit.unregister(self._end_with_program)
+        self._stopping = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self._popen.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+        if self._listener is not threading.current_thread():  # The garbage collector runs in any thread.
+            self._listener.join()
+        self._connection.close()
+        self._socket.close()
+        return self._popen.wait()
+
+    def disown(self) -> None:
+        """Close the connection in a forked child, so that the process notices the end of its parent."""
+        self._connection.close()
+        self._socket.close()
+        self._popen.returncode = 0
+
+    def _end_with_program(self) -> None:
+        _program_exits.set()
+        self.end()
+
+    def _listen(self, blobs: RowGroupCache) -> None:
+        try:
+            self._connection.send(blobs)
+            self._connection.recv()
+            self.ready.set()
+            while True:
+                done: Done = self._connection.recv()
+                self._spent.add(**done.making.spent())
+                self._account.add(**done.account)
+                with self._mutex:
+                    result, account = self._requests.pop(done.group)
+                    account.add(**done.account)
+                    account.add(under_way=-1, ordered=-1)
+                    result.set_result(done)
+        except Exception as error:  # noqa: BLE001 (a filesystem that cannot be pickled may raise anything)
+            self.error = error
+        finally:
+            self._fail_requests()
+
+    def _fail_requests(self) -> None:
+        with self._mutex:
+            self.ended.set()
+            while self._requests:
+                _, (result, account) = self._requests.popitem()
+                account.add(under_way=-1, ordered=-1)
+                if self._stopping:
+                    result.set_exception(CancelledError())
+                else:
+                    result.set_result(None)

@@ -1,0 +1,95 @@
+"""The background process that fetches and decodes row groups. It yields the processor to the training process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.counters import Counters, charged_to
+from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.filemap import libc
+from dataload.runtime.memory_budget import MemoryBudget
+from dataload.telemetry.wait_timeline import Timeline
+
+WORKER_FETCH_BYTES = 160 << 20  # budget of fetched row groups: sixteen requests' worth
+ROW_GROUPS_IN_FLIGHT = 24  # threads; the budgets of `RowGroupCache` bound their memory
+NICENESS = 19  # keeps a step that uses the interpreter all the time at nine tenths of its speed
+IDLE_SECONDS = 60.0  # without a request, until the process exits
+LOOK_SECONDS = 0.2  # between two checks for conditions that nothing signals: free memory, the death of the parent
+# mallopt(3): M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX. Few arenas, because one thread frees the memory that
+# another allocates.
+MALLOC_OPTIONS = {-1: 1 << 30, -3: 32 << 20, -8: 2}
+
+
+class Done(NamedTuple):
+    """The result of a request.
+
+    Attributes:
+        group: The row group.
+        cached: Whether the cache has its blobs.
+        error: The error of the worker, if it can be pickled.
+        making: Timeline of the thread that made the blobs.
+        account: The entries to add to the row group's account, see `Ledger`.
+    """
+
+    group: int
+    cached: bool
+    error: Exception | None
+    making: Timeline
+    account: dict[str, float]
+
+
+def run(descriptor: int) -> None:
+    """Run the background process until the parent dies, closes the connection, or requests nothing for a while.
+
+    Args:
+        descriptor: A socket. The client sends a pickled `RowGroupCache` through it first, then row groups.
+    """
+    _keep_freed_memory()
+    connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
+    blobs: RowGroupCache = connection.recv()
+    blobs.fetch_budget = MemoryBudget(WORKER_FETCH_BYTES)
+    threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
+
+    def make(group: int) -> None:
+        making, account, cached, error = Timeline(), Counters(), False, None
+        try:
+            with making.here(), charged_to(account):
+                cached = blobs.make(group)
+        except Exception as caught:  # noqa: BLE001 (the client raises it)
+            error = portable(caught)
+        with sending, suppress(OSError):
+            connection.send(Done(group, cached, error, making.end(), account.snapshot()))
+
+    with suppress(EOFError, OSError):
+        os.nice(NICENESS)  # not earlier: the first row groups wait for this process to be ready
+        connection.send("ready")
+        running: list[Future[None]] = []
+        idle = 0.0
+        while os.getppid() == parent and idle < IDLE_SECONDS:
+            idle = 0.0 if running else idle + LOOK_SECONDS
+            if connection.poll(LOOK_SECONDS):
+                running.append(threads.submit(make, connection.recv()))
+            running = [future for future in running if not future.done()]
+
+
+def portable(error: Exception) -> Exception | None:
+    """Return the error as another process receives it, or None if it cannot be pickled."""
+    try:
+        received: Exception = pickle.loads(pickle.dumps(error.with_traceback(None)))  # noqa: S301 (ours)
+    except Exception:  # noqa: BLE001 (pickling an arbitrary class may raise anything)
+        return None
+    return received
+
+
+def _keep_freed_memory() -> None:
+    """Make malloc keep freed memory: fresh memory for each row group costs as much time as decoding it."""
+    with suppress(AttributeError):  # musl has no mallopt.
+        for option, value in MALLOC_OPTIONS.items():
+            libc().mallopt(option, value)

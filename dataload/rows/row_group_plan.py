@@ -1,0 +1,134 @@
+"""How row groups are stored as blobs of records: the names, lengths and sizes of the blobs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.formats.schema import Layout, fields_of
+from dataload.rows import row_block
+from dataload.rows.arrow_decode import Array
+
+# Bounds of a blob. The footers give the bytes; the rows have a bound of their own, because a dictionary in a file may
+# hide how large the values are.
+BLOB_BYTES, BLOB_ROWS = 32 << 20, 1 << 16
+
+
+class RowGroupPlan:
+    """The blobs of each row group of a dataset, for the chosen columns.
+
+    Args:
+        manifest: The dataset.
+        columns: Names of the columns to store.
+        fill_null: The replacement of nulls, which is part of the names of the blobs.
+
+    Attributes:
+        layout: Layout of a record.
+        blob_rows: Rows of a full blob, by row group, int64 [groups]. A power of two, so that blobs of few columns are
+            made of whole blobs of all columns.
+        group_starts: Number of each row group's first blob, int64 [groups + 1].
+        row_starts: Number of each blob's first row, int64 [blobs + 1].
+        most_of_a_group: Blobs of the row group that has most.
+    """
+
+    def __init__(self, manifest: Manifest, columns: Sequence[str], fill_null: Any = None) -> None:
+        self._manifest = manifest
+        self._columns = tuple(columns)
+        self._mean_sizes: Mapping[str, float] = {}
+        self.layout = Layout(fields_of(pa.schema([manifest.schema.field(name) for name in columns])))
+        self.blob_rows = self._rows_per_blob()
+        lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
+        counts = np.maximum(1, -(-lengths // self.blob_rows))
+        self.group_starts = np.concatenate(([0], np.cumsum(counts)))
+        self.most_of_a_group = int(counts.max(initial=1))
+        self.row_starts = self._first_rows(lengths, counts)
+        self._digest = _digest(self.layout, fill_null)
+
+    def use_mean_sizes(self, means: Mapping[str, float]) -> None:
+        """Estimate sizes by the measured bytes of a value, by column, where the footers only tell those of codes."""
+        self._mean_sizes = means
+
+    def bytes_of(self, number: int) -> int:
+        """Return an estimate of the bytes of a row group's blobs.
+
+        It is too large where files have dictionary codes, unless `use_mean_sizes` was called.
+        """
+        group = self._manifest.row_groups[number]
+        return group.rows * self.layout.dtype.itemsize + self._heap_bytes(group)
+
+    def blob_sizes(self, number: int) -> list[int]:
+        """Return an estimate of the bytes of each blob of a row group."""
+        group = self._manifest.row_groups[number]
+        heaps = [size for _, size in self._heaps(group)]
+        return [
+            row_block.packed_bytes(rows, [size * rows // max(1, group.rows) for size in heaps], self.layout)
+            for rows in self.lengths(number)
+        ]
+
+    def lengths(self, number: int) -> list[int]:
+        """Return the rows of each blob of a row group."""
+        first, last = self.group_starts[number : number + 2]
+        lengths: list[int] = np.diff(self.row_starts[first : last + 1]).tolist()
+        return lengths
+
+    def parts(self, number: int) -> list[str]:
+        """Return the name of each blob of a row group, within the row group."""
+        first, last = self.group_starts[number : number + 2]
+        rows = self.blob_rows[number]
+        return [f"rows {blob * rows}+{rows}" for blob in range(last - first)]
+
+    def qualified(self, number: int, part: str) -> str:
+        """Return the name of a part of a row group within its file. It identifies the content of the records."""
+        return f"records {self._manifest.row_groups[number].number} {part} {self._digest}"
+
+    def stored(self, group: RowGroup) -> list[str]:
+        """Return the columns that a row group's file holds. The others are constants of its folder names."""
+        constants = dict(group.constants)
+        return [name for name in self._columns if name not in constants]
+
+    def _rows_per_blob(self) -> Array:
+        """It depends on the footers only, not on measured sizes, because it is part of the names of the blobs."""
+        bounds = []
+        for group in self._manifest.row_groups:
+            row_bytes = self.layout.dtype.itemsize + self._heap_bytes(group) // max(1, group.rows)
+            bounds.append(1 << (min(BLOB_ROWS, max(1, BLOB_BYTES // row_bytes)).bit_length() - 1))
+        return np.array(bounds, np.int64)
+
+    def _heap_bytes(self, group: RowGroup) -> int:
+        return sum(size for _, size in self._heaps(group))
+
+    def _heaps(self, group: RowGroup) -> list[tuple[str, int]]:
+        """Return (name, estimated bytes of its values) of each ragged column."""
+        sizes = zip(self._manifest.ragged, group.sizes, strict=False)
+        return [(name, self._heap(name, size, group.rows)) for name, size in sizes if name in self._columns]
+
+    def _heap(self, name: str, size: int, rows: int) -> int:
+        mean = self._mean_sizes.get(name)
+        return size if mean is None else round(mean * rows)
+
+    def _first_rows(self, lengths: Array, counts: Array) -> Array:
+        firsts = np.concatenate(([0], np.cumsum(lengths)))
+        within = np.arange(counts.sum()) - np.repeat(self.group_starts[:-1], counts)
+        starts = np.repeat(firsts[:-1], counts) + within * np.repeat(self.blob_rows, counts)
+        return np.append(starts, firsts[-1])
+
+
+def _digest(layout: Layout, fill_null: Any) -> str:
+    """Return a digest of the columns, their layout in records, and the replacement of nulls."""
+    content = [row_block.VERSION, layout.describe(), repr(_complete(fill_null))]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
+
+
+def _complete(fill_null: Any) -> Any:
+    """Return the value in a form whose repr is complete: the repr of a long array omits its middle."""
+    if isinstance(fill_null, Mapping):
+        return {name: _complete(value) for name, value in sorted(fill_null.items())}
+    if isinstance(fill_null, (np.ndarray, np.generic)):
+        return [str(fill_null.dtype), fill_null.tolist()]
+    return fill_null
