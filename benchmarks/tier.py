@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -33,6 +35,15 @@ from dataload.cache.tier import Allocate, BlobKey, Fill
 SPAN = 64 << 10
 LOOKUPS, SPANS = 20_000, 2_000
 LIMIT = 1 << 50
+HITS = 1000
+STOPPED = """
+import os, signal, sys
+from dataload.cache.local.tier import LocalTier
+
+tier = LocalTier(sys.argv[1], 1 << 50)
+with tier.folder.index._transaction(write=True):
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
 
 Round = Callable[[], float]
 """A function that takes one measurement."""
@@ -62,6 +73,8 @@ AIMS = (
     Aim("pread of plain files", "MB/s"),
     Aim("read of 64 KiB", "µs", "pread of 64 KiB", most=50),
     Aim("pread of 64 KiB", "µs"),
+    Aim("hits beside a stopped process", "hits/s", "hits", least=0.67),
+    Aim("hits", "hits/s"),
     Aim("fill", "MB/s", "write of plain files", least=0.7),
     Aim("write of plain files", "MB/s"),
     Aim("lookup", "µs", most=5),
@@ -110,7 +123,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="dataload-tier-", dir=folder) as scratch:
         data = np.random.default_rng(0).integers(0, 256, blob_bytes, np.uint8)
         files = Files(Path(scratch), data, blobs)
-        measurements = reads(files) | fills(files) | index(Path(scratch) / "entries", entries)
+        measurements = reads(files) | hits(files) | fills(files) | index(Path(scratch) / "entries", entries)
         measurements |= {"rebuilding the index": rebuilding(Path(scratch) / "rebuilt", rebuilt)}
         logging.getLogger("dataload").setLevel(logging.ERROR)  # Each rebuild of the index logs a warning.
         values: dict[str, list[float]] = {name: [] for name in measurements}
@@ -229,6 +242,24 @@ def reads(files: Files) -> dict[str, Round]:
         "read of 64 KiB": lambda: spans() / SPANS * 1e6,
         "pread of 64 KiB": lambda: plain_spans() / SPANS * 1e6,
     }
+
+
+def hits(files: Files) -> dict[str, Round]:
+    """Return the measurements of hits per second, also beside a process that is stopped inside an index transaction."""
+    keys = [files.keys[number % len(files.keys)] for number in range(HITS)]
+
+    def rate() -> float:
+        return HITS / seconds(lambda: [files.tier.get(key, (0, SPAN)) for key in keys])
+
+    def beside_a_stopped_process() -> float:
+        with subprocess.Popen([sys.executable, "-c", STOPPED, str(files.tier.path)]) as process:
+            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+            try:
+                return rate()
+            finally:
+                process.kill()
+
+    return {"hits beside a stopped process": beside_a_stopped_process, "hits": rate}
 
 
 def pread(path: Path, size: int, start: int) -> bytes:
