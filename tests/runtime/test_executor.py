@@ -1,4 +1,4 @@
-"""Threads that run calls, also where the system can start no more threads."""
+"""Tests of the thread pool, also at the system's limit of threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE = 60
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """Make every start of a thread fail in the kernel, as at a limit of processes."""
+    """Make the kernel fail every start of a thread, as at a limit of processes."""
     before = threading.stack_size(TOO_LARGE)
     try:
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -26,10 +26,10 @@ def no_more_threads() -> Iterator[None]:
         threading.stack_size(before)
 
 
-def test_a_call_that_no_thread_can_run_is_refused_and_never_runs() -> None:
+def test_a_call_that_no_thread_can_run_raises_and_never_runs() -> None:
     threads, ran = DaemonExecutor(2, "test"), []
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
-        threads.submit(ran.append, "refused")
+        threads.submit(ran.append, "rejected")
     assert threads.submit(ran.copy).result(PATIENCE) == []
 
 
@@ -44,7 +44,7 @@ def test_the_threads_that_run_do_all_calls_where_no_more_can_be_started() -> Non
 
 
 def test_threads_are_started_again_when_the_system_has_some() -> None:
-    """Calls that ran late, for want of threads, do not count as idle threads."""
+    """Calls that waited for lack of threads do not count as idle threads."""
     threads, may_end = DaemonExecutor(3, "test"), threading.Event()
     first = threads.submit(may_end.wait, PATIENCE)
     with no_more_threads():
