@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import cached_property
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -20,6 +19,7 @@ from dataload.catalog.manifest import list_objects
 from dataload.doctor.finding import Finding, ok, problem, reason, warning
 from dataload.errors import DataloadError, ObjectChanged, OriginNotFound
 from dataload.formats.hive_partitions import Keys
+from dataload.runtime.cached_property import cached_property
 
 TIMEOUT = 5.0  # seconds
 SKEW_WARNING, SKEW_PROBLEM = 60, 900  # seconds; Amazon rejects signatures that are more than 900 s off

@@ -161,7 +161,7 @@ class RowGroupCache(ForkAware):
 
     @property
     def keeps(self) -> bool:
-        """Whether the cache is neither full nor failing, so that it kept every blob so far."""
+        """Whether every blob is still cached: the cache is neither full nor failing."""
         stats = self._blocks.counts()
         return not stats["refused"] and (stats["health"] or {}).get("state", "normal") == "normal"
 

@@ -1,4 +1,4 @@
-"""Every type a batch can hold comes out as pyarrow's own take gives it."""
+"""Batches of every supported type equal the result of pyarrow's take."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ TYPES = [
 
 
 def packed(table: pa.Table, fill_null: Any = None) -> memoryview:
-    """The blob of a table."""
+    """Return the blob of a table."""
     layout = Layout(fields_of(flatten(table.schema)))
     memory = bytearray()
 
@@ -103,25 +103,25 @@ def packed(table: pa.Table, fill_null: Any = None) -> memoryview:
 
 
 def gather(tables: list[pa.Table], which: Any, rows: Any, fill_null: Any = None) -> Records:
-    """Row rows[i] of tables[which[i]] for each i."""
+    """Return row rows[i] of tables[which[i]], for each i."""
     starts = np.concatenate(([0], np.cumsum([len(table) for table in tables])))
     layout = Layout(fields_of(flatten(tables[0].schema)))
-    shelf = OpenRowGroups(len(tables), np.arange(len(tables) + 1), starts, layout)
+    open_row_groups = OpenRowGroups(len(tables), np.arange(len(tables) + 1), starts, layout)
     for number, table in enumerate(tables):
-        shelf.put(number, [packed(table, fill_null)], keep=())
-    found = shelf.take(starts[which] + rows, which)
+        open_row_groups.put(number, [packed(table, fill_null)], keep=())
+    found = open_row_groups.take(starts[which] + rows, which)
     assert found is not None
     return found
 
 
 def whole(table: pa.Table, fill_null: Any = None, **shape: Any) -> Batch:
-    """All rows of a table as a batch."""
+    """Return all rows of a table as a batch."""
     rows = np.arange(len(table))
     return to_batch(gather([table], np.zeros_like(rows), rows, fill_null), **shape)
 
 
 def plain(value: Any) -> Any:
-    """A value of a batch as Python has it."""
+    """Return a value of a batch as a Python object."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     return bytes(value) if isinstance(value, memoryview) else value
@@ -141,9 +141,9 @@ def test_a_batch_holds_what_take_gives(kind: pa.DataType, data: st.DataObject) -
     ]  # offsets that start late
     for source in (tables, sliced):
         found = to_batch(gather(source, which, rows))["c"]
-        wanted = [parts[part][row] for part, row in zip(which, rows, strict=True)]
-        assert len(found) == len(wanted)
-        assert [plain(value) for value in found] == wanted
+        expected = [parts[part][row] for part, row in zip(which, rows, strict=True)]
+        assert len(found) == len(expected)
+        assert [plain(value) for value in found] == expected
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
@@ -201,7 +201,7 @@ def test_structs_are_dotted_columns() -> None:
     assert whole(holes, {"s.x": -1, "s.deep.y": "?"})["s.x"].tolist() == [1, -1]
 
 
-def test_names_that_fall_together() -> None:
+def test_names_that_collide() -> None:
     with pytest.raises(DataError, match=r"two columns come to be called 's\.x'"):
         flatten(pa.schema([("s", pa.struct([("x", pa.int8())])), ("s.x", pa.int8())]))
 
@@ -230,8 +230,8 @@ def test_cutting_gives_the_batches_of_its_parts(ragged: str) -> None:
     table = pa.table({"n": [1, 2, 3], "l": [[1], [], [2, 3]], "b": [b"a", b"", b"bc"], "s": ["x", "yy", ""]})
     records = gather([table], np.zeros(3, np.int64), np.arange(3))
     parts = list(cut(to_batch(records, ragged=ragged), [2, 1]))
-    for part, wanted in zip(parts, [records[:2], records[2:]], strict=True):
-        other = to_batch(wanted, ragged=ragged)
+    for part, expected in zip(parts, [records[:2], records[2:]], strict=True):
+        other = to_batch(expected, ragged=ragged)
         assert part.keys() == other.keys()
         for name, column in part.items():
             if isinstance(column, Flat):
@@ -243,7 +243,7 @@ def test_cutting_gives_the_batches_of_its_parts(ragged: str) -> None:
 
 @pytest.mark.parametrize("ragged", ["list", "flat"])
 def test_rows_are_indexed_like_a_list(ragged: str) -> None:
-    """Every kind of column, from both ends: bounds of flat columns do not wrap around."""
+    """Indexing works for every kind of column, from both ends."""
     table = pa.table(
         {
             "a": [1.0, 2.0, 3.0],
@@ -255,7 +255,7 @@ def test_rows_are_indexed_like_a_list(ragged: str) -> None:
             "text": ["x", "yy", ""],
         }
     )
-    wanted = [
+    expected = [
         {
             "x": [row["a"], row["b"]],
             **{name: row[name] for name in ("number", "fixed", "list", "text")},
@@ -270,10 +270,10 @@ def test_rows_are_indexed_like_a_list(ragged: str) -> None:
         return {name: plain(value) for name, value in row.items()}
 
     for index in (*range(-3, 3), np.int8(-1), np.uint8(2)):
-        assert plain_row(rows[index]) == wanted[index], index
+        assert plain_row(rows[index]) == expected[index], index
     for part in (slice(None), slice(-2, None), slice(-3, -1), slice(None, None, -1), slice(-1, None, -2), slice(5, 9)):
-        assert [plain_row(row) for row in rows[part]] == wanted[part], part
-    assert [plain_row(row) for row in rows] == wanted
+        assert [plain_row(row) for row in rows[part]] == expected[part], part
+    assert [plain_row(row) for row in rows] == expected
     for some, index in ((rows, 3), (rows, -4), (Rows(records[:0], ragged), 0), (Rows(records[:0], ragged), -1)):
         with pytest.raises(IndexError, match=f"row {index} of a batch of {len(some)}"):
             some[index]
@@ -284,7 +284,7 @@ def test_dictionaries_come_as_their_values() -> None:
     assert whole(table)["c"] == ["x", "y", "x"]
 
 
-def test_text_that_is_none() -> None:
+def test_text_that_is_not_utf_8() -> None:
     broken = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
     with pytest.raises(DataError, match="UTF-8"):
         whole(pa.table({"c": broken}))
@@ -313,27 +313,27 @@ def test_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "filling", "wanted"),
+    ("kind", "filling", "expected"),
     [(pa.int32(), -1, [1, -1]), (pa.string(), "?", ["1", "?"]), (pa.float32(), 0, [1, 0])],
 )
-def test_nulls(kind: pa.DataType, filling: Any, wanted: list[Any]) -> None:
+def test_nulls(kind: pa.DataType, filling: Any, expected: list[Any]) -> None:
     table = pa.table({"c": pa.array([1 if filling != "?" else "1", None], kind)})
     with pytest.raises(DataError, match=r"x\.parquet row group 3 column 'c' has 1 nulls: pass fill_null"):
         decode(table, fields_of(table.schema), None, "x.parquet row group 3")
     for fill_null in (filling, {"c": filling}):
         column = whole(table, fill_null)["c"]
-        assert (column.tolist() if isinstance(column, torch.Tensor) else column) == wanted
+        assert (column.tolist() if isinstance(column, torch.Tensor) else column) == expected
     with pytest.raises(DataError, match="'c' has 1 nulls"):
         whole(table, {"other": 0})
 
 
-def test_a_filling_of_another_type() -> None:
+def test_a_null_replacement_of_another_type() -> None:
     with pytest.raises(DataError, match="'c': fill_null='text' is no int64"):
         whole(pa.table({"c": pa.array([None], pa.int64())}), "text")
 
 
 @pytest.mark.parametrize(("kind", "filling"), [(pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")])
-def test_a_filling_that_would_become_another(kind: pa.DataType, filling: Any) -> None:
+def test_a_null_replacement_that_would_be_changed(kind: pa.DataType, filling: Any) -> None:
     with pytest.raises(DataError, match=r"fill_null=.* is no"):
         whole(pa.table({"c": pa.array([None], kind)}), filling)
 
@@ -372,7 +372,7 @@ def test_nulls_of_fixed_size_lists_survive_parquet() -> None:
     ],
     ids=str,
 )
-def test_other_types_are_refused_by_name(kind: pa.DataType) -> None:
+def test_an_unsupported_type_raises_an_error_that_names_the_column(kind: pa.DataType) -> None:
     with pytest.raises(DataError, match="column 'odd' has type"):
         fields_of(pa.schema([("fine", pa.int8()), ("odd", kind)]))
 
@@ -395,7 +395,7 @@ def test_map_tensors_reaches_everything() -> None:
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.bool_(), pa.large_string()], ids=str)
 def test_memory_that_is_longer_than_its_values(kind: pa.DataType) -> None:
-    """By a byte, as a file may say that it is."""
+    """A file may claim a buffer that is a byte too long."""
     column = pa.array(["0", "1", "0"]).cast(pa.int8()).cast(kind)
     longer = [buffer and pa.py_buffer(buffer.to_pybytes() + b"x") for buffer in column.buffers()]
     found = whole(pa.table({"c": pa.Array.from_buffers(kind, 3, longer).slice(1)}))["c"]
@@ -412,7 +412,7 @@ def test_flags_are_unpacked_from_where_they_begin() -> None:
 
 
 def test_decoding_does_without_pandas(tmp_path: Path) -> None:
-    """`to_numpy` imports it: most of a second in the way of the first batch, and in each process that decodes."""
+    """The import would delay the first batch, and each background process, by most of a second."""
     columns = {str(kind): pa.array([True, None]).cast(pa.int8()).cast(kind) for kind in NUMBERS}
     columns |= {"text": pa.array(["a", "b"]), "codes": pa.array(["a", "a"]).dictionary_encode()}
     columns |= {"lists": pa.array([[1], []]), "pairs": pa.array([[1, 2]] * 2, pa.list_(pa.int8(), 2))}

@@ -1,4 +1,4 @@
-"""Row groups are made by another process, which nobody depends on and which outlives nobody."""
+"""Tests of the background decoder: the process is optional and does not outlive its parent."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def decoder(dataset: Any) -> Iterator[BackgroundDecoder]:
 
 @pytest.fixture
 def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is decoded in this process."""
+    """Fail if this process decodes a row group."""
 
-    def refuses(*_: Any) -> Any:
-        raise AssertionError("decoded in the process that trains")
+    def fails(*_: Any) -> Any:
+        raise AssertionError("decoded in the training process")
 
-    monkeypatch.setattr(parquet.ParquetFooter, "open_row_group", refuses)
+    monkeypatch.setattr(parquet.ParquetFooter, "open_row_group", fails)
 
 
-def test_it_makes_what_others_then_read(decoder: BackgroundDecoder, dataset: Any, not_here: None) -> None:
+def test_it_caches_row_groups_for_this_process(decoder: BackgroundDecoder, dataset: Any, not_here: None) -> None:
     assert decoder.make(3)
     assert decoder.make(3)
     assert [len(blob) > 0 for blob in dataset.rowstore.blobs.load(3)] == [True]
@@ -65,7 +65,7 @@ def test_it_never_imports_torch_and_yields_to_others(decoder: BackgroundDecoder)
     assert not [each.path for each in process.memory_maps() if "libtorch" in each.path]
 
 
-def test_what_cannot_be_decoded_is_said_where_it_was_asked_for(
+def test_an_error_of_the_process_is_raised_by_the_caller(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, not_here: None
 ) -> None:
     dataset = make_dataset(dataset_of([[5] * 3]), storage_options=bucket.options, cache=cache)
@@ -79,7 +79,7 @@ def test_what_cannot_be_decoded_is_said_where_it_was_asked_for(
     decoder.end()
 
 
-def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(decoder: BackgroundDecoder, dataset: Any) -> None:
+def test_after_a_kill_the_caller_decodes_and_another_process_starts(decoder: BackgroundDecoder, dataset: Any) -> None:
     first = decoder._process
     first._popen.kill()
     assert first.ended.wait(60)
@@ -90,12 +90,10 @@ def test_killed_it_leaves_its_work_to_who_asks_and_comes_again(decoder: Backgrou
     assert decoder.make(2)
 
 
-def test_who_is_in_a_hurry_does_not_wait_for_it(
+def test_demand_ends_the_wait_for_the_process(
     decoder: BackgroundDecoder, dataset: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "dataload.rows.background_decoder.client.SELDOM_SECONDS", 3600
-    )  # Who waits is told that somebody else does, too.
+    monkeypatch.setattr("dataload.rows.background_decoder.client.SELDOM_SECONDS", 3600)  # Only demand ends the wait.
     process, demand = decoder._process, DemandSignal()
     os.kill(process._popen.pid, signal.SIGSTOP)
     answers: list[bool] = []
@@ -115,7 +113,7 @@ def test_who_is_in_a_hurry_does_not_wait_for_it(
     assert decoder.make(9, demand)
 
 
-def test_haste_without_room_is_none(decoder: BackgroundDecoder, dataset: Any) -> None:
+def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder, dataset: Any) -> None:
     demand = DemandSignal()
     blobs = dataset.rowstore.blobs
     with demand.waiting(), blobs.fetch_budget.reserve(FETCH_BYTES):
@@ -123,7 +121,7 @@ def test_haste_without_room_is_none(decoder: BackgroundDecoder, dataset: Any) ->
         assert decoder.make(10, demand)
 
 
-def test_stopped_it_is_not_waited_for_once_it_is_killed(decoder: BackgroundDecoder) -> None:
+def test_the_kill_of_a_stopped_process_ends_the_wait(decoder: BackgroundDecoder) -> None:
     process = decoder._process
     os.kill(process._popen.pid, signal.SIGSTOP)
     answers: list[bool] = []
@@ -136,7 +134,7 @@ def test_stopped_it_is_not_waited_for_once_it_is_killed(decoder: BackgroundDecod
     assert answers == [False]
 
 
-def test_what_the_cache_has_no_room_for_is_not_made_twice_for_long(
+def test_row_groups_that_the_cache_has_no_space_for_pause_the_decoder(
     bucket: Any, dataset_of: Callable[..., str], tmp_path: Path
 ) -> None:
     cache = CacheConfig(str(tmp_path / "small"), 4000)
@@ -144,26 +142,26 @@ def test_what_the_cache_has_no_room_for_is_not_made_twice_for_long(
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     decoder.make(0)
     assert decoder._process.ready.wait(60)
-    asked = [decoder.make(group) for group in range(4)]
-    assert not all(asked)
+    cached = [decoder.make(group) for group in range(4)]
+    assert not all(cached)
     assert decoder._paused_until > 0
     assert not decoder.make(0)
     decoder.end()
 
 
 class Odd(Exception):
-    """That cannot be made from its text."""
+    """An error that cannot be unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(f"{one} and {two}")
 
 
-def test_an_error_that_would_not_arrive_stays_behind() -> None:
+def test_an_error_that_cannot_be_pickled_is_dropped() -> None:
     assert portable(Odd(1, 2)) is None
     assert str(portable(OriginNotFound("gone"))) == "gone"
 
 
-def test_one_that_always_dies_is_given_up(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_three_failures_no_process_is_started(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     seen = set()
@@ -177,7 +175,7 @@ def test_one_that_always_dies_is_given_up(dataset: Any, monkeypatch: pytest.Monk
     decoder.end()
 
 
-def test_a_loader_has_it_make_what_is_not_kept(
+def test_a_loader_uses_it_for_row_groups_that_are_not_cached(
     dataset: Any, monkeypatch: pytest.MonkeyPatch, cache: CacheConfig
 ) -> None:
     monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
@@ -188,11 +186,11 @@ def test_a_loader_has_it_make_what_is_not_kept(
     assert loader.stats().bytes_origin == 0
     warm = make_loader(pickle.loads(pickle.dumps(dataset)), 10)
     assert sum(len(batch["row_id"]) for batch in warm) == 200
-    assert warm.dataset.rowstore._decoder._process is None  # all was kept
+    assert warm.dataset.rowstore._decoder._process is None  # all row groups were cached
     dataset.rowstore._decoder.end()
 
 
-def test_a_forked_child_leaves_it_alone(decoder: BackgroundDecoder) -> None:
+def test_a_forked_child_does_not_end_it(decoder: BackgroundDecoder) -> None:
     process = decoder._process
     child = os.fork()
     if child == 0:
@@ -224,9 +222,7 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize("end", ["killed", "loader dropped"])
-def test_it_does_not_outlive_who_started_it(
-    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, end: str
-) -> None:
+def test_it_does_not_outlive_its_parent(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, end: str) -> None:
     url = dataset_of([[5] * 40])
     program = textwrap.dedent(PROGRAM) + ("" if end == "killed" else "del loader, batches, dataset\n")
     command = [sys.executable, "-c", program + "sys.stdin.read()"]
@@ -241,16 +237,16 @@ def test_it_does_not_outlive_who_started_it(
         assert not trainer.stderr.read()
 
 
-def test_where_it_cannot_be_told_what_to_do_that_is_said(
+def test_a_dataset_that_cannot_be_pickled_is_logged(
     dataset: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with a filesystem that holds a session of its user's."""
+    """A filesystem may hold a session, which cannot be pickled."""
 
-    def refuses(_: Any) -> Any:
+    def fails(_: Any) -> Any:
         raise TypeError("cannot pickle a session")
 
     blobs = dataset.rowstore.blobs
-    monkeypatch.setattr(type(blobs), "__reduce__", refuses)
+    monkeypatch.setattr(type(blobs), "__reduce__", fails)
     decoder = BackgroundDecoder(blobs)
     for _ in range(MAX_FAILURES):
         assert not decoder.make(0)

@@ -1,4 +1,4 @@
-"""Whatever a Parquet file holds, rows come out as pyarrow's own take gives them."""
+"""Rows of any Parquet file equal the result of pyarrow's take."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TYPES: list[pa.DataType] = [
 
 
 def value_of(kind: pa.DataType, rng: np.random.Generator) -> Any:
-    """One value, as pyarrow takes it."""
+    """Return a random value of a type, as pyarrow accepts it."""
     types = pa.types
     if types.is_struct(kind):
         return {field.name: value_of(field.type, rng) for field in kind}
@@ -78,14 +78,14 @@ def table_of(kinds: list[pa.DataType], rows: int, seed: int) -> pa.Table:
 
 
 def write(path: Path, table: pa.Table, groups: list[int]) -> None:
-    """The table's rows as row groups of these lengths."""
+    """Write the table as row groups of these lengths."""
     with pq.ParquetWriter(path, table.schema) as writer:
         for number, length in enumerate(groups):
             writer.write_table(table.slice(sum(groups[:number]), length), row_group_size=max(1, length))
 
 
 def expected(table: pa.Table) -> dict[str, list[Any]]:
-    """The columns as Python has them: times as counts, decimals as floats, members of structs by dotted names."""
+    """Return the columns as Python lists: times as counts, decimals as floats, struct members by dotted names."""
     while any(pa.types.is_struct(kind) for kind in table.schema.types):
         table = table.flatten()
     columns = {}
@@ -137,7 +137,7 @@ def test_rows_are_those_of_take(
 
 
 def test_a_row_group_of_many_blobs_is_decoded_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text that is the same in every row is one value in the file: the footer does not tell how much it becomes."""
+    """Text that is the same in every row is one value in the file, so the footer does not tell its decoded size."""
     monkeypatch.setattr(row_group_plan, "BLOB_ROWS", 64)
     table = pa.table({"id": np.arange(1000), "text": ["long " * 50] * 1000, "own": [f"row {i}" for i in range(1000)]})
     write(tmp_path / "x.parquet", table, [1000])
@@ -160,7 +160,7 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
 def test_chunks_are_fetched_together_or_as_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int, requests: int
 ) -> None:
-    """400 kB of a row group either way, more than is held: many small columns are one request, large ones several."""
+    """A row group of 400 kB exceeds the buffer: many small columns are one request, large ones several."""
     for name, value in (("SHARED_BYTES", 0), ("HELD_BYTES", 100_000), ("CHUNK_BYTES", 10_000), ("BUFFER_BYTES", 1000)):
         monkeypatch.setattr(parquet, name, value)
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
@@ -168,6 +168,6 @@ def test_chunks_are_fetched_together_or_as_they_are_read(
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
     footer = dataset.blocks.stats()["requests_origin"]
-    wanted = [rows - 1, 0, 7]
-    assert found(dataset, wanted) == expected(table.take(wanted))
+    needed = [rows - 1, 0, 7]
+    assert found(dataset, needed) == expected(table.take(needed))
     assert requests <= dataset.blocks.stats()["requests_origin"] - footer <= 3 * requests

@@ -1,4 +1,4 @@
-"""Records of many blobs, side by side: mapped where they are files, copied where they are not."""
+"""The arena maps records of files and copies other records."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_file_is_mapped_and_memory_copied(blob: Path) -> None:
     assert arena.take(np.array([0, arena.rows_per_slot]))[:, 0].tolist() == [77, 0]
 
 
-def test_a_cleared_slot_lets_go_of_its_file(blob: Path) -> None:
+def test_a_cleared_slot_unmaps_its_file(blob: Path) -> None:
     arena = MmapArena(2, 1000, WORDS * 8)
     arena.put(1, view(blob, 1000))
     assert mapped(blob).count("\n") == 0

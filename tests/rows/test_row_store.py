@@ -1,4 +1,4 @@
-"""Row groups are decoded once for each need, in the order of need, and no more are held than agreed."""
+"""Tests of the row store: each row group is decoded once, in the order of need, within the capacity."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dataload.rows.mmap_arena import MmapArena
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each row group was decoded."""
+    """Count how often each row group is decoded."""
     counts: Counter[int] = Counter()
     read = parquet.ParquetFooter.open_row_group
 
@@ -64,7 +64,7 @@ def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> 
     assert decoded == Counter([3, 1])
 
 
-def test_the_first_asked_for_goes_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_group_that_was_requested_first_is_evicted_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, loaded = dataset.rowstore, Counter[int]()
     load = store._load
     monkeypatch.setattr(store, "_load", lambda group, *rest: [loaded.update([group]), load(group, *rest)][1])
@@ -74,12 +74,12 @@ def test_the_first_asked_for_goes_first(dataset: Any, monkeypatch: pytest.Monkey
     assert loaded == Counter({0: 2, 1: 1, 2: 1})
 
 
-def test_what_one_gather_needs_stays(dataset: Any) -> None:
+def test_the_row_groups_of_a_gather_are_not_evicted(dataset: Any) -> None:
     store = dataset.rowstore
     store.capacity = 2
     store.gather(np.array([0, 5]))
-    wanted = [12, 0, 7, 19]
-    assert store.gather(np.array(wanted)).rows["row_id"].tolist() == wanted
+    rows = [12, 0, 7, 19]
+    assert store.gather(np.array(rows)).rows["row_id"].tolist() == rows
 
 
 def test_rows_are_decoded_once_a_host(dataset: Any, decoded: Any, cache: CacheConfig) -> None:
@@ -127,7 +127,7 @@ def test_fewer_columns_come_from_the_records_of_all(
 
 
 def test_open_rows_hold_no_descriptors(dataset: Any) -> None:
-    """Strings are among the columns, so that each blob stays mapped twice."""
+    """The dataset has strings, so each blob stays mapped twice."""
     dataset.rowstore.gather(np.arange(5))
     before = len(list(Path("/proc/self/fd").iterdir()))
     dataset.rowstore.capacity = 200
@@ -155,12 +155,12 @@ def test_more_row_groups_than_a_process_has_maps_for(dataset: Any, monkeypatch: 
         dataset.rowstore.gather(np.arange(1000))
 
 
-def test_what_was_only_prefetched_is_not_begun_when_it_is_not_wanted(
+def test_forget_cancels_prefetched_row_groups_that_no_thread_has_started(
     dataset: Any, decoded: Counter[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go = dataset.rowstore, threading.Event()
     load = store.blobs.load
-    monkeypatch.setattr(store.blobs, "load", lambda *asked: go.wait(60) and load(*asked))
+    monkeypatch.setattr(store.blobs, "load", lambda *args: go.wait(60) and load(*args))
     store.capacity = 200
     store.prefetch(range(200))
     store.forget()
@@ -169,30 +169,28 @@ def test_what_was_only_prefetched_is_not_begun_when_it_is_not_wanted(
     assert decoded == Counter([199])
 
 
-def test_what_waits_for_room_is_given_up_when_it_is_not_wanted_and_had_when_it_is_again(
+def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_request(
     dataset: Any, decoded: Counter[int]
 ) -> None:
     store = dataset.rowstore
     store.capacity = 200
     with store.blobs.fetch_budget.reserve(row_group_cache.FETCH_BYTES):
         store.prefetch(range(20))
-        asked = [one for group, one in store._pending.items() if group != 7]
+        cancelled = [load for group, load in store._pending.items() if group != 7]
         store.forget()
         store.prefetch([7])
     assert len(store._pending[7].contents.result(60)) == 1
-    assert not wait([one.contents for one in asked], 60).not_done
-    assert all(one.stale for one in asked)
+    assert not wait([load.contents for load in cancelled], 60).not_done
+    assert all(load.stale for load in cancelled)
     assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
     assert decoded == Counter([3, 7])
 
 
-def test_what_another_loop_gives_up_is_still_had_by_who_waits_for_it(
-    dataset: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gather_restarts_a_load_that_another_loop_cancels(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, go = dataset.rowstore, threading.Event()
     load = store.blobs.load
-    monkeypatch.setattr(store.blobs, "load", lambda *asked: go.wait(60) and load(*asked))
-    store.prefetch(range(row_store.LOADERS))  # Every thread is busy: the next row group has to wait.
+    monkeypatch.setattr(store.blobs, "load", lambda *args: go.wait(60) and load(*args))
+    store.prefetch(range(row_store.LOADERS))  # Every thread is busy, so the next row group waits.
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.extend(store.gather(np.array([999])).rows["row_id"]))
     waiting.start()
@@ -205,16 +203,16 @@ def test_what_another_loop_gives_up_is_still_had_by_who_waits_for_it(
 
 
 @pytest.fixture
-def asking(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Gathers rows on a thread; `waits` is released each time when the gather begins to wait for a row group."""
+def gathering(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gathers rows on a thread. `waits` is released each time the gather begins to wait for a row group."""
 
-    class Asking:
+    class Gathering:
         def __init__(self) -> None:
             self.waits = threading.Semaphore(0)
             self.stop: Future[None] = Future()
             self.found: list[int] = []
             self.cancelled = False
-            self.stops: list[Future[None]] = []  # with which it was waited
+            self.stops: list[Future[None]] = []  # the `stop` of each wait
 
         def gather(self, rows: list[int]) -> threading.Thread:
             thread = threading.Thread(target=self._gather, args=(rows,))
@@ -227,19 +225,19 @@ def asking(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             except CancelledError:
                 self.cancelled = True
 
-    asking, loaded = Asking(), dataset.rowstore._contents_of
+    gathering, contents_of = Gathering(), dataset.rowstore._contents_of
 
-    def noted(asked: Any, stop: Any) -> Any:
-        asking.stops.append(stop)
-        asking.waits.release()
-        return loaded(asked, stop)
+    def noted(load: Any, stop: Any) -> Any:
+        gathering.stops.append(stop)
+        gathering.waits.release()
+        return contents_of(load, stop)
 
     monkeypatch.setattr(dataset.rowstore, "_contents_of", noted)
-    return asking
+    return gathering
 
 
-def test_what_another_loop_gives_up_is_taken_over_while_every_loader_thread_is_busy(
-    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_gather_restarts_a_cancelled_load_at_once_while_every_thread_is_busy(
+    dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go, busy = dataset.rowstore, threading.Event(), threading.Semaphore(0)
     load = store.blobs.load
@@ -256,17 +254,17 @@ def test_what_another_loop_gives_up_is_taken_over_while_every_loader_thread_is_b
         store.prefetch(range(row_store.LOADERS))
         for _ in range(row_store.LOADERS):
             busy.acquire()
-        waiting = asking.gather([999])
-        asking.waits.acquire()
+        waiting = gathering.gather([999])
+        gathering.waits.acquire()
         store.forget()
         waiting.join()
-        assert asking.found == [999]
+        assert gathering.found == [999]
     finally:
         go.set()
 
 
-def test_at_the_limit_of_threads_what_another_loop_gives_up_waits_for_a_shared_thread(
-    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+def test_at_the_limit_of_threads_a_restarted_load_waits_for_a_shared_thread(
+    dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go, busy = dataset.rowstore, threading.Event(), threading.Semaphore(0)
     load, start = store.blobs.load, threading.Thread.start
@@ -289,12 +287,12 @@ def test_at_the_limit_of_threads_what_another_loop_gives_up_waits_for_a_shared_t
         store.prefetch(range(row_store.LOADERS))
         for _ in range(row_store.LOADERS):
             busy.acquire()
-        waiting = asking.gather([999])
-        asking.waits.acquire()
+        waiting = gathering.gather([999])
+        gathering.waits.acquire()
         monkeypatch.setattr(threading.Thread, "start", at_the_limit)
         store.forget()
         waiting.join()
-        assert asking.found == [999]
+        assert gathering.found == [999]
     finally:
         go.set()
 
@@ -312,8 +310,8 @@ def test_a_load_that_no_thread_can_run_is_not_under_way(dataset: Any, monkeypatc
     assert store.gather(np.array([0])).rows["row_id"].tolist() == [0]
 
 
-def test_what_waits_for_room_and_is_waited_for_keeps_its_turn_when_another_loop_ends(
-    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_another_loop_ends(
+    dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, loads = dataset.rowstore, Counter[int]()
     load, budget = store.blobs.load, store.blobs.fetch_budget
@@ -324,50 +322,50 @@ def test_what_waits_for_room_and_is_waited_for_keeps_its_turn_when_another_loop_
 
     monkeypatch.setattr(store.blobs, "load", counting)
     with budget.reserve(row_group_cache.FETCH_BYTES):
-        waiting = asking.gather([35])
-        asking.waits.acquire()
+        waiting = gathering.gather([35])
+        gathering.waits.acquire()
         until(lambda: budget._waiters)
-        with budget._mutex:  # The thread that loads has let go of it: it waits for its turn.
+        with budget._mutex:  # The loading thread has released it, so it waits for memory.
             pass
         store.forget()
-        asking.waits.acquire()  # The gather was told, and wants the row group still.
+        gathering.waits.acquire()  # The gather was notified and still needs the row group.
     waiting.join()
-    assert asking.found == [35]
+    assert gathering.found == [35]
     assert loads == Counter([7])
 
 
-def test_a_loop_that_ends_does_not_take_over_what_it_gives_up_itself(dataset: Any, asking: Any) -> None:
+def test_a_loop_that_ends_does_not_restart_the_loads_that_it_cancels(dataset: Any, gathering: Any) -> None:
     store = dataset.rowstore
     with store.blobs.fetch_budget.reserve(row_group_cache.FETCH_BYTES):
-        waiting = asking.gather([35])
-        asking.waits.acquire()
-        asking.stop.set_result(None)
+        waiting = gathering.gather([35])
+        gathering.waits.acquire()
+        gathering.stop.set_result(None)
         store.forget()
         waiting.join()
-        assert asking.cancelled
-        assert all(one.is_cancelled() for one in store._pending.values())
+        assert gathering.cancelled
+        assert all(load.is_cancelled() for load in store._pending.values())
 
 
-def test_a_loader_stops_waiting_before_it_gives_up_what_it_asked_for(
-    dataset: Any, asking: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_loader_stops_waiting_before_it_cancels_its_loads(
+    dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, go, stopped = dataset.rowstore, threading.Event(), list[bool]()
     load, forget = store.blobs.load, store.forget
     monkeypatch.setattr(store.blobs, "load", lambda group, *rest: [group == 0 or go.wait(), load(group, *rest)][1])
-    monkeypatch.setattr(store, "forget", lambda: [stopped.append(asking.stops[-1].done()), forget()])
+    monkeypatch.setattr(store, "forget", lambda: [stopped.append(gathering.stops[-1].done()), forget()])
     batches = iter(make_loader(dataset, 5, shuffle=False))
     try:
         assert next(batches)["row_id"].tolist() == [0, 1, 2, 3, 4]
-        for _ in range(2):  # for the first row group, and for the second, which does not come
-            asking.waits.acquire()
+        for _ in range(2):  # the second row group never arrives
+            gathering.waits.acquire()
         batches.close()
         assert stopped == [True]
-        assert all(one.is_cancelled() for one in store._pending.values())
+        assert all(load.is_cancelled() for load in store._pending.values())
     finally:
         go.set()
 
 
-def test_fillings_that_differ_anywhere_are_kept_apart(tmp_path: Any) -> None:
+def test_null_replacements_that_differ_in_one_element_have_separate_blobs(tmp_path: Any) -> None:
     path, config = tmp_path / "x.arrow", CacheConfig(str(tmp_path / "cache"), "1GB")
     table = pa.table({"e": pa.array([None], pa.list_(pa.float64(), 2000))})
     with pa.ipc.new_file(path, table.schema) as file:  # pyarrow reads such nulls from Parquet only from 26 on
@@ -378,7 +376,7 @@ def test_fillings_that_differ_anywhere_are_kept_apart(tmp_path: Any) -> None:
     assert make_dataset(str(path), cache=config, fill_null={"e": other})[0]["e"].sum() == 5
 
 
-def test_counting_what_was_fetched_asks_for_no_engine(tmp_path: Path) -> None:
+def test_counting_fetched_bytes_starts_no_engine(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1, 2]}), tmp_path / "x.parquet")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c")))
     dataset.blocks.origin._engine = None

@@ -1,3 +1,5 @@
+"""Tests of the cached property, in threads and forks."""
+
 from __future__ import annotations
 
 import os
@@ -28,7 +30,7 @@ def test_it_is_computed_once_and_kept_in_the_instance() -> None:
 
 
 def test_a_child_forked_while_another_thread_computes_it_is_not_held_up() -> None:
-    """As a loader's workers are, while a batch is being made."""
+    """A loader forks its workers while another thread makes a batch."""
     computing, goes_on = threading.Event(), threading.Event()
 
     class Slow:
@@ -53,5 +55,5 @@ def test_a_child_forked_while_another_thread_computes_it_is_not_held_up() -> Non
 def test_no_lock_of_functools_is_left() -> None:
     package = Path(__file__).parent.parent.parent
     for folder in ("dataload", "cache", "samplers"):
-        for path in (package / folder).glob("*.py"):
+        for path in (package / folder).rglob("*.py"):
             assert "from functools import cached_property" not in path.read_text(), path

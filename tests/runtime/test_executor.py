@@ -1,4 +1,4 @@
-"""Threads that run calls, also where the system can start no more threads."""
+"""Tests of the thread pool, also at the system's limit of threads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dataload.runtime.executor import DaemonExecutor
 PATIENCE = 60
 
 
-def test_a_call_that_no_thread_can_run_is_refused_and_never_runs() -> None:
+def test_a_call_that_no_thread_can_run_raises_and_never_runs() -> None:
     threads, ran = DaemonExecutor(2, "test"), []
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
-        threads.submit(ran.append, "refused")
+        threads.submit(ran.append, "rejected")
     assert threads.submit(ran.copy).result(PATIENCE) == []
 
 
@@ -30,7 +30,7 @@ def test_the_threads_that_run_do_all_calls_where_no_more_can_be_started() -> Non
 
 
 def test_threads_are_started_again_when_the_system_has_some() -> None:
-    """Calls that ran late, for want of threads, do not count as idle threads."""
+    """Calls that waited for lack of threads do not count as idle threads."""
     threads, may_end = DaemonExecutor(3, "test"), threading.Event()
     first = threads.submit(may_end.wait, PATIENCE)
     with no_more_threads():

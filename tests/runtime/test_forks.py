@@ -1,4 +1,4 @@
-"""Who is told of a fork, and when."""
+"""Tests of the fork hooks: which objects are notified, and when."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ import weakref
 from dataload.runtime.forks import ForkAware
 
 
-class Told(ForkAware):
+class Notified(ForkAware):
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.events: list[str] = []
         super().__init__()
 
     def before_fork(self) -> None:
-        self.heard.append("before")
+        self.events.append("before")
 
     def after_fork_in_parent(self) -> None:
-        self.heard.append("parent")
+        self.events.append("parent")
 
     def after_fork_in_child(self) -> None:
-        self.heard.append("child")
+        self.events.append("child")
 
 
-class Late(Told):
-    """Brings somebody new while a fork is under way."""
+class Late(Notified):
+    """Registers another object during a fork."""
 
     def before_fork(self) -> None:
         super().before_fork()
-        self.new = Told()
+        self.new = Notified()
 
 
-def test_only_who_was_told_before_a_fork_is_told_after_it() -> None:
+def test_only_objects_notified_before_a_fork_are_notified_after_it() -> None:
     late = Late()
     child = os.fork()
     if child == 0:
-        os._exit(int((late.heard, late.new.heard) != (["before", "child"], [])))
+        os._exit(int((late.events, late.new.events) != (["before", "child"], [])))
     assert os.waitpid(child, 0)[1] == 0
-    assert (late.heard, late.new.heard) == (["before", "parent"], [])
+    assert (late.events, late.new.events) == (["before", "parent"], [])
 
 
-def test_a_child_keeps_nobody_and_nobody_out() -> None:
-    told = Told()
+def test_a_child_neither_leaks_objects_nor_blocks_new_ones() -> None:
+    notified = Notified()
     child = os.fork()
     if child == 0:
-        kept = weakref.ref(told)
-        del told
-        thread = threading.Thread(target=Told, daemon=True)
+        kept = weakref.ref(notified)
+        del notified
+        thread = threading.Thread(target=Notified, daemon=True)
         thread.start()
         thread.join(20)
         os._exit(int(thread.is_alive() or kept() is not None))

@@ -1,4 +1,4 @@
-"""What of a text is kept out of sight."""
+"""Tests of the removal of credentials from text."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def groups_of(loader: Iterable[Any]) -> int:
 
 
 def size_of(dataset: Any) -> int:
-    """Bytes of the records of all row groups, as the cache holds them."""
+    """Return the bytes of the records of all row groups in the cache."""
     return sum(len(blob) for group in range(len(dataset.row_groups)) for blob in dataset.rowstore.blobs.find(group))
 
 
@@ -58,7 +58,7 @@ def stored(dataset: Any) -> int:
 
 
 def start_decoder(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have the background process ready before the first batch is asked for."""
+    """Start the background process before the first batch is requested."""
     monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
     dataset.rowstore.prefetch([])
     decoder = dataset.rowstore._decoder
@@ -70,7 +70,7 @@ def start_decoder(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("capacity", [2, GROUPS])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_cold_epoch_has_no_hits_and_a_warm_one_nothing_else(dataset: Any, workers: int, capacity: int) -> None:
-    """Also where the row groups of the second epoch are still open from the first."""
+    """This holds even if the row groups of the second epoch are still open from the first."""
     loader = make_loader(dataset, 8, window=capacity // 2, num_workers=workers, transform=same)
     assert rows_of(loader) == 5 * GROUPS
     cold = loader.stats()
@@ -86,12 +86,12 @@ def test_a_cold_epoch_has_no_hits_and_a_warm_one_nothing_else(dataset: Any, work
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_the_background_process_decodes_is_a_miss(
+def test_a_row_group_that_the_background_process_decodes_is_a_miss(
     dataset: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = start_decoder(dataset, monkeypatch)
     loader = make_loader(dataset, 8, num_workers=workers, transform=same)
-    with dataset.rowstore.blobs.fetch_budget.reserve(FETCH_BYTES):  # This process has no room to decode by itself.
+    with dataset.rowstore.blobs.fetch_budget.reserve(FETCH_BYTES):  # This process has no memory to decode by itself.
         for hits in (0, GROUPS):
             assert rows_of(loader) == 5 * GROUPS
             assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)
@@ -122,18 +122,18 @@ def test_without_a_cache_memory_gives_the_hits(bucket: Any, url: str, workers: i
         assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)
 
 
-def test_what_was_prefetched_before_an_epoch_is_its_miss_once(dataset: Any) -> None:
+def test_a_row_group_that_was_prefetched_before_an_epoch_is_one_miss_of_it(dataset: Any) -> None:
     store = dataset.rowstore
     store.prefetch(range(6))
-    for asked in list(store._pending.values()):
-        asked.contents.result()
+    for load in list(store._pending.values()):
+        load.contents.result()
     loader = make_loader(dataset, 8)
     for hits in (0, GROUPS):
         rows_of(loader)
         assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)
 
 
-def test_what_was_read_by_index_before_an_epoch_is_a_hit(dataset: Any) -> None:
+def test_a_row_group_that_was_read_by_index_before_an_epoch_is_a_hit(dataset: Any) -> None:
     assert len(dataset.__getitems__([0, 7])) == 2
     loader = make_loader(dataset, 8)
     rows_of(loader)
@@ -158,7 +158,7 @@ def test_in_a_cache_smaller_than_the_data_each_fetch_is_one_miss(
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_of_ranks_that_share_a_cache_the_one_that_fetched_counts_the_miss(dataset: Any, shuffle: bool) -> None:
     def rank(number: int) -> LoaderStats:
-        own = pickle.loads(pickle.dumps(dataset))  # with a cache and an account of its own, as in a process of its own
+        own = pickle.loads(pickle.dumps(dataset))  # with its own ledger, as in another process
         loader = make_loader(own, 8, world=World(number, 2), shuffle=shuffle)
         used = groups_of(loader)
         cold = loader.stats()
@@ -194,7 +194,7 @@ def test_a_row_group_of_another_rank_counts_only_if_this_one_fetched_it() -> Non
     assert (stats.hits, stats.misses, stats.bytes_origin) == (0, 2, 57)
 
 
-def test_the_log_of_the_epochs_has_the_same_figures(dataset: Any, tmp_path: Path) -> None:
+def test_the_log_of_the_epochs_has_the_same_counts(dataset: Any, tmp_path: Path) -> None:
     loader = make_loader(dataset, 8, stats_dir=tmp_path / "stats")
     for _ in range(2):
         rows_of(loader)
@@ -203,7 +203,7 @@ def test_the_log_of_the_epochs_has_the_same_figures(dataset: Any, tmp_path: Path
     assert (warm.stats.hit_rate, warm.stats.hits, warm.stats.bytes_local) == (1, GROUPS, size_of(dataset))
 
 
-def test_the_log_has_what_was_counted_after_a_loop_left_at_its_last_batch(tmp_path: Path) -> None:
+def test_the_log_has_the_counts_settled_after_a_loop_left_at_its_last_batch(tmp_path: Path) -> None:
     ledger = Ledger()
     stats, served = served_by(ledger)
     account = ledger.begin(3)
@@ -217,23 +217,23 @@ def test_the_log_has_what_was_counted_after_a_loop_left_at_its_last_batch(tmp_pa
     assert (epoch.ended, epoch.stats.seconds, epoch.stats.misses) == (True, 1.0, 1)
 
 
-# Whose figures
+# Statistics of several loops
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_after_a_loop_has_ended_early_its_figures_stand_still(dataset: Any, workers: int) -> None:
+def test_the_statistics_of_a_loop_do_not_change_after_its_early_end(dataset: Any, workers: int) -> None:
     loader = make_loader(dataset, 8, window=2, num_workers=workers, transform=same)
     for _ in loader:
         break
     left = asdict(loader.stats())
     assert 0 < left["misses"] < GROUPS
-    dataset.rowstore.prefetch(range(GROUPS))  # as what was asked for in advance may go on
-    for asked in list(dataset.rowstore._pending.values()):
-        asked.contents.result()
+    dataset.rowstore.prefetch(range(GROUPS))  # Loads of the lookahead may continue.
+    for load in list(dataset.rowstore._pending.values()):
+        load.contents.result()
     assert asdict(loader.stats()) == left
 
 
-def test_what_a_loop_on_a_sibling_reads_is_not_charged_to_this_one(dataset: Any) -> None:
+def test_the_reads_of_another_loop_are_not_charged_to_this_one(dataset: Any) -> None:
     training, validation = dataset.split([0.75, 0.25], seed=0)
     loader, other = make_loader(training, 8, window=2), make_loader(validation, 8)
     batches = iter(loader)
@@ -268,7 +268,7 @@ def test_a_row_group_is_counted_when_its_load_has_ended() -> None:
     assert (stats.hits, stats.misses, stats.bytes_local, stats.bytes_origin) == (1, 1, 100, 50)
 
 
-def test_when_a_loop_ends_before_a_load_does_what_is_known_by_then_decides() -> None:
+def test_a_loop_that_ends_before_a_load_counts_by_the_entries_so_far() -> None:
     ledger = Ledger()
     stats, served = served_by(ledger)
     ledger.begin(3)
@@ -300,7 +300,7 @@ def test_counts_never_fall_when_a_row_group_is_fetched_after_its_hit() -> None:
     assert (stats.hits, stats.misses, stats.bytes_local, stats.bytes_origin) == (1, 0, 100, 50)
 
 
-def test_work_is_charged_to_the_account_of_whoever_submitted_it() -> None:
+def test_work_is_charged_to_the_account_of_its_submitter() -> None:
     threads, accounts = row_store.DaemonExecutor(2, "dataload-load"), [Counters(), Counters()]
     futures = []
     for account in accounts:

@@ -1,4 +1,4 @@
-"""What a training loop waits for is charged to whoever made it wait."""
+"""Tests of the wait statistics: each wait of a training loop is charged to its cause."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slowly(call: Callable[..., Any], seconds: float) -> Callable[..., Any]:
 
 
 class Slow:
-    """Something to be called that takes its time; picklable."""
+    """A picklable callable that sleeps."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -65,12 +65,12 @@ def dataset(origin: Origin, tmp_path: Path) -> Any:
 
 
 def epoch(loader: Any) -> LoaderStats:
-    """Its statistics, compared with a clock of our own."""
-    waits, asked = 0.0, time.perf_counter()
+    """Run an epoch and return its statistics, checked against an independent clock."""
+    waits, requested = 0.0, time.perf_counter()
     for _ in loader:
-        waits += time.perf_counter() - asked
-        asked = time.perf_counter()
-    waits += time.perf_counter() - asked
+        waits += time.perf_counter() - requested
+        requested = time.perf_counter()
+    waits += time.perf_counter() - requested
     stats = loader.stats()
     assert set(stats.waits) == set(CAUSES)
     assert sum(stats.waits.values()) == pytest.approx(stats.wait_seconds, rel=1e-6)
@@ -83,18 +83,18 @@ def leading(stats: LoaderStats) -> str:
     return max(stats.waits, key=stats.waits.__getitem__)
 
 
-@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, filled: bool, monkeypatch: Any) -> None:
-    if filled:
+def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, background: bool, monkeypatch: Any) -> None:
+    if background:
         monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
         dataset.rowstore.prefetch([])
         dataset.rowstore._decoder.make(0)
         assert dataset.rowstore._decoder._process.ready.wait(60)
-    origin.behave(latency=0.1, bytes_per_second=4e5 if filled else 1e6)  # a process that yields decodes late
+    origin.behave(latency=0.1, bytes_per_second=4e5 if background else 1e6)  # the low-priority process decodes late
     options: dict[str, Any] = {"transform": Slow(0), "num_workers": num_workers} if num_workers else {}
     stats = epoch(make_loader(dataset, 4, window=2, **options))
-    if filled:
+    if background:
         dataset.rowstore._decoder.end()
     assert leading(stats) == "origin"
     assert "origin is the limit: warm the cache first" in str(stats)
@@ -138,7 +138,7 @@ def test_a_loop_that_does_not_wait_is_not_advised(dataset: Any) -> None:
     assert "limit" not in str(batches.stats())
 
 
-def test_the_innermost_counts() -> None:
+def test_the_innermost_cause_counts() -> None:
     timeline = Timeline()
     with timeline.here(), doing("decode"):
         with doing("origin"):
@@ -152,7 +152,7 @@ def test_the_innermost_counts() -> None:
     assert timeline.longest() == "origin"
 
 
-def test_who_waits_takes_over_the_causes_of_who_is_waited_for() -> None:
+def test_a_wait_is_charged_to_the_causes_of_the_other_thread() -> None:
     other, mine = Timeline(), Timeline("collate")
     since = time.perf_counter()
     with mine.here():
@@ -168,7 +168,7 @@ def test_who_waits_takes_over_the_causes_of_who_is_waited_for() -> None:
     assert not mine.seconds(since, until).get("disk")
 
 
-def test_whoever_traces_sees_what_each_thread_is_at(dataset: Any) -> None:
+def test_a_recorder_sees_the_stages_of_each_thread(dataset: Any) -> None:
     seen: set[tuple[str, str]] = set()
 
     @contextmanager
@@ -187,13 +187,13 @@ def test_whoever_traces_sees_what_each_thread_is_at(dataset: Any) -> None:
     } <= seen
 
 
-def test_what_cannot_leave_a_worker_is_an_error(dataset: Any) -> None:
-    """And not a batch that is waited for in vain."""
+def test_a_batch_that_cannot_be_pickled_raises(dataset: Any) -> None:
+    """The loop must not wait forever for the batch."""
     with pytest.raises(TypeError, match="cannot pickle"):
         next(iter(make_loader(dataset, 4, transform=lambda _: threading.Lock(), num_workers=1)))
 
 
-def test_what_is_long_ago_is_forgotten() -> None:
+def test_old_changes_are_forgotten() -> None:
     timeline = Timeline("collate")
     begun = time.perf_counter()
     for _ in range(20_000):
@@ -209,6 +209,6 @@ def test_what_is_long_ago_is_forgotten() -> None:
     assert sum(spent.values()) == pytest.approx(spent["transform"], rel=0.5)
 
 
-def test_nobody_keeps_a_timeline() -> None:
+def test_without_a_timeline_nothing_is_recorded() -> None:
     with doing("origin"):
         waited(0.0, Timeline(), "disk")
