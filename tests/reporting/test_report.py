@@ -735,7 +735,7 @@ def test_the_command_names_the_extra(dataload, tmp_path, monkeypatch, option, mo
     monkeypatch.setitem(sys.modules, package, None)
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, f"dataload.{module}", raising=False)
+    monkeypatch.delitem(sys.modules, f"dataload.reporting.{module}", raising=False)
     code, _, said = dataload("report", tmp_path, option, tmp_path / "out")
     assert code == 2
     assert "pip install 'dataload[report]'" in said
