@@ -290,7 +290,7 @@ def test_what_is_printed(origin: Origin, tmp_path: Path) -> None:
     printed = said(replace(plan, is_estimate=False, later_epoch=Fetched(100, 2), later_epochs=some))
     assert printed["decoded"] == "111.0 MB"
     assert printed["first epoch"].startswith("about 77.0 MB")
-    fetched = "about 100 bytes in 2 requests, for 0.012; one takes 90 bytes, another 110 bytes"
+    fetched = "about 100 bytes in 2 requests, for 0.012; from 90 bytes to 110 bytes an epoch"
     assert printed["later epochs"] == fetched
     printed = said(replace(plan, first_epoch=None, later_epoch=None, later_epochs=()))
     assert printed["first epoch"] == printed["later epochs"] == "none: this cache is too small"
