@@ -131,6 +131,6 @@ def test_all_commands_tell_the_same_limit(
         return int(json.loads(capsys.readouterr().out)["cache_bytes"])
 
     assert [told("cache", "stats"), told("plan", url), told("warm", url)] == [123456789] * 3
-    assert f"the cache may take {decimal(123456789)}" in cache_dir.capacity(Case(path)).what
+    assert f"the cache may use {decimal(123456789)}" in cache_dir.capacity(Case(path)).what
     assert cache_dir.capacity(Case(tmp_path / "none")).status == "ok"
     assert not (tmp_path / "none").exists(), "doctor created a cache"
