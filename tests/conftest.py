@@ -144,5 +144,5 @@ def nothing_left_behind() -> Iterator[None]:
 
 def lives_on(thread: threading.Thread) -> bool:
     """Return whether a thread may outlive a test: pools end with their dataset or with the process."""
-    pools = ("dataload-blocks", "dataload-decode", "dataload-filler", "dataload-load")
+    pools = ("dataload-blocks", "dataload-decode", "dataload-load")
     return thread.name.startswith((*pools, "fsspecIO", "asyncio_", "Dummy-")) or "process_request" in thread.name

@@ -24,7 +24,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import DAMAGED, LOCK_SECONDS, Index, Row
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.recovery import rebuild
-from dataload.cache.local.staging import StagingFolder, drafts, living, oldest_start, sweep
+from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start, sweep
 from dataload.errors import ConfigError
 
 FORMAT = 3
@@ -33,7 +33,6 @@ CLOSE_SECONDS = 1.0
 EVICTED_AT_ONCE = 32  # blobs whose locks are held together, a descriptor each
 ADMIT_ATTEMPTS = 16  # Other processes may take the space that an eviction freed.
 _SETUP = b"\xff" * 32  # key of the lock for creating, opening, sweeping and closing a folder
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Errors that the user must fix. The tier handles all others (full disk, failing disk, too many open files) itself.
 _WRONG_FOLDER = frozenset(
     {
@@ -165,10 +164,10 @@ class CacheFolder:
         target = self.file_of(digest)
         folder, name = os.path.split(target)
         try:
-            parent = os.open(folder, _FOLDER)
+            parent = os.open(folder, OPEN_FOLDER)
         except FileNotFoundError:
             Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-            parent = os.open(folder, _FOLDER)
+            parent = os.open(folder, OPEN_FOLDER)
         try:
             os.rename(draft, name, dst_dir_fd=parent)
         finally:

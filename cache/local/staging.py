@@ -16,7 +16,7 @@ from dataload.runtime.forks import ForkAware, close_copies
 
 DIGEST = re.compile(r"[0-9a-f]{64}")
 _SWEPT = "-swept"
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # flags of open(2)
 
 
 class StagingFolder(ForkAware):
@@ -34,7 +34,7 @@ class StagingFolder(ForkAware):
         self._path = parent / f"{time.time_ns():020d}-{secrets.token_hex(8)}"
         self._path.mkdir(mode=0o700)
         super().__init__()
-        descriptor = os.open(self._path, _FOLDER)
+        descriptor = os.open(self._path, OPEN_FOLDER)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -111,7 +111,7 @@ def _listed(folder: Path) -> list[Path]:
 def _locked(folder: Path) -> Iterator[bool | None]:
     """Hold the lock of a folder in `tmp/`. Yield False if its owner holds it, None if there is no such folder."""
     try:
-        descriptor = os.open(folder, _FOLDER)
+        descriptor = os.open(folder, OPEN_FOLDER)
     except (FileNotFoundError, NotADirectoryError):
         yield None
         return
