@@ -72,8 +72,10 @@ class MemoryTier(ForkAware):
             self._keep(key, blob)
             return cut(blob, span)
 
-    def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:  # noqa: ARG002 (no other hosts)
-        return self._locks.hold(key.digest)
+    @contextmanager
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (no other hosts)
+        with self._locks.hold(key.digest):
+            yield
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> None:
         """Return None: no other host shares this tier."""

@@ -106,8 +106,11 @@ class Tier(Protocol):
 
         Args:
             key: The key to lock.
-            elect: Elect one of the hosts that share blobs, too. Where another host is elected, the block's value is a
-                function that waits for that host.
+            elect: Elect one of the hosts that share blobs, too.
+
+        Returns:
+            A context manager. Its value is None if the caller has the lock. Otherwise another process or host has it,
+            and the value is a function that waits until that one has released it, for a limited time.
 
         Notes:
             Best effort: after a timeout, or without working locks, the block runs without the lock. Two callers may

@@ -57,8 +57,10 @@ class ClusterTier(LocalTier):
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
         """Lock the key; see `Tier.key_lock`. Call the yielded function after the block, to wait without the lock."""
-        with super().key_lock(key), self.cluster.key_lease(key) if elect else nullcontext() as wait_for_other:
-            yield wait_for_other
+        with super().key_lock(key) as wait_for_process:
+            elected = nullcontext() if wait_for_process or not elect else self.cluster.key_lease(key)
+            with elected as wait_for_host:
+                yield wait_for_process or wait_for_host
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
         found = []

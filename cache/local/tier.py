@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,19 @@ class LocalTier(ForkAware):
             return writer.publish(span)
 
     @contextmanager
-    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (each is alone)
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], None] | None]:  # noqa: ARG002 (each is alone)
+        folder = self._opened() if self._can_write() else None
         with ExitStack() as stack:
-            if self._can_write():
-                self._lock(key, stack)
-            yield
+            held = True
+            if folder is not None:
+                with self.trouble("locking a blob", self.health.writes, folder):
+                    held = stack.enter_context(folder.locks.hold(key.digest, timeout=0))
+            yield None if held else partial(self._wait_for, key)
+
+    def _wait_for(self, key: BlobKey) -> None:
+        """Wait until no other process holds the lock of a key."""
+        with ExitStack() as stack:
+            self._lock(key, stack)
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002
         return None

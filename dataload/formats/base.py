@@ -59,10 +59,7 @@ class Footer(Protocol):
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
         """Return the dictionary-encoded ones of these bytes or text columns: `decoded_bytes` may be far too low."""
 
-    def held_bytes(self, number: int, columns: Sequence[str]) -> int:
-        """Return the most stored bytes of a row group that are in memory at a time while these columns are decoded."""
-
-    def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
+    def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges that `open_row_group` reads: through cached blocks, and in requests of their own.
 
         Each range of the second list is one request, unless cached blocks hold it.
@@ -72,9 +69,16 @@ class Footer(Protocol):
         """Return the statistics of a column whose storage type is `kind`."""
 
     def open_row_group(
-        self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks
+        self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int
     ) -> AbstractContextManager[RowGroupReader]:
         """Open some columns of one row group of the file `obj`.
+
+        Args:
+            obj: The file.
+            number: The row group.
+            columns: Names of the columns.
+            blocks: Reader of the file.
+            capacity: Stored bytes to hold in memory. More are streamed while they are decoded, if the format can.
 
         Raises:
             DataError: The data cannot be decoded.

@@ -17,14 +17,12 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError, DataloadError
 from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, joined
-from dataload.formats.range_stream import RangeStream, pieces
+from dataload.formats.range_stream import LARGEST_PIECE, RangeStream, pieces
 from dataload.formats.schema import flatten, is_list, number, storage
 from dataload.runtime.cached_property import cached_property
 
 MAGIC = b"PAR1"
-HELD_BYTES = 40 << 20  # stored bytes of a row group that are fetched before decoding starts
 BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
-CHUNK_BYTES = 1 << 20  # column chunks that are smaller on average are fetched together and held in memory
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
@@ -71,15 +69,13 @@ class ParquetFooter:
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
         return [name for name in columns if any(map(_is_coded, self._chunks(number, [name])))]
 
-    def held_bytes(self, number: int, columns: Sequence[str]) -> int:
-        ranges = _ranges(self._chunks(number, columns))
-        return min(sum(stop - start for start, stop in ranges), _held_limit(columns))
+    def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
+        ranges = _ranges(self._chunks(number, columns), capacity)
+        return (ranges, []) if self._shares_blocks(number) else ([], pieces(ranges, capacity))
 
-    def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
-        ranges = _ranges(self._chunks(number, columns))
-        if self.stored_bytes(number) < SHARED_BYTES:
-            return ranges, []
-        return [], pieces(ranges, _held_limit(columns))
+    def _shares_blocks(self, number: int) -> bool:
+        """Return whether a row group is so small that it is read through cached blocks, with its neighbours."""
+        return self._metadata.num_row_groups > 1 and self.stored_bytes(number) < SHARED_BYTES
 
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
         statistics = self._metadata.row_group(number).column(self._leaves[column].start).statistics
@@ -96,16 +92,16 @@ class ParquetFooter:
 
     @contextmanager
     def open_row_group(
-        self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks
+        self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int
     ) -> Iterator[RowGroupReader]:
-        """Open a row group. `HELD_BYTES` are fetched in advance, the rest during decoding; see `Footer`."""
-        ranges = _ranges(self._chunks(number, columns))
-        fetch = _from_blocks if blocks.retains_blocks and self.stored_bytes(number) < SHARED_BYTES else _from_origin
-        stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, _held_limit(columns))
+        """Open a row group. `capacity` bytes are fetched in advance, the rest during decoding; see `Footer`."""
+        ranges = _ranges(self._chunks(number, columns), capacity)
+        fetch = _from_blocks if blocks.retains_blocks and self._shares_blocks(number) else _from_origin
+        stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, capacity)
         try:
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
-            buffer = 0 if stream.stays else BUFFER_BYTES
+            buffer = 0 if max((stop - start for start, stop in ranges), default=0) <= LARGEST_PIECE else BUFFER_BYTES
             with stream, pq.ParquetFile(stream, metadata=self._metadata, buffer_size=buffer, pre_buffer=False) as file:
                 stream.wait()
                 yield _Reader(file, number, list(columns))
@@ -172,8 +168,8 @@ def _leaf_count(kind: pa.DataType) -> int:
     return sum(_leaf_count(field.type) for field in children) if children else 1
 
 
-def _ranges(chunks: Sequence[pq.ColumnChunkMetaData]) -> list[Span]:
-    """Return the byte ranges of these chunks; neighbours are merged unless they are too large to hold in memory."""
+def _ranges(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int) -> list[Span]:
+    """Return the byte ranges of these chunks; neighbours are merged if `capacity` bytes hold all."""
     spans = []
     for chunk in chunks:
         first = chunk.data_page_offset
@@ -181,13 +177,7 @@ def _ranges(chunks: Sequence[pq.ColumnChunkMetaData]) -> list[Span]:
             first = min(first, chunk.dictionary_page_offset)
         spans.append((first, first + chunk.total_compressed_size))
     spans.sort()
-    too_large = sum(stop - start for start, stop in spans) > max(HELD_BYTES, len(spans) * CHUNK_BYTES)
-    return spans if too_large else joined(spans)
-
-
-def _held_limit(columns: Sequence[str]) -> int:
-    """Return the most stored bytes of these columns of a row group that are held in memory."""
-    return max(HELD_BYTES, len(columns) * CHUNK_BYTES)
+    return joined(spans) if sum(stop - start for start, stop in spans) <= capacity else spans
 
 
 def _from_origin(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[memoryview]:

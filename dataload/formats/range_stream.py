@@ -12,13 +12,13 @@ from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.telemetry.wait_timeline import doing
 
-SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 4 << 20  # bytes of one request
+SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 8 << 20  # bytes of one request
 
 
 class RangeStream(io.RawIOBase):
     """A seekable stream over some byte ranges of an object, each to be read forward.
 
-    If all ranges fit into `capacity`, all are fetched at once and stay in memory. Otherwise each range has an even
+    If all ranges fit into `capacity`, all are fetched at once and held in memory. Otherwise each range has an even
     share of the capacity for its read-ahead, and pieces are freed once they are read; seeking back fetches them again.
 
     Args:
@@ -28,7 +28,7 @@ class RangeStream(io.RawIOBase):
         capacity: Bytes that are in memory at a time.
 
     Attributes:
-        stays: Whether all ranges are in memory at a time.
+        held: Whether all ranges are in memory at a time.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RangeStream(io.RawIOBase):
         self._object = obj
         self._ranges = ranges
         self._position = 0
-        self.stays = sum(stop - start for start, stop in ranges) <= capacity
+        self.held = sum(stop - start for start, stop in ranges) <= capacity
         self._share = capacity // max(1, len(ranges))
         self._pieces: dict[int, Future[memoryview]] = {}  # by first byte
         for start, stop in ranges:
@@ -103,7 +103,7 @@ class RangeStream(io.RawIOBase):
             with doing("origin"):
                 piece = self._pieces[position].result()
             parts.append(piece[max(first, position) - position : last - position])
-        if not self.stays:
+        if not self.held:
             for consumed in [position for position in self._pieces if start <= position <= last - size]:
                 del self._pieces[consumed]
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -111,27 +111,27 @@ class RangeStream(io.RawIOBase):
     def _read_ahead(self, begin: int, start: int, stop: int) -> None:
         """Start fetching the piece at `begin` of a range and the next pieces, as far as they fit."""
         size = self._piece(start, stop)
-        end = stop if self.stays else min(stop, begin + max(2, self._share // size) * size)
+        end = stop if self.held else min(stop, begin + max(2, self._share // size) * size)
         for position in range(begin, end, size):
             if position not in self._pieces:
                 self._pieces[position] = self._fetch(position, min(position + size, stop))
 
     def _piece(self, start: int, stop: int) -> int:
-        return _piece_bytes(stop - start, self._share, stays=self.stays)
+        return _piece_bytes(stop - start, self._share, held=self.held)
 
 
 def pieces(ranges: Sequence[Span], capacity: int) -> list[Span]:
     """Return the byte ranges of the requests that a `RangeStream` of these ranges makes."""
-    stays, share = sum(stop - start for start, stop in ranges) <= capacity, capacity // max(1, len(ranges))
+    held, share = sum(stop - start for start, stop in ranges) <= capacity, capacity // max(1, len(ranges))
     found = []
     for start, stop in ranges:
-        size = _piece_bytes(stop - start, share, stays=stays)
+        size = _piece_bytes(stop - start, share, held=held)
         found += [(position, min(position + size, stop)) for position in range(start, stop, size)]
     return found
 
 
-def _piece_bytes(size: int, share: int, *, stays: bool) -> int:
+def _piece_bytes(size: int, share: int, *, held: bool) -> int:
     """Return the bytes of one request for a range of `size` bytes; all requests are about equally large."""
-    if not stays:
+    if not held:
         return max(SMALLEST_PIECE, min(LARGEST_PIECE, share // 2))
     return -(-size // -(-size // LARGEST_PIECE))

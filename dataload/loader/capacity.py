@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dataload.samplers.sharded import ShardedSampler
 
 FITS = 0.95  # usable part of a cache; the rest is footers and the padding of files to whole pages
-AHEAD_BYTES = 256 << 20  # objects to prefetch: more than the bytes that are in flight at a time
+AHEAD_BYTES = 512 << 20  # objects to prefetch: more than the bytes that are in flight at a time
 MAX_TRANSIENT = 16  # row groups: longer runs of missing ones are rare, and few threads load them
 NEGLIGIBLE = 0.01  # of the bytes that are fetched in each epoch
 DICTIONARY_RATIO = 64  # values may be this much larger than their dictionary codes; measured where it matters

@@ -114,7 +114,7 @@ def make_loader(
     _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
     detected = world is None
     world = World.detect(world)
-    _share_request_limit(dataset, world)
+    _share_host(dataset, world, num_workers)
     nodes = world.num_nodes or 1
     sampler = TrainerSampler(
         dataset.block_lengths,
@@ -178,9 +178,10 @@ def _reject(arguments: Mapping[str, Any], advice: str) -> None:
             raise ConfigError(f"{name}: {advice}")  # without the value, which may contain a password
 
 
-def _share_request_limit(dataset: Dataset, world: World) -> None:
-    """Divide the host's limit of concurrent requests among the ranks of the host."""
+def _share_host(dataset: Dataset, world: World, num_workers: int) -> None:
+    """Divide the host's memory for row groups and its limit of concurrent requests among its ranks."""
+    ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
+    dataset.rowstore.blobs.share_memory(ranks * (1 + num_workers))
     limiter = dataset.blocks.origin.limiter
     if limiter is not None:
-        ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
         limiter.share(FETCHING_PROCESSES_PER_RANK * ranks)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
+from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import read_footer
@@ -29,12 +29,13 @@ from dataload.runtime.counters import charge
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
+from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import ELSEWHERE, Timeline, doing, waited
 
 FOOTERS_KEPT = 64
-FETCH_BYTES = 64 << 20  # budget of fetched row groups, in a process that also trains
-MIN_RESERVED = FETCH_BYTES // IN_FLIGHT  # for one row group, however small: the number of requests is limited
-DECODE_BYTES = 64 << 20  # budget of blobs that are decoded and packed; each takes its size twice
+MEMORY_SHARE = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
+TRAINER_SHARE = 2  # Half of that is for the process that trains, the rest for its background decoder.
+MIN_MEMORY = 64 << 20
 
 
 class RowGroupCache(ForkAware):
@@ -48,7 +49,9 @@ class RowGroupCache(ForkAware):
 
     Attributes:
         plan: Names, lengths and sizes of the blobs.
-        fetch_budget: Bytes of fetched row groups that this process may hold.
+        rank_memory: Bytes of row groups in flight, held and being decoded, for this rank: this process and its
+            background decoder.
+        memory: The part of `rank_memory` for this process, as a budget.
 
     Notes:
         Any thread may call it.
@@ -61,20 +64,27 @@ class RowGroupCache(ForkAware):
         self._blocks = blocks
         self._fill_null = fill_null
         self._measured = False
+        self.rank_memory = max(MIN_MEMORY, usable_memory() // MEMORY_SHARE)
         self.plan = RowGroupPlan(manifest, columns, fill_null)
         self._footer = lru_cache(FOOTERS_KEPT)(partial(read_footer, blocks=blocks))
         self.after_fork_in_child()
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        """Reset budgets and threads."""
-        self.fetch_budget = MemoryBudget(FETCH_BYTES)
-        self._decode_budget = MemoryBudget(DECODE_BYTES)
+        """Reset the budget and threads."""
+        self.memory = MemoryBudget(self.rank_memory // TRAINER_SHARE)
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
         self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowGroupCache, (self._manifest, self._columns, self._blocks, self._fill_null)
+        return RowGroupCache, (self._manifest, self._columns, self._blocks, self._fill_null), {
+            "rank_memory": self.rank_memory
+        }
+
+    def share_memory(self, processes: int) -> None:
+        """Divide the host's memory for row groups among its ranks and their worker processes."""
+        self.rank_memory = max(MIN_MEMORY, usable_memory() // MEMORY_SHARE // processes)
+        self.memory = MemoryBudget(self.rank_memory // TRAINER_SHARE)
 
     def load(self, number: int, cancelled: Callable[[], bool] = lambda: False) -> list[memoryview]:
         """Return the blobs of a row group. Fetch and decode the row group if they are not cached.
@@ -88,16 +98,7 @@ class RowGroupCache(ForkAware):
             DataError: The row group cannot be decoded.
             ReservationCancelled: `cancelled()` became true before the memory for the row group was reserved.
         """
-        found, keys = self.find(number), self._keys(number)
-        if found is None:
-            found = self._blocks.tier.fetch_from_cluster(
-                keys
-            )  # Without the lock: a transfer from the cluster blocks no other.
-        if found is None:
-            with self._locked(number, cancelled):
-                found = self._cached(keys) or self._blocks.tier.fetch_from_cluster(keys) or self._make(number, keys)
-            self._release_unused()
-        return found
+        return self._found_or_made(number, None, cancelled)
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
@@ -111,13 +112,8 @@ class RowGroupCache(ForkAware):
             OriginError: The origin does not answer, or the file does not exist.
             DataError: The row group cannot be decoded.
         """
-        keys = self._keys(number)
-        if self._cached(keys, (0, 0)) is None and self._blocks.tier.fetch_from_cluster(keys) is None:
-            with self._locked(number):
-                if self._cached(keys, (0, 0)) is None and self._blocks.tier.fetch_from_cluster(keys) is None:
-                    self._make(number, keys)
-            self._release_unused()
-        return self._cached(keys, (0, 0)) is not None
+        self._found_or_made(number, (0, 0))
+        return self._cached(self._keys(number), (0, 0)) is not None
 
     def lease(self) -> None:
         """Protect the cached blobs of all row groups from eviction as long as this process runs."""
@@ -174,11 +170,44 @@ class RowGroupCache(ForkAware):
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
         group = self._manifest.row_groups[number]
         stored = self.plan.stored(group) if columns is None else columns
-        return self._footer(group.file, group.kept).fetched(group.number, stored) if stored else ([], [])
+        footer = self._footer(group.file, group.kept)
+        return footer.fetched(group.number, stored, self._held_limit) if stored else ([], [])
 
     def has_capacity(self, number: int) -> bool:
-        """Return whether the budget has room to fetch another row group now."""
-        return self.fetch_budget.fits(self._reserved(number))
+        """Return whether the budget has room for another row group now."""
+        return self.memory.fits(self._reserved(number))
+
+    @property
+    def _held_limit(self) -> int:
+        """The most stored bytes of one row group to hold in memory. The rest is streamed while it is decoded."""
+        return self.rank_memory // TRAINER_SHARE // 2
+
+    def _found_or_made(
+        self, number: int, span: Span | None, cancelled: Callable[[], bool] = lambda: False
+    ) -> list[memoryview]:
+        """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does.
+
+        A wait for another process or host holds neither memory nor a lock, so this process can make other row groups.
+        """
+        tier, keys, elect = self._blocks.tier, self._keys(number), True
+        with doing("disk"):
+            found = self._cached(keys, span)
+        while found is None:
+            found = tier.fetch_from_cluster(keys)
+            if found is not None:
+                break
+            with (
+                self.memory.reserve(self._reserved(number), cancelled),
+                tier.key_lock(self._key(number, "row group"), elect=elect) as wait_for_other,
+            ):
+                if wait_for_other is None:
+                    found = self._cached(keys, span) or tier.fetch_from_cluster(keys) or self._make(number, keys)
+            if found is None:
+                with doing(ELSEWHERE):
+                    wait_for_other()
+                found, elect = self._cached(keys, span), False  # The blobs normally exist now.
+        self._release_unused()
+        return found
 
     def _cached(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         found = []
@@ -199,39 +228,20 @@ class RowGroupCache(ForkAware):
             return self._packed(number, keys, self._decoded([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
             footer = self._footer(group.file, group.kept)
-            reader = stack.enter_context(footer.open_row_group(group.file, group.number, stored, self._blocks))
+            reader = stack.enter_context(footer.open_row_group(group.file, group.number, stored, self._blocks, self._held_limit))
             return self._packed(number, keys, self._decoded(reader.tables(int(self.plan.blob_rows[number])), number))
 
-    @contextmanager
-    def _locked(self, number: int, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Reserve memory for a row group and hold its key lock."""
-        with ExitStack() as stack:
-            wait_for_other = self._acquire(stack, number, cancelled)
-            if callable(wait_for_other):
-                stack.close()
-                wait_for_other()
-                self._acquire(stack, number, cancelled, elect=False)  # Skip re-election: the blobs normally exist now.
-            yield
-
-    def _acquire(self, stack: ExitStack, number: int, cancelled: Callable[[], bool], *, elect: bool = True) -> Any:
-        """Return a function that waits for another host that makes the row group, or None if no host does.
-
-        The caller releases `stack` before it waits.
-        """
-        stack.enter_context(self.fetch_budget.reserve(self._reserved(number), cancelled))  # before the lock is held
-        with doing(ELSEWHERE):
-            return stack.enter_context(self._blocks.tier.key_lock(self._key(number, "row group"), elect=elect))
-
     def _reserved(self, number: int) -> int:
-        """Return the bytes to reserve for fetching a row group."""
-        group = self._manifest.row_groups[number]
-        stored = self.plan.stored(group)
-        held = self._footer(group.file, group.kept).held_bytes(group.number, stored) if stored else 0
-        return max(MIN_RESERVED, held)
+        """Return the bytes of memory that a row group takes: what is fetched and held, and one blob, twice.
+
+        Arrow may have a copy of a column to join its parts. The packed blob is a file and takes no memory of its own.
+        """
+        fetched = sum(stop - start for spans in self.sources(number) for start, stop in spans)
+        return min(fetched, self._held_limit) + 2 * max(self.plan.blob_sizes(number))
 
     def _release_unused(self) -> None:
         """Return Arrow's unused memory to the system once no row group is in flight: fresh memory is slow."""
-        if self.fetch_budget.idle and self._decode_budget.idle:
+        if self.memory.idle:
             pa.default_memory_pool().release_unused()
 
     def _decoded(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:
@@ -254,8 +264,7 @@ class RowGroupCache(ForkAware):
     ) -> list[memoryview]:
         location = _location(self._manifest.row_groups[number])
         blobs = []
-        size = 2 * self.bytes_of(number) // len(keys)
-        with decoding.here(), doing("decode"), self._decode_budget.reserve(size):
+        with decoding.here(), doing("decode"):
             for key, rows, columns in zip(keys, self.plan.lengths(number), columns_of_blobs, strict=True):
                 fill = partial(row_block.pack, columns, rows, self.plan.layout, location)
                 blobs.append(self._blocks.tier.get_or_fill(key, fill))

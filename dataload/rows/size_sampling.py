@@ -19,6 +19,7 @@ READS_IN_FLIGHT = 16
 VERSION = 1  # of the cached sizes
 NULL = ""  # A null counts no bytes. Its replacement is not known here.
 BATCH_ROWS = 1 << 14  # decoded at a time
+HELD_BYTES = 32 << 20  # stored bytes of a column to hold in memory
 
 
 class ValueSizes:
@@ -87,7 +88,7 @@ class ValueSizes:
 
     def _read(self, group: RowGroup, field: Field) -> Iterator[int]:
         footer, where = read_footer(group.file, group.kept, self._blocks), f"{group.file.path} row group {group.number}"
-        with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks) as reader:
+        with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
             for table in reader.tables(BATCH_ROWS):
                 column = decode(table, [field], NULL, where)[field.name]
                 assert isinstance(column, Ragged)

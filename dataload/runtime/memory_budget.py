@@ -20,10 +20,13 @@ class MemoryBudget:
 
     Args:
         total: Size of the budget in bytes.
+
+    Attributes:
+        total: As above.
     """
 
     def __init__(self, total: int) -> None:
-        self._total = total
+        self.total = total
         self._free = total
         self._mutex = threading.Lock()
         self._waiters: deque[threading.Condition] = deque()  # FIFO; only the head is notified
@@ -31,11 +34,11 @@ class MemoryBudget:
     @property
     def idle(self) -> bool:
         """Whether nothing is reserved."""
-        return self._free == self._total
+        return self._free == self.total
 
     def fits(self, size: int) -> bool:
         """Return whether a reservation of `size` bytes would be granted at once."""
-        return not self._waiters and self._free >= min(size, self._total)
+        return not self._waiters and self._free >= min(size, self.total)
 
     @contextmanager
     def reserve(self, size: int, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -48,7 +51,7 @@ class MemoryBudget:
         Raises:
             ReservationCancelled: `cancelled()` became true before the reservation was granted.
         """
-        size = min(size, self._total)
+        size = min(size, self.total)
         waiter = threading.Condition(self._mutex)
         with self._mutex:
             self._waiters.append(waiter)

@@ -82,10 +82,7 @@ class ArrowFooter:
     def coded(self, number: int, columns: Collection[str]) -> list[str]:  # noqa: ARG002 (the schema holds for all)
         return [name for name in columns if any(self._dictionaries_of[own] for own in self._own_columns([name]))]
 
-    def held_bytes(self, number: int, columns: Sequence[str]) -> int:
-        return sum(stop - start for spans in self.fetched(number, columns) for start, stop in spans)
-
-    def fetched(self, number: int, columns: Sequence[str]) -> tuple[list[Span], list[Span]]:
+    def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:  # noqa: ARG002 (all columns are in memory at once)
         *before, (_, spans) = self._needed(number, self._own_columns(columns))
         dictionaries = [span for _, needed in before for span in needed]
         if self.stored_bytes(number) < SHARED_BYTES:
@@ -97,7 +94,7 @@ class ArrowFooter:
 
     @contextmanager
     def open_row_group(
-        self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks
+        self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int  # noqa: ARG002
     ) -> Iterator[RowGroupReader]:
         """Open a record batch. All chosen columns are in memory at once; see `Footer`."""
         own = self._own_columns(columns)

@@ -10,14 +10,13 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_group_cache import TRAINER_SHARE, RowGroupCache
 from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import libc
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.telemetry.wait_timeline import Timeline
 
-WORKER_FETCH_BYTES = 160 << 20  # budget of fetched row groups: sixteen requests' worth
 ROW_GROUPS_IN_FLIGHT = 24  # threads; the budgets of `RowGroupCache` bound their memory
 NICENESS = 19  # keeps a step that uses the interpreter all the time at nine tenths of its speed
 IDLE_SECONDS = 60.0  # without a request, until the process exits
@@ -54,7 +53,7 @@ def run(descriptor: int) -> None:
     _keep_freed_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowGroupCache = connection.recv()
-    blobs.fetch_budget = MemoryBudget(WORKER_FETCH_BYTES)
+    blobs.memory = MemoryBudget(blobs.rank_memory - blobs.rank_memory // TRAINER_SHARE)
     threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
 
     def make(group: int) -> None:
