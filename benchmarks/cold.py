@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import psutil
@@ -144,7 +144,7 @@ def _pyarrow(task: Task) -> Iterator[int]:
     from pyarrow.fs import S3FileSystem
 
     store = S3FileSystem(
-        access_key="testing", secret_key="testing", endpoint_override=task.endpoint_url, region="us-east-1"  # noqa: S106
+        access_key="testing", secret_key="testing", endpoint_override=task.endpoint_url, region="us-east-1"
     )
     for batch in ds.dataset(f"{BUCKET}/{task.prefix}", format="parquet", filesystem=store).to_batches():
         yield len(batch)
@@ -202,7 +202,7 @@ def epoch(system: str, task: str) -> None:
 class _Peak:
     """Samples the anonymous memory of this process and its children. Attribute `num_bytes`: the most seen."""
 
-    def __enter__(self) -> _Peak:
+    def __enter__(self) -> Self:
         self.num_bytes, self._end = 0, Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -255,8 +255,10 @@ def measure(system: str, origin: Origin, prefix: str, files: Path, folder: Path,
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         running = [subprocess.Popen([*command, json.dumps(asdict(task))], **pipes) for task in tasks]
         for process in running:
+            assert process.stdout is not None
             process.stdout.readline()
         for process in running:
+            assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
         found = [json.loads(process.communicate()[0]) for process in running]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from dataload.cache.local.key_locks import ThreadLocks
 from dataload.cache.tier import BlobKey, Draft, Fill, Span, cut

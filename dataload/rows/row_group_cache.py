@@ -77,9 +77,11 @@ class RowGroupCache(ForkAware):
         self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowGroupCache, (self._manifest, self._columns, self._blocks, self._fill_null), {
-            "rank_memory": self.rank_memory
-        }
+        return (
+            RowGroupCache,
+            (self._manifest, self._columns, self._blocks, self._fill_null),
+            {"rank_memory": self.rank_memory},
+        )
 
     def share_memory(self, processes: int) -> None:
         """Divide the host's memory for row groups among its ranks and their worker processes."""
@@ -228,7 +230,9 @@ class RowGroupCache(ForkAware):
             return self._packed(number, keys, self._decoded([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
             footer = self._footer(group.file, group.kept)
-            reader = stack.enter_context(footer.open_row_group(group.file, group.number, stored, self._blocks, self._held_limit))
+            reader = stack.enter_context(
+                footer.open_row_group(group.file, group.number, stored, self._blocks, self._held_limit)
+            )
             return self._packed(number, keys, self._decoded(reader.tables(int(self.plan.blob_rows[number])), number))
 
     def _reserved(self, number: int) -> int:

@@ -23,7 +23,6 @@ from dataload.formats import parquet
 from dataload.rows import row_store
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import portable
-from dataload.rows.row_group_cache import FETCH_BYTES
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_demand_ends_the_wait_for_the_process(
 def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder, dataset: Any) -> None:
     demand = DemandSignal()
     blobs = dataset.rowstore.blobs
-    with demand.waiting(), blobs.fetch_budget.reserve(FETCH_BYTES):
+    with demand.waiting(), blobs.memory.reserve(sys.maxsize):
         assert decoder._blobs is blobs
         assert decoder.make(10, demand)
 

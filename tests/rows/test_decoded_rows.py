@@ -156,17 +156,21 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     assert found(dataset, [0]) == {"a": [1], "s": ["x"]}
 
 
-@pytest.mark.parametrize(("columns", "rows", "requests"), [(50, 1000, 1), (2, 25_000, 8)])
-def test_chunks_are_fetched_together_or_as_they_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int, requests: int
+@pytest.mark.parametrize(
+    ("columns", "rows", "memory", "requests"),
+    [(50, 1000, 1 << 30, 1), (2, 25_000, 1 << 30, 1), (2, 25_000, 400_000, 8)],
+)
+def test_a_row_group_is_held_or_streamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int, memory: int, requests: int
 ) -> None:
-    """A row group of 400 kB exceeds the buffer: many small columns are one request, large ones several."""
-    for name, value in (("SHARED_BYTES", 0), ("HELD_BYTES", 100_000), ("CHUNK_BYTES", 10_000), ("BUFFER_BYTES", 1000)):
+    """A row group of 400 kB that fits the memory budget is one request. Otherwise each column is read in pieces."""
+    for name, value in (("SHARED_BYTES", 0), ("BUFFER_BYTES", 1000)):
         monkeypatch.setattr(parquet, name, value)
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
     table = pa.table({f"c{number}": np.random.default_rng(number).random(rows) for number in range(columns)})
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
+    dataset.rowstore.blobs.rank_memory = memory
     footer = dataset.blocks.stats()["requests_origin"]
     needed = [rows - 1, 0, 7]
     assert found(dataset, needed) == expected(table.take(needed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from clusters import until
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
-from dataload.rows import row_group_cache, row_group_plan, row_store
+from dataload.rows import row_group_plan, row_store
 from dataload.rows.mmap_arena import MmapArena
 
 
@@ -174,7 +175,7 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
 ) -> None:
     store = dataset.rowstore
     store.capacity = 200
-    with store.blobs.fetch_budget.reserve(row_group_cache.FETCH_BYTES):
+    with store.blobs.memory.reserve(sys.maxsize):
         store.prefetch(range(20))
         cancelled = [load for group, load in store._pending.items() if group != 7]
         store.forget()
@@ -314,14 +315,14 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
     dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, loads = dataset.rowstore, Counter[int]()
-    load, budget = store.blobs.load, store.blobs.fetch_budget
+    load, budget = store.blobs.load, store.blobs.memory
 
     def counting(group: int, *rest: Any) -> Any:
         loads[group] += 1
         return load(group, *rest)
 
     monkeypatch.setattr(store.blobs, "load", counting)
-    with budget.reserve(row_group_cache.FETCH_BYTES):
+    with budget.reserve(sys.maxsize):
         waiting = gathering.gather([35])
         gathering.waits.acquire()
         until(lambda: budget._waiters)
@@ -336,7 +337,7 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
 
 def test_a_loop_that_ends_does_not_restart_the_loads_that_it_cancels(dataset: Any, gathering: Any) -> None:
     store = dataset.rowstore
-    with store.blobs.fetch_budget.reserve(row_group_cache.FETCH_BYTES):
+    with store.blobs.memory.reserve(sys.maxsize):
         waiting = gathering.gather([35])
         gathering.waits.acquire()
         gathering.stop.set_result(None)

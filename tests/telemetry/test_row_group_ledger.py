@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -16,7 +17,6 @@ import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.rows import row_store
-from dataload.rows.row_group_cache import FETCH_BYTES
 from dataload.runtime.counters import Counters, charge, charged_to
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Ledger, Served
@@ -91,7 +91,7 @@ def test_a_row_group_that_the_background_process_decodes_is_a_miss(
 ) -> None:
     decoder = start_decoder(dataset, monkeypatch)
     loader = make_loader(dataset, 8, num_workers=workers, transform=same)
-    with dataset.rowstore.blobs.fetch_budget.reserve(FETCH_BYTES):  # This process has no memory to decode by itself.
+    with dataset.rowstore.blobs.memory.reserve(sys.maxsize):  # This process has no memory to decode by itself.
         for hits in (0, GROUPS):
             assert rows_of(loader) == 5 * GROUPS
             assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)

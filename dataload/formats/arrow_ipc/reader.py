@@ -94,7 +94,12 @@ class ArrowFooter:
 
     @contextmanager
     def open_row_group(
-        self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int  # noqa: ARG002
+        self,
+        obj: Object,
+        number: int,
+        columns: Sequence[str],
+        blocks: Blocks,
+        capacity: int,  # noqa: ARG002
     ) -> Iterator[RowGroupReader]:
         """Open a record batch. All chosen columns are in memory at once; see `Footer`."""
         own = self._own_columns(columns)
