@@ -194,10 +194,8 @@ class RowGroupCache(ForkAware):
         tier, keys, elect = self._blocks.tier, self._keys(number), True
         with doing("disk"):
             found = self._cached(keys, span)
+        found = found or tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
         while found is None:
-            found = tier.fetch_from_cluster(keys)
-            if found is not None:
-                break
             with (
                 self.memory.reserve(self._reserved(number), cancelled),
                 tier.key_lock(self._key(number, "row group"), elect=elect) as wait_for_other,

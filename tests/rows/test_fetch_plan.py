@@ -1,0 +1,109 @@
+"""Bytes in flight and in memory while row groups are fetched and decoded, whatever their size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import CacheConfig, make_dataset
+from dataload.benchmarks.origin import Origin
+from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.local.tier import LocalTier
+from dataload.formats import range_stream
+
+GROUPS, GROUP_BYTES = 12, 4_000_000
+
+
+def write(path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with pq.ParquetWriter(path, pa.schema([("image", pa.binary())]), compression="none") as writer:
+        for _ in range(GROUPS):
+            images = [rng.bytes(GROUP_BYTES // 40) for _ in range(40)]
+            writer.write_table(pa.table({"image": images}, writer.schema))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "data" / "bucket").mkdir(parents=True)
+    write(tmp_path / "data" / "bucket" / "x.parquet")
+    return tmp_path / "data"
+
+
+def test_one_row_group_uses_all_requests(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit of fetching is a range of bytes, so one column of one row group does not limit the requests."""
+    monkeypatch.setattr(range_stream, "LARGEST_PIECE", GROUP_BYTES // 32)
+    with Origin(files) as origin:
+        dataset = make_dataset(
+            "s3://bucket/x.parquet", storage_options=origin.storage_options, cache=CacheConfig(str(tmp_path / "cache"))
+        )
+        origin.behave(bytes_per_second=200_000.0)
+        assert dataset.rowstore.blobs.make(0)
+        assert origin.stats()["most_gets_at_once"] == IN_FLIGHT
+
+
+def test_a_wait_for_another_process_holds_no_memory(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row group that another process makes does not keep this process from making others."""
+    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    tier, waiting = blobs._blocks.tier, threading.Event()
+    assert isinstance(tier, LocalTier)
+    wait_for = tier._wait_for
+    monkeypatch.setattr(tier, "_wait_for", lambda key: [waiting.set(), wait_for(key)])
+    with ThreadPoolExecutor(1) as pool:
+        with tier.key_lock(blobs._key(0, "row group")) as busy:
+            assert busy is None
+            waits = pool.submit(blobs.make, 0)
+            assert waiting.wait(30)
+            assert blobs.memory.idle
+            assert blobs.make(1), "another row group meanwhile"
+            assert not waits.done()
+        assert waits.result(30)
+
+
+PROGRAM = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from dataload import CacheConfig, make_dataset
+
+def anonymous():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+blobs = make_dataset(sys.argv[1], cache=CacheConfig(sys.argv[2])).rowstore.blobs
+blobs.make(0)  # loads all modules
+blobs.rank_memory = int(sys.argv[3])
+blobs.after_fork_in_child()
+before, peak, end = anonymous(), 0, threading.Event()
+
+def watch():
+    global peak
+    while not end.is_set():
+        peak = max(peak, anonymous())
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+with ThreadPoolExecutor(12) as pool:
+    assert all(pool.map(blobs.make, range(1, 12)))
+end.set()
+watcher.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.parametrize(("budget", "most"), [(32 << 20, 40 << 20)])
+def test_memory_stays_in_the_budget(files: Path, tmp_path: Path, budget: int, most: int) -> None:
+    """Half of the budget is for this process; a row group takes a third of that. Arrow and malloc keep a part."""
+    command: list[Any] = [sys.executable, "-c", PROGRAM, files / "bucket", tmp_path / "cache", budget]
+    peak = int(subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout)
+    assert peak < most
