@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Allocate, BlobKey, Span
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
+from dataload.runtime.executor import DaemonExecutor
 
 FOOTERS_IN_FLIGHT = 128
 RUN = 64  # files per run, on average
@@ -61,6 +63,8 @@ def read_footers(
     """
 
     def fetch(obj: Object) -> bytes:
+        if ended.is_set():  # Another run could not be read.
+            raise CancelledError
         footer = fetch_footer(obj, blocks)
         progress(obj)
         return footer
@@ -71,22 +75,19 @@ def read_footers(
         def fill(allocate: Allocate) -> None:
             nonlocal unreported
             unreported = []  # `fetch` reports each of them.
-            _join(list(pool.map(fetch, run)), allocate)
+            _join(fetches.map(fetch, run), allocate)
 
         blob = blocks.tier.get_or_fill(run_key(name, blocks), fill)
         for obj in unreported:
             progress(obj)
         return [(look(parse_footer(_cut(blob, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
 
-    with (
-        ThreadPoolExecutor(FOOTERS_IN_FLIGHT, "dataload-footers") as pool,
-        ThreadPoolExecutor(RUNS_AT_ONCE, "dataload-runs") as runs,
-    ):
-        try:
-            return [result for results in runs.map(read, _runs(objects)) for result in results]
-        except BaseException:  # Leave without waiting for fetches that have not started.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    fetches, runs = DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers"), DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
+    ended = threading.Event()
+    try:
+        return [result for results in runs.map(read, _runs(objects)) for result in results]
+    finally:
+        ended.set()
 
 
 def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:

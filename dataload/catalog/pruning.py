@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -22,6 +21,7 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import ConfigError
 from dataload.formats.base import Bounds, Footer
 from dataload.formats.schema import is_bytes, number, storage
+from dataload.runtime.executor import DaemonExecutor
 
 OPERATORS = ("=", "==", "!=", "<", ">", "<=", ">=", "in", "not in")
 
@@ -66,8 +66,8 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
         return [number for number, group in groups if group.rows and _matches(choices, group, footer)]
 
     files = [list(file) for _, file in groupby(enumerate(manifest.row_groups), lambda item: item[1].file)]
-    with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
-        kept = [number for numbers in pool.map(keep, files) for number in numbers]
+    threads = DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers")
+    kept = [number for numbers in threads.map(keep, files) for number in numbers]
     if not kept:
         raise ConfigError(f"filters={filters!r} leave none of {manifest.num_rows} rows")
     return manifest.only(kept)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import Allocate
@@ -13,6 +12,7 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import Ragged, decode
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.executor import DaemonExecutor
 
 SAMPLES = 4  # row groups
 READS_IN_FLIGHT = 16
@@ -57,8 +57,7 @@ class ValueSizes:
             DataError: A sample cannot be decoded.
         """
         reads = [(group, field) for field in self._coded_fields for group in self._groups]
-        with ThreadPoolExecutor(READS_IN_FLIGHT, thread_name_prefix="dataload-sizes") as pool:
-            sizes = list(pool.map(self._size, reads))
+        sizes = DaemonExecutor(READS_IN_FLIGHT, "dataload-sizes").map(self._size, reads)
         totals: Counter[str] = Counter()
         for (_, field), size in zip(reads, sizes, strict=True):
             totals[field.name] += size
