@@ -28,7 +28,7 @@ _BOUND = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
-class Kept:
+class FooterLocation:
     """The location of a cached footer.
 
     Args:
@@ -45,7 +45,7 @@ def read_footers(
     blocks: Blocks,
     look: Callable[[Footer], T],
     progress: Callable[[Object], object] = lambda _: None,
-) -> list[tuple[T, Kept]]:
+) -> list[tuple[T, FooterLocation]]:
     """Return the result of `look` for each object's footer, and where the footer is cached.
 
     Args:
@@ -69,7 +69,7 @@ def read_footers(
         progress(obj)
         return footer
 
-    def read(run: list[Object]) -> list[tuple[T, Kept]]:
+    def read(run: list[Object]) -> list[tuple[T, FooterLocation]]:
         name, unreported = _name(run), run
 
         def fill(allocate: Allocate) -> None:
@@ -80,7 +80,10 @@ def read_footers(
         blob = blocks.tier.get_or_fill(run_key(name, blocks), fill)
         for obj in unreported:
             progress(obj)
-        return [(look(parse_footer(_cut(blob, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
+        return [
+            (look(parse_footer(_cut(blob, number), obj)), FooterLocation(name, number))
+            for number, obj in enumerate(run)
+        ]
 
     fetches, runs = DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers"), DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
     ended = threading.Event()
@@ -90,7 +93,7 @@ def read_footers(
         ended.set()
 
 
-def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
+def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer:
     """Return the footer of one file. If its run was evicted, fetch the footer again and cache it by itself.
 
     Raises:
@@ -103,24 +106,24 @@ def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
         allocate(len(footer))[:] = footer
 
     own_key = blocks.key(obj, "footer")
-    found = blocks.tier.get(own_key) or stored_footer(kept, blocks) or _footer_from_cluster(kept, blocks)
+    found = blocks.tier.get(own_key) or stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
     return parse_footer(found or blocks.tier.get_or_fill(own_key, fill), obj)
 
 
-def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
+def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if its run is not cached on this host."""
-    key, offset = run_key(kept.run, blocks), kept.number * _BOUND.itemsize
+    key, offset = run_key(location.run, blocks), location.number * _BOUND.itemsize
     bounds = blocks.tier.get(key, (offset, offset + 2 * _BOUND.itemsize))
     return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
 
 
-def _footer_from_cluster(kept: Kept, blocks: Blocks) -> memoryview | None:
+def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if no other host has its run."""
     # A lock of its own: `fetch_from_cluster` locks the key of the run.
-    with blocks.tier.key_lock(blocks.key(kept.run, "bring footers"), elect=False):
-        found = stored_footer(kept, blocks)
-        if found is None and (fetched := blocks.tier.fetch_from_cluster([run_key(kept.run, blocks)])):
-            found = _cut(fetched[0], kept.number)
+    with blocks.tier.key_lock(blocks.key(location.run, "bring footers"), elect=False):
+        found = stored_footer(location, blocks)
+        if found is None and (fetched := blocks.tier.fetch_from_cluster([run_key(location.run, blocks)])):
+            found = _cut(fetched[0], location.number)
     return found
 
 

@@ -205,10 +205,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         return self._transformed(rows.columns if self._collate is None else self._collate(rows))
 
     def _collated(self, records: Records, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
-        if self.only_gathers:
-            return cut(to_batch(records, **self._shape, empty=empty), sizes, empty)
         if self._collate is None:
-            return cut(to_batch(records, **self._shape), sizes)
+            memory = empty if self.only_gathers else None
+            return cut(to_batch(records, **self._shape, empty=memory), sizes, memory)
         return (self._collate(Rows(records[span], **self._shape)) for span in spans(sizes))
 
     def _transformed(self, batch: Any, stream: tuple[int, ...] = (), cursor: int = 0) -> Any:

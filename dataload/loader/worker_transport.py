@@ -67,7 +67,7 @@ def unpack(packed: Packed) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Replaces tensors, arrays and lists of views by calls of the methods of `_Unpickler`.
+    """Replaces tensors and arrays by calls of the methods of `_Unpickler`, and collects their contents.
 
     Attributes:
         arrays: The values for the content, each with its start.
@@ -93,11 +93,9 @@ class _Pickler(pickle.Pickler):
             return value
         kinds = {type(entry) for entry in value} if type(value) is list else set()
         if kinds == {memoryview}:
-            whole = np.frombuffer(b"".join(value), np.uint8)
-            return _Call(_Unpickler.views, self.put(whole), [view.nbytes for view in value])
+            return _Call(_views, np.frombuffer(b"".join(value), np.uint8), [view.nbytes for view in value])
         if kinds == {torch.Tensor} and _can_be_joined(value):
-            whole = _as_array(torch.cat(value))
-            return _Call(_Unpickler.vectors, self.put(whole), value[0].dtype, [len(vector) for vector in value])
+            return _Call(list, _Call(torch.split, torch.cat(value), [len(vector) for vector in value]))
         if kinds and kinds.isdisjoint(_CONTAINERS):
             return value
         return map_values(value, self.joined)
@@ -150,19 +148,15 @@ class _Unpickler(pickle.Unpickler):
         # that `frombuffer` makes, torch would reuse the block before the copy is done.
         return torch.empty(0, dtype=dtype).set_(self._pinned, start // dtype.itemsize, (count,), (1,)).reshape(shape)
 
-    def vectors(self, start: int, dtype: torch.dtype, lengths: list[int]) -> list[torch.Tensor]:
-        """Return one-dimensional tensors that are adjacent in the content."""
-        return list(torch.split(self.tensor(start, dtype, (sum(lengths),)), lengths))
-
     def array(self, start: int, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Return an array of the content."""
         return np.ndarray(shape, dtype, self._memory, start)
 
-    def views(self, start: int, lengths: list[int]) -> list[memoryview]:
-        """Return read-only views of byte strings that are adjacent in the content."""
-        memory = self._memory.toreadonly()
-        ends = itertools.accumulate(lengths, initial=start)
-        return [memory[first:last] for first, last in itertools.pairwise(ends)]
+
+def _views(joined: npt.NDArray[np.uint8], lengths: list[int]) -> list[memoryview]:
+    memory = joined.data.toreadonly()
+    ends = itertools.accumulate(lengths, initial=0)
+    return [memory[first:last] for first, last in itertools.pairwise(ends)]
 
 
 def _memory(content: torch.Tensor | bytearray) -> memoryview:

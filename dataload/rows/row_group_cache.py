@@ -174,7 +174,7 @@ class RowGroupCache(ForkAware):
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
         group = self._manifest.row_groups[number]
         stored = self.plan.stored(group) if columns is None else columns
-        return self._footer(group.file, group.kept).fetched(group.number, stored) if stored else ([], [])
+        return self._footer(group.file, group.footer_at).fetched(group.number, stored) if stored else ([], [])
 
     def has_capacity(self, number: int) -> bool:
         """Return whether the budget has room to fetch another row group now."""
@@ -198,7 +198,7 @@ class RowGroupCache(ForkAware):
         if not stored:
             return self._packed(number, keys, self._decoded([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
-            footer = self._footer(group.file, group.kept)
+            footer = self._footer(group.file, group.footer_at)
             reader = stack.enter_context(footer.open_row_group(group.file, group.number, stored, self._blocks))
             return self._packed(number, keys, self._decoded(reader.tables(int(self.plan.blob_rows[number])), number))
 
@@ -226,7 +226,7 @@ class RowGroupCache(ForkAware):
         """Return the bytes to reserve for fetching a row group."""
         group = self._manifest.row_groups[number]
         stored = self.plan.stored(group)
-        held = self._footer(group.file, group.kept).held_bytes(group.number, stored) if stored else 0
+        held = self._footer(group.file, group.footer_at).held_bytes(group.number, stored) if stored else 0
         return max(MIN_RESERVED, held)
 
     def _release_unused(self) -> None:

@@ -69,7 +69,7 @@ class ValueSizes:
         fields = [field for field in self._layout.ragged if field.kind != "list"] if self._groups else []
         for group in self._groups:
             stored = [field.name for field in fields if field.name not in dict(group.constants)]
-            coded = read_footer(group.file, group.kept, self._blocks).coded(group.number, stored)
+            coded = read_footer(group.file, group.footer_at, self._blocks).coded(group.number, stored)
             fields = [field for field in fields if field.name in coded]
         return fields
 
@@ -85,7 +85,10 @@ class ValueSizes:
         return int(bytes(self._blocks.tier.get_or_fill(key, fill)))
 
     def _read(self, group: RowGroup, field: Field) -> Iterator[int]:
-        footer, where = read_footer(group.file, group.kept, self._blocks), f"{group.file.path} row group {group.number}"
+        footer, where = (
+            read_footer(group.file, group.footer_at, self._blocks),
+            f"{group.file.path} row group {group.number}",
+        )
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks) as reader:
             for table in reader.tables(BATCH_ROWS):
                 column = decode(table, [field], NULL, where)[field.name]

@@ -197,7 +197,7 @@ def test_dictionaries_that_others_have_taken_the_place_of_are_not_fetched(stored
         pa.record_batch({"c": pa.DictionaryArray.from_arrays(pa.array([7, 8], pa.int32()), some)}) for some in words
     ]
     dataset = stored(written(batches, "stream"))
-    footer = read_footer(dataset.row_groups[0].file, dataset.row_groups[0].kept, dataset.blocks)
+    footer = read_footer(dataset.row_groups[0].file, dataset.row_groups[0].footer_at, dataset.blocks)
     assert footer.held_bytes(7, ["c"]) < 1.2 * footer.held_bytes(0, ["c"])
     assert [row["c"] for row in dataset.__getitems__([15, 0])] == ["7 8 " * 1000, "0 7 " * 1000]
 
