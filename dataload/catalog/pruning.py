@@ -23,7 +23,13 @@ from dataload.formats.base import Bounds, Footer
 from dataload.formats.schema import is_bytes, number, storage
 from dataload.runtime.executor import DaemonExecutor
 
-OPERATORS = ("=", "==", "!=", "<", ">", "<=", ">=", "in", "not in")
+ORDERS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+}
+OPERATORS = ("=", "==", "!=", *ORDERS, "in", "not in")
 
 Filters = Sequence[Any]
 """Predicates (column, operator, value) that must all hold; or a list of such lists, of which one must hold."""
@@ -178,14 +184,6 @@ def _outcomes(predicate: Predicate, known: Bounds, rows: int) -> tuple[bool, boo
     # Statistics of floats ignore NaN: there may be any number of them.
     nan = pa.types.is_floating(predicate.kind)
     return match or (nan and negated), fail or known.nulls != 0 or (nan and not negated)
-
-
-ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 
 
 def _covers(values: frozenset[Any], low: Any, high: Any) -> bool:

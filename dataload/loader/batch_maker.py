@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,13 +102,11 @@ class Requests(Iterable[Request]):
             at_once: Most batches per request.
             on_request: Called with the `end` of each request before it is yielded.
         """
-        self._start = epoch, cursor
-        self._at_once = at_once
-        self._on_request = on_request
+        self._iterate = partial(self._from, epoch, cursor, at_once, on_request)
         return self
 
     def __iter__(self) -> Iterator[Request]:
-        return self._from(*self._start, self._at_once, self._on_request)
+        return self._iterate()
 
     def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler

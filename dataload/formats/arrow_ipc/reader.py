@@ -36,11 +36,14 @@ class ArrowFooter:
         self._dictionaries_of = self._head.dictionaries_of_columns
         self._batches: list[Message] = []
         self._dictionaries: list[tuple[Message, ...]] = []  # needed by each batch
+        self._compressed_dictionaries: set[int] = set()
         needed: tuple[Message, ...] = ()
         for message in messages:
             if message.kind == DICTIONARY:
-                others = (old for old in needed if message.is_delta or old.dictionary != message.dictionary)
-                needed = (*others, message)
+                number = message.dictionary
+                needed = (*(old for old in needed if message.is_delta or old.dictionary != number), message)
+                if message.is_compressed:
+                    self._compressed_dictionaries.add(number)
             elif message.kind == RECORDS:
                 self._batches.append(message)
                 self._dictionaries.append(needed)
@@ -143,11 +146,11 @@ class ArrowFooter:
 
     def _needed(self, number: int, columns: Sequence[str]) -> list[tuple[Message, list[Span]]]:
         """Return the messages that decode one record batch, each with the byte ranges that its body needs."""
-        used = {dictionary for name in columns for dictionary in self._dictionaries_of[name]}
+        # Arrow needs the messages of all dictionaries. It reads the bodies of compressed ones in any case.
+        used = self._compressed_dictionaries.union(*(self._dictionaries_of[name] for name in columns))
         needed: list[tuple[Message, list[Span]]] = [(self._head, [])]
-        # Arrow needs the messages of all dictionaries. It reads the bodies of compressed ones even if no column is.
         for message in self._dictionaries[number]:
-            has_body = (message.dictionary in used or message.is_compressed) and message.body < message.stop
+            has_body = message.dictionary in used and message.body < message.stop
             needed.append((message, [(message.body, message.stop)] if has_body else []))
         batch = self._batches[number]
         buffers = chain.from_iterable(self._buffers(number, columns))
