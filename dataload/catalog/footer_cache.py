@@ -65,25 +65,16 @@ def read_footers(
     def fetch(obj: Object) -> bytes:
         if ended.is_set():  # Another run could not be read.
             raise CancelledError
-        footer = fetch_footer(obj, blocks)
-        progress(obj)
-        return footer
+        return fetch_footer(obj, blocks)
 
     def read(run: list[Object]) -> list[tuple[T, FooterLocation]]:
-        name, unreported = _name(run), run
-
-        def fill(allocate: Allocate) -> None:
-            nonlocal unreported
-            unreported = []  # `fetch` reports each of them.
-            _join(fetches.map(fetch, run), allocate)
-
-        blob = blocks.tier.get_or_fill(run_key(name, blocks), fill)
-        for obj in unreported:
+        name = _name(run)
+        blob = get_or_make(blocks, run_key(name, blocks), lambda: _join(fetches.map(fetch, run)))
+        found = []
+        for number, obj in enumerate(run):
+            found.append((look(parse_footer(_cut(blob, number), obj)), FooterLocation(name, number)))
             progress(obj)
-        return [
-            (look(parse_footer(_cut(blob, number), obj)), FooterLocation(name, number))
-            for number, obj in enumerate(run)
-        ]
+        return found
 
     fetches, runs = DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers"), DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
     ended = threading.Event()
@@ -100,14 +91,19 @@ def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer
         DataError: The file is neither Parquet nor Arrow IPC.
         OriginError: The origin failed.
     """
-
-    def fill(allocate: Allocate) -> None:
-        footer = fetch_footer(obj, blocks)
-        allocate(len(footer))[:] = footer
-
     own_key = blocks.key(obj, "footer")
     found = blocks.tier.get(own_key) or stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
-    return parse_footer(found or blocks.tier.get_or_fill(own_key, fill), obj)
+    return parse_footer(found or get_or_make(blocks, own_key, lambda: fetch_footer(obj, blocks)), obj)
+
+
+def get_or_make(blocks: Blocks, key: BlobKey, make: Callable[[], bytes]) -> memoryview:
+    """Return a blob of the cache. On a miss, `make` returns its bytes, which are cached."""
+
+    def fill(allocate: Allocate) -> None:
+        data = make()
+        allocate(len(data))[:] = data
+
+    return blocks.tier.get_or_fill(key, fill)
 
 
 def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None:
@@ -154,13 +150,10 @@ def _name(run: list[Object]) -> Object:
     return Object(run[0].path, 0, hashlib.blake2b(content, digest_size=16, person=b"footers").hexdigest())
 
 
-def _join(footers: list[bytes], allocate: Allocate) -> None:
-    """Write the start of each footer, the end of the last one, and then the footers."""
+def _join(footers: list[bytes]) -> bytes:
+    """Return the start of each footer, the end of the last one, and then the footers."""
     bounds = np.cumsum([_BOUND.itemsize * (len(footers) + 1), *map(len, footers)], dtype=_BOUND)
-    blob = allocate(int(bounds[-1]))
-    blob[: bounds[0]] = bounds.tobytes()
-    for footer, start, stop in zip(footers, bounds, bounds[1:], strict=False):
-        blob[start:stop] = footer
+    return b"".join([bounds.tobytes(), *footers])
 
 
 def _cut(blob: memoryview, number: int) -> memoryview:

@@ -17,8 +17,7 @@ import pyarrow as pa
 from fsspec.core import has_magic
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.tier import Allocate
-from dataload.catalog.footer_cache import FooterLocation, read_footers
+from dataload.catalog.footer_cache import FooterLocation, get_or_make, read_footers
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, keys_of, partition_columns
@@ -189,13 +188,9 @@ def pin(
     for obj, keys in objects.items():
         digest.update(json.dumps([obj.path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
-
-    def fill(allocate: Allocate) -> None:
-        data = _read_footers(objects, blocks, fingerprint, progress).to_bytes()
-        allocate(len(data))[:] = data
-
-    pinned = Object(next(iter(objects)).path, 0, fingerprint)
-    return Manifest.from_bytes(bytes(blocks.tier.get_or_fill(blocks.key(pinned, f"manifest {VERSION}"), fill)))
+    key = blocks.key(Object(next(iter(objects)).path, 0, fingerprint), f"manifest {VERSION}")
+    data = get_or_make(blocks, key, lambda: _read_footers(objects, blocks, fingerprint, progress).to_bytes())
+    return Manifest.from_bytes(bytes(data))
 
 
 def source_paths(source: Source) -> list[str]:

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from dataload.cache.blocks.reader import Blocks
-from dataload.cache.tier import Allocate
-from dataload.catalog.footer_cache import read_footer
+from dataload.catalog.footer_cache import get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import Ragged, decode
@@ -76,13 +75,8 @@ class ValueSizes:
     def _size(self, read: tuple[RowGroup, Field]) -> int:
         """Return the bytes of a column's values in a row group."""
         group, field = read
-
-        def fill(allocate: Allocate) -> None:
-            content = str(sum(self._read(group, field))).encode()
-            allocate(len(content))[:] = content
-
         key = self._blocks.key(group.file, f"size {VERSION} {group.number} {field.name}")
-        return int(bytes(self._blocks.tier.get_or_fill(key, fill)))
+        return int(bytes(get_or_make(self._blocks, key, lambda: str(sum(self._read(group, field))).encode())))
 
     def _read(self, group: RowGroup, field: Field) -> Iterator[int]:
         footer, where = (
