@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Allocate, BlobKey, Span
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
+from dataload.runtime.executor import DaemonExecutor
 
 FOOTERS_IN_FLIGHT = 128
 RUN = 64  # files per run, on average
@@ -26,7 +28,7 @@ _BOUND = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
-class Kept:
+class FooterLocation:
     """The location of a cached footer.
 
     Args:
@@ -43,7 +45,7 @@ def read_footers(
     blocks: Blocks,
     look: Callable[[Footer], T],
     progress: Callable[[Object], object] = lambda _: None,
-) -> list[tuple[T, Kept]]:
+) -> list[tuple[T, FooterLocation]]:
     """Return the result of `look` for each object's footer, and where the footer is cached.
 
     Args:
@@ -61,65 +63,63 @@ def read_footers(
     """
 
     def fetch(obj: Object) -> bytes:
-        footer = fetch_footer(obj, blocks)
-        progress(obj)
-        return footer
+        if ended.is_set():  # Another run could not be read.
+            raise CancelledError
+        return fetch_footer(obj, blocks)
 
-    def read(run: list[Object]) -> list[tuple[T, Kept]]:
-        name, unreported = _name(run), run
-
-        def fill(allocate: Allocate) -> None:
-            nonlocal unreported
-            unreported = []  # `fetch` reports each of them.
-            _join(list(pool.map(fetch, run)), allocate)
-
-        blob = blocks.tier.get_or_fill(run_key(name, blocks), fill)
-        for obj in unreported:
+    def read(run: list[Object]) -> list[tuple[T, FooterLocation]]:
+        name = _name(run)
+        blob = get_or_make(blocks, run_key(name, blocks), lambda: _join(fetches.map(fetch, run)))
+        found = []
+        for number, obj in enumerate(run):
+            found.append((look(parse_footer(_cut(blob, number), obj)), FooterLocation(name, number)))
             progress(obj)
-        return [(look(parse_footer(_cut(blob, number), obj)), Kept(name, number)) for number, obj in enumerate(run)]
+        return found
 
-    with (
-        ThreadPoolExecutor(FOOTERS_IN_FLIGHT, "dataload-footers") as pool,
-        ThreadPoolExecutor(RUNS_AT_ONCE, "dataload-runs") as runs,
-    ):
-        try:
-            return [result for results in runs.map(read, _runs(objects)) for result in results]
-        except BaseException:  # Leave without waiting for fetches that have not started.
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    fetches, runs = DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers"), DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
+    ended = threading.Event()
+    try:
+        return [result for results in runs.map(read, _runs(objects)) for result in results]
+    finally:
+        ended.set()
 
 
-def read_footer(obj: Object, kept: Kept, blocks: Blocks) -> Footer:
+def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer:
     """Return the footer of one file. If its run was evicted, fetch the footer again and cache it by itself.
 
     Raises:
         DataError: The file is neither Parquet nor Arrow IPC.
         OriginError: The origin failed.
     """
+    own_key = blocks.key(obj, "footer")
+    found = blocks.tier.get(own_key) or stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
+    return parse_footer(found or get_or_make(blocks, own_key, lambda: fetch_footer(obj, blocks)), obj)
+
+
+def get_or_make(blocks: Blocks, key: BlobKey, make: Callable[[], bytes]) -> memoryview:
+    """Return a blob of the cache. On a miss, `make` returns its bytes, which are cached."""
 
     def fill(allocate: Allocate) -> None:
-        footer = fetch_footer(obj, blocks)
-        allocate(len(footer))[:] = footer
+        data = make()
+        allocate(len(data))[:] = data
 
-    own_key = blocks.key(obj, "footer")
-    found = blocks.tier.get(own_key) or stored_footer(kept, blocks) or _footer_from_cluster(kept, blocks)
-    return parse_footer(found or blocks.tier.get_or_fill(own_key, fill), obj)
+    return blocks.tier.get_or_fill(key, fill)
 
 
-def stored_footer(kept: Kept, blocks: Blocks) -> memoryview | None:
+def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if its run is not cached on this host."""
-    key, offset = run_key(kept.run, blocks), kept.number * _BOUND.itemsize
+    key, offset = run_key(location.run, blocks), location.number * _BOUND.itemsize
     bounds = blocks.tier.get(key, (offset, offset + 2 * _BOUND.itemsize))
     return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
 
 
-def _footer_from_cluster(kept: Kept, blocks: Blocks) -> memoryview | None:
+def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if no other host has its run."""
     # A lock of its own: `fetch_from_cluster` locks the key of the run.
-    with blocks.tier.key_lock(blocks.key(kept.run, "bring footers"), elect=False):
-        found = stored_footer(kept, blocks)
-        if found is None and (fetched := blocks.tier.fetch_from_cluster([run_key(kept.run, blocks)])):
-            found = _cut(fetched[0], kept.number)
+    with blocks.tier.key_lock(blocks.key(location.run, "bring footers"), elect=False):
+        found = stored_footer(location, blocks)
+        if found is None and (fetched := blocks.tier.fetch_from_cluster([run_key(location.run, blocks)])):
+            found = _cut(fetched[0], location.number)
     return found
 
 
@@ -150,13 +150,10 @@ def _name(run: list[Object]) -> Object:
     return Object(run[0].path, 0, hashlib.blake2b(content, digest_size=16, person=b"footers").hexdigest())
 
 
-def _join(footers: list[bytes], allocate: Allocate) -> None:
-    """Write the start of each footer, the end of the last one, and then the footers."""
+def _join(footers: list[bytes]) -> bytes:
+    """Return the start of each footer, the end of the last one, and then the footers."""
     bounds = np.cumsum([_BOUND.itemsize * (len(footers) + 1), *map(len, footers)], dtype=_BOUND)
-    blob = allocate(int(bounds[-1]))
-    blob[: bounds[0]] = bounds.tobytes()
-    for footer, start, stop in zip(footers, bounds, bounds[1:], strict=False):
-        blob[start:stop] = footer
+    return b"".join([bounds.tobytes(), *footers])
 
 
 def _cut(blob: memoryview, number: int) -> memoryview:

@@ -17,8 +17,7 @@ import pyarrow as pa
 from fsspec.core import has_magic
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.tier import Allocate
-from dataload.catalog.footer_cache import Kept, read_footers
+from dataload.catalog.footer_cache import FooterLocation, get_or_make, read_footers
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, keys_of, partition_columns
@@ -37,7 +36,7 @@ class RowGroup:
 
     Args:
         file: The object.
-        kept: Location of the file's cached footer.
+        footer_at: Location of the file's cached footer.
         number: Index of the row group in the file.
         rows: Number of rows.
         bytes: Compressed bytes of all its columns.
@@ -46,7 +45,7 @@ class RowGroup:
     """
 
     file: Object
-    kept: Kept
+    footer_at: FooterLocation
     number: int
     rows: int
     bytes: int
@@ -129,8 +128,8 @@ class Manifest:
         files: dict[Object, tuple[int, int, Constants, list[Any]]] = {}
         runs: dict[Object, int] = {}
         for group in self.row_groups:
-            run = runs.setdefault(group.kept.run, len(runs))
-            *_, groups = files.setdefault(group.file, (run, group.kept.number, group.constants, []))
+            run = runs.setdefault(group.footer_at.run, len(runs))
+            *_, groups = files.setdefault(group.file, (run, group.footer_at.number, group.constants, []))
             groups.append((group.number, group.rows, group.bytes, group.sizes))
         return json.dumps(
             {
@@ -151,9 +150,9 @@ class Manifest:
         runs = [Object(path, 0, version) for path, version in content["runs"]]
         for path, size, version, run, position, constants, row_groups in content["files"]:
             file, shared = Object(path, size, version), tuple((name, value) for name, value in constants)
-            kept = Kept(runs[run], position)
+            footer_at = FooterLocation(runs[run], position)
             groups += [
-                RowGroup(file, kept, number, rows, size_bytes, tuple(sizes), shared)
+                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), shared)
                 for number, rows, size_bytes, sizes in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
@@ -189,13 +188,9 @@ def pin(
     for obj, keys in objects.items():
         digest.update(json.dumps([obj.path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
-
-    def fill(allocate: Allocate) -> None:
-        data = _read_footers(objects, blocks, fingerprint, progress).to_bytes()
-        allocate(len(data))[:] = data
-
-    pinned = Object(next(iter(objects)).path, 0, fingerprint)
-    return Manifest.from_bytes(bytes(blocks.tier.get_or_fill(blocks.key(pinned, f"manifest {VERSION}"), fill)))
+    key = blocks.key(Object(next(iter(objects)).path, 0, fingerprint), f"manifest {VERSION}")
+    data = get_or_make(blocks, key, lambda: _read_footers(objects, blocks, fingerprint, progress).to_bytes())
+    return Manifest.from_bytes(bytes(data))
 
 
 def source_paths(source: Source) -> list[str]:
@@ -249,15 +244,15 @@ def _read_footers(
     first, ((schema, _), _) = next(iter(objects)), found[0]
     partitions, constants = partition_columns(objects, {*schema.own.names, *schema.flat.names})
     groups = []
-    for obj, ((other, row_groups), kept), values in zip(objects, found, constants, strict=True):
+    for obj, ((other, row_groups), footer_at), values in zip(objects, found, constants, strict=True):
         if other is not schema:
             _check_schema(first, schema.flat, obj, other.flat)
-        for number, (rows, stored_bytes, sizes) in enumerate(row_groups):
-            texts = [
-                str(value or "") for field, (_, value) in zip(partitions, values, strict=True) if _is_ragged(field)
-            ]
-            sizes += [rows * len(text.encode()) for text in texts]
-            groups.append(RowGroup(obj, kept, number, rows, stored_bytes, tuple(sizes), values))
+        texts = [
+            str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if _is_ragged(field)
+        ]
+        for number, (rows, stored_bytes, own_sizes) in enumerate(row_groups):
+            sizes = (*own_sizes, *(rows * len(text) for text in texts))
+            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values))
     return Manifest(pa.schema([*schema.flat, *partitions]), tuple(groups), fingerprint)
 
 
@@ -298,17 +293,13 @@ def _is_ragged(field: pa.Field) -> bool:
 
 
 def _check_schema(first: Object, schema: pa.Schema, other: Object, found: pa.Schema) -> None:
-    if [(field.name, field.type) for field in found] == [(field.name, field.type) for field in schema]:
-        return
-    for name in [*schema.names, *found.names]:
-        ours, theirs = _type_of(name, schema), _type_of(name, found)
-        if ours != theirs:
+    ours, theirs = (dict(zip(each.names, each.types, strict=True)) for each in (schema, found))
+    for name in {**ours, **theirs}:
+        here, there = ours.get(name, "missing"), theirs.get(name, "missing")
+        if here != there:
             raise DataError(
-                f"{other.path} and {first.path} differ in column {name!r}: {theirs} there, {ours} here; "
+                f"{other.path} and {first.path} differ in column {name!r}: {there} there, {here} here; "
                 f"read them as two datasets or rewrite one"
             )
-    raise DataError(f"{other.path} and {first.path} hold the same columns in another order: rewrite one of them")
-
-
-def _type_of(name: str, schema: pa.Schema) -> Any:
-    return schema.field(name).type if name in schema.names else "missing"
+    if schema.names != found.names:
+        raise DataError(f"{other.path} and {first.path} hold the same columns in another order: rewrite one of them")

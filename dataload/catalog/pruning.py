@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -22,8 +21,15 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import ConfigError
 from dataload.formats.base import Bounds, Footer
 from dataload.formats.schema import is_bytes, number, storage
+from dataload.runtime.executor import DaemonExecutor
 
-OPERATORS = ("=", "==", "!=", "<", ">", "<=", ">=", "in", "not in")
+ORDERS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    ">": operator.gt,
+    "<=": operator.le,
+    ">=": operator.ge,
+}
+OPERATORS = ("=", "==", "!=", *ORDERS, "in", "not in")
 
 Filters = Sequence[Any]
 """Predicates (column, operator, value) that must all hold; or a list of such lists, of which one must hold."""
@@ -34,18 +40,18 @@ class Predicate:
     """One predicate of a filter.
 
     Args:
-        said: (column, operator, value) as the caller wrote it.
+        clause: (column, operator, value) as the caller wrote it.
         kind: Storage type of the column.
         values: The value, or the members of a set, as the column's statistics represent them.
     """
 
-    said: tuple[str, str, Any]
+    clause: tuple[str, str, Any]
     kind: pa.DataType
     values: frozenset[Any]
 
     @property
     def column(self) -> str:
-        return self.said[0]
+        return self.clause[0]
 
 
 def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
@@ -62,12 +68,12 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     def keep(file: Iterable[tuple[int, RowGroup]]) -> list[int]:
         groups = list(file)
         first = groups[0][1]
-        footer = cache(lambda: read_footer(first.file, first.kept, blocks))
+        footer = cache(lambda: read_footer(first.file, first.footer_at, blocks))
         return [number for number, group in groups if group.rows and _matches(choices, group, footer)]
 
     files = [list(file) for _, file in groupby(enumerate(manifest.row_groups), lambda item: item[1].file)]
-    with ThreadPoolExecutor(FOOTERS_IN_FLIGHT, thread_name_prefix="dataload-footers") as pool:
-        kept = [number for numbers in pool.map(keep, files) for number in numbers]
+    threads = DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers")
+    kept = [number for numbers in threads.map(keep, files) for number in numbers]
     if not kept:
         raise ConfigError(f"filters={filters!r} leave none of {manifest.num_rows} rows")
     return manifest.only(kept)
@@ -91,23 +97,23 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def _predicate(said: Any, manifest: Manifest) -> Predicate:
-    if not _is_list(said) or len(said) != 3 or not isinstance(said[0], str) or said[1] not in OPERATORS:
-        raise ConfigError(f"filters: {said!r} must be (column, operator, value), the operator one of {OPERATORS}")
-    column, sign, value = said
+def _predicate(clause: Any, manifest: Manifest) -> Predicate:
+    if not _is_list(clause) or len(clause) != 3 or not isinstance(clause[0], str) or clause[1] not in OPERATORS:
+        raise ConfigError(f"filters: {clause!r} must be (column, operator, value), the operator one of {OPERATORS}")
+    column, sign, value = clause
     if manifest.select([column]) != [column]:
         raise ConfigError(f"filters: {column!r} is a struct, name one of its members: {manifest.select([column])}")
     kind = storage(manifest.schema.field(column).type)
     if number(kind) is None and not is_bytes(kind):
         raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
     if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
-        raise ConfigError(f"filters: {said!r} needs a list of values")
+        raise ConfigError(f"filters: {clause!r} needs a list of values")
     values = list(value) if sign in {"in", "not in"} else [value]
     try:
         return Predicate((column, sign, value), kind, frozenset(_comparable(member, kind) for member in values))
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"filters: {said!r} cannot be compared: column {column!r} has type {kind}, give a value of it"
+            f"filters: {clause!r} cannot be compared: column {column!r} has type {kind}, give a value of it"
         ) from error
 
 
@@ -139,9 +145,9 @@ def _matches(choices: list[list[Predicate]], group: RowGroup, footer: Callable[[
         return False
     raise ConfigError(
         f"{group.file.path} row group {group.number}: by its statistics some of its {group.rows} rows may match "
-        f"{doubts[0].said!r} and some may not (statistics ignore NaN, which matches nothing, so those of floats prove "
-        f"no match): filter by a partition key, sort the data by {doubts[0].column!r} before writing it, or filter in "
-        "a transform"
+        f"{doubts[0].clause!r} and some may not (statistics ignore NaN, which matches nothing, so those of floats "
+        f"prove no match): filter by a partition key, sort the data by {doubts[0].column!r} before writing it, or "
+        "filter in a transform"
     )
 
 
@@ -164,7 +170,7 @@ def _outcomes(predicate: Predicate, known: Bounds, rows: int) -> tuple[bool, boo
         return False, True
     if known.low is None:
         return True, True
-    sign = predicate.said[1]
+    sign = predicate.clause[1]
     if sign in ORDERS:
         (value,) = predicate.values
         best, worst = (known.low, known.high) if sign in {"<", "<="} else (known.high, known.low)
@@ -178,14 +184,6 @@ def _outcomes(predicate: Predicate, known: Bounds, rows: int) -> tuple[bool, boo
     # Statistics of floats ignore NaN: there may be any number of them.
     nan = pa.types.is_floating(predicate.kind)
     return match or (nan and negated), fail or known.nulls != 0 or (nan and not negated)
-
-
-ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    ">": operator.gt,
-    ">=": operator.ge,
-}
 
 
 def _covers(values: frozenset[Any], low: Any, high: Any) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.errors import DataError
-from dataload.formats import arrow_ipc, parquet
+from dataload.formats import parquet
+from dataload.formats.arrow_ipc import messages
+from dataload.formats.arrow_ipc.reader import ArrowFooter
 from dataload.formats.base import SHARED_BYTES, Footer
 
 # The part of a file that is fetched for its footer: a 64th of it, so that small files are not fetched whole.
@@ -15,7 +17,7 @@ def parse_footer(footer: memoryview, obj: Object) -> Footer:
     """Return the footer in the bytes that `fetch_footer` returned. Raise DataError if they cannot be read."""
     if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
         return parquet.ParquetFooter.from_bytes(footer, obj)
-    return arrow_ipc.ArrowFooter.from_bytes(footer, obj)
+    return ArrowFooter.from_bytes(footer, obj)
 
 
 def tail_bytes(obj: Object) -> int:
@@ -31,8 +33,8 @@ def fetched_beside_tail(obj: Object, footer: memoryview) -> list[int]:
     if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
         rest = len(footer) - tail_bytes(obj)
         return [rest] if rest > 0 else []
-    messages = arrow_ipc.message_bytes(footer)
-    return [] if obj.size < SHARED_BYTES * len(messages) else messages
+    lengths = [len(message.metadata) for message in messages.unpack(footer)]
+    return [] if obj.size < SHARED_BYTES * len(lengths) else lengths
 
 
 def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
@@ -54,12 +56,12 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
 
     if tail.endswith(parquet.MAGIC) and len(tail) >= parquet.TRAILER_BYTES:
         return parquet.fetch_footer(last)
-    if tail.endswith(arrow_ipc.MAGIC) and len(tail) >= arrow_ipc.TRAILER_BYTES:
-        return arrow_ipc.index_of_file(obj, blocks, last)
-    if tail.endswith(arrow_ipc.FEATHER_1):
+    if tail.endswith(messages.MAGIC) and len(tail) >= messages.TRAILER_BYTES:
+        return messages.index_of_file(obj, blocks, last)
+    if tail.endswith(messages.FEATHER_1):
         raise DataError(f"{obj.path} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
-    if obj.size >= arrow_ipc.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == arrow_ipc.CONTINUATION:
-        return arrow_ipc.index_of_stream(obj, blocks)
+    if obj.size >= messages.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == messages.CONTINUATION:
+        return messages.index_of_stream(obj, blocks)
     raise DataError(
         f"{obj.path} is not a Parquet file, nor Arrow IPC: remove it from the dataset, or name the files with a glob"
     )

@@ -105,15 +105,13 @@ def storage(kind: pa.DataType) -> pa.DataType:
 
 def is_text(kind: pa.DataType) -> bool:
     """Return whether values are text."""
-    types = pa.types
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+    return kind in {pa.string(), pa.large_string(), pa.string_view()}
 
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Return whether values are bytes or text."""
-    types = pa.types
-    binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-    return bool(binary or types.is_fixed_size_binary(kind) or is_text(kind))
+    is_binary = kind in {pa.binary(), pa.large_binary(), pa.binary_view()}
+    return bool(is_binary or pa.types.is_fixed_size_binary(kind) or is_text(kind))
 
 
 def is_list(kind: pa.DataType) -> bool:

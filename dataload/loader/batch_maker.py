@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -101,13 +102,11 @@ class Requests(Iterable[Request]):
             at_once: Most batches per request.
             on_request: Called with the `end` of each request before it is yielded.
         """
-        self._start = epoch, cursor
-        self._at_once = at_once
-        self._on_request = on_request
+        self._iterate = partial(self._from, epoch, cursor, at_once, on_request)
         return self
 
     def __iter__(self) -> Iterator[Request]:
-        return self._from(*self._start, self._at_once, self._on_request)
+        return self._iterate()
 
     def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
         sampler = self._sampler
@@ -205,10 +204,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         return self._transformed(rows.columns if self._collate is None else self._collate(rows))
 
     def _collated(self, records: Records, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
-        if self.only_gathers:
-            return cut(to_batch(records, **self._shape, empty=empty), sizes, empty)
         if self._collate is None:
-            return cut(to_batch(records, **self._shape), sizes)
+            memory = empty if self.only_gathers else None
+            return cut(to_batch(records, **self._shape, empty=memory), sizes, memory)
         return (self._collate(Rows(records[span], **self._shape)) for span in spans(sizes))
 
     def _transformed(self, batch: Any, stream: tuple[int, ...] = (), cursor: int = 0) -> Any:

@@ -1,4 +1,4 @@
-"""Transport of batches from a worker: tensors, arrays, bytes and strings are packed into one buffer.
+"""Transport of batches from a worker: a pickle, whose tensors, arrays and views are beside it in the same buffer.
 
 torch sends each tensor in a shared memory file of its own, which takes a descriptor and a millisecond. Up to
 `PIPED_BYTES`, bytes through the pipe are faster.
@@ -6,135 +6,168 @@ torch sends each tensor in a shared memory file of its own, which takes a descri
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from dataload.rows.collate import map_values
+
 PIPED_BYTES = 256 << 10
 _ALIGN = 16
+_CONTAINERS = {dict, list, tuple}  # Their subclasses may have other state.
 
 
 class Packed(NamedTuple):
     """A packed batch.
 
     Attributes:
-        content: The values, uint8 [n]; a bytearray, if they are sent through the pipe.
-        shape: The pickled batch. A `_Tensor`, `_Array`, `_Tensors`, `_Bytes` or `_Text` replaces each packed value.
+        content: Values, then the pickle, uint8 [n]; a bytearray, if they are sent through the pipe.
+        pickle_start: Byte of the content at which the pickle begins.
     """
 
     content: torch.Tensor | bytearray
-    shape: bytes
+    pickle_start: int
 
     def pin_memory(self) -> Packed:
         """Return a copy in pinned memory. torch calls this on its pinning thread."""
         content = self.content
         if isinstance(content, bytearray):
-            content = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+            content = torch.frombuffer(content, dtype=torch.uint8)
         return self._replace(content=content.pin_memory())
 
 
-class _Tensor(NamedTuple):
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class _Array(NamedTuple):
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
-class _Tensors(NamedTuple):
-    """A list of one-dimensional tensors of one dtype."""
-
-    start: int
-    dtype: torch.dtype
-    lengths: list[int]
-
-
-class _Bytes(NamedTuple):
-    """A list of bytes, or of memoryviews if `views`."""
-
-    start: int
-    lengths: list[int]
-    views: bool
-
-
-class _Text(NamedTuple):
-    start: int
-    size: int
-    lengths: list[int]  # in characters
-
-
 def pack(batch: Any) -> Packed:
-    """Pack the tensors, arrays, bytes and strings in the dicts, lists and tuples of a batch.
+    """Pack a batch of any picklable values.
 
     Raises:
-        Exception: Another value of the batch cannot be pickled. A queue would only print this error and send nothing.
+        Exception: A value of the batch cannot be pickled. A queue would only print this error and send nothing.
     """
-    packer = _Packer()
-    shape = packer.pack(batch)
-    piped = packer.size <= PIPED_BYTES
-    content = bytearray(packer.size) if piped else torch.empty(packer.size, dtype=torch.uint8)
-    memory = content if isinstance(content, bytearray) else content.numpy().data
-    for start, array in packer.arrays:
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(pickler.joined(batch))
+    pickle_start = pickler.put(np.frombuffer(stream.getbuffer(), np.uint8))
+    piped = pickler.size <= PIPED_BYTES
+    content = bytearray(pickler.size) if piped else torch.empty(pickler.size, dtype=torch.uint8)
+    memory = _memory(content)
+    for start, array in pickler.arrays:
         np.ndarray(array.shape, array.dtype, memory, start)[...] = array
-    return Packed(content, pickle.dumps(shape))
+    return Packed(content, pickle_start)
 
 
-class _Packer:
-    def __init__(self) -> None:
-        self.size = 0
+def unpack(packed: Packed) -> Any:
+    """Return the batch that was packed. Its tensors, arrays and views share the memory of the content."""
+    return _Unpickler(packed).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Replaces tensors and arrays by calls of the methods of `_Unpickler`, and collects their contents.
+
+    Attributes:
+        arrays: The values for the content, each with its start.
+        size: Bytes of the content.
+    """
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
         self.arrays: list[tuple[int, npt.NDArray[Any]]] = []
+        self.size = 0
 
-    def pack(self, value: Any) -> Any:  # noqa: PLR0911 (one per case)
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value) if _is_plain(value) else value
-        if type(value) is np.ndarray and value.dtype.kind in "biufc":
-            return _Array(self._put(value), value.dtype.str, value.shape)
-        if type(value) is dict:  # A subclass may have other state, so it is pickled.
-            return {name: self.pack(entry) for name, entry in value.items()}
-        if type(value) is tuple:
-            return tuple(self.pack(entry) for entry in value)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(self.pack, value))
-        if type(value) is list and value:
-            return self._list(value)
-        return bytes(value) if isinstance(value, memoryview) else value
-
-    def _list(self, values: list[Any]) -> Any:
-        kinds = {type(value) for value in values}
-        if kinds in ({bytes}, {memoryview}):
-            lengths = [memoryview(value).nbytes for value in values]
-            return _Bytes(self._put(b"".join(values)), lengths, kinds == {memoryview})
-        if kinds == {str}:
-            text = "".join(values).encode(errors="surrogatepass")
-            return _Text(self._put(text), len(text), [len(value) for value in values])
-        if kinds == {torch.Tensor} and _can_be_joined(values):
-            joined = self._tensor(torch.cat(values))
-            return _Tensors(joined.start, joined.dtype, [len(value) for value in values])
-        return [self.pack(value) for value in values]
-
-    def _tensor(self, tensor: torch.Tensor) -> _Tensor:
-        try:
-            array = tensor.numpy()
-        except TypeError:  # numpy has no bfloat16
-            array = tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
-        return _Tensor(self._put(array), tensor.dtype, tuple(tensor.shape))
-
-    def _put(self, content: npt.NDArray[Any] | bytes) -> int:
-        array = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else content
+    def put(self, array: npt.NDArray[Any]) -> int:
+        """Add an array to the content. Return its start."""
         start = -(-self.size // _ALIGN) * _ALIGN
         if array.nbytes:
             self.arrays.append((start, array))
             self.size = start + array.nbytes
         return start
+
+    def joined(self, value: Any) -> Any:
+        """Return the value with each list of views, and each list of vectors, as one `_Call`."""
+        if type(value) not in _CONTAINERS:
+            return value
+        kinds = {type(entry) for entry in value} if type(value) is list else set()
+        if kinds == {memoryview}:
+            return _Call(_views, np.frombuffer(b"".join(value), np.uint8), [view.nbytes for view in value])
+        if kinds == {torch.Tensor} and _can_be_joined(value):
+            return _Call(list, _Call(torch.split, torch.cat(value), [len(vector) for vector in value]))
+        if kinds and kinds.isdisjoint(_CONTAINERS):
+            return value
+        return map_values(value, self.joined)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return the function and arguments that restore a value, or NotImplemented for pickle's own way."""
+        if isinstance(value, torch.Tensor) and _is_plain(value):
+            return _Unpickler.tensor, (self.put(_as_array(value)), value.dtype, tuple(value.shape))
+        if type(value) is np.ndarray and value.dtype.kind in "biufc":
+            return _Unpickler.array, (self.put(value), value.dtype.str, value.shape)
+        if isinstance(value, memoryview):
+            return memoryview, (value.tobytes(),)
+        return NotImplemented
+
+
+class _Call:
+    """A call whose result takes the place of this object when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+class _Unpickler(pickle.Unpickler):
+    """Restores a batch that a worker of this process packed."""
+
+    def __init__(self, packed: Packed) -> None:
+        content = packed.content
+        self._memory = _memory(content)
+        pinned = content if isinstance(content, torch.Tensor) and content.is_pinned() else None
+        self._pinned = None if pinned is None else pinned.untyped_storage()
+        super().__init__(io.BytesIO(self._memory[packed.pickle_start :]))
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a function or class of a pickle. A method of this class is bound to this object, for its content."""
+        owner, _, method = name.rpartition(".")
+        is_own = module == __name__ and owner == _Unpickler.__name__
+        return getattr(self, method) if is_own else super().find_class(module, name)
+
+    def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor of the content."""
+        count = math.prod(shape)
+        if not count:
+            return torch.empty(shape, dtype=dtype)
+        if self._pinned is None:
+            return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).reshape(shape)
+        # torch identifies the pinned block of an asynchronous copy by the tensor's storage. With the separate storage
+        # that `frombuffer` makes, torch would reuse the block before the copy is done.
+        return torch.empty(0, dtype=dtype).set_(self._pinned, start // dtype.itemsize, (count,), (1,)).reshape(shape)
+
+    def array(self, start: int, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Return an array of the content."""
+        return np.ndarray(shape, dtype, self._memory, start)
+
+
+def _views(joined: npt.NDArray[np.uint8], lengths: list[int]) -> list[memoryview]:
+    memory = joined.data.toreadonly()
+    ends = itertools.accumulate(lengths, initial=0)
+    return [memory[first:last] for first, last in itertools.pairwise(ends)]
+
+
+def _memory(content: torch.Tensor | bytearray) -> memoryview:
+    return memoryview(content) if isinstance(content, bytearray) else content.numpy().data
+
+
+def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    try:
+        return tensor.numpy()
+    except TypeError:  # numpy has no bfloat16
+        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -148,55 +181,3 @@ def _can_be_joined(tensors: list[torch.Tensor]) -> bool:
     return len({tensor.dtype for tensor in tensors}) == 1 and all(
         tensor.ndim == 1 and _is_plain(tensor) for tensor in tensors
     )
-
-
-def unpack(packed: Packed) -> Any:
-    """Return the batch that was packed. Its values are views of the content."""
-    return _Unpacker(packed.content).unpack(pickle.loads(packed.shape))  # noqa: S301 (made by a worker of this process)
-
-
-class _Unpacker:
-    def __init__(self, content: torch.Tensor | bytearray) -> None:
-        self._memory = memoryview(content) if isinstance(content, bytearray) else content.numpy().data
-        pinned = content if isinstance(content, torch.Tensor) and content.is_pinned() else None
-        self._pinned = None if pinned is None else pinned.untyped_storage()
-
-    def unpack(self, value: Any) -> Any:  # noqa: PLR0911 (one per case)
-        match value:
-            case _Tensor(start, dtype, shape):
-                tensor = self._values(start, dtype, math.prod(shape))
-                return tensor if len(shape) == 1 else tensor.reshape(shape)
-            case _Array(start, kind, shape):
-                count = math.prod(shape)
-                array = np.frombuffer(self._memory, kind, count, start) if count else np.empty(0, kind)
-                return array.reshape(shape)
-            case _Tensors(start, dtype, lengths):
-                return list(torch.split(self._values(start, dtype, sum(lengths)), lengths))
-            case _Bytes(start, lengths, views):
-                found = _cut(self._memory[start:].toreadonly(), lengths)
-                return found if views else [bytes(view) for view in found]
-            case _Text(start, size, lengths):
-                return _cut(str(self._memory[start : start + size], "utf-8", "surrogatepass"), lengths)
-            case dict() if type(value) is dict:
-                return {name: self.unpack(entry) for name, entry in value.items()}
-            case tuple() if hasattr(value, "_fields"):
-                return type(value)(*map(self.unpack, value))
-            case tuple() if type(value) is tuple:
-                return tuple(self.unpack(entry) for entry in value)
-            case list() if type(value) is list:
-                return [self.unpack(entry) for entry in value]
-        return value
-
-    def _values(self, start: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        if not count:
-            return torch.empty(0, dtype=dtype)
-        if self._pinned is not None:
-            # torch identifies the pinned block of an asynchronous copy by the tensor's storage. With the separate
-            # storage that `frombuffer` makes, torch would reuse the block before the copy is done.
-            return torch.empty(0, dtype=dtype).set_(self._pinned, start // dtype.itemsize, (count,), (1,))
-        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start)
-
-
-def _cut(whole: Any, lengths: list[int]) -> list[Any]:
-    ends = itertools.accumulate(lengths)
-    return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]

@@ -193,8 +193,8 @@ def footers(manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> Fetched
     Listing the files is not counted: S3 lists 1,000 per request.
     """
     sizes = []
-    for file, kept in {group.file: group.kept for group in manifest.row_groups}.items():
-        footer = stored_footer(kept, blocks)
+    for file, footer_at in {group.file: group.footer_at for group in manifest.row_groups}.items():
+        footer = stored_footer(footer_at, blocks)
         sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
     for column in blobs.value_sizes.coded:
         for number in blobs.value_sizes.samples:
@@ -207,7 +207,7 @@ def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
     tier = blocks.tier
     if not tier.shared:
         return 0
-    runs = {group.kept.run for group in manifest.row_groups}
+    runs = {group.footer_at.run for group in manifest.row_groups}
     footers = (tier.stored_bytes(run_key(run, blocks)) for run in runs)
     name = f"{manifest.row_groups[0].file.path}#manifest {VERSION}" if runs else ""
     return sum(footers) + size_on_disk(len(manifest.to_bytes()), name)

@@ -143,9 +143,6 @@ class Rows(Sequence[dict[str, Any]]):
             raise IndexError(f"row {row} of a batch of {len(self)}")
         return {name: _row_value(column, numbers[row]) for name, column in self.columns.items()}
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (self[row] for row in range(len(self)))
-
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the batch with `function` applied to every tensor in its dicts, lists and tuples."""

@@ -172,7 +172,7 @@ class RowGroupCache(ForkAware):
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
         group = self._manifest.row_groups[number]
         stored = self.plan.stored(group) if columns is None else columns
-        footer = self._footer(group.file, group.kept)
+        footer = self._footer(group.file, group.footer_at)
         return footer.fetched(group.number, stored, self._held_limit) if stored else ([], [])
 
     def has_capacity(self, number: int) -> bool:
@@ -227,7 +227,7 @@ class RowGroupCache(ForkAware):
         if not stored:
             return self._packed(number, keys, self._decoded([pa.table({})] * len(keys), number))
         with ExitStack() as stack:
-            footer = self._footer(group.file, group.kept)
+            footer = self._footer(group.file, group.footer_at)
             reader = stack.enter_context(
                 footer.open_row_group(group.file, group.number, stored, self._blocks, self._held_limit)
             )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from dataload.cache.blocks.reader import Blocks
-from dataload.cache.tier import Allocate
-from dataload.catalog.footer_cache import read_footer
+from dataload.catalog.footer_cache import get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import Ragged, decode
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.executor import DaemonExecutor
 
 SAMPLES = 4  # row groups
 READS_IN_FLIGHT = 16
@@ -58,8 +57,7 @@ class ValueSizes:
             DataError: A sample cannot be decoded.
         """
         reads = [(group, field) for field in self._coded_fields for group in self._groups]
-        with ThreadPoolExecutor(READS_IN_FLIGHT, thread_name_prefix="dataload-sizes") as pool:
-            sizes = list(pool.map(self._size, reads))
+        sizes = DaemonExecutor(READS_IN_FLIGHT, "dataload-sizes").map(self._size, reads)
         totals: Counter[str] = Counter()
         for (_, field), size in zip(reads, sizes, strict=True):
             totals[field.name] += size
@@ -71,23 +69,19 @@ class ValueSizes:
         fields = [field for field in self._layout.ragged if field.kind != "list"] if self._groups else []
         for group in self._groups:
             stored = [field.name for field in fields if field.name not in dict(group.constants)]
-            coded = read_footer(group.file, group.kept, self._blocks).coded(group.number, stored)
+            coded = read_footer(group.file, group.footer_at, self._blocks).coded(group.number, stored)
             fields = [field for field in fields if field.name in coded]
         return fields
 
     def _size(self, read: tuple[RowGroup, Field]) -> int:
         """Return the bytes of a column's values in a row group."""
         group, field = read
-
-        def fill(allocate: Allocate) -> None:
-            content = str(sum(self._read(group, field))).encode()
-            allocate(len(content))[:] = content
-
         key = self._blocks.key(group.file, f"size {VERSION} {group.number} {field.name}")
-        return int(bytes(self._blocks.tier.get_or_fill(key, fill)))
+        return int(bytes(get_or_make(self._blocks, key, lambda: str(sum(self._read(group, field))).encode())))
 
     def _read(self, group: RowGroup, field: Field) -> Iterator[int]:
-        footer, where = read_footer(group.file, group.kept, self._blocks), f"{group.file.path} row group {group.number}"
+        footer = read_footer(group.file, group.footer_at, self._blocks)
+        where = f"{group.file.path} row group {group.number}"
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
             for table in reader.tables(BATCH_ROWS):
                 column = decode(table, [field], NULL, where)[field.name]

@@ -6,7 +6,7 @@ import atexit
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextvars import copy_context
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from dataload.runtime.forks import ForkAware
 PATIENCE_SECONDS = 0.5  # for running calls, at the exit of the program
 LOOK_SECONDS = 0.2  # between two checks for signals
 
+S = TypeVar("S")
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
@@ -53,6 +54,18 @@ class DaemonExecutor:
             self._work.calls.put((future, copy_context().run, (call, *args)))
         return future
 
+    def map(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
+        """Return the results of `call(item)`, in the order of the items.
+
+        If a call raises, the exception is raised here, and the calls that have not started are cancelled.
+        """
+        futures = [self.submit(call, item) for item in items]
+        try:
+            return list(map(awaited, futures))
+        finally:
+            while futures:  # An error's traceback refers to this frame, which would make a reference cycle.
+                futures.pop().cancel()
+
     def _start_thread(self) -> None:
         name = f"{self._name}_{self._started + 1}"
         try:
@@ -83,9 +96,12 @@ def awaited(future: Future[T]) -> T:
 
     The wait is cut into short ones, because a signal that arrives just before a wait begins would not interrupt it.
     """
-    while not future.done():
-        wait([future], LOOK_SECONDS)
-    return future.result()
+    try:
+        while not future.done():
+            wait([future], LOOK_SECONDS)
+        return future.result()
+    finally:
+        del future  # An error's traceback refers to this frame, which would make a reference cycle.
 
 
 class _RunningCalls(ForkAware):

@@ -44,7 +44,7 @@ def opened(bucket: Any, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def runs_of(dataset: Dataset) -> set[Object]:
-    return {group.kept.run for group in dataset.row_groups}
+    return {group.footer_at.run for group in dataset.row_groups}
 
 
 def fetched(bucket: Any) -> int:
@@ -78,7 +78,7 @@ def test_one_file_more_fetches_the_footers_of_its_run(
     assert fetched(bucket) == FILES
     second = opened(dataset_of([[3, 1]] * FILES + [[5]]))
     [run] = runs_of(second) - runs_of(first)
-    assert fetched(bucket) == len({group.file for group in second.row_groups if group.kept.run == run})
+    assert fetched(bucket) == len({group.file for group in second.row_groups if group.footer_at.run == run})
     assert second.num_rows == first.num_rows + 5
 
 
@@ -116,8 +116,8 @@ def test_progress_has_each_file_fetched_or_kept(
 def test_footers_are_told_apart(opened: Callable[[str], Dataset], dataset_of: Callable[..., str]) -> None:
     dataset = opened(dataset_of([[number + 1] * (1 + number % 3) for number in range(FILES)]))
     for group in dataset.row_groups:
-        assert stored_footer(group.kept, dataset.blocks) is not None
-        assert read_footer(group.file, group.kept, dataset.blocks).lengths[group.number] == group.rows
+        assert stored_footer(group.footer_at, dataset.blocks) is not None
+        assert read_footer(group.file, group.footer_at, dataset.blocks).lengths[group.number] == group.rows
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 2000)])
@@ -127,13 +127,13 @@ def test_a_run_that_is_gone_or_damaged_is_done_without(
     dataset = opened(dataset_of([[3], [4], [5]]))
     tier, group = dataset.blocks.tier, dataset.row_groups[1]
     assert isinstance(tier, LocalTier)
-    damage(tier.folder.path_of(run_key(group.kept.run, dataset.blocks).digest))
+    damage(tier.folder.path_of(run_key(group.footer_at.run, dataset.blocks).digest))
     before = fetched(bucket)
     for _ in range(2):
-        assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
+        assert read_footer(group.file, group.footer_at, dataset.blocks).lengths == [4]
     assert fetched(bucket) - before == 1
     errors = dataset.blocks.stats()["errors"]["local"]
-    read_footer(group.file, group.kept, dataset.blocks)
+    read_footer(group.file, group.footer_at, dataset.blocks)
     assert dataset.blocks.stats()["errors"]["local"] == errors
 
 
@@ -143,12 +143,12 @@ def test_of_a_run_that_another_host_has_nothing_is_fetched(
     dataset = opened(dataset_of([[3], [4], [5]]))
     tier, group = dataset.blocks.tier, dataset.row_groups[1]
     assert isinstance(tier, LocalTier)
-    path = tier.folder.path_of(run_key(group.kept.run, dataset.blocks).digest)
-    whole = tier.get(dataset.blocks.key(group.kept.run, "footers"))
+    path = tier.folder.path_of(run_key(group.footer_at.run, dataset.blocks).digest)
+    whole = tier.get(run_key(group.footer_at.run, dataset.blocks))
     path.unlink()
     monkeypatch.setattr(tier, "fetch_from_cluster", lambda _: [whole])  # which this host has no capacity to cache
     before = fetched(bucket)
-    assert read_footer(group.file, group.kept, dataset.blocks).lengths == [4]
+    assert read_footer(group.file, group.footer_at, dataset.blocks).lengths == [4]
     assert fetched(bucket) == before
 
 
@@ -189,8 +189,8 @@ def test_a_part_of_a_manifest_still_says_where_footers_are(
     dataset = opened(dataset_of([[number] for number in range(1, 8)]))
     part = Manifest.from_bytes(dataset.manifest.only([1, 4, 6]).to_bytes())
     for group in part.row_groups:
-        assert stored_footer(group.kept, dataset.blocks) is not None
-        assert read_footer(group.file, group.kept, dataset.blocks).lengths == [group.rows]
+        assert stored_footer(group.footer_at, dataset.blocks) is not None
+        assert read_footer(group.file, group.footer_at, dataset.blocks).lengths == [group.rows]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
@@ -205,7 +205,7 @@ def test_what_is_held_is_of_the_columns_that_are_read(tmp_path: Path, kind: str)
             writer.write_table(table)
     dataset = make_dataset(str(path), cache=None)
     [group] = dataset.row_groups
-    footer = read_footer(group.file, group.kept, dataset.blocks)
+    footer = read_footer(group.file, group.footer_at, dataset.blocks)
     assert bytes_of(footer, ["label", "image"]) == pytest.approx(2_000_000, rel=0.01)
     assert bytes_of(footer, ["label"]) < 2000
 

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from dataload import make_dataset
 from dataload.cache.blocks.reader import Object
 from dataload.cache.config import CacheConfig
-from dataload.catalog.footer_cache import Kept
+from dataload.catalog.footer_cache import FooterLocation
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.splits import split
 from dataload.errors import ConfigError
 
-KEPT = Kept(Object("bucket", 0, "run"), 0)
+FOOTER_AT = FooterLocation(Object("bucket", 0, "run"), 0)
 
 
 def manifest_of(files: Sequence[Sequence[int]]) -> Manifest:
     groups = [
-        RowGroup(Object(f"bucket/{name}.parquet", 1, "v"), KEPT, number, rows, 10 * rows)
+        RowGroup(Object(f"bucket/{name}.parquet", 1, "v"), FOOTER_AT, number, rows, 10 * rows)
         for name, counts in enumerate(files)
         for number, rows in enumerate(counts)
     ]

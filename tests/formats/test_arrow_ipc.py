@@ -24,8 +24,8 @@ from dataload.cache.filesystem import open_source
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import list_objects
 from dataload.errors import ConfigError, DataError
-from dataload.formats import arrow_ipc
 from dataload.formats.arrow_ipc import messages
+from dataload.formats.arrow_ipc.reader import ArrowFooter
 
 BATCH, BATCHES = 8, 5
 
@@ -198,7 +198,7 @@ def test_dictionaries_that_others_have_taken_the_place_of_are_not_fetched(stored
         pa.record_batch({"c": pa.DictionaryArray.from_arrays(pa.array([7, 8], pa.int32()), some)}) for some in words
     ]
     dataset = stored(written(batches, "stream"))
-    footer = read_footer(dataset.row_groups[0].file, dataset.row_groups[0].kept, dataset.blocks)
+    footer = read_footer(dataset.row_groups[0].file, dataset.row_groups[0].footer_at, dataset.blocks)
     first, last = (
         sum(stop - start for spans in footer.fetched(number, ["c"], sys.maxsize) for start, stop in spans)
         for number in (0, 7)
@@ -214,7 +214,7 @@ def test_a_stream_that_goes_back_is_refused(stored: Callable[..., Any]) -> None:
     metadata = memoryview(
         bytes(content[second : second + 8 + int.from_bytes(content[second + 4 : second + 8], "little")])
     )
-    message = arrow_ipc.Message(second, metadata)
+    message = messages.Message(second, metadata)
     struct.pack_into("<q", content, second + 8 + messages._position(message._root, 3), -len(metadata))
     with pytest.raises(DataError, match="message at bytes"):
         stored(bytes(content))
@@ -286,7 +286,7 @@ def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(written(BATCHES_OF_ROWS))
     blocks = open_source(str(file), None, None)
     (obj,) = list_objects(str(file), blocks)
-    index = arrow_ipc.index_of_file(obj, blocks, lambda last: file.read_bytes()[-last:])
-    arrow_ipc.ArrowFooter.from_bytes(memoryview(index), obj)
+    index = messages.index_of_file(obj, blocks, lambda last: file.read_bytes()[-last:])
+    ArrowFooter.from_bytes(memoryview(index), obj)
     with pytest.raises(DataError, match="message at bytes"):
-        arrow_ipc.ArrowFooter.from_bytes(memoryview(index), replace(obj, size=obj.size // 2))
+        ArrowFooter.from_bytes(memoryview(index), replace(obj, size=obj.size // 2))

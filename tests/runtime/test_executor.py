@@ -47,3 +47,20 @@ def test_no_more_threads_are_started_than_calls_are_unfinished() -> None:
     for one in [threads.submit(together.wait, PATIENCE) for _ in range(2)]:
         one.result(PATIENCE)
     assert sum(one.name.startswith("test-few") for one in threading.enumerate()) == 2
+
+
+def test_a_mapped_call_that_raises_cancels_the_calls_that_have_not_started() -> None:
+    threads, may_end, ran = DaemonExecutor(1, "test"), threading.Event(), list[int]()
+    assert threads.map(abs, [-2, 1]) == [2, 1]
+
+    def call(number: int) -> None:
+        ran.append(number)
+        if number == 0:
+            raise ZeroDivisionError
+        may_end.wait(PATIENCE)
+
+    with pytest.raises(ZeroDivisionError):
+        threads.map(call, range(100))
+    may_end.set()
+    threads.submit(int).result(PATIENCE)
+    assert ran in ([0], [0, 1])

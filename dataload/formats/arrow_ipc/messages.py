@@ -58,24 +58,24 @@ class Message:
     @property
     def rows(self) -> int:
         """Rows of a record batch."""
-        return int(_scalar(self._header, 0, number_types.Int64Flags))
+        return int(_scalar(self._batch, 0, number_types.Int64Flags))
 
     @property
     def buffers(self) -> list[tuple[int, int]]:
         """(offset in the body, bytes) of each buffer of a record batch."""
-        return _structs(self._header, 2, "<qq")
+        return _structs(self._batch, 2, "<qq")
 
     @property
     def is_compressed(self) -> bool:
-        """Whether a record batch has compressed buffers."""
-        return _position(self._header, 3) is not None
+        """Whether a record batch or dictionary has compressed buffers."""
+        return _position(self._batch, 3) is not None
 
     @property
     def views(self) -> tuple[int, ...]:
         """Number of character buffers of each view column."""
-        return tuple(count for (count,) in _structs(self._header, 4, "<q"))
+        return tuple(count for (count,) in _structs(self._batch, 4, "<q"))
 
-    @property
+    @cached_property
     def dictionary(self) -> int:
         """The id of a dictionary, as the schema has it."""
         return int(_scalar(self._header, 0, number_types.Int64Flags))
@@ -84,11 +84,6 @@ class Message:
     def is_delta(self) -> bool:
         """Whether a dictionary extends the previous one of the same id instead of replacing it."""
         return bool(_scalar(self._header, 2, number_types.BoolFlags))
-
-    @property
-    def is_compressed_dictionary(self) -> bool:
-        """Whether a dictionary has compressed buffers."""
-        return _position(_table(self._header, 1), 3) is not None
 
     @property
     def dictionaries_of_columns(self) -> dict[str, set[int]]:
@@ -102,7 +97,7 @@ class Message:
             raise ValueError(f"message at bytes {self.start} to {self.stop} of {size}")
         if self.kind != RECORDS:
             return
-        body, columns = self.stop - self.body, _structs(self._header, 1, "<qq")
+        body, columns = self.stop - self.body, _structs(self._batch, 1, "<qq")
         if any(min(offset, length) < 0 or offset + length > body for offset, length in self.buffers):
             raise ValueError(f"message at byte {self.start} with buffers outside of its body")
         if columns and columns[0][0] != self.rows:
@@ -115,6 +110,11 @@ class Message:
     @cached_property
     def _header(self) -> Table:
         return _table(self._root, 2)
+
+    @cached_property
+    def _batch(self) -> Table:
+        """The record batch in the header: a dictionary's values are one, too."""
+        return _table(self._header, 1) if self.kind == DICTIONARY else self._header
 
 
 def index_of_file(obj: Object, blocks: Blocks, last: Callable[[int], bytes]) -> bytes:
@@ -168,11 +168,6 @@ def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
         read = blocks.read if stop - position < SHARED_BYTES else blocks.fetch
         position = stop
     return pack(found)
-
-
-def message_bytes(index: memoryview) -> list[int]:
-    """Return the metadata length in bytes of each message of a packed index."""
-    return [len(message.metadata) for message in unpack(index)]
 
 
 def pack(messages: Sequence[Message]) -> bytes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import NamedTuple
+from functools import cache, partial
+from itertools import accumulate, chain
 
 import pyarrow as pa
 
@@ -23,14 +23,6 @@ COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold th
 Read = Callable[[Object, int, int], memoryview]
 
 
-class Dictionary(NamedTuple):
-    """A dictionary message. number: its id in the schema."""
-
-    number: int
-    is_compressed: bool
-    message: Message
-
-
 class ArrowFooter:
     """The messages of an Arrow file or stream without their bodies; see `Footer`.
 
@@ -43,19 +35,23 @@ class ArrowFooter:
         self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata)).remove_metadata()
         self._dictionaries_of = self._head.dictionaries_of_columns
         self._batches: list[Message] = []
-        self._dictionaries: list[tuple[Dictionary, ...]] = []  # needed by each batch
-        needed: tuple[Dictionary, ...] = ()
+        self._dictionaries: list[tuple[Message, ...]] = []  # needed by each batch
+        self._compressed_dictionaries: set[int] = set()
+        needed: tuple[Message, ...] = ()
         for message in messages:
             if message.kind == DICTIONARY:
-                new = Dictionary(message.dictionary, message.is_compressed_dictionary, message)
-                needed = (*(old for old in needed if message.is_delta or old.number != new.number), new)
+                number = message.dictionary
+                needed = (*(old for old in needed if message.is_delta or old.dictionary != number), message)
+                if message.is_compressed:
+                    self._compressed_dictionaries.add(number)
             elif message.kind == RECORDS:
                 self._batches.append(message)
                 self._dictionaries.append(needed)
         self.lengths = [batch.rows for batch in self._batches]
-        self._slices: dict[tuple[int, ...], dict[str, slice]] = {}
-        for number, batch in enumerate(self._batches):
-            if len(batch.buffers) != self._slices_of(batch)[""].stop:
+        slices_of = cache(partial(_buffer_slices, self.schema))
+        self._slices = [slices_of(batch.views) for batch in self._batches]
+        for number, (batch, slices) in enumerate(zip(self._batches, self._slices, strict=True)):
+            if len(batch.buffers) != slices[""].stop:
                 raise ValueError(f"record batch {number} has {len(batch.buffers)} buffers, which do not fit the schema")
 
     @classmethod
@@ -75,9 +71,8 @@ class ArrowFooter:
         return self._batches[number].stop - self._batches[number].start
 
     def decoded_bytes(self, number: int, columns: Collection[str]) -> list[int]:
-        batch = self._batches[number]
-        buffers, ratio = batch.buffers, COMPRESSION_RATIO if batch.is_compressed else 1
-        return [ratio * sum(size for _, size in buffers[self._slice(batch, name)]) for name in columns]
+        ratio = COMPRESSION_RATIO if self._batches[number].is_compressed else 1
+        return [ratio * sum(size for _, size in buffers) for buffers in self._buffers(number, columns)]
 
     def coded(self, number: int, columns: Collection[str]) -> list[str]:  # noqa: ARG002 (the schema holds for all)
         return [name for name in columns if any(self._dictionaries_of[own] for own in self._own_columns([name]))]
@@ -126,20 +121,20 @@ class ArrowFooter:
         buffer = pa.allocate_buffer(starts[-1] + len(END_OF_STREAM))
         target = memoryview(buffer).cast("B")
 
-        def copy(read: Read, start: int, stop: int, to: int) -> None:
-            target[to : to + stop - start] = read(obj, start, stop)
+        def copy(read: Read, start: int, stop: int, shift: int) -> None:
+            target[start + shift : stop + shift] = read(obj, start, stop)
 
         pending = []
         for (message, spans), offset in zip(needed, starts, strict=False):
             target[offset : offset + len(message.metadata)] = message.metadata
-            for start, stop in spans:
-                if blocks.retains_blocks and (message.kind == DICTIONARY or self.stored_bytes(number) < SHARED_BYTES):
-                    copy(blocks.read, start, stop, offset + start - message.start)
-                    continue
-                pending += [
-                    blocks.submit(copy, blocks.fetch, first, last, offset + first - message.start)
-                    for first, last in pieces([(start, stop)], stop - start)
-                ]
+            shift = offset - message.start
+            is_shared = message.kind == DICTIONARY or self.stored_bytes(number) < SHARED_BYTES
+            if is_shared and blocks.retains_blocks:
+                for start, stop in spans:
+                    copy(blocks.read, start, stop, shift)
+            else:
+                requests = pieces(spans, message.stop - message.start)
+                pending += [blocks.submit(copy, blocks.fetch, start, stop, shift) for start, stop in requests]
         target[starts[-1] :] = END_OF_STREAM
         with doing("origin"):
             wait(pending)
@@ -151,37 +146,28 @@ class ArrowFooter:
         """Return the file's own columns that hold these; a member of a struct has a dotted name."""
         return [name for name in self.schema.names if any(f"{column}.".startswith(f"{name}.") for column in columns)]
 
-    def _spans(self, batch: Message, columns: Sequence[str]) -> list[Span]:
-        """Return the byte ranges of the file that hold these columns' buffers."""
-        buffers = batch.buffers
-        chosen = [
-            buffers[index] for name in columns for index in range(*self._slice(batch, name).indices(len(buffers)))
-        ]
-        return joined(sorted((batch.body + start, batch.body + start + size) for start, size in chosen if size))
-
     def _needed(self, number: int, columns: Sequence[str]) -> list[tuple[Message, list[Span]]]:
         """Return the messages that decode one record batch, each with the byte ranges that its body needs."""
-        used = {dictionary for name in columns for dictionary in self._dictionaries_of[name]}
+        # Arrow needs the messages of all dictionaries. It reads the bodies of compressed ones in any case.
+        used = self._compressed_dictionaries.union(*(self._dictionaries_of[name] for name in columns))
         needed: list[tuple[Message, list[Span]]] = [(self._head, [])]
-        # Arrow needs the messages of all dictionaries. It reads the bodies of compressed ones even if no column is.
-        for dictionary in self._dictionaries[number]:
-            message = dictionary.message
-            has_body = (dictionary.number in used or dictionary.is_compressed) and message.body < message.stop
+        for message in self._dictionaries[number]:
+            has_body = message.dictionary in used and message.body < message.stop
             needed.append((message, [(message.body, message.stop)] if has_body else []))
-        return [*needed, (self._batches[number], self._spans(self._batches[number], columns))]
+        batch = self._batches[number]
+        buffers = chain.from_iterable(self._buffers(number, columns))
+        spans = sorted((batch.body + start, batch.body + start + size) for start, size in buffers if size)
+        return [*needed, (batch, joined(spans))]
 
-    def _slice(self, batch: Message, column: str) -> slice:
-        """Return the slice of a record batch's buffers for a column; for a dictionary's member, that of all codes."""
-        slices = self._slices_of(batch)
-        while column not in slices:
-            column = column.rpartition(".")[0]
-        return slices[column]
+    def _buffers(self, number: int, columns: Iterable[str]) -> list[list[tuple[int, int]]]:
+        """Return the (offset, bytes) of a record batch's buffers for each column."""
+        buffers, slices = self._batches[number].buffers, self._slices[number]
 
-    def _slices_of(self, batch: Message) -> dict[str, slice]:
-        views = batch.views
-        if views not in self._slices:
-            self._slices[views] = _buffer_slices(self.schema, views)
-        return self._slices[views]
+        def of(column: str) -> list[tuple[int, int]]:
+            # A dictionary's member has no buffers of its own: those of the codes serve all members.
+            return buffers[slices[column]] if column in slices else of(column.rpartition(".")[0])
+
+        return [of(column) for column in columns]
 
 
 class _Reader:
