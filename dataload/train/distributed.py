@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from dataload.errors import ConfigError
 from dataload.world import World
 
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
+
+T = TypeVar("T")
 
 _GROUPS = itertools.count()  # process groups started so far; the same number on every rank
 
@@ -165,6 +167,21 @@ def share_buffers(model: nn.Module) -> None:
 def is_first() -> bool:
     """Return whether this process is rank 0, or has no other ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_first(work: Callable[[], T]) -> T:
+    """Call `work` on rank 0 only. Return its result or raise its error on every rank."""
+    result: T | None = None
+    failure: Exception | None = None
+    if is_first():
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 (otherwise the other ranks would wait for this one)
+            failure = error
+    result, other = gather((result, failure))[0]
+    if failure or other:
+        raise failure or other
+    return result
 
 
 def gather(value: Any) -> list[Any]:

@@ -109,11 +109,11 @@ def _loader_counts(loader: Any) -> dict[str, float]:
 
 
 @contextmanager
-def progress_bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar during the block. Yield a function to call after each batch.
+def progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar during the block. Yield a function to call after each batch. `total` is 0 if unknown.
 
     If stderr is not a terminal, rich writes one plain line at the end instead.
     """
     with Progress(console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task(title, total=total)
+        task = progress.add_task(title, total=total or None)
         yield lambda: progress.advance(task)

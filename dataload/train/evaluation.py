@@ -12,7 +12,7 @@ from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.rows.collate import map_tensors
 from dataload.train.distributed import gather
-from dataload.train.module_modes import evaluating
+from dataload.train.modules import evaluating
 
 CHUNK = 1 << 14  # values per sum; torch sums this many in one thread, in a fixed order
 

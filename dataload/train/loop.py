@@ -21,11 +21,10 @@ from dataload.train.checkpoint import Checkpoints, load
 from dataload.train.distributed import agree, gather, share_buffers
 from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
-from dataload.train.module_modes import evaluating
+from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, feed
-from dataload.train.rng_state import rng_state, set_rng_state
-from dataload.train.state_tree import all_equal
+from dataload.train.state import all_equal, rng_state, set_rng_state
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 

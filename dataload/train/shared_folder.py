@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from uuid import uuid4
 
 from dataload.errors import ConfigError
-from dataload.train.distributed import gather, is_first
+from dataload.train.distributed import gather, is_first, on_first
 
 SECONDS = 30.0  # how long an NFS client may serve a cached listing
 PAUSE = 0.1  # seconds between two tries
@@ -34,15 +34,17 @@ def require_shared(folder: Path, probe_prefix: str) -> None:
         return
     path, host, nonce = ranks[0]
     probe = folder / f"{probe_prefix}{nonce}"
-    failure = None
-    if is_first():
+
+    def create() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             probe.mkdir()
         except OSError as error:
-            failure = str(error)
-    if failure := gather(failure)[0]:
-        raise ConfigError(f"checkpoint_dir {path!r}: rank 0, on host {host}, cannot create a folder there: {failure}")
+            raise ConfigError(
+                f"checkpoint_dir {path!r}: rank 0, on host {host}, cannot create a folder there: {error}"
+            ) from error
+
+    on_first(create)
     try:
         objections = last_objections(lambda: _unseen(probe))
     finally:
