@@ -19,9 +19,8 @@ from dataload.cli.commands.options import (
     StorageOptions,
     Window,
     config,
-    listed,
-    names,
     node_of,
+    open_dataset,
 )
 from dataload.cli.console import progress, show
 from dataload.errors import DataloadError
@@ -50,18 +49,13 @@ def warm(
 
     The cache holds the decoded rows. After an interrupt, the same command continues.
     """
-    from dataload.catalog.manifest import pin
     from dataload.planning.warm import part_of
-    from dataload.rows.row_group_cache import RowGroupCache
 
     node, nodes = node_of(shard)
     cache_config = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
-    blocks, objects = listed(url, storage_options, cache_config)
     if cluster is not None:
         _must_answer(cluster)
-    with progress("reading footers", len(objects), quiet=as_json, unit="files") as advance:
-        manifest = pin(objects, blocks, lambda _: advance(1))
-    blobs = RowGroupCache(manifest, manifest.select(names(columns)), blocks)
+    manifest, blobs, blocks = open_dataset(url, storage_options, columns, cache_config, quiet=as_json)
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)
     blocks.settle()
