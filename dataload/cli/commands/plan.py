@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -65,7 +66,7 @@ def plan(
     manifest, blobs, blocks = open_dataset(url, storage_options, columns, cache_config, quiet=as_json)
     order = order_of(manifest, seed=seed, window=window, num_streams=num_streams)
     result = make_plan(manifest, blobs, blocks, order, batch_size, bandwidth=rate, latency=latency, price=price)
-    show(result.to_json(), table(lines(result)), as_json=as_json)
+    show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None:
         raise typer.Exit(FOUND_A_PROBLEM)
 
