@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -84,11 +84,10 @@ class EpochMetrics:
 
 def sum_ranks(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """Return the sum over ranks of each number. A number that a rank lacks counts as 0."""
-    total: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in ranks[0]}
+    total: dict[str, Counter[str]] = {kind: Counter() for kind in ranks[0]}
     for rank in ranks:
         for kind, numbers in rank.items():
-            for name, number in numbers.items():
-                total[kind][name] += number
+            total[kind].update(numbers)
     return {kind: dict(numbers) for kind, numbers in total.items()}
 
 
