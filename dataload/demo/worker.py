@@ -119,12 +119,10 @@ def run(job: Job) -> None:
 
 def _served(stats_url: str) -> dict[str, float]:
     """Return the server's totals between two epochs, while no rank sends requests."""
-    if dist.is_initialized():
-        dist.barrier()  # all ranks have ended this epoch
+    dist.barrier()  # all ranks have ended this epoch
     with urllib.request.urlopen(stats_url) as answer:  # noqa: S310 - our own server's
         totals = json.load(answer)
-    if dist.is_initialized():
-        dist.barrier()  # all ranks have read the totals
+    dist.barrier()  # all ranks have read the totals
     return {name: totals[name] for name in ("get_requests", "get_bytes")}
 
 
