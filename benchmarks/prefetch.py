@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 from s3fs import S3FileSystem
 
-from dataload.benchmarks.behaviour import Behaviour
 from dataload.benchmarks.origin import Origin
+from dataload.benchmarks.origin.behaviour import Behaviour
+from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.suite import WIRE_LATENCY
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.systems.floors import RANGE_BYTES
-from dataload.benchmarks.wire import Wire
 from dataload.benchmarks.workloads import Workload, workloads, write
 from dataload.cache.config import CacheConfig
 from dataload.cache.local.tier import LocalTier
@@ -202,7 +202,7 @@ rank(*sys.argv[1:])
 
 def rank(number: str, endpoint_url: str, url: str, cache_dir: str) -> None:
     """Read an epoch as one of two ranks, with two workers. Print the number of rows."""
-    from dataload.benchmarks import s3
+    from dataload.benchmarks.origin import s3
 
     dataset = make_dataset(url, storage_options=s3.storage_options(endpoint_url), cache=CacheConfig(cache_dir))
     loader = make_loader(dataset, 64, world=World(int(number), 2, int(number), 2), num_workers=2, transform=_identity)

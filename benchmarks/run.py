@@ -46,7 +46,6 @@ def bench(
         from dataload.benchmarks.circumstances import circumstances
         from dataload.benchmarks.measure import Limits
         from dataload.benchmarks.suite import Suite
-        from dataload.benchmarks.summary import compare as compared
         from dataload.benchmarks.summary import summarise
     except ImportError as error:
         raise ConfigError(f"bench needs more packages ({error.name}): pip install 'dataload[bench]'") from error
@@ -71,22 +70,36 @@ def bench(
     found["summary"] = summarise(found)
 
     kept = results / _name(found, restricted=bool(workloads or systems) and not readme, quick=quick)
-    results.mkdir(parents=True, exist_ok=True)
-    kept.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    kept.with_suffix(".md").write_text(render.markdown(found))
-    render.plot(found, kept.with_suffix(".png"))
+    _save(found, kept)
     if readme:
         render.into_readme(README, render.headline(found))
     typer.echo(json.dumps(found) if as_json else f"{render.headline(found)}\n\nMore in {kept}.md, .json and .png")
     if other:
-        both = compared(found, other)
-        total = (
-            f"the ranges of {len(both.apart)} of {both.shared} figures do not overlap those of {compare}; "
-            f"expected by chance: {both.by_chance:.0f}"
-        )
-        typer.echo("\n".join([*both.one_sided, *both.apart, total]), err=True)
+        typer.echo("\n".join(_differences(found, other, compare)), err=True)
     if wrong := _wrong(found["summary"]):
         raise DataloadError(f"dataload did not deliver: {'; '.join(wrong)}")
+
+
+def _save(found: dict[str, Any], path: Path) -> None:
+    """Write the results as JSON, table and plot, each with its own suffix."""
+    from dataload.benchmarks import render
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".md").write_text(render.markdown(found))
+    render.plot(found, path.with_suffix(".png"))
+
+
+def _differences(found: dict[str, Any], other: Any, path: Path | None) -> list[str]:
+    """Return the lines of a comparison with another run, whose results are at `path`."""
+    from dataload.benchmarks.summary import compare
+
+    both = compare(found, other)
+    total = (
+        f"the ranges of {len(both.apart)} of {both.shared} figures do not overlap those of {path}; "
+        f"expected by chance: {both.by_chance:.0f}"
+    )
+    return [*both.one_sided, *both.apart, total]
 
 
 def _name(found: dict[str, Any], *, restricted: bool, quick: bool) -> str:

@@ -23,11 +23,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dataload.benchmarks import s3
-from dataload.benchmarks.origin import Origin
+from dataload.benchmarks.origin import Origin, s3
+from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.suite import WIRE_LATENCY
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.benchmarks.wire import Wire
 from dataload.cache.local.blob_file import WRITTEN_BYTES
 
 OBJECT_BYTES = 64 << 20

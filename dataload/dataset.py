@@ -47,6 +47,9 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         (6, 5)
         >>> dataset.__getitems__([4, 0]).columns["id"].tolist()
         [4, 0]
+        >>> train, val = dataset.split([0.67, 0.33])
+        >>> len(train), len(val)
+        (4, 2)
         >>> folder.cleanup()
     """
 
@@ -124,19 +127,6 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
 
         Raises:
             ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
-
-        Example:
-            >>> import tempfile
-            >>> from pathlib import Path
-            >>> import pyarrow as pa, pyarrow.parquet as pq
-            >>> from dataload import make_dataset
-            >>> folder = tempfile.TemporaryDirectory()
-            >>> path = Path(folder.name) / "rows.parquet"
-            >>> pq.write_table(pa.table({"id": range(10)}), path, row_group_size=1)
-            >>> train, val = make_dataset(path, cache=None).split([0.8, 0.2])
-            >>> len(train), len(val)
-            (8, 2)
-            >>> folder.cleanup()
         """
         splits = split_manifest(self.manifest, fractions, seed)
         return [Dataset(part, self.blocks, self.schema.names, self.fill_null) for part in splits]

@@ -125,7 +125,7 @@ def read_environment(environ: Mapping[str, str]) -> World:
     return World(0, 1, 0, 1)
 
 
-def doubts(environ: Mapping[str, str]) -> tuple[str, str] | None:
+def find_contradiction(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """Return (contradiction, remedy) if launchers contradict each other in a readable environment, else None.
 
     Raises:

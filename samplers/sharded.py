@@ -20,6 +20,7 @@ from dataload.world import World
 Int64 = npt.NDArray[np.int64]
 
 STATE_VERSION: Final = 1
+ORDER_OPTIONS = ("shuffle", "seed", "window", "num_streams")  # of `Order`, saved in the state
 
 
 class ShardedSampler(DistributedSampler[int]):
@@ -58,7 +59,6 @@ class ShardedSampler(DistributedSampler[int]):
 
     Attributes:
         order: The `Order` of the dataset.
-        num_rows: Rows of the dataset.
         epoch: The current epoch.
         cursor: Global rows of the current epoch that are consumed.
         num_samples: Rows of each rank in a full epoch, as in torch. `total_size` is that of all ranks.
@@ -84,15 +84,6 @@ class ShardedSampler(DistributedSampler[int]):
     Notes: iteration does not move the cursor. The consumer of the batches does, by `advance` or `seek`, so that rows
     that are only prefetched do not count. When an iteration ends, the sampler moves to the next epoch.
     """
-
-    VERSION: Final = "version"
-    DATASET: Final = "dataset"
-    SEED: Final = "seed"
-    EPOCH: Final = "epoch"
-    CURSOR: Final = "cursor"
-    NUM_STREAMS: Final = "num_streams"
-    SHUFFLE: Final = "shuffle"
-    WINDOW: Final = "window"
 
     def __init__(
         self,
@@ -153,11 +144,6 @@ class ShardedSampler(DistributedSampler[int]):
     def padding(self) -> int:
         """Number of padding rows at the end of this rank's full epoch; they repeat rows to make the ranks equal."""
         return self.padding_from(0)
-
-    @property
-    def finished(self) -> bool:
-        """Whether no batch is left in this epoch."""
-        return self.finished_at(self.cursor)
 
     def finished_at(self, cursor: int) -> bool:
         """Return whether no batch is left after `cursor` rows of an epoch."""
@@ -228,14 +214,11 @@ class ShardedSampler(DistributedSampler[int]):
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position as a JSON-able dict of less than 1 KB, the same on every rank."""
         return {
-            self.VERSION: STATE_VERSION,
-            self.DATASET: self._dataset,
-            self.SEED: self.order.seed,
-            self.EPOCH: self.epoch,
-            self.CURSOR: self.cursor,
-            self.NUM_STREAMS: self.order.num_streams,
-            self.SHUFFLE: self.order.shuffle,
-            self.WINDOW: self.order.window,
+            "version": STATE_VERSION,
+            "dataset": self._dataset,
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            **{name: getattr(self.order, name) for name in ORDER_OPTIONS},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -246,27 +229,19 @@ class ShardedSampler(DistributedSampler[int]):
         Raises:
             ConfigError: The state is of another dataset or version, or incomplete.
         """
-        if state.get(self.VERSION) != STATE_VERSION:
-            raise ConfigError(f"the state has version {state.get(self.VERSION)!r}; this release reads {STATE_VERSION}")
-        if state.get(self.DATASET) != self._dataset:
+        if state.get("version") != STATE_VERSION:
+            raise ConfigError(f"the state has version {state.get('version')!r}; this release reads {STATE_VERSION}")
+        if state.get("dataset") != self._dataset:
             raise ConfigError(
-                f"the state is of another dataset ({state.get(self.DATASET)!r}, this is {self._dataset!r}): "
+                f"the state is of another dataset ({state.get('dataset')!r}, this is {self._dataset!r}): "
                 "other files, other columns or filters, or row groups of other sizes"
             )
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigError(f"the state lacks {', '.join(sorted(missing))}")
-        cursor = self._checked(state[self.CURSOR])
-        self._follow(
-            Order(
-                self.order.block_lengths,
-                shuffle=state[self.SHUFFLE],
-                seed=state[self.SEED],
-                window=state[self.WINDOW],
-                num_streams=state[self.NUM_STREAMS],
-                dataset_key=self.order.dataset_key,
-            )
-        )
-        self.seek(state[self.EPOCH], cursor)
+        cursor = self._checked(state["cursor"])
+        options = {name: state[name] for name in ORDER_OPTIONS}
+        self._follow(Order(self.order.block_lengths, dataset_key=self.order.dataset_key, **options))
+        self.seek(state["epoch"], cursor)
 
     def _follow(self, order: Order) -> None:
         """Use this order from now on."""

@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import s3fs
+from moto_server import S3Server
 
 from dataload.cache.config import CacheConfig
-from dataload.demo.server import S3Server
 
 
 @pytest.fixture(scope="session")

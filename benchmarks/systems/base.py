@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dataload.benchmarks import s3
 from dataload.benchmarks.batches import Batch
+from dataload.benchmarks.origin import s3
 from dataload.benchmarks.workloads import Workload
 
 BUCKET = "bench"

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from dataload.benchmarks.batches import Batch, batches_of, transformed, values
+from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET, Setting
-from dataload.benchmarks.wire import Wire
 
 RANGE_BYTES = 8 << 20
 RUN_BYTES = 1 << 20  # fits into the cache of a core

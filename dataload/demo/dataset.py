@@ -89,7 +89,8 @@ def augmented(
         down, right = rng.integers(2 * MAX_SHIFT + 1, size=(2, len(rows)))
         pixels = crops[picked[rows], down, right].reshape(-1)
         pixels += np.frombuffer(rng.bytes(len(pixels)), np.uint8) % NOISE
-        yield pa.table([_fixed_lists(pixels), labels[rows], rows], schema=SCHEMA)
+        images = pa.FixedSizeListArray.from_arrays(pa.array(pixels), type=SCHEMA.field("image").type)
+        yield pa.table([images, labels[rows], rows], schema=SCHEMA)
 
 
 def parquet_bytes(table: pa.Table, row_group_rows: int) -> bytes:
@@ -122,7 +123,3 @@ def files(
     row_group_rows = max(1, -(-num_rows // (num_files * row_groups_per_file)))
     for number, table in enumerate(augmented(train, num_rows, num_files, shuffled_labels=shuffled_labels, seed=seed)):
         yield f"digits-{number:02d}.parquet", parquet_bytes(table, row_group_rows)
-
-
-def _fixed_lists(pixels: NDArray[np.uint8]) -> pa.FixedSizeListArray:
-    return pa.FixedSizeListArray.from_arrays(pa.array(pixels), type=SCHEMA.field("image").type)

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import urllib.request
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,6 @@ class Job:
     epochs: int
     batch_size: int
     seed: int
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        return cls(**json.loads(path.read_text()))
 
 
 def row_ids_file(scratch: Path, epoch: int, rank: int) -> Path:
@@ -126,19 +119,17 @@ def run(job: Job) -> None:
 
 def _served(stats_url: str) -> dict[str, float]:
     """Return the server's totals between two epochs, while no rank sends requests."""
-    if dist.is_initialized():
-        dist.barrier()  # all ranks have ended this epoch
+    dist.barrier()  # all ranks have ended this epoch
     with urllib.request.urlopen(stats_url) as answer:  # noqa: S310 - our own server's
         totals = json.load(answer)
-    if dist.is_initialized():
-        dist.barrier()  # all ranks have read the totals
+    dist.barrier()  # all ranks have read the totals
     return {name: totals[name] for name in ("get_requests", "get_bytes")}
 
 
 def main() -> None:
     """Run the job. The kernel kills this rank when torchrun dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    run(Job.read(Path(sys.argv[1])))
+    run(Job(**json.loads(Path(sys.argv[1]).read_text())))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,6 @@ class Case:
         allow_network_filesystem: Whether `folder` may be on a network filesystem.
         mounts: Where the kernel lists the mounts.
         shared_memory: Where shared memory is mounted.
-        max_map_count: Where the kernel states the limit of memory maps.
     """
 
     folder: Path
@@ -69,7 +68,6 @@ class Case:
     allow_network_filesystem: bool = False
     mounts: Path = Path("/proc/self/mountinfo")
     shared_memory: Path = Path("/dev/shm")  # noqa: S108 (torch's)
-    max_map_count: Path = Path("/proc/sys/vm/max_map_count")
 
     @property
     def existing(self) -> Path:

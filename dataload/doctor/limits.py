@@ -1,4 +1,4 @@
-"""Checks of the limits of this machine or its container: memory, open files, memory maps, processors."""
+"""Checks of the limits of this machine or its container: memory, open files, processors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ DESCRIPTORS, DESCRIPTORS_PER_WORKER = 512, 64
 ADVISED_DESCRIPTORS = 65_536
 LOCKED_BYTES = 64 << 20
 SHARED_BYTES = 256 << 20  # assumed for a rank with workers if the size of a batch is unknown
-MAPS = 65_530  # Linux's default
 
 
 def shared_memory(case: Case) -> Finding:
@@ -65,19 +64,6 @@ def locked_memory(case: Case) -> Finding:
     return ok(
         "a process may lock any amount of memory" if soft < 0 else f"a process may lock {decimal(soft)} of memory"
     )
-
-
-def maps(case: Case) -> Finding:
-    try:
-        allowed = int(case.max_map_count.read_text())
-    except (OSError, ValueError):
-        return ok("the limit of memory maps is unknown")
-    if allowed < MAPS:
-        return problem(
-            f"a process may have {allowed:,} memory maps, fewer than Linux's default",
-            f"sysctl -w vm.max_map_count={4 * MAPS}",
-        )
-    return ok(f"a process may have {allowed:,} memory maps")
 
 
 def processors(case: Case) -> Finding:

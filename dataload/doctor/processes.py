@@ -7,7 +7,7 @@ import os
 
 from dataload.doctor.finding import Case, Finding, ok, problem, warning
 from dataload.errors import ConfigError
-from dataload.world import World, doubts
+from dataload.world import World, find_contradiction
 
 
 def fork(case: Case) -> Finding:
@@ -24,12 +24,12 @@ def fork(case: Case) -> Finding:
 
 def ranks(_: Case) -> Finding:
     try:
-        world, doubt = World.detect(), doubts(os.environ)
+        world, contradiction = World.detect(), find_contradiction(os.environ)
     except ConfigError as error:
         message, advice = str(error).partition(": ")[::2]
         return problem(message, advice or "start with torchrun, or pass world=World(rank, world_size)")
-    if doubt is not None:
-        return problem(*doubt)
+    if contradiction is not None:
+        return problem(*contradiction)
     if world.num_nodes is None:
         return warning(
             f"rank {world.rank} of {world.world_size}; the number of hosts is unknown: each will cache the dataset",

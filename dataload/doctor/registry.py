@@ -17,7 +17,6 @@ MACHINE: dict[str, Callable[[Case], Finding]] = {
     "shared memory": limits.shared_memory,
     "open files": limits.descriptors,
     "locked memory": limits.locked_memory,
-    "maps": limits.maps,
     "processors": limits.processors,
     "fork": processes.fork,
     "ranks": processes.ranks,

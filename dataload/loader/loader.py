@@ -96,7 +96,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Return the position after the last yielded batch: JSON-serializable, under 4 KB, equal on all ranks."""
         state = self.sampler.state_dict()
         if self._yielded is not None and self._yielded[0] == self.sampler.epoch:
-            state[self.sampler.CURSOR] = self._yielded[1]
+            state["cursor"] = self._yielded[1]
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 from rich.filesize import decimal
 
@@ -90,10 +89,6 @@ class Plan:
     held_bytes: int
     advice: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plan as a JSON-able dict."""
-        return asdict(self)
-
 
 def plan(
     manifest: Manifest,
@@ -122,24 +117,14 @@ def plan(
     sizes = [group.bytes for group in manifest.row_groups]
     files = {group.file for group in manifest.row_groups}
     limit = blocks.tier.limit if blocks.tier.shared else 0
-    blobs.measure()
     costs = Costs(manifest, blobs, blocks)
     unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
     needed_bytes = max(unlimited.kept_bytes, math.ceil(blobs.num_bytes / FITS))
-    first, later, too_small = everything, [Fetched()], ""
-    if limit < needed_bytes:
-        try:
-            first, *later = islice(Reader(costs, order, limit).epochs(batch_size), 1 + EPOCHS)
-        except ConfigError as error:
-            too_small = str(error)
-    all_footers, first_batch = footers(manifest, blobs, blocks), Reader(costs, order, UNLIMITED).first_rows(batch_size)
-
-    def seconds(fetched: Fetched) -> float:
-        waits = math.ceil(all_footers.requests / FOOTERS_AT_ONCE) + math.ceil(fetched.requests / IN_FLIGHT)
-        return (all_footers + fetched).bytes / bandwidth + waits * latency
-
-    fits = not too_small
+    fits = limit >= needed_bytes
+    first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
+    first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
+    all_footers = footers(manifest, blobs, blocks)
     result = Plan(
         objects=len(files),
         bytes=sum(file.size for file in files),
@@ -150,21 +135,30 @@ def plan(
         cache_bytes_needed=needed_bytes,
         cache_bytes=limit,
         footers=all_footers,
-        first_epoch=first if fits else None,
-        later_epoch=_mean(later) if fits else None,
-        later_epochs=tuple(later) if fits else (),
+        first_epoch=first,
+        later_epoch=_mean(later),
+        later_epochs=tuple(later),
         first_batch=first_batch,
         bandwidth=bandwidth,
         latency=latency,
-        first_batch_seconds=seconds(first_batch),
-        first_epoch_seconds=seconds(first) if fits else None,
-        first_epoch_cost=_cost(all_footers + first, price) if fits else None,
-        later_epoch_cost=_cost(_mean(later), price) if fits else None,
+        first_batch_seconds=_seconds(all_footers, first_batch, bandwidth, latency),
+        first_epoch_seconds=None if first is None else _seconds(all_footers, first, bandwidth, latency),
+        first_epoch_cost=None if first is None else _cost(all_footers + first, price),
+        later_epoch_cost=_cost(_mean(later), price),
         trade=weigh_window(order.window, lengths, sizes, batch_size),
         held_bytes=needed(order, blobs)[1],
     )
     usual = weigh_window(default_window(lengths, sizes), lengths, sizes, batch_size)
-    return replace(result, advice=(*([too_small] if too_small else []), *advice(result, sizes, usual)))
+    return replace(result, advice=(*too_small, *advice(result, sizes, usual)))
+
+
+def _epochs(costs: Costs, order: Order, limit: int, batch_size: int) -> tuple[Fetched | None, list[Fetched], list[str]]:
+    """Return what the first epoch and later ones fetch; or None, no later ones, and why the cache is too small."""
+    try:
+        first, *later = islice(Reader(costs, order, limit).epochs(batch_size), 1 + EPOCHS)
+    except ConfigError as error:
+        return None, [], [str(error)]
+    return first, later, []
 
 
 def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
@@ -189,10 +183,17 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
         yield "fetch the dataset before the GPUs start: dataload warm"
 
 
-def _mean(epochs: Sequence[Fetched]) -> Fetched:
+def _seconds(footers: Fetched, fetched: Fetched, bandwidth: int, latency: float) -> float:
+    waits = math.ceil(footers.requests / FOOTERS_AT_ONCE) + math.ceil(fetched.requests / IN_FLIGHT)
+    return (footers + fetched).bytes / bandwidth + waits * latency
+
+
+def _mean(epochs: Sequence[Fetched]) -> Fetched | None:
+    if not epochs:
+        return None
     total = sum(epochs, Fetched())
     return Fetched(round(total.bytes / len(epochs)), round(total.requests / len(epochs)))
 
 
-def _cost(fetched: Fetched, price: float | None) -> float | None:
-    return None if price is None else fetched.bytes / 10**9 * price
+def _cost(fetched: Fetched | None, price: float | None) -> float | None:
+    return None if price is None or fetched is None else fetched.bytes / 10**9 * price

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count, groupby, takewhile
 
 from dataload.cache.blocks.reader import Blocks, Object
@@ -16,7 +17,6 @@ from dataload.formats.detect import fetched_beside_tail, tail_bytes
 from dataload.loader.capacity import drawn_on_at_a_time, gathered_at_once, region_of
 from dataload.loader.lookahead import Lookahead
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.samplers.lru import LRU
 from dataload.samplers.order import Order
 from dataload.samplers.share import RUN_ROWS
 
@@ -56,20 +56,15 @@ class Costs:
     """The costs of a dataset's row groups and footers, computed once for any number of readers."""
 
     def __init__(self, manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> None:
+        blobs.measure()
         self.blobs = blobs
         self.block_bytes = blocks.block_bytes
         self.footer_bytes = _footer_bytes(manifest, blocks)
         self.row_bytes = blobs.num_bytes // max(1, manifest.num_rows)
-        self._groups = [
+        self.groups = [
             Cost(group.file, *blobs.sources(number), blobs.sizes_on_disk(number))
             for number, group in enumerate(manifest.row_groups)
         ]
-
-    def __getitem__(self, number: int) -> Cost:
-        return self._groups[number]
-
-    def __len__(self) -> int:
-        return len(self._groups)
 
 
 class Reader:
@@ -87,11 +82,11 @@ class Reader:
         region, self._further = region_of(order, costs.blobs, limit)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
-        self._needs: LRU[int, list[tuple[int, int]]] = LRU(2)  # by epoch: computing them visits each row
+        self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch)))  # visits each row
 
     def all_rows(self) -> Fetched:
         """Return what reading each row group once fetches."""
-        for number in range(len(self._costs)):
+        for number in range(len(self._costs.groups)):
             self._read(number)
         return self._fetched
 
@@ -159,14 +154,11 @@ class Reader:
             yield self._order.n + position, group
 
     def _is_transient(self, number: int) -> bool:
-        return not all(self._cache.is_pinned((number, part)) for part in range(len(self._costs[number].sizes)))
-
-    def _needs_of(self, epoch: int) -> list[tuple[int, int]]:
-        return self._needs.get(epoch, lambda epoch: list(self._order.needs_from(epoch)))
+        return not all((number, part) in self._cache.pinned for part in range(len(self._costs.groups[number].sizes)))
 
     def _read(self, number: int) -> None:
         """Decode a row group unless it is cached, and cache as much of it as fits."""
-        cost, cache = self._costs[number], self._cache
+        cost, cache = self._costs.groups[number], self._cache
         if all((number, part) in cache for part in range(len(cost.sizes))):
             return
         file = cost.file
@@ -220,20 +212,19 @@ class Cache:
         limit: Size limit in bytes.
         region: Bytes reserved for transient blobs.
         used: Bytes in use.
+
+    Attributes:
+        pinned: The blobs that are cached for good.
     """
 
     def __init__(self, limit: int, region: int, used: int) -> None:
         self._limit, self.region, self.used = limit, region, used
-        self._pinned: set[tuple[object, int]] = set()
+        self.pinned: set[tuple[object, int]] = set()
         self._transient: OrderedDict[tuple[object, int], int] = OrderedDict()
         self._transient_bytes = 0
 
     def __contains__(self, blob: tuple[object, int]) -> bool:
-        return blob in self._pinned or blob in self._transient
-
-    def is_pinned(self, blob: tuple[object, int]) -> bool:
-        """Return whether the blob is cached for good."""
-        return blob in self._pinned
+        return blob in self.pinned or blob in self._transient
 
     def put(self, blob: tuple[object, int], size: int) -> None:
         """Cache a blob if it fits. Evict the oldest transient blobs for it."""
@@ -248,7 +239,7 @@ class Cache:
             excess -= freed
         self.used += size
         if is_pinned:
-            self._pinned.add(blob)
+            self.pinned.add(blob)
         else:
             self._transient[blob] = size
             self._transient_bytes += size

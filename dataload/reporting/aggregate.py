@@ -29,18 +29,18 @@ class Epoch:
 
     Args:
         number: Number of the epoch.
-        again: How often the epoch was begun before.
+        restarts: How often the epoch was begun before.
         ranks: The pass of each rank.
     """
 
     number: int
-    again: int
+    restarts: int
     ranks: dict[int, Pass]
 
     @property
     def name(self) -> str:
         """The number and, for a repeated epoch, a counter: "3", "3 (1)", "3 (2)"."""
-        return f"{self.number}" + (f" ({self.again})" if self.again else "")
+        return f"{self.number}" + (f" ({self.restarts})" if self.restarts else "")
 
     def has(self, record: Pass) -> bool:
         """Return whether a pass belongs to this attempt at the epoch: whether it overlaps another pass in time.
@@ -115,7 +115,7 @@ def epochs(passes: Sequence[Pass]) -> list[Epoch]:
         number = record.stats.epoch
         before = latest.get(number)
         if before is None or not before.has(record):
-            latest[number] = Epoch(number, 0 if before is None else before.again + 1, {})
+            latest[number] = Epoch(number, 0 if before is None else before.restarts + 1, {})
             found.append(latest[number])
         latest[number].ranks[record.rank] = record
     return [replace(epoch, ranks=dict(sorted(epoch.ranks.items()))) for epoch in found]

@@ -49,7 +49,7 @@ def summary(passes: Sequence[Pass]) -> dict[str, Any]:
     of_epochs = [
         {
             "epoch": epoch.number,
-            "again": epoch.again,
+            "restarts": epoch.restarts,
             "ended": epoch.ended,
             "advice": str(epoch.total),
             "stragglers": {str(rank): seconds for rank, seconds in epoch.stragglers().items()},
@@ -78,7 +78,7 @@ def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
     gaps = [(after.began - before.until, after) for before, after in pairwise(found)]
     gap, after = max(gaps, key=itemgetter(0), default=(0, found[0]))
     if gap > LONG:
-        again = " again" if after.again else ""
+        again = " again" if after.restarts else ""
         lines.append(
             f"nothing ran for {_duration(gap)} before epoch {after.number} was begun{again}: if these are two runs, "
             "give each its own folder"
@@ -132,7 +132,7 @@ def _epoch(epoch: Epoch, *, opened: bool) -> str:
     rows = "".join(_row(record, causes, late=rank in late) for rank, record in epoch.ranks.items())
     headings = ["rank", "host", "rows", "rows/s", "seconds", "waiting", *(f"on {cause}, s" for cause in causes)]
     headings += ["hits", *(f"from {tier}" for tier in TIERS)]
-    again = f", begun again ({epoch.again})" if epoch.again else ""
+    again = f", begun again ({epoch.restarts})" if epoch.restarts else ""
     cut = "" if epoch.ended else ", not ended"
     return f"""<details{" open" if opened else ""}>
 <summary>{escape(str(epoch.total))}{again}{cut}</summary>

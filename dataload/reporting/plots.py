@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from rich.filesize import decimal
 
+from dataload.reporting import aggregate
 from dataload.reporting.aggregate import Epoch, throughput
 from dataload.telemetry.loader_stats import TIERS
 from dataload.telemetry.stats_log import Pass
@@ -71,9 +72,9 @@ def svg(plot: Plot) -> str:
     return f"data:image/svg+xml;base64,{b64encode(out.getvalue()).decode()}"
 
 
-def png(some: Sequence[Plot], path: Path) -> None:
+def write(passes: Sequence[Pass], path: Path) -> None:
     """Write all plots into one PNG file."""
-    picture(some).savefig(path, dpi=110, format="png")
+    picture(plots(passes, aggregate.epochs(passes))).savefig(path, dpi=110, format="png")
 
 
 def picture(some: Sequence[Plot]) -> Figure:

@@ -14,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dataload.errors import ConfigError
-from dataload.train.distributed import agree, gather, is_first
+from dataload.train.distributed import agree, on_first
 from dataload.train.shared_folder import last_objections, require_shared
-from dataload.train.state_tree import (
+from dataload.train.state import (
     MetadataUnpickler,
     allocate,
     load_plain,
@@ -64,9 +65,7 @@ class Checkpoints:
         numbers = _numbers(self._folder)
         agree("the checkpoints in checkpoint_dir", tuple(numbers))
         self._latest = numbers[-1] if numbers else 0
-        if self._folder is not None and is_first():
-            for unfinished in self._folder.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(unfinished)
+        on_first(self._remove_unfinished)
 
     @property
     def enabled(self) -> bool:
@@ -100,7 +99,8 @@ class Checkpoints:
             rest: Plain data. Only that of rank 0 is saved.
 
         Raises:
-            ConfigError: A value is neither a tensor nor plain data, or a file is missing (on every rank).
+            ConfigError: A value is neither a tensor nor plain data, or a file is missing.
+            OSError: A rank cannot write or rename a file. As all errors of this method, every rank raises it.
         """
         assert self._folder is not None
         self._latest += 1
@@ -108,23 +108,24 @@ class Checkpoints:
         with _dcp_errors():
             dcp_save(tensors(states), storage_writer=FileSystemWriter(unfinished))
         # Rank 0 reads the metadata back: a later version of torch may write what MetadataUnpickler does not allow.
-        problem = last_objections(lambda: _incomplete(unfinished) if is_first() else None)[0]
-        if is_first() and problem is None:
-            content = {"parts": map_leaves(states, to_meta), **map_leaves(rest, to_plain)}
-            problem = save_plain(unfinished / REST, content)
-            if problem is None:
-                unfinished.rename(self._folder / _name(self._latest))
-                _sync(self._folder)
-                self._prune()
-        if problem := gather(problem)[0]:
+        if problem := last_objections(lambda: on_first(lambda: _incomplete(unfinished)))[0]:
             raise ConfigError(problem)
+        on_first(partial(self._publish, unfinished, states, rest))
 
-    def _prune(self) -> None:
+    def _publish(self, unfinished: Path, states: dict[str, Any], rest: dict[str, Any]) -> None:
+        """Complete the folder and rename it into place. Remove the checkpoints that are no longer kept."""
         assert self._folder is not None
+        save_plain(unfinished / REST, {"parts": map_leaves(states, to_meta), **map_leaves(rest, to_plain)})
+        unfinished.rename(self._folder / _name(self._latest))
+        _sync(self._folder)
         for number in _numbers(self._folder)[: -self._keep]:
             leaving = self._folder / f"{UNFINISHED}{number}-leaving"
             (self._folder / _name(number)).rename(leaving)
             shutil.rmtree(leaving)
+
+    def _remove_unfinished(self) -> None:
+        for unfinished in self._folder.glob(f"{UNFINISHED}*") if self._folder else ():
+            shutil.rmtree(unfinished)
 
 
 def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def _incomplete(folder: Path) -> str | None:
         for part in _SafeReader(folder).read_metadata().storage_data.values():
             needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
         sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    except OSError as error:  # A listing that NFS has cached may be stale, and the other ranks wait for this one.
+    except (OSError, EOFError) as error:  # A file that NFS has cached may be old.
         return f"{folder} cannot be checked and is not published: {error}"
     missing = sorted(name for name, size in needed.items() if sizes.get(name, -1) < size)
     if not missing:

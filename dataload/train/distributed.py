@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from dataload.errors import ConfigError
 from dataload.world import World
 
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
+
+T = TypeVar("T")
 
 _GROUPS = itertools.count()  # process groups started so far; the same number on every rank
 
@@ -167,6 +170,20 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def on_first(work: Callable[[], T]) -> T:
+    """Call `work` on rank 0 only. Return its result or raise its error on every rank."""
+    own: tuple[Any, Exception | None] = (None, None)
+    if is_first():
+        try:
+            own = work(), None
+        except Exception as error:  # noqa: BLE001 (otherwise the other ranks would wait for this one)
+            own = None, error
+    result, failure = gather(own)[0]
+    if failure is not None:
+        raise own[1] or failure
+    return result  # type: ignore[no-any-return]
+
+
 def gather(value: Any) -> list[Any]:
     """Return the `value` of each rank, in rank order."""
     ranks = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
@@ -187,9 +204,15 @@ def gather_count(count: int) -> list[int]:
 
 def agree(what: str, value: Any) -> None:
     """Raise ConfigError on every rank unless all ranks have the same `value`."""
-    ranks_of: dict[Any, list[int]] = {}
-    for rank, other in enumerate(gather(value)):
-        ranks_of.setdefault(other, []).append(rank)
-    if len(ranks_of) > 1:
-        listed = "; ".join(f"{other!r} on ranks {ranks}" for other, ranks in ranks_of.items())
+    ranks = ranks_by(gather(value))
+    if len(ranks) > 1:
+        listed = "; ".join(f"{other!r} on ranks {own}" for other, own in ranks.items())
         raise ConfigError(f"ranks do not agree on {what}: {listed}")
+
+
+def ranks_by(values: Iterable[T]) -> dict[T, list[int]]:
+    """Return the ranks that have each of the `values`, which are in rank order."""
+    ranks: defaultdict[T, list[int]] = defaultdict(list)
+    for rank, value in enumerate(values):
+        ranks[value].append(rank)
+    return ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -84,11 +84,10 @@ class EpochMetrics:
 
 def sum_ranks(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """Return the sum over ranks of each number. A number that a rank lacks counts as 0."""
-    total: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in ranks[0]}
+    total: dict[str, Counter[str]] = {kind: Counter() for kind in ranks[0]}
     for rank in ranks:
         for kind, numbers in rank.items():
-            for name, number in numbers.items():
-                total[kind][name] += number
+            total[kind].update(numbers)
     return {kind: dict(numbers) for kind, numbers in total.items()}
 
 
@@ -109,11 +108,11 @@ def _loader_counts(loader: Any) -> dict[str, float]:
 
 
 @contextmanager
-def progress_bar(title: str, total: int | None, shown: bool) -> Iterator[Callable[[], None]]:
-    """Show a progress bar during the block. Yield a function to call after each batch.
+def progress_bar(title: str, total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """Show a progress bar during the block. Yield a function to call after each batch. `total` is 0 if unknown.
 
     If stderr is not a terminal, rich writes one plain line at the end instead.
     """
     with Progress(console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task(title, total=total)
+        task = progress.add_task(title, total=total or None)
         yield lambda: progress.advance(task)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from dataload.errors import ConfigError
-from dataload.loader.loader import Loader
 from dataload.rows.collate import map_tensors
 from dataload.train.distributed import gather
-from dataload.train.module_modes import evaluating
+from dataload.train.modules import evaluating
+from dataload.train.rank_batches import batches_on
 
 CHUNK = 1 << 14  # values per sum; torch sums this many in one thread, in a fixed order
 
@@ -47,10 +47,9 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     """
     padding = getattr(loader, "padding", 0)  # read before the loop, because iterating changes it
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    batches = loader.batches_on(device) if isinstance(loader, Loader) and device.type != "cpu" else loader
     own: dict[str, _Sum] = {}
     with evaluating(model):
-        for batch in batches:
+        for batch in batches_on(loader, device):
             here = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
             for name, value in metric_fn(model, here).items():
                 if name == "rows":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,16 @@ from torch import nn
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
-from dataload.train.activation_checkpointing import ModuleSelector, recomputed
-from dataload.train.batch_size import find_batch_size
 from dataload.train.checkpoint import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, process_group, replicate
 from dataload.train.epoch_metrics import progress_bar
-from dataload.train.evaluation import evaluate_over
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
-from dataload.train.module_modes import begin_training
+from dataload.train.modules import ModuleSelector, begin_training, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.profiling import traced
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
-
-__all__ = ["evaluate_over", "find_batch_size", "fit"]
 
 
 def fit(
@@ -169,9 +165,10 @@ def fit(
             stack.callback(setattr, loader, "stats_dir", None)
         loop.traced = stack.enter_context(traced(profile, world.rank))
         loop.finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
+        shown = progress and world.rank == 0
         for epoch in range(len(loop.history), epochs):
             _set_epoch(loader, epoch)
-            with progress_bar(f"epoch {epoch + 1}/{epochs}", _length(loader), progress and world.rank == 0) as advance:
+            with progress_bar(f"epoch {epoch + 1}/{epochs}", length_hint(loader), shown) as advance:
                 loop.epoch(epoch, advance)
             loop.finish_epoch()
     return loop.history
@@ -186,10 +183,3 @@ def _set_epoch(loader: Any, epoch: int) -> None:
 def _known_size(loader: Any) -> tuple[int | None, int] | None:
     """Return the batch size and the batches of an epoch if they are known in advance: for this package's loader."""
     return (loader.batch_size, len(loader)) if isinstance(loader, Loader) and loader.maker.only_gathers else None
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # an iterable without a length
-        return None

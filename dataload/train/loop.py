@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from dataload.errors import ConfigError
-from dataload.loader.loader import Loader
 from dataload.rows.collate import map_tensors
 from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
@@ -21,11 +20,10 @@ from dataload.train.checkpoint import Checkpoints, load
 from dataload.train.distributed import agree, gather, share_buffers
 from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
-from dataload.train.module_modes import evaluating
+from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
-from dataload.train.rank_batches import RankBatch, feed
-from dataload.train.rng_state import rng_state, set_rng_state
-from dataload.train.state_tree import all_equal
+from dataload.train.rank_batches import RankBatch, batches_on, feed
+from dataload.train.state import all_equal, rng_state, set_rng_state
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
@@ -157,7 +155,8 @@ class TrainingLoop:
         self._resumed_metrics = {}
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
-        for fed in feed(self._batches(), tally.counts, self.world, self.even, state_of, self._begun):
+        batches = batches_on(self.loader, self.steps.device)
+        for fed in feed(batches, tally.counts, self.world, self.even, state_of, self._begun):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             if due and not fed.last:
@@ -167,12 +166,6 @@ class TrainingLoop:
             advance()
         self._begun = lambda: None
         self._check_finite(number)
-
-    def _batches(self) -> Iterable[Any]:
-        """Return the batches of an epoch. The loader itself copies them to a GPU, from pinned memory."""
-        loader: Iterable[Any] = self.loader
-        device = self.steps.device
-        return loader.batches_on(device) if isinstance(loader, Loader) and device.type != "cpu" else loader
 
     def _check_finite(self, number: int) -> None:
         self.losses.settle()

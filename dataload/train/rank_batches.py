@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
 from dataload.errors import ConfigError
+from dataload.loader.loader import Loader
 from dataload.rows.collate import Flat, map_columns
 from dataload.telemetry.spans import stage
 from dataload.train.distributed import gather_count
@@ -76,6 +79,11 @@ def feed(
         following, following_rows = take()
         yield RankBatch(batch, rows[world.rank], sum(rows), not any(following_rows), state)
         batch, rows = batch if following is end else following, following_rows
+
+
+def batches_on(loader: Iterable[Any], device: torch.device) -> Iterable[Any]:
+    """Return the batches of an epoch. A loader of this package itself copies them to a GPU, from pinned memory."""
+    return loader.batches_on(device) if isinstance(loader, Loader) and device.type != "cpu" else loader
 
 
 def num_rows(batch: Any) -> int:

@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from uuid import uuid4
 
 from dataload.errors import ConfigError
-from dataload.train.distributed import gather, is_first
+from dataload.train.distributed import gather, is_first, on_first, ranks_by
 
 SECONDS = 30.0  # how long an NFS client may serve a cached listing
 PAUSE = 0.1  # seconds between two tries
@@ -34,33 +34,34 @@ def require_shared(folder: Path, probe_prefix: str) -> None:
         return
     path, host, nonce = ranks[0]
     probe = folder / f"{probe_prefix}{nonce}"
-    failure = None
-    if is_first():
+
+    def create() -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             probe.mkdir()
         except OSError as error:
-            failure = str(error)
-    if failure := gather(failure)[0]:
-        raise ConfigError(f"checkpoint_dir {path!r}: rank 0, on host {host}, cannot create a folder there: {failure}")
+            raise ConfigError(
+                f"checkpoint_dir {path!r}: rank 0, on host {host}, cannot create a folder there: {error}"
+            ) from error
+
+    on_first(create)
     try:
         objections = last_objections(lambda: _unseen(probe))
     finally:
         if is_first():
             with suppress(OSError):  # Another run in this folder may have removed it.
                 probe.rmdir()
-    blind_ranks: dict[tuple[str, str, str], list[int]] = {}
-    for rank, (objection, (own_path, own_host, _)) in enumerate(zip(objections, ranks, strict=True)):
-        if objection is not None:
-            blind_ranks.setdefault((own_path, own_host, objection), []).append(rank)
-    if blind_ranks:
-        listed = "; ".join(
-            f"ranks {blind} do not see it in {own_path!r} on host {own_host} ({objection})"
-            for (own_path, own_host, objection), blind in blind_ranks.items()
-        )
+    answers = zip(ranks, objections, strict=True)
+    views = ranks_by((own_path, own_host, objection) for (own_path, own_host, _), objection in answers)
+    listed = [
+        f"ranks {blind} do not see it in {own_path!r} on host {own_host} ({objection})"
+        for (own_path, own_host, objection), blind in views.items()
+        if objection is not None
+    ]
+    if listed:
         raise ConfigError(
             f"ranks see different folders as checkpoint_dir: rank 0 created an entry in {path!r} on host {host}, "
-            f"{listed}. Give a folder on a filesystem that all nodes mount"
+            f"{'; '.join(listed)}. Give a folder on a filesystem that all nodes mount"
         )
 
 

@@ -35,10 +35,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from obstore.store import S3Store
 
-from dataload.benchmarks import s3
-from dataload.benchmarks.behaviour import Behaviour, Faults
-from dataload.benchmarks.origin import Origin
-from dataload.benchmarks.server import Server
+from dataload.benchmarks.origin import Origin, s3
+from dataload.benchmarks.origin.behaviour import Behaviour, Faults
+from dataload.benchmarks.origin.listing import Page, keys_below, page_of
+from dataload.benchmarks.origin.server import Server
 from dataload.errors import ConfigError
 
 XMLNS = f"{{{s3.NAMESPACE}}}"
@@ -325,6 +325,20 @@ def test_the_etag_changes_with_the_object(folder: Path, raw: Raw):
     assert len(seen) == 3
 
 
+def test_content_etags_change_with_the_content_only(folder: Path):
+    path, seen = folder / "b/plain", []
+    with Origin(folder, content_etags=True) as running, Raw(running) as raw:
+        for body in (body_of("plain"), body_of("plain"), b"another"):
+            path.with_name("new").write_bytes(body)
+            path.with_name("new").rename(path)
+            seen.append(raw("HEAD", "/b/plain")[0].headers["ETag"])
+            assert raw("GET", "/b/plain", If_Match=seen[-1])[1] == body
+            boto = Boto(running)
+            assert seen[-1] in {entry["ETag"] for page in boto._pages() for entry in page["Contents"]}
+            boto.close()
+    assert seen[0] == seen[1] != seen[2]
+
+
 RANGES = {
     "bytes=0-0": (0, 1),
     "bytes=10-19": (10, 20),
@@ -461,7 +475,7 @@ def test_keys_come_in_utf8_order_whatever_the_folders(tmp_path: Path):
     cuts = {key[:end] for key in keys for end in range(len(key) + 1)} | {"zz", "a/zz"}
     for prefix, after in itertools.product(cuts, cuts | {cut + "~" for cut in cuts}):
         expected = [key for key in in_order if key.startswith(prefix) and key > after]
-        assert list(s3.keys_below(tmp_path, prefix, after)) == expected
+        assert list(keys_below(tmp_path, prefix, after)) == expected
 
 
 names = st.text("ab/é ", min_size=1, max_size=6)
@@ -475,9 +489,9 @@ def test_pages_are_the_whole_listing_in_parts(keys: set[str], prefix: str, delim
     for key in in_order:
         head, found, _ = key.removeprefix(prefix).partition(delimiter) if delimiter else (key, "", "")
         expected[prefix + head + found if found else key] = bool(found)
-    pages, token = list[s3.Page](), ""
+    pages, token = list[Page](), ""
     while not pages or token:
-        pages.append(s3.page_of(in_order, prefix, delimiter, token, max_keys))
+        pages.append(page_of(in_order, prefix, delimiter, token, max_keys))
         token = pages[-1].token
         assert len(pages) <= max(1, len(expected)), "a page that leads nowhere"
     for number, page in enumerate(pages):
@@ -876,7 +890,7 @@ def test_what_did_not_leave_is_not_counted(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_the_script_says_what_its_options_are():
-    script = Path(__file__).parent.parent.parent / "benchmarks/origin.py"
+    script = Path(__file__).parent.parent.parent / "benchmarks/origin/__main__.py"
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, check=True)
     text = " ".join(done.stdout.split())
     for option in ("host", "port", "latency", "bytes-per-second", "slow-down", "reset", "short", "stalled", "replaced"):
@@ -885,7 +899,7 @@ def test_the_script_says_what_its_options_are():
 
 
 def test_the_script_serves_with_its_options_until_a_signal(folder: Path):
-    script = Path(__file__).parent.parent.parent / "benchmarks/origin.py"
+    script = Path(__file__).parent.parent.parent / "benchmarks/origin/__main__.py"
     command = [sys.executable, str(script), str(folder), "--slow-down=1", "--seed=4"]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().strip()

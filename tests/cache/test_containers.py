@@ -26,7 +26,7 @@ PROCESSES, IN_FLIGHT, KILLS = 4, 2, 10 if NIGHTLY else 2
 
 READ = f"""
 import hashlib, json, os, random, sys
-from dataload.benchmarks import s3
+from dataload.benchmarks.origin import s3
 from dataload.cache.filesystem import TierCacheFileSystem
 
 assert os.getpid() == 1

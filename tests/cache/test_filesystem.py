@@ -17,12 +17,12 @@ from typing import Any
 import fsspec
 import pandas as pd
 import pytest
+from moto_server import S3Server
 
 from dataload.cache import config, filesystem
 from dataload.cache.blocks.reader import Object
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin.origin import Origin
-from dataload.demo.server import S3Server
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
 
 SPAWN = multiprocessing.get_context("spawn")

@@ -16,8 +16,7 @@ import pytest
 from clusters import until
 from nightly import NIGHTLY
 
-from dataload.benchmarks import s3
-from dataload.benchmarks.origin import Origin
+from dataload.benchmarks.origin import Origin, s3
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.errors import ObjectChanged
@@ -29,7 +28,7 @@ TRIALS = 100 if NIGHTLY else 12
 
 READ = f"""
 import hashlib, json, random, sys
-from dataload.benchmarks import s3
+from dataload.benchmarks.origin import s3
 from dataload.cache.origin import obstore, origin
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.errors import OriginError

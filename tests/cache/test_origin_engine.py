@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from dataload.benchmarks import s3
 from dataload.benchmarks.origin import Origin as Server
+from dataload.benchmarks.origin import s3
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import obstore

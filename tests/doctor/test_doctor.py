@@ -319,13 +319,6 @@ def test_batches_that_are_pinned(
     assert limits.locked_memory(planned).status == status
 
 
-def test_few_maps(case: Case, tmp_path: Path) -> None:
-    (tmp_path / "maps").write_text("1000\n")
-    found = line(limits.maps(Case(case.folder, max_map_count=tmp_path / "maps")))
-    assert "1,000 memory maps" in found
-    assert "sysctl -w vm.max_map_count=" in found
-
-
 def test_few_processors(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -294,7 +294,7 @@ def test_what_is_printed(origin: Origin, tmp_path: Path) -> None:
     assert printed["later epochs"] == fetched
     printed = said(replace(plan, first_epoch=None, later_epoch=None, later_epochs=()))
     assert printed["first epoch"] == printed["later epochs"] == "none: this cache is too small"
-    json.dumps(plan.to_json(), allow_nan=False)
+    json.dumps(asdict(plan), allow_nan=False)
 
 
 def test_each_advice_has_its_reason(origin: Origin, tmp_path: Path) -> None:

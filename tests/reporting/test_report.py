@@ -320,7 +320,7 @@ def test_a_resumed_epoch_is_told_apart(tmp_path):
         write_pass(tmp_path, rank, 0, BEGAN + 60 + rank, [{"rows": 10}])
         write_pass(tmp_path, rank, 1, BEGAN + 70 + rank, [{"rows": 10}])
     found = epochs(read(tmp_path))
-    assert [(epoch.number, epoch.again, epoch.ended, epoch.total.rows) for epoch in found] == [
+    assert [(epoch.number, epoch.restarts, epoch.ended, epoch.total.rows) for epoch in found] == [
         (0, 0, False, 60),
         (0, 1, True, 20),
         (1, 0, True, 20),
@@ -329,7 +329,7 @@ def test_a_resumed_epoch_is_told_apart(tmp_path):
 
 def begun(folder):
     """Return epochs as (number, how often it was begun before, ranks)."""
-    return [(epoch.number, epoch.again, list(epoch.ranks)) for epoch in epochs(read(folder))]
+    return [(epoch.number, epoch.restarts, list(epoch.ranks)) for epoch in epochs(read(folder))]
 
 
 def test_more_ranks_may_go_on_where_fewer_ended(tmp_path):

@@ -160,7 +160,7 @@ def test_ranks_get_their_slices_from_any_cursor(lengths, arguments, epoch, world
         expected = [[rows[position] for position in batch] for batch in batches[rank]]
         assert [batch.tolist() for batch in sampler.batches()] == expected
         assert sampler.padding_from(sampler.cursor) == padding[rank]
-        assert sampler.finished == (not expected)
+        assert sampler.finished_at(sampler.cursor) == (not expected)
 
 
 def test_the_order_is_golden():

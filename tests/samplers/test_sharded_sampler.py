@@ -346,10 +346,10 @@ def test_set_epoch_keeps_a_cursor_of_the_same_epoch():
 
 def test_the_cursor_stops_at_the_end():
     sampler = ShardedSampler(LENGTHS, 2, 0, batch_size=50)
-    assert not sampler.finished
+    assert not sampler.finished_at(sampler.cursor)
     sampler.advance(2)
     assert sampler.cursor == ROWS
-    assert sampler.finished
+    assert sampler.finished_at(sampler.cursor)
     assert list(sampler.batches()) == []
     sampler.load_state_dict(sampler.state_dict())
     assert list(sampler) == []
@@ -357,7 +357,7 @@ def test_the_cursor_stops_at_the_end():
     dropping = ShardedSampler(LENGTHS, 2, 0, batch_size=50, drop_last=True)
     dropping.advance()
     assert dropping.cursor == 100
-    assert dropping.finished
+    assert dropping.finished_at(dropping.cursor)
     for cursor in (-1, ROWS + 1):
         with pytest.raises(ConfigError, match="cursor"):
             sampler.batches(0, cursor)

@@ -21,11 +21,9 @@ from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.rows.collate import Flat
-from dataload.train import batch_size, evaluation, rank_batches
+from dataload.train import batch_size, evaluate_over, evaluation, find_batch_size, rank_batches
 from dataload.train.distributed import process_group
-from dataload.train.harness import evaluate_over, find_batch_size
-from dataload.train.rng_state import rng_state
-from dataload.train.state_tree import all_equal, host_copy
+from dataload.train.state import all_equal, host_copy, rng_state
 from dataload.world import World
 
 N = 301

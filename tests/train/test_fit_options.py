@@ -19,8 +19,7 @@ from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.telemetry.spans import stage
-from dataload.train import epoch_metrics, rank_batches, tensorboard
-from dataload.train.harness import evaluate_over, fit
+from dataload.train import epoch_metrics, evaluate_over, fit, rank_batches, tensorboard
 from dataload.world import World
 
 STAGES = {"wait for batch", "copy to device", "forward", "backward", "optimizer", "checkpoint", "decode"}

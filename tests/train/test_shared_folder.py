@@ -179,6 +179,33 @@ def test_a_folder_that_cannot_be_made_is_refused_on_all_ranks(ranks, tmp_path):
         assert "Not a directory" in str(error)
 
 
+def fit_with_trouble_on_rank_0(folder, name, error):
+    shared_folder.SECONDS = 0
+    owner, _, attribute = name.rpartition(".")
+
+    def fail(*_, **__):
+        raise error
+
+    if World.detect().rank == 0:
+        setattr(getattr(checkpoint, owner) if owner else checkpoint, attribute, fail)
+    train_in_order(4, checkpoint_dir=folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "kind"),
+    [
+        ("shutil.rmtree", PermissionError("on purpose"), PermissionError),
+        ("_sync", OSError("on purpose"), OSError),
+        ("_SafeReader.read_metadata", EOFError("on purpose"), ConfigError),
+    ],
+)
+def test_what_fails_on_rank_0_alone_is_raised_on_all_ranks(ranks, tmp_path, name, error, kind):
+    (tmp_path / f"{checkpoint.UNFINISHED}000001").mkdir()
+    for raised in ranks(2, fit_with_trouble_on_rank_0, tmp_path, name, error):
+        assert isinstance(raised, kind)
+        assert "on purpose" in str(raised)
+
+
 def test_probes_of_the_killed_are_swept_away(ranks, tmp_path):
     (tmp_path / f"{checkpoint.UNFINISHED}probe-0123").mkdir()
     assert ranks(2, fit_with_folder, (tmp_path, tmp_path)) == [None, None]

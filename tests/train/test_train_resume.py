@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
-from dataload.train import state_tree
+from dataload.train import state
 from dataload.train.checkpoint import REST, Checkpoints, load
 from dataload.train.harness import fit
 from dataload.world import World
@@ -324,7 +324,7 @@ def test_what_could_not_be_read_back_is_not_saved(ranks, tmp_path):
 
 
 def test_metadata_that_could_not_be_read_back_is_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(state_tree.MetadataUnpickler, "MODULES", ())
+    monkeypatch.setattr(state.MetadataUnpickler, "MODULES", ())
     with pytest.raises(pickle.UnpicklingError, match="may not contain torch"):
         Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(1)}}, {})
     assert not list(tmp_path.glob("checkpoint-*"))

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dataload.cli.console import progress
 from dataload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dataload.cache.blocks.reader import Blocks, Object
+    from dataload.cache.blocks.reader import Blocks
     from dataload.cache.config import CacheConfig
     from dataload.cache.local.directory import CacheFolder
-    from dataload.formats.hive_partitions import Keys
+    from dataload.catalog.manifest import Manifest
+    from dataload.rows.row_group_cache import RowGroupCache
 
 AllowNetworkFilesystem = Annotated[
     bool,
@@ -101,10 +103,16 @@ def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> Cache
     return open_existing(config(cache_dir).folder, allow_network_filesystem=allow_network_filesystem)
 
 
-def listed(url: str, storage_options: str | None, config: CacheConfig) -> tuple[Blocks, dict[Object, Keys]]:
-    """Return the cached reader of `url`, and the objects at `url` with their partition keys."""
+def open_dataset(
+    url: str, storage_options: str | None, columns: str | None, config: CacheConfig, *, quiet: bool
+) -> tuple[Manifest, RowGroupCache, Blocks]:
+    """Read the footers at `url`. Return the dataset, the cache of its columns, and the reader of its objects."""
     from dataload.cache.filesystem import open_source
-    from dataload.catalog.manifest import list_objects
+    from dataload.catalog.manifest import list_objects, pin
+    from dataload.rows.row_group_cache import RowGroupCache
 
     blocks = open_source(url, mapping(storage_options), config)
-    return blocks, list_objects(url, blocks)
+    objects = list_objects(url, blocks)
+    with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:
+        manifest = pin(objects, blocks, lambda _: advance(1))
+    return manifest, RowGroupCache(manifest, manifest.select(names(columns)), blocks), blocks

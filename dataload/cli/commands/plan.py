@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,10 +20,9 @@ from dataload.cli.commands.options import (
     StorageOptions,
     Window,
     config,
-    listed,
-    names,
+    open_dataset,
 )
-from dataload.cli.console import FOUND_A_PROBLEM, duration, progress, show, table
+from dataload.cli.console import FOUND_A_PROBLEM, duration, show, table
 
 if TYPE_CHECKING:
     from dataload.planning.plan import Plan
@@ -58,20 +58,15 @@ def plan(
 ) -> None:
     """Estimate bytes, requests and time before reading a dataset."""
     from dataload.cache.config import parse_bytes
-    from dataload.catalog.manifest import pin
     from dataload.planning.plan import plan as make_plan
     from dataload.planning.warm import order_of
-    from dataload.rows.row_group_cache import RowGroupCache
 
     rate = parse_bytes("bandwidth", bandwidth)
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
-    blocks, objects = listed(url, storage_options, cache_config)
-    with progress("reading footers", len(objects), quiet=as_json, unit="files") as advance:
-        manifest = pin(objects, blocks, lambda _: advance(1))
-    blobs = RowGroupCache(manifest, manifest.select(names(columns)), blocks)
+    manifest, blobs, blocks = open_dataset(url, storage_options, columns, cache_config, quiet=as_json)
     order = order_of(manifest, seed=seed, window=window, num_streams=num_streams)
     result = make_plan(manifest, blobs, blocks, order, batch_size, bandwidth=rate, latency=latency, price=price)
-    show(result.to_json(), table(lines(result)), as_json=as_json)
+    show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None:
         raise typer.Exit(FOUND_A_PROBLEM)
 

@@ -35,11 +35,9 @@ def report(
             write(passes, html, f"{folder.resolve().name}: where the time went")
     if png:
         with _writing(png):
-            from dataload.reporting.aggregate import epochs
-            from dataload.reporting.plots import plots
-            from dataload.reporting.plots import png as picture
+            from dataload.reporting.plots import write as draw
 
-            picture(plots(passes, epochs(passes)), png)
+            draw(passes, png)
     if metrics:
         with _writing(metrics):
             from dataload.reporting.prometheus import write as expose

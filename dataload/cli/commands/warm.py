@@ -19,14 +19,14 @@ from dataload.cli.commands.options import (
     StorageOptions,
     Window,
     config,
-    listed,
-    names,
     node_of,
+    open_dataset,
 )
 from dataload.cli.console import progress, show
 from dataload.errors import DataloadError
 
 if TYPE_CHECKING:
+    from dataload.cache.config import CacheConfig
     from dataload.rows.row_group_cache import RowGroupCache
 
 
@@ -50,18 +50,12 @@ def warm(
 
     The cache holds the decoded rows. After an interrupt, the same command continues.
     """
-    from dataload.catalog.manifest import pin
     from dataload.planning.warm import part_of
-    from dataload.rows.row_group_cache import RowGroupCache
 
     node, nodes = node_of(shard)
     cache_config = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
-    blocks, objects = listed(url, storage_options, cache_config)
-    if cluster is not None:
-        _must_answer(cluster)
-    with progress("reading footers", len(objects), quiet=as_json, unit="files") as advance:
-        manifest = pin(objects, blocks, lambda _: advance(1))
-    blobs = RowGroupCache(manifest, manifest.select(names(columns)), blocks)
+    _must_answer(cache_config)
+    manifest, blobs, blocks = open_dataset(url, storage_options, columns, cache_config, quiet=as_json)
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)
     blocks.settle()
@@ -113,14 +107,11 @@ def _reason(stats: dict[str, Any]) -> str:
     return "waiting for another process timed out: run the same command again"
 
 
-def _must_answer(cluster: str) -> None:
+def _must_answer(cache_config: CacheConfig) -> None:
     """Raise DataloadError before the fetch if the cluster does not answer. Training would continue without it."""
-    from dataload.cache.cluster.client import connect
-    from dataload.cache.cluster.url import ClusterUrl
-    from dataload.runtime.redact import redacted
+    from dataload.doctor.cluster import cluster
+    from dataload.doctor.finding import OK, Case
 
-    address = ClusterUrl.parse(cluster)
-    try:
-        connect(address).close()
-    except Exception as error:
-        raise DataloadError(f"nothing was fetched: cluster {address} does not answer: {redacted(error)}") from error
+    finding = cluster(Case(cache_config.folder, cluster=cache_config.cluster))
+    if finding.status != OK:
+        raise DataloadError(f"nothing was fetched: {finding.what}: {finding.advice}")

@@ -1,34 +1,22 @@
-"""A read-only S3 server for measurements, in its own process, with configurable latency, bandwidth and faults.
-
-`with Origin(folder) as origin:` starts it; `python -m dataload.benchmarks.origin FOLDER` runs it by hand. The
-subfolders of the folder are the buckets, and the files below them are the objects. Symbolic links are ignored.
-
-`GET /__stats` returns the counters as JSON and `POST /__reset` sets them to zero. `GET /__behaviour` returns the
-behaviour. `PUT /__behaviour` replaces it by its JSON body and restarts the sequence of faults.
-"""
+"""The server as a context manager."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 from urllib.request import ProxyHandler, Request, build_opener
 
-from dataload.benchmarks import s3
-from dataload.benchmarks.behaviour import Behaviour
+from dataload.benchmarks.origin import s3
+from dataload.benchmarks.origin.behaviour import Behaviour
 from dataload.errors import ConfigError
-
-__all__ = ["Behaviour", "Origin"]
 
 TIMEOUT = 30.0  # seconds
 
@@ -42,6 +30,7 @@ class Origin:
         folder: Folder of the buckets.
         behaviour: Latency, bandwidth and faults. Default: none.
         nice: Niceness of the server process, 0 to 19.
+        content_etags: Whether an ETag changes with the content only, as in S3. Default: with the file, which is fast.
 
     Raises:
         ConfigError: aiohttp is missing, or the server did not start. Standard error has the reason.
@@ -51,10 +40,13 @@ class Origin:
             filesystem = S3FileSystem(**origin.storage_options)
     """
 
-    def __init__(self, folder: str | Path, *, behaviour: Behaviour | None = None, nice: int = 0) -> None:
+    def __init__(
+        self, folder: str | Path, *, behaviour: Behaviour | None = None, nice: int = 0, content_etags: bool = False
+    ) -> None:
         self.folder = Path(folder)
         self.behaviour = behaviour or Behaviour()
         self._nice = nice
+        self._content_etags = content_etags
 
     def __enter__(self) -> Self:
         check_aiohttp()
@@ -75,6 +67,8 @@ class Origin:
         values = {name: value for name, value in asdict(self.behaviour).items() if value is not None}
         options = [f"{option(name)}={value}" for name, value in values.items()]
         program = [sys.executable, "-m", "dataload.benchmarks.origin", str(self.folder)]
+        if self._content_etags:
+            program.append("--content-etags")
         return [*program, "--port=0", "--until-eof", f"--nice={self._nice}", *options]
 
     def _end(self) -> None:
@@ -98,6 +92,11 @@ class Origin:
     def storage_options(self) -> dict[str, Any]:
         """Arguments for `s3fs.S3FileSystem`."""
         return s3.storage_options(self.endpoint_url)
+
+    @property
+    def stats_url(self) -> str:
+        """URL of `stats()` as JSON, for other processes."""
+        return f"{self.endpoint_url}/__stats"
 
     def url(self, bucket: str, key: str = "") -> str:
         """Return the HTTP URL of an object."""
@@ -142,42 +141,3 @@ def check_aiohttp() -> None:
 
 def option(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def parser() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
-        prog="python -m dataload.benchmarks.origin",
-        description="Serve a folder as a read-only S3, with its subfolders as buckets. Print the URL first.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    command.add_argument("folder", type=Path, help="the folder whose subfolders are the buckets")
-    command.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    command.add_argument("--port", type=int, default=0, help="port to listen on; 0 for a free one")
-    command.add_argument("--nice", type=int, default=0, help="niceness of the process, 0 to 19")
-    command.add_argument("--until-eof", action="store_true", help="exit when standard input is closed")
-    for attribute in fields(Behaviour):
-        kind = int if attribute.name == "seed" else float
-        command.add_argument(
-            option(attribute.name), type=kind, default=attribute.default, help=attribute.metadata["help"]
-        )
-    return command
-
-
-def main() -> None:
-    command = parser()
-    args = command.parse_args()
-    try:
-        check_aiohttp()
-        behaviour = Behaviour(**{attribute.name: getattr(args, attribute.name) for attribute in fields(Behaviour)})
-    except ConfigError as error:
-        command.error(str(error))
-    if not args.folder.is_dir():
-        command.error(f"{args.folder} is not a folder")
-    from dataload.benchmarks.server import serve
-
-    os.nice(args.nice)
-    asyncio.run(serve(args.folder, behaviour, args.host, args.port, until_eof=args.until_eof))
-
-
-if __name__ == "__main__":
-    main()

@@ -22,8 +22,8 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from dataload.benchmarks import s3
-from dataload.benchmarks.behaviour import FAULTS, Behaviour, Fault, Faults
+from dataload.benchmarks.origin import listing, s3
+from dataload.benchmarks.origin.behaviour import FAULTS, Behaviour, Fault, Faults
 from dataload.errors import ConfigError
 
 PIECE = 1 << 20
@@ -31,7 +31,9 @@ COMPLEMENT = bytes(reversed(range(256)))
 CLOSE_BY_RST = struct.pack("ii", 1, 0)
 
 
-async def serve(folder: Path, behaviour: Behaviour, host: str, port: int, *, until_eof: bool) -> None:
+async def serve(
+    folder: Path, behaviour: Behaviour, host: str, port: int, *, content_etags: bool, until_eof: bool
+) -> None:
     """Print the URL and serve until SIGTERM or SIGINT, or with `until_eof` until standard input ends."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
@@ -39,7 +41,7 @@ async def serve(folder: Path, behaviour: Behaviour, host: str, port: int, *, unt
         loop.add_signal_handler(number, stop.set)
     if until_eof:
         loop.add_reader(sys.stdin.fileno(), stop.set)
-    server = Server(folder, behaviour)
+    server = Server(folder, behaviour, content_etags=content_etags)
     runner = web.ServerRunner(
         web.Server(server.answer, handler_cancellation=True, access_log=None), shutdown_timeout=0.1
     )
@@ -115,7 +117,8 @@ def is_harmless(parameter: str) -> bool:
 class Server:
     """A server of the objects below `folder`, whose first-level folders are the buckets."""
 
-    def __init__(self, folder: Path, behaviour: Behaviour) -> None:
+    def __init__(self, folder: Path, behaviour: Behaviour, *, content_etags: bool = False) -> None:
+        self.etag_of = s3.etag_of_content if content_etags else s3.etag_of_file
         self.folder = folder.resolve(strict=True)
         self.tally = Tally()
         self.behave(behaviour)
@@ -168,12 +171,12 @@ class Server:
         """Return the XML of a listing. Raise NotImplemented for other requests."""
         query = s3_request.request.rel_url.query
         if s3_request.kind == "list":
-            return s3.list_objects(self.folder, s3_request.bucket, s3.Listing.parse(query))
+            return listing.list_objects(self.folder, s3_request.bucket, listing.Listing.parse(query), self.etag_of)
         if s3_request.request.method == "GET" and not s3_request.key:
             if not s3_request.bucket:
-                return s3.list_buckets(self.folder)
+                return listing.list_buckets(self.folder)
             if "location" in query:
-                return s3.location(self.folder, s3_request.bucket)
+                return listing.location(self.folder, s3_request.bucket)
         raise s3.S3Error("NotImplemented", s3_request.resource)
 
     def head(self, s3_request: S3Request) -> web.StreamResponse:
@@ -181,15 +184,20 @@ class Server:
             s3.find_bucket(self.folder, s3_request.bucket)
             return web.Response(headers={"x-amz-bucket-region": "us-east-1"})
         with s3.open_object(self.folder, s3_request.bucket, s3_request.key) as file:
-            answer = s3.answer_object(s3_request.request.headers, os.fstat(file.fileno()), s3_request.resource)
+            answer = self.answer_object(s3_request, file)
         return web.StreamResponse(status=answer.status, headers=answer.headers)
+
+    def answer_object(self, s3_request: S3Request, file: BinaryIO) -> s3.Answer:
+        status = os.fstat(file.fileno())
+        etag = self.etag_of(self.folder / s3_request.bucket / s3_request.key, status)
+        return s3.answer_object(s3_request.request.headers, status, etag, s3_request.resource)
 
     async def get_object(self, s3_request: S3Request, fault: Fault | None, part: float) -> web.StreamResponse:
         if fault == "slow_down":
             self.tally.errors[fault] += 1
             raise s3.S3Error("SlowDown", s3_request.resource)
         with s3.open_object(self.folder, s3_request.bucket, s3_request.key) as file:
-            answer = s3.answer_object(s3_request.request.headers, os.fstat(file.fileno()), s3_request.resource)
+            answer = self.answer_object(s3_request, file)
             if answer.status == 304:
                 return web.Response(status=304, headers=answer.headers)
             body = Body(self, s3_request, answer, file)

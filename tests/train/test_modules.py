@@ -8,8 +8,8 @@ from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, in_order, squared_error
 from torch import nn
 
-from dataload.train.harness import evaluate_over, find_batch_size, fit
-from dataload.train.module_modes import modes_kept
+from dataload.train import evaluate_over, find_batch_size, fit
+from dataload.train.modules import modes_kept
 
 OPTIONS = {"precision": "fp32", "progress": False}
 

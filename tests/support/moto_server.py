@@ -179,7 +179,7 @@ class _HTTPServer(ThreadedWSGIServer):
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for this client's next request
             thread.join()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 - http.server's signature
+    def handle_error(self, request: Any, client_address: Any) -> None:
         _log.exception("connection from %s failed", client_address)
 
 
@@ -221,7 +221,7 @@ class _Connection(MotoRequestHandler):
             finally:
                 if hasattr(answer, "close"):
                     answer.close()
-        except Exception:  # noqa: BLE001 - the client gets an answer after any error
+        except Exception:
             _log.exception("%s %s failed", environ["REQUEST_METHOD"], environ["PATH_INFO"])
             return 500, [("Content-Type", "text/plain")], [b"the server's application failed; see its log"]
         return status, headers, body

@@ -1,9 +1,10 @@
-"""State trees: the nested dicts, lists and tuples of a state_dict, and loading them without running code."""
+"""The state of a run: random generators, state trees (nested dicts, lists, tuples), and files that run no code."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from copy import deepcopy
@@ -16,6 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from dataload.errors import ConfigError
+
+NOT_PLAIN = (pickle.PickleError, TypeError, AttributeError)  # what torch.save and load_plain raise for other types
 
 
 def map_leaves(state: Any, function: Callable[[str, Any], Any], name: str = "") -> Any:
@@ -86,11 +91,11 @@ def _equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and first == second
 
 
-def save_plain(path: Path, content: dict[str, Any]) -> str | None:
+def save_plain(path: Path, content: dict[str, Any]) -> None:
     """Write `content` to `path`, sync it and read it back.
 
-    Returns:
-        A message that names the leaves that cannot be read back; None if all of `content` can.
+    Raises:
+        ConfigError: Some of `content` cannot be read back. The message names these leaves.
     """
     try:
         with path.open("wb") as file:
@@ -98,13 +103,12 @@ def save_plain(path: Path, content: dict[str, Any]) -> str | None:
             file.flush()
             os.fsync(file.fileno())
         load_plain(path)
-    except (pickle.PickleError, TypeError, AttributeError) as error:
+    except NOT_PLAIN as error:
         unsafe = [f"{name} ({type(leaf).__qualname__})" for name, leaf in leaves(content).items() if not _loads(leaf)]
-        return (
+        raise ConfigError(
             "a checkpoint holds tensors, numbers, strings, and dicts, lists and tuples of them, because no other type "
             f"can be read back safely: convert to plain data {', '.join(unsafe) or error}"
-        )
-    return None
+        ) from error
 
 
 def load_plain(file: Path | BytesIO) -> dict[str, Any]:
@@ -124,7 +128,7 @@ def _loads(leaf: Any) -> bool:
         torch.save(leaf, file)
         file.seek(0)
         load_plain(file)
-    except (pickle.PickleError, TypeError, AttributeError):
+    except NOT_PLAIN:
         return False
     return True
 
@@ -152,3 +156,20 @@ class MetadataUnpickler(pickle.Unpickler):
             if is_dataclass(found) or isinstance(found, EnumType):
                 return found
         raise pickle.UnpicklingError(f"the metadata of a checkpoint may not contain {module}.{name}")
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of the global generators of torch (CPU and current GPU), Python and NumPy as plain data."""
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate(), "numpy": numpy}
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore a state that `rng_state` returned. The state of a GPU is ignored on a machine without one."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
