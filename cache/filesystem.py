@@ -333,7 +333,7 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         for obj in objects:
             if isinstance(obj, Exception):
                 raise obj
-        futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.fill(obj)]
+        futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.prefetch(obj)]
         for future in futures if wait else ():
             future.result()
 

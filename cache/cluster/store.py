@@ -78,6 +78,9 @@ class Cluster(ForkAware):
         # One thread: a lease must end after the blobs made under it are written.
         self._writer = DaemonExecutor(1, "dataload-blocks-cluster")
 
+    def __reduce__(self) -> tuple[type[Cluster], tuple[str]]:
+        return Cluster, (self.url,)
+
     def __repr__(self) -> str:
         return f"Cluster({str(self.address)!r}, {self.health.state})"
 

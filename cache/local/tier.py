@@ -139,7 +139,7 @@ class LocalTier(ForkAware):
         return found
 
     def get_or_fill(
-        self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
+        self, key: BlobKey, fill: Fill, span: Span | None = None, *, must_cache: bool = False
     ) -> memoryview:
         found = self.get(key, span)
         if found is not None:
@@ -154,7 +154,7 @@ class LocalTier(ForkAware):
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
             step("fill: locked")
-            writer = stack.enter_context(BlobWriter(self, key, folder, or_nothing=to_keep is not None))
+            writer = stack.enter_context(BlobWriter(self, key, folder, must_cache=must_cache))
             fill(writer.allocate)
             step("fill: filled")
             return writer.publish(span)

@@ -31,14 +31,14 @@ class BlobWriter(Draft):
         tier: The tier that caches the blob.
         key: Key of the blob. The caller holds its lock in `folder`.
         folder: The folder to write to. None: fill the blob in memory.
-        or_nothing: Raise NoRoomError instead of falling back to memory.
+        must_cache: Raise NoRoomError instead of falling back to memory.
     """
 
-    def __init__(self, tier: LocalTier, key: BlobKey, folder: CacheFolder | None, *, or_nothing: bool = False) -> None:
+    def __init__(self, tier: LocalTier, key: BlobKey, folder: CacheFolder | None, *, must_cache: bool = False) -> None:
         super().__init__(key)
         self._tier = tier
         self._folder = folder
-        self._or_nothing = or_nothing
+        self._must_cache = must_cache
         self._owner = os.getpid()
         self._path: Path | None = None
         self._map: mmap.mmap | None = None
@@ -50,7 +50,7 @@ class BlobWriter(Draft):
         if self._folder is not None:
             with self._tier.trouble("allocating a blob", self._tier.health.writes, self._folder):
                 self._map = self._on_disk(self._folder)
-        if self._map is None and self._or_nothing:
+        if self._map is None and self._must_cache:
             raise NoRoomError(self.key.name)
         return super().room(size) if self._map is None else memoryview(self._map)[:size]
 
