@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Self
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import LOCK_SECONDS
+from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.tier import BlobKey, Draft, NoRoomError, Span
 from dataload.telemetry.wait_timeline import doing
-
-MAPPED_BYTES = 64 << 20  # Larger blobs are written through a map of their file: slower, but not held in memory.
 
 if TYPE_CHECKING:
     from dataload.cache.local.tier import LocalTier
@@ -41,28 +39,27 @@ class BlobWriter(Draft):
         self._must_cache = must_cache
         self._owner = os.getpid()
         self._path: Path | None = None
-        self._map: mmap.mmap | None = None
+        self._buffer: mmap.mmap | None = None
         self._size = 0  # of the file, in bytes
         self._payload_bytes = 0
 
     def room(self, size: int) -> memoryview:
         self._payload_bytes, self._size = size, blob_file.size_on_disk(size, self.key.name)
         if self._folder is not None:
-            with self._tier.trouble("allocating a blob", self._tier.health.writes, self._folder):
-                self._map = self._on_disk(self._folder)
-        if self._map is None and self._must_cache:
+            with self._tier.fallback("allocating a blob", self._tier.health.writes, self._folder):
+                self._buffer = self._on_disk(self._folder)
+        if self._buffer is None and self._must_cache:
             raise NoRoomError(self.key.name)
-        return super().room(size) if self._map is None else memoryview(self._map)[:size]
+        return super().room(size) if self._buffer is None else memoryview(self._buffer)[:size]
 
     def publish(self, span: Span | None = None) -> memoryview:
         in_memory = super().publish(span)
         tier, folder, digest = self._tier, self._folder, self.key.digest
-        if self._map is None or self._path is None or folder is None or folder.closed:
+        if self._buffer is None or self._path is None or folder is None or folder.closed:
             return in_memory
-        with doing("disk"), tier.trouble("writing a blob", tier.health.writes, folder):
-            blob_file.seal(self._map, self._payload_bytes, digest, self.key.name)
-            if self._size < MAPPED_BYTES:
-                blob_file.write(self._path, self._map, self._size)
+        with doing("disk"), tier.fallback("writing a blob", tier.health.writes, folder):
+            blob_file.seal(self._buffer, self._payload_bytes, digest, self.key.name)
+            blob_file.write(self._path, self._buffer, self._size)
             step("fill: sealed")
             target = folder.publish(self._path, digest)
             self._path = None
@@ -75,15 +72,15 @@ class BlobWriter(Draft):
         return in_memory
 
     def _recycle(self, in_memory: memoryview) -> None:
-        if self._map is not None and self.payload is not None and self._size < MAPPED_BYTES:
+        if self._buffer is not None and self.payload is not None:
             with suppress(BufferError):  # The fill still has a view of the buffer: leave the buffer to it.
                 in_memory.release()
                 self.payload.release()
-                self._tier.buffers.give_back(self._map)
+                self._tier.buffers.give_back(self._buffer)
 
     def _on_disk(self, folder: CacheFolder) -> mmap.mmap | None:
         digest = self.key.digest
-        folder.check_place()
+        folder.index.check_place()
         # Create the file before its row, so that a sweep after a kill finds the row to drop.
         self._path = folder.staging.draft(digest)
         descriptor = blob_file.create(self._path)
@@ -91,14 +88,11 @@ class BlobWriter(Draft):
         try:
             folder.clear(digest, self._path)  # a corrupt blob, or the draft of a dead writer
             if not self._tier.reserve(folder, self.key, self._size):
-                self._tier.refuse(self.key, self._size)
                 return None
             step("fill: reserved")
-            # A full disk raises here; later, a write through the map would be a SIGBUS.
-            os.posix_fallocate(descriptor, 0, self._size)
+            os.posix_fallocate(descriptor, 0, self._size)  # A full disk raises here, before anything is fetched.
             step("fill: allocated")
-            mapped = self._size >= MAPPED_BYTES
-            return mmap.mmap(descriptor, self._size) if mapped else self._tier.buffers.take(self._size)
+            return self._tier.buffers.take(self._size)
         finally:
             os.close(descriptor)
 
@@ -113,6 +107,6 @@ class BlobWriter(Draft):
             with suppress(OSError):
                 path.unlink()
             return
-        with tier.trouble("discarding a draft", tier.health.writes, folder):
+        with tier.fallback("discarding a draft", tier.health.writes, folder):
             # Do not wait twice for a stuck index: the draft's mark stays, and a sweep drops the row.
             folder.discard(self.key.digest, path, timeout=0 if tier.health.writes.tripped else LOCK_SECONDS)

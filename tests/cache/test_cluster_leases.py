@@ -17,8 +17,8 @@ from dataload.cache.cluster import leases
 from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
-from dataload.cache.local.tier import LocalTier
 from dataload.cache.cluster.url import ClusterUrl
+from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.runtime.counters import Counters
 
