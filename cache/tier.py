@@ -138,7 +138,7 @@ def cut(blob: memoryview, span: Span | None) -> memoryview:
 
 
 class Draft:
-    """A blob during its fill, in memory. Tiers that cache blobs elsewhere override `room` and `publish`."""
+    """A blob during its fill, in memory. Tiers that cache blobs elsewhere override `memory_for` and `publish`."""
 
     def __init__(self, key: BlobKey) -> None:
         self.key = key
@@ -148,10 +148,10 @@ class Draft:
         """Return the memory for the blob. Raise RuntimeError on a second call."""
         if self.payload is not None:
             raise RuntimeError(f"{self.key.name}: a fill allocates once")
-        self.payload = self.room(size)
+        self.payload = self.memory_for(size)
         return self.payload
 
-    def room(self, size: int) -> memoryview:
+    def memory_for(self, size: int) -> memoryview:
         """Return writable memory of `size` bytes."""
         return memoryview(bytearray(size))
 

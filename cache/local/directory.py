@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import threading
 import time
 import uuid
@@ -269,7 +270,8 @@ class CacheFolder:
     def _check_format(self) -> None:
         file = self.path / "FORMAT"
         if not file.exists():
-            preflight.make_private(self.path)
+            if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
+                self.path.chmod(0o700)
             write_durably(file, json.dumps({"format": FORMAT, "uuid": str(uuid.uuid4())}))
             return
         try:

@@ -143,15 +143,10 @@ def _rows(folder: Path) -> Iterator[Row]:
         except OSError as error:
             if not isinstance(error, CorruptEntry) and error.errno not in (errno.EIO, errno.EISDIR):
                 raise
-            _remove(file)
+            with suppress(IsADirectoryError):
+                file.unlink(missing_ok=True)  # Safe: only caches write to blobs/.
         else:
             yield Row(footer.digest, name, status.st_size, min(now, status.st_mtime_ns))
-
-
-def _remove(file: Path) -> None:
-    # Safe: only caches write to blobs/.
-    with suppress(IsADirectoryError):
-        file.unlink(missing_ok=True)
 
 
 def boot_id() -> str:

@@ -41,25 +41,25 @@ class BlobWriter(Draft):
         self._path: Path | None = None
         self._buffer: mmap.mmap | None = None
         self._size = 0  # of the file, in bytes
-        self._payload_bytes = 0
 
-    def room(self, size: int) -> memoryview:
-        self._payload_bytes, self._size = size, blob_file.size_on_disk(size, self.key.name)
+    def memory_for(self, size: int) -> memoryview:
+        self._size = blob_file.size_on_disk(size, self.key.name)
         if self._folder is not None:
             with self._tier.fallback("allocating a blob", self._tier.health.writes, self._folder):
                 self._buffer = self._on_disk(self._folder)
         if self._buffer is None and self._must_cache:
             raise NoRoomError(self.key.name)
-        return super().room(size) if self._buffer is None else memoryview(self._buffer)[:size]
+        return super().memory_for(size) if self._buffer is None else memoryview(self._buffer)[:size]
 
     def publish(self, span: Span | None = None) -> memoryview:
         in_memory = super().publish(span)
         tier, folder, digest = self._tier, self._folder, self.key.digest
-        if self._buffer is None or self._path is None or folder is None or folder.closed:
+        payload, buffer = self.payload, self._buffer
+        if payload is None or buffer is None or self._path is None or folder is None or folder.closed:
             return in_memory
         with doing("disk"), tier.fallback("writing a blob", tier.health.writes, folder):
-            blob_file.seal(self._buffer, self._payload_bytes, digest, self.key.name)
-            blob_file.write(self._path, self._buffer, self._size)
+            blob_file.seal(buffer, len(payload), digest, self.key.name)
+            blob_file.write(self._path, buffer, self._size)
             step("fill: sealed")
             target = folder.publish(self._path, digest)
             self._path = None
@@ -67,16 +67,12 @@ class BlobWriter(Draft):
             tier.health.worked()
             # A view of the memory that was written to would let its holder modify the blob: map the file read-only.
             found = blob_file.open_map(target, digest, tier.verified, span, just_sealed=True)
-            self._recycle(in_memory)
-            return found
-        return in_memory
-
-    def _recycle(self, in_memory: memoryview) -> None:
-        if self._buffer is not None and self.payload is not None:
             with suppress(BufferError):  # The fill still has a view of the buffer: leave the buffer to it.
                 in_memory.release()
-                self.payload.release()
-                self._tier.buffers.give_back(self._buffer)
+                payload.release()
+                tier.buffers.give_back(buffer)
+            return found
+        return in_memory
 
     def _on_disk(self, folder: CacheFolder) -> mmap.mmap | None:
         digest = self.key.digest
