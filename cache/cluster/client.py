@@ -129,7 +129,7 @@ class Client:
         import valkey
         from valkey.exceptions import ClusterDownError
 
-        self.health.report(command, error)
+        self.health.report(f"calling {command}", error)
         rejected = isinstance(error, valkey.ResponseError) and not isinstance(error, ClusterDownError)
         if large or (rejected and command != "get"):
             self.health.writes.failed()
