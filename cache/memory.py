@@ -55,7 +55,7 @@ class MemoryTier(ForkAware):
         fill: Fill,
         span: Span | None = None,
         *,
-        must_cache: bool = False,  # noqa: ARG002 (every blob that fits is cached)
+        to_keep: int | None = None,  # noqa: ARG002 (every blob that fits is cached)
     ) -> memoryview:
         found = self.get(key, span)
         if found is not None:

@@ -86,7 +86,7 @@ class Tier(Protocol):
         """
 
     def get_or_fill(
-        self, key: BlobKey, fill: Fill, span: Span | None = None, *, must_cache: bool = False
+        self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
     ) -> memoryview:
         """Return the blob, or `span` of it, as `get` does. On a miss, `fill` makes the whole blob first.
 
@@ -94,10 +94,10 @@ class Tier(Protocol):
             key: The key of the blob.
             fill: Makes the blob. Its errors reach the caller, and the tier then caches nothing.
             span: The bytes to return; None: all of them.
-            must_cache: An uncached blob is of no use to the caller.
+            to_keep: Size of the blob in bytes, if an uncached blob is of no use to the caller.
 
         Raises:
-            NoRoomError: `must_cache` is set and the tier cannot cache the blob. `allocate` raises it.
+            NoRoomError: `to_keep` is given and the tier cannot cache the blob. Nothing is fetched.
         """
 
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:

@@ -194,14 +194,14 @@ class Blocks(ForkAware):
         start, stop = self._bounds(obj, number)
         return self.key(obj, f"{start}-{stop}")
 
-    def _block(self, obj: Object, number: int, span: Span | None = None, *, must_cache: bool = False) -> memoryview:
+    def _block(self, obj: Object, number: int, span: Span | None = None, *, keep: bool = False) -> memoryview:
         start, stop = self._bounds(obj, number)
 
         def fetch(allocate: Allocate) -> None:
             self.origin.read_into(allocate(stop - start), obj.path, start, obj.version)
 
-        return self.tier.get_or_fill(self._key_of(obj, number), fetch, span, must_cache=must_cache)
+        return self.tier.get_or_fill(self._key_of(obj, number), fetch, span, to_keep=stop - start if keep else None)
 
     def _prefetch(self, obj: Object, number: int) -> None:
         with suppress(NoRoomError):
-            self._block(obj, number, (0, 0), must_cache=True)
+            self._block(obj, number, (0, 0), keep=True)

@@ -44,9 +44,12 @@ class ClusterTier:
         return self.local.get(key, span)
 
     def get_or_fill(
-        self, key: BlobKey, fill: Fill, span: Span | None = None, *, must_cache: bool = False
+        self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
     ) -> memoryview:
-        return self.local.get_or_fill(key, partial(self._fill, key, fill), span, must_cache=must_cache)
+        shared = partial(self._fill, key, fill)
+        if to_keep is not None:
+            shared = partial(_fill_allocated, shared, to_keep)
+        return self.local.get_or_fill(key, shared, span, to_keep=to_keep)
 
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
@@ -103,6 +106,12 @@ class ClusterTier:
         fill(record)
         for payload in payloads:
             self.cluster.put(key, payload)
+
+
+def _fill_allocated(fill: Fill, size: int, allocate: Allocate) -> None:
+    """Allocate before `fill` runs, so that the cluster is not read for a blob that cannot be cached."""
+    payload = allocate(size)
+    fill(lambda _: payload)
 
 
 def _copy(shared: memoryview, allocate: Allocate) -> None:

@@ -138,7 +138,7 @@ class LocalTier(ForkAware):
         return found
 
     def get_or_fill(
-        self, key: BlobKey, fill: Fill, span: Span | None = None, *, must_cache: bool = False
+        self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
     ) -> memoryview:
         found = self.get(key, span)
         if found is not None:
@@ -153,7 +153,7 @@ class LocalTier(ForkAware):
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
             step("fill: locked")
-            writer = stack.enter_context(BlobWriter(self, key, folder, must_cache=must_cache))
+            writer = stack.enter_context(BlobWriter(self, key, folder, must_cache=to_keep is not None))
             fill(writer.allocate)
             step("fill: filled")
             return writer.publish(span)
