@@ -31,11 +31,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dataload.benchmarks import s3
-from dataload.benchmarks.behaviour import Behaviour
-from dataload.benchmarks.origin import Origin
+from dataload.benchmarks.origin import Behaviour, Origin, s3
+from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.benchmarks.wire import Wire
 
 IN_FLIGHT = 16
 RANGE_BYTES = 8 << 20

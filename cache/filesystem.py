@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
 from fsspec.callbacks import DEFAULT_CALLBACK
-from fsspec.implementations.chained import ChainedFileSystem
 from fsspec.utils import isfilelike
 
 from dataload.cache.blocks.file import BlockFile
-from dataload.cache.blocks.ranges import Range, outcomes, read_ranges
+from dataload.cache.blocks.ranges import Range, read_ranges
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
+from dataload.cache.metadata import MetadataFileSystem
 from dataload.cache.origin.origin import Origin, connect, introduce
-from dataload.cache.origin.version import VERSION_FIELDS, version_of
-from dataload.cache.tier import Allocate
 from dataload.errors import ConfigError, ObjectChanged
 from dataload.runtime.redact import redacted
 
@@ -28,7 +23,7 @@ COPIED_BLOCKS = 4  # per read of a file that is copied
 PICKLED_INFOS = 20_000  # sizes and versions of objects in a pickled filesystem: 5 MB
 
 
-class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no types
+class TierCacheFileSystem(MetadataFileSystem):
     """A read-only view of another filesystem that fetches each byte once per host.
 
     The other arguments are those of `CacheConfig`.
@@ -79,7 +74,6 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         allow_network_filesystem: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
         self.config = CacheConfig(
             cache_dir,
             cache_bytes,
@@ -96,127 +90,11 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")
         if fs is None:
             fs = connect(str(target_protocol), target_options)
-        self.blocks = Blocks.open(Origin(fs, origin_id, engine), self.config)
-        self._strip_protocol = self._path  # a class method in fsspec; here the origin's class decides
-        self._known: dict[str, dict[str, Any]] = {}
+        super().__init__(Blocks.open(Origin(fs, origin_id, engine), self.config), consistency, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = dict(islice(reversed(self._known.items()), PICKLED_INFOS))
         return _restore, (type(self), self.storage_args, self.storage_options, known)
-
-    @property
-    def fs(self) -> Any:
-        """The origin's filesystem."""
-        return self.blocks.origin.filesystem
-
-    @property
-    def fsid(self) -> str:
-        return f"tiercache+{self.blocks.origin.identity}"
-
-    def _path(self, path: Any) -> Any:
-        """Return a path, or a list of paths, in the form of the origin's filesystem."""
-        if isinstance(path, list):
-            return [self._path(each) for each in path]
-        return self.blocks.origin.path_of(os.fspath(path).removeprefix("tiercache://"))
-
-    def info(self, path: str, refresh: bool = False, **_: Any) -> dict[str, Any]:
-        path = self._path(path)
-        known = None if refresh else self._known.get(path)
-        if known is None:
-            immutable = self.config.consistency == "immutable" and not refresh
-            known = self._known[path] = self._cached_info(path) if immutable else self.blocks.origin.info(path)
-        return dict(known)
-
-    def _cached_info(self, path: str) -> dict[str, Any]:
-        """Return the first info that the origin gave of an object, from the cache if it is there."""
-        key = self.blocks.key(Object(path, 0, "immutable"), "info")
-        cached = self.blocks.tier.get(key)
-        if cached is not None:
-            return dict(json.loads(bytes(cached)))
-        info = self.blocks.origin.info(path)
-        if info["type"] == "file":
-            fields = {name: value for name, value in info.items() if isinstance(value, (str, int, float))}
-            data = json.dumps({**fields, "checksum": version_of(info)}).encode()
-
-            def fill(allocate: Allocate) -> None:
-                allocate(len(data))[:] = data
-
-            self.blocks.tier.get_or_fill(key, fill)
-        return info
-
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
-        with self.blocks.origin.map_errors(path):
-            entries = self.fs.ls(self._path(path), detail=True, **kwargs)
-        self._learn(entries)
-        return entries if detail else sorted(entry["name"] for entry in entries)
-
-    def find(
-        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
-    ) -> Any:
-        with self.blocks.origin.map_errors(path):
-            found = self.fs.find(self._path(path), maxdepth=maxdepth, withdirs=withdirs, detail=True, **kwargs)
-        self._learn(found.values())
-        return found if detail else sorted(found)
-
-    def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
-        detail = kwargs.pop("detail", False)
-        with self.blocks.origin.map_errors(path):
-            # The origin decides which characters are magic: in a URL, "?" is not.
-            found = self.fs.glob(self._path(path), maxdepth=maxdepth, detail=True, **kwargs)
-        self._learn(found.values())
-        return found if detail else sorted(found)
-
-    def exists(self, path: str, **_: Any) -> bool:
-        return self._type_of(path) is not None
-
-    def isfile(self, path: str) -> bool:
-        return self._type_of(path) == "file"
-
-    def isdir(self, path: str) -> bool:
-        return self._type_of(path) == "directory"
-
-    def modified(self, path: str) -> Any:
-        with self.blocks.origin.map_errors(path):
-            return self.fs.modified(self._path(path))
-
-    def created(self, path: str) -> Any:
-        with self.blocks.origin.map_errors(path):
-            return self.fs.created(self._path(path))
-
-    def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> Any:
-        """Return a presigned URL that bypasses the cache. expiration: seconds."""
-        with self.blocks.origin.map_errors(path):
-            return self.fs.sign(self._path(path), expiration=expiration, **kwargs)
-
-    def ukey(self, path: str) -> str:
-        return version_of(self.info(path))
-
-    def checksum(self, path: str) -> int:
-        return int.from_bytes(self.ukey(path).encode(), "big")
-
-    def invalidate_cache(self, path: str | None = None) -> None:
-        """Forget versions and sizes. Cached blocks stay: their keys include the version."""
-        self._known.clear()
-        self.fs.invalidate_cache(path)
-
-    def object(self, path: str, version_id: str | None = None) -> Object:
-        """Return the current object at `path`, by the rules of `consistency`.
-
-        Args:
-            path: Path of the object.
-            version_id: The version to read, in a versioned S3 bucket.
-
-        Raises:
-            FileNotFoundError: The object does not exist.
-            IsADirectoryError: `path` is a folder.
-        """
-        path = self._path(path) + (f"?versionId={version_id}" if version_id else "")
-        if self.config.consistency == "open":
-            self._known.pop(path, None)
-        info = self.info(path)
-        if info["type"] != "file":
-            raise IsADirectoryError(f"{path} is a folder")
-        return Object.of(info | {"name": path})  # s3fs omits the requested version
 
     def _open(self, path: str, mode: str = "rb", version_id: str | None = None, **_: Any) -> BlockFile:
         if mode != "rb":
@@ -333,28 +211,9 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
         for obj in objects:
             if isinstance(obj, Exception):
                 raise obj
-        futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.fill(obj)]
+        futures = [future for obj in objects if isinstance(obj, Object) for future in self.blocks.prefetch(obj)]
         for future in futures if wait else ():
             future.result()
-
-    def _objects(self, paths: list[str]) -> list[Object | Exception]:
-        """Return the result of `object`, or its exception, for each path; look them up concurrently."""
-        return outcomes(self.blocks, self.object, paths)
-
-    def _learn(self, infos: Iterable[dict[str, Any]]) -> None:
-        """Remember listed objects that have a version field. Listings may lack details of other objects."""
-        files = (info for info in infos if info["type"] == "file" and info.get("size") is not None)
-        self._known.update((info["name"], info) for info in files if any(map(info.get, VERSION_FIELDS)))
-
-    def _forget(self, obj: Object) -> None:
-        self._known.pop(obj.path, None)
-
-    def _type_of(self, path: str) -> str | None:
-        """Return "file", "directory", or None if nothing is there. Errors of the origin are raised."""
-        try:
-            return str(self.info(path)["type"])
-        except FileNotFoundError:
-            return None
 
     def stats(self) -> dict[str, Any]:
         """Return the totals of this process.
@@ -367,16 +226,6 @@ class TierCacheFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec ha
             cluster: see `Cluster.stats`. None without a cluster.
         """
         return self.blocks.stats()
-
-    def _read_only(self, *_: Any, **__: Any) -> Any:
-        raise ConfigError("tiercache is read-only: write through the filesystem behind it (`.fs`)")
-
-    mkdir = makedirs = mkdirs = touch = _read_only
-    rm = rm_file = rmdir = delete = _rm = _read_only
-    cp = cp_file = copy = mv = move = rename = _read_only
-    pipe = pipe_file = put = put_file = upload = write_bytes = write_text = _read_only
-    start_transaction = end_transaction = _read_only
-    transaction = property(_read_only)
 
 
 def _restore(

@@ -7,6 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from dataload.runtime.counters import Counters
+from dataload.runtime.redact import redacted
+
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a retry; doubled after each failure
 READ_FAILURES = 3  # in a row: one bad sector does not mean a bad disk
 WRITE_FAILURES = 1  # a retried write costs as much as the fetch it may save
@@ -69,7 +72,7 @@ class CircuitBreaker:
 
 
 class Health:
-    """The health of a cache folder or cluster as one process sees it. Each change is logged once.
+    """The health of a cache folder or cluster as one process sees it. Each change and kind of error is logged once.
 
     States:
 
@@ -80,10 +83,15 @@ class Health:
     Args:
         place: Name of the cache in the log.
         clock: Monotonic time in seconds.
+        counters: Counts the errors.
     """
 
-    def __init__(self, place: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, place: str, clock: Callable[[], float] = time.monotonic, counters: Counters | None = None
+    ) -> None:
         self._place = place
+        self._counters = counters or Counters()
+        self._reported: set[str] = set()
         self._state = "normal"
         self._counts = {"normal": 0, "degraded": 0, "off": 0}
         self.reads = CircuitBreaker(READ_FAILURES, clock, self._changed)
@@ -98,6 +106,21 @@ class Health:
         """Record that a blob was written and published: reads and writes work."""
         self.reads.worked()
         self.writes.worked()
+
+    def report(self, doing: str, error: Exception) -> None:
+        """Count an error, and log the first of each kind. The caller goes on without the cache."""
+        self._counters.add(errors=1)
+        if self.is_new(f"{doing} {type(error).__name__} {getattr(error, 'errno', None)}"):
+            # Text: a log handler that keeps the exception would keep the folder open through its traceback.
+            reason = redacted(error) or type(error).__name__
+            log.warning("cache %s: error while %s; falling back without the cache: %s", self._place, doing, reason)
+
+    def is_new(self, kind: str) -> bool:
+        """Return whether a kind of event is reported for the first time."""
+        if kind in self._reported:
+            return False
+        self._reported.add(kind)
+        return True
 
     def stats(self) -> dict[str, str | int]:
         """Return the state and how often each state was entered."""

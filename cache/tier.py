@@ -97,8 +97,7 @@ class Tier(Protocol):
             to_keep: Size of the blob in bytes, if an uncached blob is of no use to the caller.
 
         Raises:
-            NoRoomError: `to_keep` is given and the tier cannot cache the blob. `allocate` raises it before anything is
-                fetched; `fill` may catch it.
+            NoRoomError: `to_keep` is given and the tier cannot cache the blob. Nothing is fetched.
         """
 
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:
@@ -142,7 +141,7 @@ def cut(blob: memoryview, span: Span | None) -> memoryview:
 
 
 class Draft:
-    """A blob during its fill, in memory. Tiers that cache blobs elsewhere override `room` and `publish`."""
+    """A blob during its fill, in memory. Tiers that cache blobs elsewhere override `memory_for` and `publish`."""
 
     def __init__(self, key: BlobKey) -> None:
         self.key = key
@@ -152,10 +151,10 @@ class Draft:
         """Return the memory for the blob. Raise RuntimeError on a second call."""
         if self.payload is not None:
             raise RuntimeError(f"{self.key.name}: a fill allocates once")
-        self.payload = self.room(size)
+        self.payload = self.memory_for(size)
         return self.payload
 
-    def room(self, size: int) -> memoryview:
+    def memory_for(self, size: int) -> memoryview:
         """Return writable memory of `size` bytes."""
         return memoryview(bytearray(size))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeVar
 
+from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.config import CacheConfig
 from dataload.cache.local.tier import LocalTier
@@ -24,8 +25,6 @@ from dataload.runtime.forks import ForkAware
 from dataload.telemetry.wait_timeline import doing
 
 IN_FLIGHT = 16  # concurrent requests for reads, and as many for prefetching
-AHEAD_THREADS = 24  # more than requests: some threads write to disk meanwhile
-RUN_BYTES, RUN_BLOCKS = 8 << 20, 16  # limits on a prefetch request
 UNCACHED_BYTES = 256 << 20
 
 T = TypeVar("T")
@@ -74,17 +73,17 @@ class Blocks(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._pools: dict[str, DaemonExecutor] = {}
-        self._ahead = threading.BoundedSemaphore(IN_FLIGHT)
+        self._reads = DaemonExecutor(IN_FLIGHT, "dataload-blocks-read")
+        self._prefetches = DaemonExecutor(IN_FLIGHT, "dataload-blocks-prefetch")
 
     @classmethod
     def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
         """Return a reader with the cache that `config` describes; None: `UNCACHED_BYTES` in this process's memory."""
         if config is None:
             return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
-        settings = config.folder, config.limit, config.policy
-        tier = LocalTier(*settings) if config.cluster is None else ClusterTier(*settings, config.cluster)
-        tier.allow_network_filesystem = config.allow_network_filesystem
+        local = LocalTier(config.folder, config.limit, config.policy)
+        local.allow_network_filesystem = config.allow_network_filesystem
+        tier = local if config.cluster is None else ClusterTier(local, Cluster(config.cluster))
         origin.limiter = limiter_of(str(config.folder), config.in_flight)
         return cls(origin, tier, config.block)
 
@@ -144,16 +143,14 @@ class Blocks(ForkAware):
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run `call` in the pool for reads. It must not read more than one block at a time."""
-        return self._pool("read").submit(call, *args)
+        return self._reads.submit(call, *args)
 
-    def fill(self, obj: Object) -> list[Future[None]]:
-        """Start to prefetch the uncached blocks of an object, as far as the tier has capacity.
+    def prefetch(self, obj: Object) -> list[Future[None]]:
+        """Start to fetch the uncached blocks of an object, as far as the tier has capacity.
 
         Reads do not queue behind prefetches, and the program's exit does not wait for them.
         """
-        numbers, run_blocks = self._numbers(0, obj.size), max(1, min(RUN_BLOCKS, RUN_BYTES // self.block_bytes))
-        runs = [numbers[first : first + run_blocks] for first in range(0, len(numbers), run_blocks)]
-        return [self._pool("fill").submit(self._fill, obj, run) for run in runs]
+        return [self._prefetches.submit(self._prefetch, obj, number) for number in self._numbers(0, obj.size)]
 
     def settle(self) -> None:
         """Wait until blobs that other hosts will read are written, or given up."""
@@ -197,56 +194,14 @@ class Blocks(ForkAware):
         start, stop = self._bounds(obj, number)
         return self.key(obj, f"{start}-{stop}")
 
-    def _block(self, obj: Object, number: int, span: Span | None = None) -> memoryview:
+    def _block(self, obj: Object, number: int, span: Span | None = None, *, keep: bool = False) -> memoryview:
         start, stop = self._bounds(obj, number)
 
         def fetch(allocate: Allocate) -> None:
-            self.origin.read_into([allocate(stop - start)], obj.path, start, obj.version)
+            self.origin.read_into(allocate(stop - start), obj.path, start, obj.version)
 
-        return self.tier.get_or_fill(self._key_of(obj, number), fetch, span)
+        return self.tier.get_or_fill(self._key_of(obj, number), fetch, span, to_keep=stop - start if keep else None)
 
-    def _fill(self, obj: Object, numbers: range) -> None:
+    def _prefetch(self, obj: Object, number: int) -> None:
         with suppress(NoRoomError):
-            self._fill_together(obj, numbers, [])
-
-    def _fill_together(self, obj: Object, numbers: range, buffers: list[tuple[int, memoryview]]) -> None:
-        """Fetch the uncached blocks among these, in one request for each run of neighbours.
-
-        The fills are nested, so all blocks are locked until their bytes have arrived. All callers lock in block order,
-        so they cannot deadlock. `buffers` holds (first byte, memory) of each block allocated so far.
-        """
-        if not numbers:
-            self._fetch_into(obj, buffers)
-            return
-        start, stop = self._bounds(obj, numbers[0])
-        cached = True
-
-        def fill(allocate: Allocate) -> None:
-            nonlocal cached
-            cached = False
-            buffers.append((start, allocate(stop - start)))
-            try:
-                self._fill_together(obj, numbers[1:], buffers)
-            except NoRoomError:
-                self._fetch_into(obj, buffers)
-
-        self.tier.get_or_fill(self._key_of(obj, numbers[0]), fill, (0, 0), to_keep=stop - start)
-        if cached:
-            self._fill_together(obj, numbers[1:], buffers)
-
-    def _fetch_into(self, obj: Object, buffers: list[tuple[int, memoryview]]) -> None:
-        while buffers:
-            start, stop, run = buffers[0][0], buffers[0][0], []
-            while buffers and buffers[0][0] == stop:
-                run.append(buffers.pop(0)[1])
-                stop += len(run[-1])
-            with self._ahead:
-                self.origin.read_into(run, obj.path, start, obj.version)
-
-    def _pool(self, use: str) -> DaemonExecutor:
-        pool = self._pools.get(use)
-        if pool is None:
-            threads = IN_FLIGHT if use == "read" else AHEAD_THREADS
-            created = DaemonExecutor(threads, f"dataload-blocks-{use}")
-            pool = self._pools.setdefault(use, created)  # Another thread may have created it.
-        return pool
+            self._block(obj, number, (0, 0), keep=True)

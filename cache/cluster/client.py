@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -15,15 +14,12 @@ from dataload.cache.cluster.url import PASSWORD, USERNAME, ClusterUrl, Node
 from dataload.cache.health import CircuitBreaker, Health
 from dataload.runtime.counters import Counters
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
 
 TIMEOUT_SECONDS = 1.0  # to connect, and to read or write a part of a value: the origin is faster than a slower cluster
 CONNECT_THREADS = 8  # probe the nodes concurrently
 # Atomic: between two commands the key may expire and belong to another process. An expiry of 0 deletes the key.
 EXPIRE_OWN = "if redis.call('get', KEYS[1]) == ARGV[1] then redis.call('pexpire', KEYS[1], ARGV[2]) end"
-
-log = logging.getLogger(__name__)
 
 
 class ClusterUnavailable(Exception):
@@ -47,11 +43,9 @@ class Client:
     """
 
     def __init__(self, address: ClusterUrl, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
-        self.health = Health(str(address), clock)
+        self.health = Health(str(address), clock, counters)
         self._address = address
-        self._counters = counters
         self._clock = clock
-        self._reported: set[str] = set()
         self._connecting = threading.Lock()
         self._failures = 0
         self._client: Any = None
@@ -73,14 +67,6 @@ class Client:
     def expire(self, name: str, value: bytes, seconds: float) -> None:
         """Let a key expire after `seconds`, or delete it if 0, provided it still has this value."""
         self._call("eval", name, EXPIRE_OWN, 1, name, value, int(1000 * seconds))
-
-    def report(self, doing_what: str, error: Exception) -> None:
-        """Count an error, and log the first of each kind."""
-        self._counters.add(errors=1)
-        kind = f"{doing_what} {type(error).__name__}"
-        if kind not in self._reported:
-            self._reported.add(kind)
-            log.warning("cluster %s failed, continuing without it: %s: %s", self._address, kind, redacted(error))
 
     def _call(self, command: str, name: str, *args: Any, large: bool = False, **options: Any) -> Any:
         """Call a method of valkey's client for the key `name`, and return its result.
@@ -119,7 +105,7 @@ class Client:
                     self._client = connect(self._address, self._known)
                 except Exception as error:
                     self._failures += 1
-                    self.report("connecting", error)
+                    self.health.report("connecting", error)
                     self.health.reads.failed(for_good=True)
                     raise ClusterUnavailable from error
                 self._known = nodes_of(self._client)
@@ -143,7 +129,7 @@ class Client:
         import valkey
         from valkey.exceptions import ClusterDownError
 
-        self.report(command, error)
+        self.health.report(f"calling {command}", error)
         rejected = isinstance(error, valkey.ResponseError) and not isinstance(error, ClusterDownError)
         if large or (rejected and command != "get"):
             self.health.writes.failed()

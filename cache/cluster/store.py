@@ -14,7 +14,6 @@ import atexit
 import importlib.util
 import mmap
 import multiprocessing
-import posixpath
 import threading
 import time
 import weakref
@@ -35,7 +34,6 @@ from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.executor import PATIENCE_SECONDS, DaemonExecutor
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
 
 PART_BYTES = 8 << 20
@@ -69,7 +67,6 @@ class Cluster(ForkAware):
         self._client = Client(self.address, self.counters, self._clock)
         self.health = self._client.health
         self._leases = Leases(self._client, self._clock)
-        self._by_folder: dict[str, Counters] = {}
         self._reading = threading.BoundedSemaphore(TRANSFERS)
         self._buffers = BufferPool()
         self._queue_changed = threading.Condition()
@@ -77,6 +74,9 @@ class Cluster(ForkAware):
         self._exit_registered = False
         # One thread: a lease must end after the blobs made under it are written.
         self._writer = DaemonExecutor(1, "dataload-blocks-cluster")
+
+    def __reduce__(self) -> tuple[type[Cluster], tuple[str]]:
+        return Cluster, (self.url,)
 
     def __repr__(self) -> str:
         return f"Cluster({str(self.address)!r}, {self.health.state})"
@@ -94,9 +94,9 @@ class Cluster(ForkAware):
         try:
             payload = blob_file.payload_of(whole, key.digest, name)
         except CorruptEntry as error:  # The caller makes the blob again and overwrites this one.
-            self._client.report("reading", error)
+            self.health.report("reading", error)
             return None
-        self._count(key, hits=1, bytes=len(payload))
+        self.counters.add(hits=1, bytes=len(payload))
         charge(bytes_cluster=len(payload))
         return payload
 
@@ -142,13 +142,11 @@ class Cluster(ForkAware):
             hits, waits, errors: counts.
             unkept: blobs that were not written.
             bytes, written: bytes of payload read and written.
-            datasets: the counts by folder of the origin.
             health: see `Health`.
         """
         return {
             **dict.fromkeys(("hits", "waits", "errors", "unkept", "bytes", "written"), 0),
             **self.counters.snapshot(),
-            "datasets": {folder: counted.snapshot() for folder, counted in list(self._by_folder.items())},
             "health": self.health.stats(),
         }
 
@@ -177,7 +175,7 @@ class Cluster(ForkAware):
                 for start in range(0, last, PART_BYTES):
                     self._client.set(f"{name}:{start // PART_BYTES}", whole[start : start + PART_BYTES])
                 self._client.set(name, whole[last:size])
-            self._count(key, written=payload)
+            self.counters.add(written=payload)
             self.health.writes.worked()
         except ClusterUnavailable:
             self.counters.add(unkept=1)
@@ -220,11 +218,6 @@ class Cluster(ForkAware):
     def _wait(self, lease: str) -> None:
         self.counters.add(waits=1)
         self._leases.wait(lease)
-
-    def _count(self, key: BlobKey, **amounts: float) -> None:
-        self.counters.add(**amounts)
-        folder = redacted(posixpath.dirname(key.path))
-        self._by_folder.setdefault(folder, Counters()).add(**amounts)
 
 
 def _flush_at_exit(reference: weakref.ref[Cluster]) -> None:

@@ -1,50 +1,47 @@
-"""A local tier backed by a store that all hosts share."""
+"""A tier backed by a store that all hosts share."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 from dataload.cache.cluster.store import Cluster
-from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey, Fill, Span
+from dataload.cache.tier import Allocate, BlobKey, Fill, Span, Tier
 
 
-class ClusterTier(LocalTier):
-    """A local tier that fetches missing blobs from the cluster, and writes the blobs it makes to the cluster.
+class ClusterTier:
+    """A tier that fetches missing blobs from the cluster, and writes the blobs it makes to the cluster.
 
     Args:
-        path: As for `LocalTier`.
-        limit: As for `LocalTier`.
-        policy: As for `LocalTier`.
-        cluster: URL of the cluster; see `ClusterUrl.parse`.
-        clock: Monotonic time in seconds; schedules retries.
-
-    Raises:
-        ConfigError: The URL is invalid, or the package valkey is missing.
+        local: Caches the blobs on this host.
+        cluster: Shares the blobs with other hosts.
 
     Notes:
-        As for `LocalTier`. Errors of the cluster are never raised; `stats()["cluster"]` counts them.
+        Errors of the cluster are never raised; `stats()["cluster"]` counts them.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        limit: int | None,
-        policy: str,
-        cluster: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.cluster = Cluster(cluster, clock)
-        super().__init__(path, limit, policy, clock)
+    shared = True
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        _, settings, state = super().__reduce__()
-        return ClusterTier, (*settings, self.cluster.url), state
+    def __init__(self, local: Tier, cluster: Cluster) -> None:
+        self.local = local
+        self.cluster = cluster
+
+    @property
+    def region(self) -> int:
+        return self.local.region
+
+    @region.setter
+    def region(self, size: int) -> None:
+        self.local.region = size
+
+    @property
+    def limit(self) -> int:
+        return self.local.limit
+
+    def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
+        return self.local.get(key, span)
 
     def get_or_fill(
         self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
@@ -52,12 +49,12 @@ class ClusterTier(LocalTier):
         shared = partial(self._fill, key, fill)
         if to_keep is not None:
             shared = partial(_fill_allocated, shared, to_keep)
-        return super().get_or_fill(key, shared, span, to_keep=to_keep)
+        return self.local.get_or_fill(key, shared, span, to_keep=to_keep)
 
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Any]:
         """Lock the key; see `Tier.key_lock`. Call the yielded function after the block, to wait without the lock."""
-        with super().key_lock(key) as wait_for_process:
+        with self.local.key_lock(key) as wait_for_process:
             elected = nullcontext() if wait_for_process or not elect else self.cluster.key_lease(key)
             with elected as wait_for_host:
                 yield wait_for_process or wait_for_host
@@ -70,15 +67,24 @@ class ClusterTier(LocalTier):
                 shared = self.cluster.get(key)
                 if shared is None:
                     return None
-                blob = super().get_or_fill(key, partial(_copy, shared))
+                blob = self.local.get_or_fill(key, partial(_copy, shared))
             found.append(blob)
         return found
+
+    def lease(self, keys: Iterable[BlobKey]) -> None:
+        self.local.lease(keys)
+
+    def is_transient(self, keys: Iterable[BlobKey]) -> bool:
+        return self.local.is_transient(keys)
+
+    def stored_bytes(self, key: BlobKey) -> int:
+        return self.local.stored_bytes(key)
 
     def settle(self) -> None:
         self.cluster.settle()
 
     def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "cluster": self.cluster.stats()}
+        return {**self.local.stats(), "cluster": self.cluster.stats()}
 
     def _fill(self, key: BlobKey, fill: Fill, allocate: Allocate) -> None:
         shared = self.cluster.get(key)
@@ -88,29 +94,26 @@ class ClusterTier(LocalTier):
                     wait_for_other()
                 shared = self.cluster.get(key)  # Another host may have made the blob meanwhile.
                 if shared is None:
-                    self.cluster.put(key, _filled(fill, allocate))
+                    self._fill_and_share(key, fill, allocate)
                     return
         _copy(shared, allocate)
+
+    def _fill_and_share(self, key: BlobKey, fill: Fill, allocate: Allocate) -> None:
+        payloads: list[memoryview] = []
+
+        def record(size: int) -> memoryview:
+            payloads.append(allocate(size))
+            return payloads[-1]
+
+        fill(record)
+        for payload in payloads:
+            self.cluster.put(key, payload)
 
 
 def _fill_allocated(fill: Fill, size: int, allocate: Allocate) -> None:
     """Allocate before `fill` runs, so that the cluster is not read for a blob that cannot be cached."""
     payload = allocate(size)
     fill(lambda _: payload)
-
-
-def _filled(fill: Fill, allocate: Allocate) -> memoryview:
-    """Run `fill` and return the memory that it has filled."""
-    payloads = []
-
-    def record(size: int) -> memoryview:
-        payloads.append(allocate(size))
-        return payloads[-1]
-
-    fill(record)
-    if not payloads:
-        raise RuntimeError("the fill allocated nothing")
-    return payloads[0]
 
 
 def _copy(shared: memoryview, allocate: Allocate) -> None:

@@ -14,12 +14,12 @@ import errno
 import mmap
 import os
 import struct
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from dataload.cache.local.verified import WHOLE, VerifiedPieces
 from dataload.cache.tier import Span
 from dataload.errors import CorruptEntry
 from dataload.runtime.filemap import FileMap
@@ -33,6 +33,8 @@ WRITTEN_BYTES = 32 << 10
 _SUM_BYTES = 8
 _FIELDS = struct.Struct("<8sIIQ32s8s")
 FOOTER_BYTES = _FIELDS.size + _SUM_BYTES
+MOST_BLOBS = 1 << 17  # about 40 MB; beyond it, the oldest entry is dropped and verified again on the next read
+WHOLE = -1  # every bit set
 
 
 class Footer(NamedTuple):
@@ -54,6 +56,40 @@ class Footer(NamedTuple):
     def size(self) -> int:
         """Size in bytes that the whole file must have."""
         return self.payload + _pieces(self.payload) * _SUM_BYTES + self.name + FOOTER_BYTES
+
+
+class VerifiedPieces:
+    """A thread-safe record of the pieces that matched their checksums, one bit per piece; piece 0 is the lowest bit.
+
+    A file whose inode or modification time has changed counts as unverified.
+
+    Args:
+        most_blobs: Most blobs in the record.
+    """
+
+    def __init__(self, most_blobs: int = MOST_BLOBS) -> None:
+        self._most_blobs = most_blobs
+        self._mutex = threading.Lock()
+        self._known: dict[bytes, tuple[int, int, int]] = {}
+
+    def bits(self, digest: bytes, status: os.stat_result) -> int:
+        """Return the verified pieces of a file as bits; `WHOLE` if all are verified."""
+        inode, modified_at, bits = self._known.get(digest, (0, 0, 0))
+        return bits if (inode, modified_at) == (status.st_ino, status.st_mtime_ns) else 0
+
+    def add(self, digest: bytes, status: os.stat_result, bits: int) -> None:
+        """Add verified pieces of a file."""
+        with self._mutex:
+            bits |= self.bits(digest, status)
+            self._known[digest] = (status.st_ino, status.st_mtime_ns, bits)
+            if len(self._known) > self._most_blobs:
+                del self._known[next(iter(self._known))]
+
+
+def path_in(blobs: str | Path, digest: bytes) -> str:
+    """Return the path of a blob's file below the folder `blobs`."""
+    name = digest.hex()
+    return f"{blobs}/{name[:2]}/{name}"
 
 
 def size_on_disk(payload: int, name: str) -> int:

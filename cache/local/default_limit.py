@@ -7,11 +7,10 @@ follow the free space of the disk, and processes would evict each other's blobs 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from dataload.cache.local.trust import write_durably
+from dataload.cache.local.durable_file import write_durably
 
 FILE = "LIMIT"
 
@@ -38,24 +37,22 @@ def proposed(folder: Path, used: int) -> int:
     return (used + shutil.disk_usage(folder).free) // 2
 
 
-def fix(folder: Path, used_bytes: Callable[[], int | None]) -> int:
+def fix(folder: Path, used: int | None) -> int:
     """Return the default limit of the cache at `folder`, and store it if there is none yet.
 
     The caller holds the set-up lock, so all processes agree.
 
     Args:
         folder: The cache folder.
-        used_bytes: Called only for a new limit. If it returns None (unknown), the limit is not stored.
+        used: Bytes that the cache holds. None: unknown; the limit is not stored.
 
     Raises:
         OSError: The free space of the disk is unknown.
     """
     limit = stored(folder)
     if limit is None:
-        used = used_bytes()
         limit = proposed(folder, used or 0)
-        if used is None:
-            return limit
-        with suppress(OSError):  # On a full disk a later process stores it.
-            write_durably(folder / FILE, str(limit))
+        if used is not None:
+            with suppress(OSError):  # On a full disk a later process stores it.
+                write_durably(folder / FILE, str(limit))
     return limit

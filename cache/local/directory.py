@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
-import shutil
+import stat
 import threading
 import time
 import uuid
@@ -19,18 +18,20 @@ from pathlib import Path
 
 import lmdb
 
-from dataload.cache.local import default_limit, preflight, trust
+from dataload.cache.local import blob_file, default_limit, preflight, recovery
+from dataload.cache.local.durable_file import write_durably
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import DAMAGED, LOCK_SECONDS, Index, Row
+from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
-from dataload.cache.local.recovery import rebuild
-from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start, sweep
+from dataload.cache.local.lmdb_file import LOCK_SECONDS
+from dataload.cache.local.recovery import recover
+from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start
 from dataload.errors import ConfigError
 
 FORMAT = 3
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 1.0
-EVICTED_AT_ONCE = 32  # blobs whose locks are held together, a descriptor each
+EVICTED_TOGETHER = 32  # blobs whose locks are held together, a descriptor each
 ADMIT_ATTEMPTS = 16  # Other processes may take the space that an eviction freed.
 _SETUP = b"\xff" * 32  # key of the lock for creating, opening, sweeping and closing a folder
 # Errors that the user must fix. The tier handles all others (full disk, failing disk, too many open files) itself.
@@ -48,8 +49,6 @@ _WRONG_FOLDER = frozenset(
     }
 )
 
-log = logging.getLogger(__name__)
-
 
 class CacheFolder:
     """A cache folder, open in this process.
@@ -59,8 +58,8 @@ class CacheFolder:
         blobs/   ab/<digest>                        LIMIT    the default limit in bytes
 
     Opening creates a missing folder with mode 0700 and removes the partial files of dead processes. It rebuilds the
-    index from the blobs if the index is lost, damaged or not trusted (`trust`). Only a process that has the folder to
-    itself rebuilds; while other processes use the folder, opening fails instead.
+    index from the blobs if the index is lost, damaged or not trusted (`recovery`). Only a process that has the folder
+    to itself rebuilds; while other processes use the folder, opening fails instead.
 
     If the folder or a part of it is removed while processes run, existing views stay valid. Each process notices at its
     next fill at the latest, closes the folder and reopens it. Until then its blobs may be missing from the index, so
@@ -85,13 +84,11 @@ class CacheFolder:
         self.path = path
         self._blobs = str(path / "blobs")
         self.closed = False
-        self.rebuilt = False
-        self._index_held = False  # A stopped process held the index lock when this one opened the folder.
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             preflight.check(path, allow_network_filesystem=allow_network_filesystem)
             # Without these files, running processes cannot be detected.
-            known = not (path / "index").exists() or ((path / "locks").exists() and (path / "tmp").exists())
+            detectable = not (path / "index").exists() or ((path / "locks").exists() and (path / "tmp").exists())
             _touch(path / "locks")
             self.locks = KeyLocks(str(path / "locks"))
             with self.locks.hold(_SETUP, SETUP_SECONDS) as held:
@@ -103,7 +100,9 @@ class CacheFolder:
                     (path / name).mkdir(mode=0o700, exist_ok=True)
                 self.index = Index(path / "index")
                 try:
-                    self._set_up(known=known)
+                    self.rebuilt, used = recover(path, self.index, self.locks, detectable=detectable)
+                    self.default_limit = default_limit.fix(path, used)
+                    self.staging = StagingFolder(path / "tmp")
                 except BaseException:
                     self.index.shut()
                     raise
@@ -117,21 +116,6 @@ class CacheFolder:
             self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
         )
 
-    def _set_up(self, *, known: bool) -> None:
-        step("recover: locked")
-        swept = sweep(self.path / "tmp")
-        step("recover: swept")
-        exclusive = known and not living(self.path / "tmp")
-        self._open_index(exclusive=exclusive)
-        forgotten = self._forget(swept)
-        step("recover: forgotten")
-        for dead in forgotten:
-            shutil.rmtree(dead, ignore_errors=True)  # A running writer may be removing these files, too.
-        self.default_limit = default_limit.fix(self.path, self._used_bytes)
-        if not known:
-            trust.doubt(self.path / "index")
-        self.staging = StagingFolder(self.path / "tmp")
-
     def close(self) -> None:
         """Close the folder, as the end of the process does. The last process to close it syncs the index to disk."""
         self.closed = True
@@ -139,12 +123,8 @@ class CacheFolder:
 
     def doubt(self) -> None:
         """Close a folder that lost files or has a damaged index, and schedule a rebuild of the index."""
-        trust.doubt(self.path / "index")
+        recovery.doubt(self.path / "index")
         self.close()
-
-    def check_place(self) -> None:
-        """Raise OSError if the index file that this process has open was replaced or removed."""
-        self.index.check_place()
 
     def path_of(self, digest: bytes) -> Path:
         """Return the path of a blob's file."""
@@ -152,8 +132,7 @@ class CacheFolder:
 
     def file_of(self, digest: bytes) -> str:
         """Return `path_of` as a string, in a tenth of the time."""
-        name = digest.hex()
-        return f"{self._blobs}/{name[:2]}/{name}"
+        return blob_file.path_in(self._blobs, digest)
 
     def publish(self, draft: Path, digest: bytes) -> str:
         """Move a sealed draft to its final path, and return that path.
@@ -204,7 +183,7 @@ class CacheFolder:
         self.index.drop(digest, timeout=timeout)
         mark.unlink(missing_ok=True)
 
-    def reserve(self, row: Row, *, limit: int, region: int, evict_before: Callable[[], int]) -> bool:
+    def reserve(self, row: Row, *, limit: int, region: int, pin: bool) -> bool:
         """Enter or replace a row, evicting as many blobs as it takes. Return whether it fits.
 
         The caller holds the lock of the row's key. A row that does not fit is not entered, and nothing is evicted.
@@ -213,15 +192,14 @@ class CacheFolder:
             row: The blob to admit.
             limit: Most bytes on disk.
             region: Bytes of the limit for transient blobs. A blob that cannot be pinned replaces the oldest of them.
-            evict_before: Called only when the cache is full. Pinned blobs last used before this time (ns) may be
-                evicted.
+            pin: Evict only blobs that no running process has used since it started.
         """
         index = self.index
         for _ in range(ADMIT_ATTEMPTS):
             missing = index.admit(row, limit=limit, region=region, allow_transient=False)
             if missing is None:
                 return True
-            before = evict_before()
+            before = self.oldest_process() if pin else time.time_ns()
             if self._evict(max(missing), partial(index.pinned, before)):
                 continue
             # A process without a region may have filled the region with pinned blobs.
@@ -253,7 +231,7 @@ class CacheFolder:
         batch: list[Row] = []
         for row in victims:
             batch.append(row)
-            if len(batch) == EVICTED_AT_ONCE or sum(row.size for row in batch) >= size:
+            if len(batch) == EVICTED_TOGETHER or sum(row.size for row in batch) >= size:
                 size -= self._release(batch)
                 batch = []
                 if size <= 0:
@@ -292,8 +270,9 @@ class CacheFolder:
     def _check_format(self) -> None:
         file = self.path / "FORMAT"
         if not file.exists():
-            preflight.make_private(self.path)
-            trust.write_durably(file, json.dumps({"format": FORMAT, "uuid": str(uuid.uuid4())}))
+            if stat.S_IMODE(self.path.stat().st_mode) != 0o700:
+                self.path.chmod(0o700)
+            write_durably(file, json.dumps({"format": FORMAT, "uuid": str(uuid.uuid4())}))
             return
         try:
             found = json.loads(file.read_text())["format"]
@@ -303,52 +282,6 @@ class CacheFolder:
             raise ConfigError(
                 f"cache_dir {self.path} has format {found}, this version reads {FORMAT}: remove it or name another"
             )
-
-    def _open_index(self, *, exclusive: bool) -> None:
-        path = self.path / "index"
-        if (exclusive and not trust.trusted(path)) or not self._readable():
-            if not exclusive:  # Other processes may still use the old index: two indexes would allow twice the limit.
-                reason = "the index is lost or damaged, and in use by other processes; it is rebuilt once they exit"
-                raise OSError(errno.EBUSY, reason, str(path))
-            rebuild(self.index, path, self.path / "blobs")
-            self.rebuilt = True
-        if exclusive:
-            trust.note_open(path)
-
-    def _readable(self) -> bool:
-        try:
-            self.index.used_bytes()
-        except (FileNotFoundError, *DAMAGED) as error:
-            log.debug("cache %s: the index cannot be read: %s", self.path, error)
-            return False
-        except TimeoutError:  # A stopped process holds the index lock. Cached blobs are readable without the index.
-            self._index_held = True
-        return True
-
-    def _used_bytes(self) -> int | None:
-        return None if self._index_held else self.index.used_bytes()
-
-    def _forget(self, swept: dict[Path, set[bytes]]) -> list[Path]:
-        """Drop rows without files that dead processes left. Return the staging folders that can be removed.
-
-        The first timeout of the index ends the work. The next process that opens the cache does the rest.
-        """
-        done: list[Path] = []
-        if not self._index_held:
-            with suppress(TimeoutError):
-                for dead, digests in swept.items():
-                    if all(map(self._forget_one, digests)):
-                        done.append(dead)
-        return done
-
-    def _forget_one(self, digest: bytes) -> bool:
-        """Drop the row of a blob that has no file. Return False while another process fills or evicts the blob."""
-        with self.locks.hold(digest, timeout=0) as held:
-            if not held:
-                return False
-            if not self.path_of(digest).exists():
-                self.index.drop(digest)
-            return True
 
 
 def _touch(path: Path) -> None:
@@ -366,7 +299,7 @@ def _close(
             if held and not living(path / "tmp"):
                 index.sync()
                 step("close: synced")
-                trust.note_closed(path / "index")
+                recovery.note_closed(path / "index")
         staging.close()
         index.shut()
     finally:

@@ -20,7 +20,6 @@ STEPS = (
     "recover: forgotten",  # these rows are dropped
     "rebuild: dropped",  # the old index is removed
     "rebuild: entered",  # the new index has its rows, but is not trusted yet
-    "adopt: entered",  # a blob without a row has one again
     "close: synced",  # the index is synced, but not recorded as closed
 )
 

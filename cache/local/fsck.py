@@ -17,10 +17,9 @@ from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.staging import DIGEST
-from dataload.cache.local.verified import VerifiedPieces
 from dataload.errors import ConfigError, CorruptEntry
 
-EVICTED_AT_ONCE = 1 << 30  # bytes
+EVICTED_BYTES = 1 << 30  # at once, between two calls of `progress`
 
 
 @dataclass
@@ -81,11 +80,9 @@ def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int
             continue
         if not digest or _holds(folder, digest, partial(_unknown, folder, digest), repair=repair):
             report.problems.append(f"{file}: not in the index")
-    owed = folder.index.owed_bytes()
+    owed = folder.index.owed_bytes(repair=repair)
     if owed:
         report.problems.append(f"{folder.path / 'index'}: its accounts are off by {owed} bytes")
-        if repair:
-            folder.index.balance()
     return report
 
 
@@ -114,7 +111,7 @@ def evict(
     before = used = folder.index.used_bytes()
     if path is None:
         while used > keep_bytes:
-            folder.evict(max(keep_bytes, used - EVICTED_AT_ONCE))
+            folder.evict(max(keep_bytes, used - EVICTED_BYTES))
             left = folder.index.used_bytes()
             if left >= used:  # The rest is being filled, or other processes fill as fast.
                 break
@@ -151,7 +148,7 @@ def _problem(folder: CacheFolder, row: Row) -> str | None:
     path = folder.path_of(row.digest)
     try:
         _, name, status = blob_file.read_footer(path)  # open_map does not verify the name of an empty blob.
-        blob_file.open_map(path, row.digest, VerifiedPieces())
+        blob_file.open_map(path, row.digest, blob_file.VerifiedPieces())
     except FileNotFoundError:
         return "in the index, but its file is gone"
     except (OSError, CorruptEntry) as error:

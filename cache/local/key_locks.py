@@ -14,8 +14,7 @@ from contextlib import contextmanager, suppress
 
 from dataload.runtime.forks import ForkAware, close_copies
 
-FIRST_WAIT = 0.0001
-LONGEST_WAIT = 0.02
+FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.02  # seconds between attempts to lock
 EVICTION_SECONDS = 2.0
 _EVICTIONS = 1 << 62  # Offset of the bytes for evictions. A fill locks its key's byte and its eviction byte.
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of fcntl(2): type, whence, start, length, pid
@@ -107,11 +106,17 @@ def _byte_of(digest: bytes) -> int:
 
 
 def _wait_for_lock(descriptor: int, byte: int, deadline: float) -> bool:
-    wait = FIRST_WAIT
-    while not (held := set_lock(descriptor, byte, fcntl.F_WRLCK)) and time.monotonic() < deadline:
-        time.sleep(wait)
-        wait = min(2 * wait, LONGEST_WAIT)
-    return held
+    return any(set_lock(descriptor, byte, fcntl.F_WRLCK) for _ in attempts(deadline))
+
+
+def attempts(deadline: float) -> Iterator[None]:
+    """Yield at least once, and then until `deadline` (monotonic seconds), after growing pauses."""
+    yield
+    pause = FIRST_PAUSE
+    while time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+        yield
 
 
 def set_lock(descriptor: int, byte: int, kind: int, count: int = 1) -> bool:

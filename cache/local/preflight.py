@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 
 from dataload.errors import ConfigError
@@ -74,12 +73,6 @@ def not_local(path: Path, kind: str) -> str:
     """
     named = f"a filesystem of type {kind}" if kind else "a filesystem of unknown type"
     return f"{path} is on {named}, which is not known to be local: index and locks do not work across a network"
-
-
-def make_private(path: Path) -> None:
-    """Set the mode of a folder to 0700. Raises OSError."""
-    if stat.S_IMODE(path.stat().st_mode) != 0o700:
-        path.chmod(0o700)
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:

@@ -16,15 +16,12 @@ class _OpenFolders(ForkAware):
     """The folders that this process has open, each once: LMDB must not open a file twice in a process."""
 
     def __init__(self) -> None:
-        self._forget_all()
+        self.after_fork_in_child()
 
-    def _forget_all(self) -> None:
+    def after_fork_in_child(self) -> None:
         self._opening = threading.Lock()
         self._folders: weakref.WeakValueDictionary[Identity, CacheFolder] = weakref.WeakValueDictionary()
         self._ends: dict[Identity, threading.Event] = {}
-
-    def after_fork_in_child(self) -> None:
-        self._forget_all()
 
     def open(self, path: Path, *, allow_network_filesystem: bool) -> CacheFolder:
         super().__init__()  # Not at import: forks matter from the first folder on. Repeated calls are harmless.

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ from dataload.cache.health import CircuitBreaker, Health
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import BATCH_ROWS, DAMAGED, LOCK_SECONDS, Row
+from dataload.cache.local.index import Row
+from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
 from dataload.cache.local.registry import open_folder
-from dataload.cache.local.verified import VerifiedPieces
 from dataload.cache.local.writer import BlobWriter
 from dataload.cache.tier import BlobKey, Fill, Span
 from dataload.errors import ConfigError, CorruptEntry
@@ -32,6 +31,10 @@ from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
 FILL_SECONDS = 120.0
+FULL = (
+    "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
+    "raise cache_bytes or evict"
+)
 FLUSH_SECONDS = 1.0  # Hits are written to the index in batches, at most this much later.
 
 log = logging.getLogger(__name__)
@@ -78,25 +81,21 @@ class LocalTier(ForkAware):
         self._clock = clock
         self._was_open = False
         self._touched: set[bytes] = set()
-        self._strays: set[bytes] = set()  # blobs that were read but have no row yet
-        self._reported: set[str] = set()
         self._flush_at = 0.0
         self.after_fork_in_child()
         super().__init__()
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
-        self.health = Health(str(self.path), self._clock)
-        self.verified = VerifiedPieces()
+        self.health = Health(str(self.path), self._clock, self.counters)
+        self.verified = blob_file.VerifiedPieces()
         self.buffers = BufferPool()
         self._folder: CacheFolder | None = None
-        self._mutex = threading.Lock()  # guards `_touched` and `_strays`
-
-    def _state(self) -> dict[str, int]:
-        return {"region": self.region, "allow_network_filesystem": self.allow_network_filesystem}
+        self._mutex = threading.Lock()  # guards `_touched`
 
     def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str], dict[str, int]]:
-        return LocalTier, (self.path, self._given_limit, self.policy), self._state()
+        state = {"region": self.region, "allow_network_filesystem": self.allow_network_filesystem}
+        return LocalTier, (self.path, self._given_limit, self.policy), state
 
     def __repr__(self) -> str:
         state = "not opened" if self._folder is None else self.health.state
@@ -155,7 +154,7 @@ class LocalTier(ForkAware):
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
             step("fill: locked")
-            writer = stack.enter_context(BlobWriter(self, key, folder, or_nothing=to_keep is not None))
+            writer = stack.enter_context(BlobWriter(self, key, folder, must_cache=to_keep is not None))
             fill(writer.allocate)
             step("fill: filled")
             return writer.publish(span)
@@ -166,7 +165,7 @@ class LocalTier(ForkAware):
         with ExitStack() as stack:
             held = True
             if folder is not None:
-                with self.trouble("locking a blob", self.health.writes, folder):
+                with self.fallback("locking a blob", self.health.writes, folder):
                     held = stack.enter_context(folder.locks.hold(key.digest, timeout=0))
             yield None if held else partial(self._wait_for, key)
 
@@ -181,7 +180,7 @@ class LocalTier(ForkAware):
     def stored_bytes(self, key: BlobKey) -> int:
         folder = self._opened()
         if folder is not None:
-            with self.trouble("looking up a blob", self.health.reads, folder):
+            with self.fallback("looking up a blob", self.health.reads, folder):
                 return folder.index.size_of(key.digest) or 0
         return 0
 
@@ -195,7 +194,7 @@ class LocalTier(ForkAware):
         """Record a use of the blobs that are cached, so that this process keeps them under "pin"."""
         folder = None if self.health.writes.tripped else self._opened()
         if folder is not None:
-            with self.trouble("recording uses", self.health.writes, folder):
+            with self.fallback("recording uses", self.health.writes, folder):
                 folder.index.touch(key.digest for key in keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
@@ -203,49 +202,60 @@ class LocalTier(ForkAware):
             return False
         folder = self._opened()
         if folder is not None:
-            with self.trouble("looking up a blob", self.health.writes, folder):
-                return not folder.index.stay(key.digest for key in keys)
+            with self.fallback("looking up a blob", self.health.writes, folder):
+                return not folder.index.all_pinned(key.digest for key in keys)
         return False
 
-    def flush(self) -> None:
-        """Record the blobs used since the last flush, and enter rows for blobs that have none."""
-        folder = self.folder
-        self._note_uses(folder, LOCK_SECONDS)
+    def flush(self, timeout: float = LOCK_SECONDS) -> None:
+        """Record the blobs used since the last flush. With a timeout of 0, leave it to a later flush if it fails."""
         with self._mutex:
-            strays = list(islice(self._strays, BATCH_ROWS))
-        for digest in strays:
-            if self._adopt(folder, digest):
-                with self._mutex:
-                    self._strays.discard(digest)
+            touched, self._touched = self._touched, set()
+            self._flush_at = time.monotonic() + FLUSH_SECONDS
+        try:
+            self.folder.index.touch(touched, timeout)
+        except TimeoutError:
+            with self._mutex:
+                self._touched |= touched
+            if timeout:
+                raise
 
     def reserve(self, folder: CacheFolder, key: BlobKey, size: int) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
         self.flush()
-        return self._admit(folder, Row(key.digest, key.name, size))
+        pin = self.policy == "pin"
+        row = Row(key.digest, key.name, size)
+        if folder.reserve(row, limit=self.limit, region=self.region if pin else 0, pin=pin):
+            return True
+        self.counters.add(refused=1)
+        if self.health.is_new("full"):
+            log.warning(FULL, self.path, self.limit, key.name, size)
+        return False
 
     @contextmanager
-    def trouble(self, doing: str, breaker: CircuitBreaker, folder: CacheFolder) -> Iterator[None]:
+    def fallback(self, doing: str, breaker: CircuitBreaker, folder: CacheFolder) -> Iterator[None]:
         """Catch errors of the disk and the index, count them, and log each kind once.
 
-        The caller falls back to the next tier or the origin.
-
-        Args:
-            doing: The operation, for the log.
-            breaker: The circuit breaker that counts the failure.
-            folder: The folder in use. If a part of it was removed, only this object is closed: another thread may
-                already have reopened the folder.
+        The caller falls back to the next tier or the origin. If a part of `folder` was removed, only this object is
+        closed: another thread may already have reopened the folder.
         """
         try:
             yield
         except (OSError, lmdb.Error) as error:
-            self._failed(doing, error, breaker, folder)
+            self.health.report(doing, error)
+            if isinstance(error, CorruptEntry) or folder.closed:  # It says nothing about the disk that is in use.
+                return
+            if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
+                folder.doubt()
+                self.health.reads.failed()
+            else:
+                breaker.failed()
 
     def _opened(self) -> CacheFolder | None:
         """Return the folder, or count an error and return None. Raises ConfigError as `LocalTier` does."""
         try:
             return self.folder
         except (OSError, lmdb.Error) as error:
-            self._report("opening the folder", error)
+            self.health.report("opening the folder", error)
             self.health.reads.failed(for_good=True)
             return None
 
@@ -261,63 +271,11 @@ class LocalTier(ForkAware):
         folder = self._opened()
         if folder is not None:
             timeout = 0 if self.health.writes.tripped else self.fill_seconds
-            with self.trouble("locking a blob", self.health.writes, folder):
+            with self.fallback("locking a blob", self.health.writes, folder):
                 if stack.enter_context(folder.locks.hold(key.digest, timeout)):
                     return folder
                 raise TimeoutError(errno.ETIMEDOUT, f"another process has held its lock for {timeout:g} s", key.name)
         return None
-
-    def _admit(self, folder: CacheFolder, row: Row) -> bool:
-        evict_before = folder.oldest_process if self.policy == "pin" else time.time_ns
-        region = self.region if self.policy == "pin" else 0
-        return folder.reserve(row, limit=self.limit, region=region, evict_before=evict_before)
-
-    def _note_uses(self, folder: CacheFolder, timeout: float) -> None:
-        with self._mutex:
-            touched, self._touched = self._touched, set()
-            self._flush_at = time.monotonic() + FLUSH_SECONDS
-        try:
-            strays = folder.index.touch(touched, timeout)
-        except TimeoutError:
-            with self._mutex:
-                self._touched |= touched
-            if timeout:
-                raise
-        else:
-            with self._mutex:
-                self._strays.update(strays)
-
-    def _failed(self, doing: str, error: Exception, breaker: CircuitBreaker, folder: CacheFolder) -> None:
-        self._report(doing, error)
-        if isinstance(error, CorruptEntry) or folder.closed:  # It says nothing about the disk that is in use.
-            return
-        if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
-            folder.doubt()
-            self.health.reads.failed()
-        else:
-            breaker.failed()
-
-    def _report(self, doing: str, error: Exception) -> None:
-        self.counters.add(errors=1)
-        kind = f"{doing} {type(error).__name__} {getattr(error, 'errno', None)}"
-        if kind not in self._reported:
-            self._reported.add(kind)
-            # str(): a log handler that keeps the exception would keep the folder open through its traceback.
-            log.warning("cache %s: error while %s; falling back without the cache: %s", self.path, doing, str(error))
-
-    def refuse(self, key: BlobKey, size: int) -> None:
-        """Count a blob that does not fit, and log the first one."""
-        self.counters.add(refused=1)
-        if "full" not in self._reported:
-            self._reported.add("full")
-            log.warning(
-                "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
-                "raise cache_bytes or evict",
-                self.path,
-                self.limit,
-                key.name,
-                size,
-            )
 
     def _lookup(self, key: BlobKey, span: Span | None) -> memoryview | None:
         """Return the blob if it is cached, else None."""
@@ -325,7 +283,7 @@ class LocalTier(ForkAware):
         if folder is None:
             return None
         found = None
-        with self.trouble("reading a blob", self.health.reads, folder):
+        with self.fallback("reading a blob", self.health.reads, folder):
             with suppress(FileNotFoundError):
                 found = blob_file.open_map(folder.file_of(key.digest), key.digest, self.verified, span)
             if found is not None or self.health.reads.tripped:
@@ -334,28 +292,6 @@ class LocalTier(ForkAware):
             with self._mutex:
                 self._touched.add(key.digest)
             if time.monotonic() >= self._flush_at and not self.health.writes.tripped:
-                with self.trouble("recording uses", self.health.writes, folder):
-                    self._note_uses(folder, timeout=0)
+                with self.fallback("recording uses", self.health.writes, folder):
+                    self.flush(timeout=0)
         return found
-
-    def _adopt(self, folder: CacheFolder, digest: bytes) -> bool:
-        """Enter a row for an intact file that has none, for example after the index was lost. Remove other files.
-
-        Return False while another process holds the blob's lock.
-        """
-        with folder.locks.hold(digest, timeout=0) as alone:
-            if not alone:
-                return False
-            if folder.index.size_of(digest) is not None:
-                return True
-            try:
-                footer, name, _ = blob_file.read_footer(folder.file_of(digest))
-                if footer.digest == digest and self._admit(folder, Row(digest, name, footer.size)):
-                    step("adopt: entered")
-                    return True
-            except FileNotFoundError:
-                return True
-            except CorruptEntry as error:
-                self._report("reading a blob", error)
-            folder.unlink(digest)
-            return True

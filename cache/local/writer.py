@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Self
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import LOCK_SECONDS
+from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.tier import BlobKey, Draft, NoRoomError, Span
 from dataload.telemetry.wait_timeline import doing
-
-MAPPED_BYTES = 64 << 20  # Larger blobs are written through a map of their file: slower, but not held in memory.
 
 if TYPE_CHECKING:
     from dataload.cache.local.tier import LocalTier
@@ -31,38 +29,37 @@ class BlobWriter(Draft):
         tier: The tier that caches the blob.
         key: Key of the blob. The caller holds its lock in `folder`.
         folder: The folder to write to. None: fill the blob in memory.
-        or_nothing: Raise NoRoomError instead of falling back to memory.
+        must_cache: Raise NoRoomError instead of falling back to memory.
     """
 
-    def __init__(self, tier: LocalTier, key: BlobKey, folder: CacheFolder | None, *, or_nothing: bool = False) -> None:
+    def __init__(self, tier: LocalTier, key: BlobKey, folder: CacheFolder | None, *, must_cache: bool = False) -> None:
         super().__init__(key)
         self._tier = tier
         self._folder = folder
-        self._or_nothing = or_nothing
+        self._must_cache = must_cache
         self._owner = os.getpid()
         self._path: Path | None = None
-        self._map: mmap.mmap | None = None
+        self._buffer: mmap.mmap | None = None
         self._size = 0  # of the file, in bytes
-        self._payload_bytes = 0
 
-    def room(self, size: int) -> memoryview:
-        self._payload_bytes, self._size = size, blob_file.size_on_disk(size, self.key.name)
+    def memory_for(self, size: int) -> memoryview:
+        self._size = blob_file.size_on_disk(size, self.key.name)
         if self._folder is not None:
-            with self._tier.trouble("allocating a blob", self._tier.health.writes, self._folder):
-                self._map = self._on_disk(self._folder)
-        if self._map is None and self._or_nothing:
+            with self._tier.fallback("allocating a blob", self._tier.health.writes, self._folder):
+                self._buffer = self._on_disk(self._folder)
+        if self._buffer is None and self._must_cache:
             raise NoRoomError(self.key.name)
-        return super().room(size) if self._map is None else memoryview(self._map)[:size]
+        return super().memory_for(size) if self._buffer is None else memoryview(self._buffer)[:size]
 
     def publish(self, span: Span | None = None) -> memoryview:
         in_memory = super().publish(span)
         tier, folder, digest = self._tier, self._folder, self.key.digest
-        if self._map is None or self._path is None or folder is None or folder.closed:
+        payload, buffer = self.payload, self._buffer
+        if payload is None or buffer is None or self._path is None or folder is None or folder.closed:
             return in_memory
-        with doing("disk"), tier.trouble("writing a blob", tier.health.writes, folder):
-            blob_file.seal(self._map, self._payload_bytes, digest, self.key.name)
-            if self._size < MAPPED_BYTES:
-                blob_file.write(self._path, self._map, self._size)
+        with doing("disk"), tier.fallback("writing a blob", tier.health.writes, folder):
+            blob_file.seal(buffer, len(payload), digest, self.key.name)
+            blob_file.write(self._path, buffer, self._size)
             step("fill: sealed")
             target = folder.publish(self._path, digest)
             self._path = None
@@ -70,20 +67,16 @@ class BlobWriter(Draft):
             tier.health.worked()
             # A view of the memory that was written to would let its holder modify the blob: map the file read-only.
             found = blob_file.open_map(target, digest, tier.verified, span, just_sealed=True)
-            self._recycle(in_memory)
+            with suppress(BufferError):  # The fill still has a view of the buffer: leave the buffer to it.
+                in_memory.release()
+                payload.release()
+                tier.buffers.give_back(buffer)
             return found
         return in_memory
 
-    def _recycle(self, in_memory: memoryview) -> None:
-        if self._map is not None and self.payload is not None and self._size < MAPPED_BYTES:
-            with suppress(BufferError):  # The fill still has a view of the buffer: leave the buffer to it.
-                in_memory.release()
-                self.payload.release()
-                self._tier.buffers.give_back(self._map)
-
     def _on_disk(self, folder: CacheFolder) -> mmap.mmap | None:
         digest = self.key.digest
-        folder.check_place()
+        folder.index.check_place()
         # Create the file before its row, so that a sweep after a kill finds the row to drop.
         self._path = folder.staging.draft(digest)
         descriptor = blob_file.create(self._path)
@@ -91,14 +84,11 @@ class BlobWriter(Draft):
         try:
             folder.clear(digest, self._path)  # a corrupt blob, or the draft of a dead writer
             if not self._tier.reserve(folder, self.key, self._size):
-                self._tier.refuse(self.key, self._size)
                 return None
             step("fill: reserved")
-            # A full disk raises here; later, a write through the map would be a SIGBUS.
-            os.posix_fallocate(descriptor, 0, self._size)
+            os.posix_fallocate(descriptor, 0, self._size)  # A full disk raises here, before anything is fetched.
             step("fill: allocated")
-            mapped = self._size >= MAPPED_BYTES
-            return mmap.mmap(descriptor, self._size) if mapped else self._tier.buffers.take(self._size)
+            return self._tier.buffers.take(self._size)
         finally:
             os.close(descriptor)
 
@@ -113,6 +103,6 @@ class BlobWriter(Draft):
             with suppress(OSError):
                 path.unlink()
             return
-        with tier.trouble("discarding a draft", tier.health.writes, folder):
+        with tier.fallback("discarding a draft", tier.health.writes, folder):
             # Do not wait twice for a stuck index: the draft's mark stays, and a sweep drops the row.
             folder.discard(self.key.digest, path, timeout=0 if tier.health.writes.tripped else LOCK_SECONDS)

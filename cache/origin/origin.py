@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from json import JSONDecodeError
 from typing import Any, TypeVar
@@ -149,15 +148,21 @@ class Origin(ForkAware):
         with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
             return _attempts()(self._request, whole)
 
-    def read_into(self, buffers: Sequence[memoryview], path: str, start: int, version: str) -> None:
-        """Fill `buffers`, one after the other, with the bytes from `start` on. Raise the same errors as `read`."""
-        stop = start + sum(map(len, buffers))
+    def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
+        """Fill `buffer` with the bytes from `start` on. Raise the same errors as `read`."""
+        stop = start + len(buffer)
 
-        def parts(engine: Engine) -> None:
-            _check(_scatter(self._counted(engine.parts(path, start, stop, version)), buffers), stop - start)
+        def receive(engine: Engine) -> None:
+            received = 0
+            for part in self._counted(engine.parts(path, start, stop, version)):
+                end = received + len(part)
+                if end <= len(buffer):
+                    buffer[received:end] = part
+                received = end
+            _check(received, len(buffer))
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
-            _attempts()(self._request, parts)
+            _attempts()(self._request, receive)
 
     def _normalized(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return metadata with the path under which the store serves the object."""
@@ -260,21 +265,6 @@ def _attempts() -> Retrying:
 def _log_failure(state: RetryCallState) -> None:
     error = state.outcome.exception() if state.outcome else None
     log.debug("attempt %d failed, trying again: %s", state.attempt_number, redacted(error))
-
-
-def _scatter(parts: Iterable[memoryview], buffers: Iterable[memoryview]) -> int:
-    """Write the parts into `buffers`, one after the other, while they fit. Return the number of bytes in the parts."""
-    free, count = deque(buffer for buffer in buffers if len(buffer)), 0
-    for part in parts:
-        count += len(part)
-        while len(part) and free:
-            buffer = free.popleft()
-            size = min(len(part), len(buffer))
-            buffer[:size] = part[:size]
-            part = part[size:]  # noqa: PLW2901 (the rest of the part)
-            if size < len(buffer):
-                free.appendleft(buffer[size:])
-    return count
 
 
 def _check(received: int, requested: int) -> None:

@@ -17,7 +17,6 @@ import xxhash
 from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.local import blob_file, fsck
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.local.verified import VerifiedPieces
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import CorruptEntry
 from dataload.runtime.filemap import FileMap
@@ -50,7 +49,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
 def test_any_size_and_name(tmp_path: Path, size: int) -> None:
     file = write(tmp_path / "blob", DATA[:size])
-    assert blob_file.open_map(file, DIGEST, VerifiedPieces()) == DATA[:size]
+    assert blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces()) == DATA[:size]
     footer, name, status = blob_file.read_footer(file)
     assert (footer.payload, footer.size, name, footer.digest) == (size, status.st_size, NAME, DIGEST)
 
@@ -67,7 +66,7 @@ def flip(file: Path, at: int) -> None:
 def test_a_flipped_bit_is_found(file: Path, at: int) -> None:
     flip(file, at)
     with pytest.raises(CorruptEntry):
-        blob_file.open_map(file, DIGEST, VerifiedPieces())
+        blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces())
 
 
 @pytest.mark.parametrize("at", [SUMS, NAMED - 1, NAMED, FOOTER - 1, FOOTER, -1])
@@ -81,7 +80,7 @@ def test_a_flipped_bit_is_found_without_a_look_at_the_payload(file: Path, at: in
 def test_a_file_cut_short_is_found(file: Path, size: int) -> None:
     os.truncate(file, size)
     with pytest.raises(CorruptEntry):
-        blob_file.open_map(file, DIGEST, VerifiedPieces())
+        blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces())
     with pytest.raises(CorruptEntry):
         blob_file.read_footer(file)
 
@@ -94,14 +93,17 @@ def test_lengths_that_cannot_be_are_harmless(file: Path, field: str, at: int, va
     struct.pack_into(field, whole, FOOTER + at, value & (2 ** (8 * struct.calcsize(field)) - 1))
     whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
     file.write_bytes(whole)
-    for read in (lambda: blob_file.open_map(file, DIGEST, VerifiedPieces()), lambda: blob_file.read_footer(file)):
+    for read in (
+        lambda: blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces()),
+        lambda: blob_file.read_footer(file),
+    ):
         with pytest.raises(CorruptEntry):
             read()
 
 
 def test_another_blob_or_format_is_never_misread(file: Path, tmp_path: Path) -> None:
     with pytest.raises(CorruptEntry, match="another blob"):
-        blob_file.open_map(write(tmp_path / "other", digest=bytes(32)), DIGEST, VerifiedPieces())
+        blob_file.open_map(write(tmp_path / "other", digest=bytes(32)), DIGEST, blob_file.VerifiedPieces())
     good = file.read_bytes()
     for at in (0, 8):  # magic and version
         whole = bytearray(good)
@@ -109,20 +111,20 @@ def test_another_blob_or_format_is_never_misread(file: Path, tmp_path: Path) -> 
         whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
         file.write_bytes(whole)
         with pytest.raises(CorruptEntry, match="another format"):
-            blob_file.open_map(file, DIGEST, VerifiedPieces())
+            blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces())
 
 
 def test_a_symbolic_link_is_no_blob(file: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(CorruptEntry, match="symbolic link"):
-        blob_file.open_map(tmp_path / "link", DIGEST, VerifiedPieces())
+        blob_file.open_map(tmp_path / "link", DIGEST, blob_file.VerifiedPieces())
     with pytest.raises(OSError, match="symbolic"):
         blob_file.write(tmp_path / "link", mmap.mmap(-1, 1), 1)
 
 
 def test_a_span_looks_only_at_its_pieces(file: Path) -> None:
     flip(file, 2 * PIECE)
-    proven = VerifiedPieces()
+    proven = blob_file.VerifiedPieces()
     for start, stop in ((0, 10), (PIECE - 1, 2 * PIECE), (3 * PIECE, 9 * PIECE), (5, 5), (2 * PIECE, 2 * PIECE)):
         assert blob_file.open_map(file, DIGEST, proven, (start, stop)) == DATA[start:stop]
     for start, stop in ((2 * PIECE, 2 * PIECE + 1), (2 * PIECE - 1, 2 * PIECE + 1), (0, 4 * PIECE)):
@@ -140,7 +142,7 @@ def test_what_is_proven_is_not_hashed_again(file: Path, monkeypatch: pytest.Monk
         blob_file.open_map(file, DIGEST, proven, span or None)
         return hashed.count(PIECE)
 
-    proven = VerifiedPieces()
+    proven = blob_file.VerifiedPieces()
     assert [pieces(0, 1), pieces(0, PIECE), pieces(1, PIECE + 1), pieces(), pieces(), pieces(5, 9)] == [
         1,
         0,
@@ -158,7 +160,7 @@ def test_what_is_proven_is_not_hashed_again(file: Path, monkeypatch: pytest.Monk
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    proven, status = VerifiedPieces(most_blobs=3), SimpleNamespace(st_ino=1, st_mtime_ns=2)
+    proven, status = blob_file.VerifiedPieces(most_blobs=3), SimpleNamespace(st_ino=1, st_mtime_ns=2)
     for number in range(5):
         proven.add(bytes([number]), status, 1)
     assert [proven.bits(bytes([number]), status) for number in range(5)] == [0, 0, 1, 1, 1]
@@ -184,15 +186,6 @@ def filler(data: bytes) -> Any:
     return fill
 
 
-def test_large_blobs_are_written_through_a_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dataload.cache.local.writer.MAPPED_BYTES", 1)
-    tier, key = LocalTier(tmp_path / "c"), BlobKey("origin", "x", "v", "all")
-    view = tier.get_or_fill(key, filler(DATA))
-    assert view.readonly
-    assert view == DATA
-    assert LocalTier(tmp_path / "c").get(key) == DATA
-
-
 def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is truncated after `fstat`, which the kernel reports like an unreadable sector."""
     real = os.fstat
@@ -209,7 +202,7 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
     tail = file.read_bytes()[FOOTER:]
     monkeypatch.setattr(os, "fstat", fstat)
     with pytest.raises(CorruptEntry):
-        blob_file.open_map(file, DIGEST, VerifiedPieces())
+        blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces())
 
     def populate(*_: int) -> None:
         raise OSError(errno.EFAULT, "Bad address")
@@ -224,7 +217,7 @@ def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
     file: Path, left: int, *, proven: bool
 ) -> None:
     """The kernel reports a truncated file like an unreadable sector. A SIGBUS would kill only the child."""
-    known = VerifiedPieces()
+    known = blob_file.VerifiedPieces()
     if proven:
         blob_file.open_map(file, DIGEST, known)
     child = os.fork()
@@ -251,7 +244,7 @@ def test_a_map_past_the_end_of_its_file_is_an_error_and_no_signal(tmp_path: Path
 def test_a_write_may_take_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: real(descriptor, data[:PIECE], at))
-    assert blob_file.open_map(write(tmp_path / "blob"), DIGEST, VerifiedPieces()) == DATA
+    assert blob_file.open_map(write(tmp_path / "blob"), DIGEST, blob_file.VerifiedPieces()) == DATA
 
 
 def test_buffers_are_used_again_unless_somebody_holds_a_view() -> None:

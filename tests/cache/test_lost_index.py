@@ -18,7 +18,7 @@ import pytest
 from tiers import LIMIT, assert_sound, bytes_in, data_of, files_of, key, look, name_of, put
 
 from dataload.cache.health import READ_FAILURES
-from dataload.cache.local import blob_file, failpoints, fsck, index, trust
+from dataload.cache.local import blob_file, failpoints, fsck, index, recovery
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.tier import LocalTier
@@ -106,7 +106,7 @@ def neighbour(path: Path, then: Callable[[LocalTier], object] = lambda _: None) 
 
 @pytest.fixture
 def after_reboot(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
 
 
 @pytest.mark.usefixtures("after_reboot")
@@ -148,7 +148,7 @@ def test_after_a_power_failure_the_index_is_made_anew(left: Path, torn: str, mon
 def test_what_was_closed_is_believed_after_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(LocalTier(tmp_path, LIMIT), "x/0")
     assert (tmp_path / "index" / "state").read_text() == "closed"
-    monkeypatch.setattr(trust, "boot_id", lambda: "another boot")
+    monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
     tier = LocalTier(tmp_path, LIMIT)
     assert not tier.folder.rebuilt
     assert look(tier, "x/0")
@@ -157,9 +157,9 @@ def test_what_was_closed_is_believed_after_a_reboot(tmp_path: Path, monkeypatch:
 
 def test_the_index_is_on_the_disk_before_it_is_noted_as_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    sync, noted = index.Index.sync, trust.note_closed
+    sync, noted = index.Index.sync, recovery.note_closed
     monkeypatch.setattr(index.Index, "sync", lambda self: (said.append("sync"), sync(self)))
-    monkeypatch.setattr(trust, "note_closed", lambda path: (said.append("noted"), noted(path)))
+    monkeypatch.setattr(recovery, "note_closed", lambda path: (said.append("noted"), noted(path)))
     put(LocalTier(tmp_path, LIMIT), "x/0")
     assert said == ["sync", "noted"]
 
@@ -184,7 +184,7 @@ def test_only_the_last_one_closes(tmp_path: Path) -> None:
     path = tmp_path / "c"
     with neighbour(path):
         put(LocalTier(path, LIMIT), "x/2")
-        assert (path / "index" / "state").read_text() == trust.boot_id()
+        assert (path / "index" / "state").read_text() == recovery.boot_id()
     LocalTier(path).folder.close()
     assert (path / "index" / "state").read_text() == "closed"
 
@@ -194,7 +194,7 @@ def test_nothing_is_noted_as_closed_while_another_opens_it(tmp_path: Path, monke
     folder = LocalTier(tmp_path, LIMIT).folder
     with KeyLocks(str(tmp_path / "locks")).hold(b"\xff" * 32, timeout=0):
         folder.close()
-    assert (tmp_path / "index" / "state").read_text() == trust.boot_id()
+    assert (tmp_path / "index" / "state").read_text() == recovery.boot_id()
 
 
 def test_a_child_does_not_close_for_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,20 +210,20 @@ def test_a_child_does_not_close_for_its_parent(tmp_path: Path, monkeypatch: pyte
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    assert (tmp_path / "index" / "state").read_text() == trust.boot_id()
+    assert (tmp_path / "index" / "state").read_text() == recovery.boot_id()
     assert len(list((tmp_path / "tmp").iterdir())) == 1
     put(tier, "x/2")
 
 
 @pytest.mark.parametrize("step", ["rebuild: dropped", "rebuild: entered", "close: synced"])
 def test_a_kill_while_an_index_is_made_or_closed(left: Path, step: str) -> None:
-    trust.doubt(left / "index")
+    recovery.doubt(left / "index")
     in_child(lambda: LocalTier(left, LIMIT).folder.close(), killed_at=step)
     assert assert_sound(left, LIMIT) == set(NAMES)
 
 
 def test_without_a_boot_id_nothing_left_open_is_believed(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "boot_id", lambda: "")
+    monkeypatch.setattr(recovery, "boot_id", lambda: "")
     folder = open_folder(left)
     assert folder.rebuilt
     folder.close()
@@ -421,7 +421,7 @@ def test_a_folder_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytes
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input") as caught:
-        patch.setattr(trust, "note_open", fails)
+        patch.setattr(recovery, "note_open", fails)
         open_folder(left)
     assert open_folder(left).index.used_bytes() > 0
     assert caught.value.errno == 5
@@ -559,36 +559,8 @@ def orphaned(tmp_path: Path) -> LocalTier:
     return tier
 
 
-def test_a_blob_without_a_row_is_adopted(orphaned: LocalTier) -> None:
-    assert orphaned.get(key("x/0"), (5, 9)) == data_of("x/0")[5:9]
-    orphaned.flush()
-    assert fsck.verify(orphaned.folder).problems == []
-
-
-def test_a_fill_adopts_the_blobs_that_were_read(orphaned: LocalTier) -> None:
-    assert look(orphaned, "x/0")
-    put(orphaned, "y/0")
-    assert fsck.verify(orphaned.folder).problems == []
-
-
-def test_adopting_keeps_the_limit(orphaned: LocalTier) -> None:
-    for name in ("z/5", "y/3"):
-        put(orphaned, name)
-    assert look(orphaned, "x/0")
-    orphaned.flush()
-    assert orphaned.folder.index.used_bytes() == bytes_in(files_of(orphaned.path).values()) <= LIMIT
-
-
-def test_what_cannot_be_adopted_goes(orphaned: LocalTier) -> None:
-    orphaned.folder.evict(0)
-    small = LocalTier(orphaned.path, 100, "lru")
-    assert look(small, "x/0")
-    small.flush()
-    assert files_of(small.path) == {}
-
-
 @pytest.mark.parametrize("damage", [lambda whole: whole[:-1], lambda whole: bytes(len(whole)), lambda _: b""])
-def test_nothing_damaged_is_adopted(orphaned: LocalTier, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_blob_without_a_row_is_made_again(orphaned: LocalTier, damage: Callable[[bytes], bytes]) -> None:
     file = files_of(orphaned.path)[key("x/0").digest]
     file.write_bytes(damage(file.read_bytes()))
     assert orphaned.get(key("x/0")) is None
@@ -597,7 +569,7 @@ def test_nothing_damaged_is_adopted(orphaned: LocalTier, damage: Callable[[bytes
     assert is_kept(orphaned, "x/0")
 
 
-def test_another_blob_is_not_adopted(orphaned: LocalTier) -> None:
+def test_another_blob_without_a_row_is_not_served(orphaned: LocalTier) -> None:
     put(orphaned, "y/0")
     files = files_of(orphaned.path)
     shutil.copy(files[key("y/0").digest], files[key("x/0").digest])
@@ -605,33 +577,6 @@ def test_another_blob_is_not_adopted(orphaned: LocalTier) -> None:
     assert orphaned.folder.index.size_of(key("x/0").digest) is None
     put(orphaned, "x/0")
     assert is_kept(orphaned, "x/0")
-
-
-def test_what_is_to_be_adopted_may_be_evicted_meanwhile(orphaned: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing file does not mean that the cache is being removed."""
-    folder, read_footer = orphaned.folder, blob_file.read_footer
-
-    def evicted_before(path: Any) -> Any:
-        Path(path).unlink()
-        return read_footer(path)
-
-    assert look(orphaned, "x/0")
-    with monkeypatch.context() as patch:
-        patch.setattr(blob_file, "read_footer", evicted_before)
-        orphaned.flush()
-    assert orphaned.folder is folder
-    assert orphaned.folder.index.rows() == []
-    assert "errors" not in orphaned.stats()
-
-
-def test_nothing_is_adopted_while_another_holds_its_lock(orphaned: LocalTier) -> None:
-    with orphaned.folder.locks.hold(key("x/0").digest, timeout=0):
-        assert look(orphaned, "x/0")
-        orphaned.flush()
-        assert orphaned.folder.index.rows() == []
-    assert look(orphaned, "x/0")
-    orphaned.flush()
-    assert len(orphaned.folder.index.rows()) == 1
 
 
 # Accounts
@@ -675,7 +620,7 @@ def test_a_value_that_makes_no_sense_is_damage(tmp_path: Path, table: str, value
     index = tier.folder.index
     with index._transaction(write=True) as txn:
         name = key("x/0").digest if table == "rows" else b"used"
-        txn.put(name, value, db=index._rows if table == "rows" else index._accounts)
+        txn.put(name, value, db=index._tables[table.encode()])
     for _ in range(2):
         put(tier, "x/0")
         put(tier, "z/5")

@@ -274,49 +274,21 @@ def test_an_object_that_is_gone_and_a_bucket_that_is_none(bucket: Any, tmp_path:
 # Ahead
 
 
-def counted_reads(fs: TierCacheFileSystem, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Record the requested ranges [start, stop) from now on."""
-    asked: list[tuple[int, int]] = []
-    read_into = fs.blocks.origin.read_into
-
-    def noting(rooms: list[memoryview], path: str, start: int, version: str) -> None:
-        asked.append((start, start + sum(map(len, rooms))))
-        read_into(rooms, path, start, version)
-
-    monkeypatch.setattr(fs.blocks.origin, "read_into", noting)
-    return asked
-
-
-def test_blocks_fetched_ahead_share_requests(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four blocks form two runs. Of each run, only uncached blocks are fetched."""
-    monkeypatch.setattr("dataload.cache.blocks.reader.RUN_BYTES", 2 * BLOCK)
-    bucket.put("x", DATA)
-    fs = open_fs(tmp_path, bucket.options)
-    asked = counted_reads(fs, monkeypatch)
-    fs.prefetch(bucket.url("x"), wait=True)
-    assert sorted(asked) == [(0, 2 * BLOCK), (2 * BLOCK, len(DATA))]
-    assert fs.cat_file(bucket.url("x")) == DATA
-    assert len(asked) == 2
-
-
-def test_of_a_run_only_what_is_not_kept_is_fetched(
-    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_is_not_kept_is_fetched_ahead(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket.put("x", DATA)
     fs = open_fs(tmp_path, bucket.options)
     fs.cat_file(bucket.url("x"), start=BLOCK, end=BLOCK + 1)
-    asked = counted_reads(fs, monkeypatch)
+    asked: list[tuple[int, int]] = []
+    read_into = fs.blocks.origin.read_into
+
+    def noting(room: memoryview, path: str, start: int, version: str) -> None:
+        asked.append((start, start + len(room)))
+        read_into(room, path, start, version)
+
+    monkeypatch.setattr(fs.blocks.origin, "read_into", noting)
     fs.prefetch(bucket.url("x"), wait=True)
-    assert asked == [(0, BLOCK), (2 * BLOCK, len(DATA))]
+    assert sorted(asked) == [(0, BLOCK), (2 * BLOCK, 3 * BLOCK), (3 * BLOCK, len(DATA))]
     assert fs.cat_file(bucket.url("x")) == DATA
-
-
-def test_runs_of_small_blocks_are_short(bucket: Any, tmp_path: Path) -> None:
-    """Each block of a run needs a stack frame and a descriptor."""
-    bucket.put("x", DATA * 4)
-    fs = open_fs(tmp_path, bucket.options, block_bytes=512)
-    fs.prefetch(bucket.url("x"), wait=True)
-    assert fs.stats()["requests_origin"] == -(-4 * len(DATA) // (16 * 512))
 
 
 def test_two_that_fetch_ahead_fetch_once(bucket: Any, tmp_path: Path) -> None:
@@ -330,7 +302,7 @@ def test_two_that_fetch_ahead_fetch_once(bucket: Any, tmp_path: Path) -> None:
     assert bucket.server.stats()["get_bytes"] == sum(len(DATA[number:]) for number in range(6))
 
 
-def test_a_run_that_fails_keeps_nothing_and_is_asked_for_again(
+def test_a_block_that_fails_keeps_nothing_and_is_asked_for_again(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put("x", DATA)
@@ -348,10 +320,7 @@ def test_a_run_that_fails_keeps_nothing_and_is_asked_for_again(
     assert fs.cat_file(bucket.url("x")) == DATA
 
 
-def test_no_more_requests_are_under_way_than_agreed(
-    slow_store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dataload.cache.blocks.reader.RUN_BYTES", 4096)
+def test_no_more_requests_are_under_way_than_agreed(slow_store: Server, tmp_path: Path) -> None:
     fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), block_bytes=4096, engine="fsspec")
     origin, busy, most = fs.blocks.origin, [], []
     get = origin.engine.get

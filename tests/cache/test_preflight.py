@@ -85,7 +85,7 @@ def test_any_filesystem_holds_a_cache_where_the_user_says_so(
         dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(**told, cluster=cluster))
         again = pickle.loads(pickle.dumps(dataset.blocks.tier))
         put(again, "x/0")
-        assert again.health.state == "normal"
+        assert again.stats()["health"]["state"] == "normal"
 
 
 def test_commands_look_at_a_cache_on_any_filesystem_when_told_to(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,34 +203,6 @@ def test_a_process_that_comes_later_waits_for_the_index_once(tmp_path: Path, mon
     assert late_waits <= 2  # one to open the cache, one to record the use
 
 
-def test_threads_that_note_uses_and_adopt_do_not_disturb_each_other(
-    tier: LocalTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touch, calling, go_on = index.Index.touch, threading.Event(), threading.Event()
-
-    def slowly(self: index.Index, digests: Any, timeout: float) -> list[bytes]:
-        found = touch(self, digests, timeout)
-        if threading.current_thread() is slow:
-            calling.set()
-            assert go_on.wait(60)
-            return [key("gone/1").digest]
-        return found
-
-    def adopt(*_: object) -> bool:
-        go_on.set()
-        slow.join(60)
-        return True
-
-    tier._strays = {key("gone/2").digest, key("gone/3").digest}
-    slow = threading.Thread(target=tier._note_uses, args=(tier.folder, 1.0))
-    monkeypatch.setattr(index.Index, "touch", slowly)
-    monkeypatch.setattr(tier, "_adopt", adopt)
-    slow.start()
-    assert calling.wait(60)
-    tier.flush()
-    assert tier._strays == {key("gone/1").digest}
-
-
 def test_no_transaction_handles_more_than_its_share(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eviction and scan of a cache of many blobs use many short transactions."""
     monkeypatch.setattr(index, "BATCH_ROWS", 2)
@@ -250,7 +221,7 @@ def test_no_transaction_handles_more_than_its_share(tier: LocalTier, monkeypatch
 
     monkeypatch.setattr(index.Index, "_transaction", transaction)
     monkeypatch.setattr(index.Index, "_row", row)
-    monkeypatch.setattr("dataload.cache.local.directory.EVICTED_AT_ONCE", 2)
+    monkeypatch.setattr("dataload.cache.local.directory.EVICTED_TOGETHER", 2)
     for number in range(10):
         put(tier, f"a/{6 * number + 1}")
     tier.lease(key(f"a/{6 * number + 1}") for number in range(10))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tiers import Filler
 
+from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.memory import MemoryTier
@@ -22,7 +23,7 @@ TIERS: dict[str, Callable[[Path], Tier]] = {
     "local-pin": lambda path: LocalTier(path, LIMIT, "pin"),
     "local-lru": lambda path: LocalTier(path, LIMIT, "lru"),
     "memory": lambda _: MemoryTier(LIMIT),
-    "cluster-gone": lambda path: ClusterTier(path, LIMIT, "pin", "valkey://127.0.0.1:1"),
+    "cluster-gone": lambda path: ClusterTier(LocalTier(path, LIMIT), Cluster("valkey://127.0.0.1:1")),
 }
 
 

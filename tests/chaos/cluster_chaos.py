@@ -12,7 +12,9 @@ from clusters import ServerCluster
 
 from dataload.cache import health
 from dataload.cache.cluster import store
+from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 
 EVENTS, BLOBS, THREADS = 60, 400, 12
@@ -45,7 +47,10 @@ def test_every_byte_is_right_whatever_happens(tmp_path: Path, monkeypatch: pytes
         return requests
 
     with ServerCluster(tmp_path / "servers") as servers, ThreadPoolExecutor(THREADS) as pool:
-        tiers = [ClusterTier(tmp_path / f"host-{number}", 20_000_000, "lru", servers.url) for number in range(2)]
+        tiers = [
+            ClusterTier(LocalTier(tmp_path / f"host-{number}", 20_000_000, "lru"), Cluster(servers.url))
+            for number in range(2)
+        ]
         working = [pool.submit(work, number) for number in range(THREADS)]
         chance = random.Random(seed)
         try:

@@ -451,7 +451,7 @@ def test_what_is_evicted_goes_bit_by_bit(
     assert at_bucket("warm", dataset_of([[300, 200], [100, 400]]), "--cache-dir", str(tmp_path / "c")).returncode == 0
     folder = fsck.open_existing(tmp_path / "c")
     held, evicted = folder.index.used_bytes(), list[int]()
-    monkeypatch.setattr(fsck, "EVICTED_AT_ONCE", held // 20)
+    monkeypatch.setattr(fsck, "EVICTED_BYTES", held // 20)
     assert fsck.evict(folder, keep_bytes=held // 2, progress=evicted.append) == sum(evicted)
     assert len(evicted) >= 3
     assert 0 < folder.index.used_bytes() <= held // 2

@@ -1,0 +1,175 @@
+"""The metadata of an origin as a read-only fsspec filesystem: names, sizes and versions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from fsspec.implementations.chained import ChainedFileSystem
+
+from dataload.cache.blocks.ranges import outcomes
+from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.origin.version import VERSION_FIELDS, version_of
+from dataload.cache.tier import Allocate
+from dataload.errors import ConfigError
+
+
+class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A read-only view of the names, sizes and versions of an origin's objects. It rejects all writes.
+
+    Args:
+        blocks: Reads the objects.
+        consistency: When to check an object's version; see `CacheConfig`.
+    """
+
+    def __init__(self, blocks: Blocks, consistency: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.blocks = blocks
+        self._consistency = consistency
+        self._known: dict[str, dict[str, Any]] = {}
+        self._strip_protocol = self._path  # a class method in fsspec; here the origin's class decides
+
+    @property
+    def fs(self) -> Any:
+        """The origin's filesystem."""
+        return self.blocks.origin.filesystem
+
+    @property
+    def fsid(self) -> str:
+        return f"tiercache+{self.blocks.origin.identity}"
+
+    def _path(self, path: Any) -> Any:
+        """Return a path, or a list of paths, in the form of the origin's filesystem."""
+        if isinstance(path, list):
+            return [self._path(each) for each in path]
+        return self.blocks.origin.path_of(os.fspath(path).removeprefix("tiercache://"))
+
+    def info(self, path: str, refresh: bool = False, **_: Any) -> dict[str, Any]:
+        path = self._path(path)
+        known = None if refresh else self._known.get(path)
+        if known is None:
+            immutable = self._consistency == "immutable" and not refresh
+            known = self._known[path] = self._cached_info(path) if immutable else self.blocks.origin.info(path)
+        return dict(known)
+
+    def _cached_info(self, path: str) -> dict[str, Any]:
+        """Return the first info that the origin gave of an object, from the cache if it is there."""
+        key = self.blocks.key(Object(path, 0, "immutable"), "info")
+        cached = self.blocks.tier.get(key)
+        if cached is not None:
+            return dict(json.loads(bytes(cached)))
+        info = self.blocks.origin.info(path)
+        if info["type"] == "file":
+            fields = {name: value for name, value in info.items() if isinstance(value, (str, int, float))}
+            data = json.dumps({**fields, "checksum": version_of(info)}).encode()
+
+            def fill(allocate: Allocate) -> None:
+                allocate(len(data))[:] = data
+
+            self.blocks.tier.get_or_fill(key, fill)
+        return info
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        with self.blocks.origin.map_errors(path):
+            entries = self.fs.ls(self._path(path), detail=True, **kwargs)
+        self._learn(entries)
+        return entries if detail else sorted(entry["name"] for entry in entries)
+
+    def find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+    ) -> Any:
+        with self.blocks.origin.map_errors(path):
+            found = self.fs.find(self._path(path), maxdepth=maxdepth, withdirs=withdirs, detail=True, **kwargs)
+        self._learn(found.values())
+        return found if detail else sorted(found)
+
+    def glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        detail = kwargs.pop("detail", False)
+        with self.blocks.origin.map_errors(path):
+            # The origin decides which characters are magic: in a URL, "?" is not.
+            found = self.fs.glob(self._path(path), maxdepth=maxdepth, detail=True, **kwargs)
+        self._learn(found.values())
+        return found if detail else sorted(found)
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return self._type_of(path) is not None
+
+    def isfile(self, path: str) -> bool:
+        return self._type_of(path) == "file"
+
+    def isdir(self, path: str) -> bool:
+        return self._type_of(path) == "directory"
+
+    def modified(self, path: str) -> Any:
+        with self.blocks.origin.map_errors(path):
+            return self.fs.modified(self._path(path))
+
+    def created(self, path: str) -> Any:
+        with self.blocks.origin.map_errors(path):
+            return self.fs.created(self._path(path))
+
+    def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> Any:
+        """Return a presigned URL that bypasses the cache. expiration: seconds."""
+        with self.blocks.origin.map_errors(path):
+            return self.fs.sign(self._path(path), expiration=expiration, **kwargs)
+
+    def ukey(self, path: str) -> str:
+        return version_of(self.info(path))
+
+    def checksum(self, path: str) -> int:
+        return int.from_bytes(self.ukey(path).encode(), "big")
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Forget versions and sizes. Cached blocks stay: their keys include the version."""
+        self._known.clear()
+        self.fs.invalidate_cache(path)
+
+    def object(self, path: str, version_id: str | None = None) -> Object:
+        """Return the current object at `path`, by the rules of `consistency`.
+
+        Args:
+            path: Path of the object.
+            version_id: The version to read, in a versioned S3 bucket.
+
+        Raises:
+            FileNotFoundError: The object does not exist.
+            IsADirectoryError: `path` is a folder.
+        """
+        path = self._path(path) + (f"?versionId={version_id}" if version_id else "")
+        if self._consistency == "open":
+            self._known.pop(path, None)
+        info = self.info(path)
+        if info["type"] != "file":
+            raise IsADirectoryError(f"{path} is a folder")
+        return Object.of(info | {"name": path})  # s3fs omits the requested version
+
+    def _objects(self, paths: list[str]) -> list[Object | Exception]:
+        """Return the result of `object`, or its exception, for each path; look them up concurrently."""
+        return outcomes(self.blocks, self.object, paths)
+
+    def _learn(self, infos: Iterable[dict[str, Any]]) -> None:
+        """Remember listed objects that have a version field. Listings may lack details of other objects."""
+        files = (info for info in infos if info["type"] == "file" and info.get("size") is not None)
+        self._known.update((info["name"], info) for info in files if any(map(info.get, VERSION_FIELDS)))
+
+    def _forget(self, obj: Object) -> None:
+        self._known.pop(obj.path, None)
+
+    def _type_of(self, path: str) -> str | None:
+        """Return "file", "directory", or None if nothing is there. Errors of the origin are raised."""
+        try:
+            return str(self.info(path)["type"])
+        except FileNotFoundError:
+            return None
+
+    def _read_only(self, *_: Any, **__: Any) -> Any:
+        raise ConfigError("tiercache is read-only: write through the filesystem behind it (`.fs`)")
+
+    mkdir = makedirs = mkdirs = touch = _read_only
+    rm = rm_file = rmdir = delete = _rm = _read_only
+    cp = cp_file = copy = mv = move = rename = _read_only
+    pipe = pipe_file = put = put_file = upload = write_bytes = write_text = _read_only
+    start_transaction = end_transaction = _read_only
+    transaction = property(_read_only)
