@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from dataload.benchmarks.convert import price_of
 from dataload.benchmarks.measure import Limits, Task
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.systems.base import BUCKET
+from dataload.benchmarks.systems.convert import price_of
 from dataload.benchmarks.systems.registry import Entry
 from dataload.benchmarks.workloads import Truth, Workload, workloads, write
 from dataload.errors import ConfigError
@@ -191,7 +191,7 @@ class Suite:
 
 def _converted(python: Path, task: tuple[object, ...], patience: float) -> Result | None:
     """Run a conversion. Return its error, or None."""
-    command = [str(python), "-m", "dataload.benchmarks.convert", *map(str, task)]
+    command = [str(python), "-m", "dataload.benchmarks.systems.convert", *map(str, task)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
     except subprocess.TimeoutExpired:

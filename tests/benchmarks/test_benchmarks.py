@@ -18,12 +18,12 @@ import torch
 from dataload.benchmarks import render
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
-from dataload.benchmarks.convert import made_of, price_of
 from dataload.benchmarks.measure import Limits, Measured, Measurement
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.suite import Suite
 from dataload.benchmarks.summary import compare, summarise
 from dataload.benchmarks.systems.base import BUCKET, Setting
+from dataload.benchmarks.systems.convert import made_of, price_of
 from dataload.benchmarks.systems.ours import SLEEP_SECONDS
 from dataload.benchmarks.systems.registry import ENTRIES, Entry, named
 from dataload.benchmarks.workloads import Truth, workloads, write
