@@ -1,6 +1,7 @@
 """The conversion of a workload to a system's own format, in its own process. Its cost is stored beside the result.
 
-The suite runs `python -m dataload.benchmarks.systems.convert SYSTEM WORKLOAD SIZE FILES FOLDER` in the system's environment.
+The suite runs `python -m dataload.benchmarks.systems.convert` with SYSTEM WORKLOAD SIZE FILES FOLDER in the
+system's environment.
 """
 
 from __future__ import annotations

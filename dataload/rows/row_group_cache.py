@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
@@ -26,7 +27,7 @@ from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import charge
-from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.executor import DaemonExecutor, in_turn
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.usable_memory import usable_memory
@@ -34,7 +35,7 @@ from dataload.telemetry.wait_timeline import ELSEWHERE, Timeline, doing, waited
 
 FOOTERS_KEPT = 64
 MEMORY_SHARE = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
-TRAINER_SHARE = 2  # Half of that is for the process that trains, the rest for its background decoder.
+TRAINER_SHARE = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 
 
@@ -73,6 +74,8 @@ class RowGroupCache(ForkAware):
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads."""
         self.memory = MemoryBudget(self.rank_memory // TRAINER_SHARE)
+        # Row groups are fetched and decoded in the order of the calls: all byte ranges of the first before the second's.
+        self._turns = itertools.count(1)
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
         self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
 
@@ -100,7 +103,8 @@ class RowGroupCache(ForkAware):
             DataError: The row group cannot be decoded.
             ReservationCancelled: `cancelled()` became true before the memory for the row group was reserved.
         """
-        return self._found_or_made(number, None, cancelled)
+        with in_turn(next(self._turns)):
+            return self._found_or_made(number, None, cancelled)
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
@@ -114,7 +118,8 @@ class RowGroupCache(ForkAware):
             OriginError: The origin does not answer, or the file does not exist.
             DataError: The row group cannot be decoded.
         """
-        self._found_or_made(number, (0, 0))
+        with in_turn(next(self._turns)):
+            self._found_or_made(number, (0, 0))
         return self._cached(self._keys(number), (0, 0)) is not None
 
     def lease(self) -> None:

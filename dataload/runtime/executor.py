@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextvars import copy_context
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
+from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 from dataload.runtime.forks import ForkAware
@@ -20,9 +23,21 @@ S = TypeVar("S")
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
+_turn: ContextVar[int] = ContextVar("turn", default=0)
+
+
+@contextmanager
+def in_turn(turn: int) -> Iterator[None]:
+    """Give the calls that the block submits a turn. Of the calls that wait in a pool, the lowest turn runs first."""
+    token = _turn.set(turn)
+    try:
+        yield
+    finally:
+        _turn.reset(token)
+
 
 class DaemonExecutor:
-    """A pool of at most `count` daemon threads that run calls in submission order.
+    """A pool of at most `count` daemon threads that run calls by turn (`in_turn`), then in submission order.
 
     Threads start on demand and end with this object, once all calls are done. `concurrent.futures` waits for its
     threads at the exit of the program, however long an object store takes to answer. This pool starts no call during
@@ -38,7 +53,7 @@ class DaemonExecutor:
         self._name = name
         self._work = _Work()
         self._started = 0
-        weakref.finalize(self, self._work.calls.put, None).atexit = False
+        weakref.finalize(self, self._work.tokens.put, None).atexit = False
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Schedule a call and return a future of its result. The call runs in the caller's context.
@@ -51,7 +66,7 @@ class DaemonExecutor:
             if self._started <= self._work.unfinished and self._started < self._count:
                 self._start_thread()
             self._work.unfinished += 1
-            self._work.calls.put((future, copy_context().run, (call, *args)))
+            self._work.add((future, copy_context().run, (call, *args)))
         return future
 
     def map(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
@@ -81,14 +96,27 @@ class _Work:
     """The calls of a pool.
 
     Attributes:
-        calls: The calls that no thread has started. None ends a thread.
+        tokens: One for each call that no thread has started. None ends a thread.
         unfinished: How many calls are queued or running.
     """
 
     def __init__(self) -> None:
         self.mutex = threading.RLock()  # Reentrant: the garbage collector may run a finalizer that submits a call.
-        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.tokens: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.unfinished = 0
+        self._calls: list[tuple[int, int, _Call]] = []  # a heap: turn, number, call
+        self._numbers = itertools.count()
+
+    def add(self, call: _Call) -> None:
+        """Queue a call. The caller holds `mutex`."""
+        number = next(self._numbers)
+        heappush(self._calls, (_turn.get(), number, call))
+        self.tokens.put(number)
+
+    def take(self) -> _Call:
+        """Return the next call, for a thread that took a token."""
+        with self.mutex:
+            return heappop(self._calls)[-1]
 
 
 def awaited(future: Future[T]) -> T:
@@ -145,9 +173,10 @@ _running_calls = _RunningCalls()
 
 def _run_calls(work: _Work) -> None:
     _running_calls.install_exit_hook()
-    while (call := work.calls.get()) is not None:
+    while work.tokens.get() is not None:
+        call = work.take()
         _running_calls.run(*call)
         del call  # An idle thread must not keep the last result alive.
         with work.mutex:
             work.unfinished -= 1
-    work.calls.put(None)  # for the next thread
+    work.tokens.put(None)  # for the next thread

@@ -7,7 +7,7 @@ import threading
 import pytest
 from threads import no_more_threads
 
-from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.executor import DaemonExecutor, in_turn
 
 PATIENCE = 60
 
@@ -64,3 +64,27 @@ def test_a_mapped_call_that_raises_cancels_the_calls_that_have_not_started() -> 
     may_end.set()
     threads.submit(int).result(PATIENCE)
     assert ran in ([0], [0, 1])
+
+
+def test_calls_that_wait_run_by_turn() -> None:
+    pool, go, ran = DaemonExecutor(1, "test"), threading.Event(), list[str]()
+    blocked = pool.submit(go.wait)
+    calls = []
+    for turn, name in ((2, "second"), (1, "first"), (2, "third"), (0, "before")):
+        with in_turn(turn):
+            calls.append(pool.submit(ran.append, name))
+    go.set()
+    wait([blocked, *calls])
+    assert ran == ["before", "first", "second", "third"]
+
+
+def test_a_call_hands_its_turn_on() -> None:
+    outer, inner, go, ran = DaemonExecutor(1, "outer"), DaemonExecutor(1, "inner"), threading.Event(), list[int]()
+    blocked = inner.submit(go.wait)
+    with in_turn(3):
+        late = outer.submit(lambda: inner.submit(ran.append, 3)).result()
+    with in_turn(1):
+        early = inner.submit(ran.append, 1)
+    go.set()
+    wait([blocked, late, early])
+    assert ran == [1, 3]
