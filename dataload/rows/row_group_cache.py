@@ -74,7 +74,7 @@ class RowGroupCache(ForkAware):
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads."""
         self.memory = MemoryBudget(self.rank_memory // TRAINER_SHARE)
-        # Row groups are fetched and decoded in the order of the calls: all byte ranges of the first before the second's.
+        # Row groups are fetched and decoded in the order of the calls, all byte ranges of one before the next one's.
         self._turns = itertools.count(1)
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
         self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
