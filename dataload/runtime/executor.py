@@ -28,7 +28,7 @@ _turn: ContextVar[int] = ContextVar("turn", default=0)
 
 @contextmanager
 def in_turn(turn: int) -> Iterator[None]:
-    """Give the calls that the block submits a turn. Of the calls that wait in a pool, the lowest turn runs first."""
+    """Give the calls that the block submits a turn. A pool runs waiting calls of a lower turn first."""
     token = _turn.set(turn)
     try:
         yield
