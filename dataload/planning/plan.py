@@ -63,6 +63,7 @@ class Plan:
         later_epoch_cost: Cost of a later epoch, on average.
         trade: Quality and cost of the window of a "block" shuffle, in stored bytes.
         held_bytes: Decoded bytes of the two windows that are in memory at a time.
+        memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of this host.
         advice: Recommendations, a line each.
     """
 
@@ -87,6 +88,7 @@ class Plan:
     later_epoch_cost: float | None
     trade: WindowTrade
     held_bytes: int
+    memory_bytes: int
     advice: tuple[str, ...] = ()
 
 
@@ -147,6 +149,7 @@ def plan(
         later_epoch_cost=_cost(_mean(later), price),
         trade=weigh_window(order.window, lengths, sizes, batch_size),
         held_bytes=needed(order, blobs)[1],
+        memory_bytes=blobs.rank_memory,
     )
     usual = weigh_window(default_window(lengths, sizes), lengths, sizes, batch_size)
     return replace(result, advice=(*too_small, *advice(result, sizes, usual)))

@@ -269,6 +269,7 @@ def test_what_is_printed(origin: Origin, tmp_path: Path) -> None:
         decoded_bytes=111_000_000,
         cache_bytes_needed=222_000_000,
         held_bytes=333_000_000,
+        memory_bytes=444_000_000,
         footers=Fetched(44_000, 4),
         first_batch=Fetched(55_000, 1),
         first_batch_seconds=6.6,
@@ -281,6 +282,7 @@ def test_what_is_printed(origin: Origin, tmp_path: Path) -> None:
     assert printed["decoded"] == "about 111.0 MB"
     assert printed["cache"].startswith("about 222.0 MB hold all of it; the limit is 1.0 GB")
     assert f"{decimal(found.trade.bytes)} as stored and about 333.0 MB decoded" in printed["window"]
+    assert printed["memory"].startswith("444.0 MB at most for row groups")
     assert printed["footers"] == "44.0 kB in 4 requests"
     assert printed["first batch"] == "waits for 55.0 kB in 1 request, 6.6 s with the footers"
     at = "at 1.0 GB/s and 0.1 s a request"
