@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, Protocol
 
 from dataload.runtime.redact import redacted
@@ -50,6 +51,14 @@ class BlobKey:
     def name(self) -> str:
         """The name in messages and the prefix for eviction; without credentials."""
         return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()
+
+
+class Waited(Enum):
+    """The result of a wait for another maker of a blob."""
+
+    FOR_PROCESS = auto()  # of this host; it has released the lock
+    FOR_HOST = auto()  # it has released its lease, or the wait took too long
+    IN_VAIN = auto()  # A process holds the lock for too long, so it was probably stopped.
 
 
 class NoRoomError(Exception):
@@ -109,7 +118,8 @@ class Tier(Protocol):
 
         Returns:
             A context manager. Its value is None if the caller has the lock. Otherwise another process or host has it,
-            and the value is a function that waits until that one has released it, for a limited time.
+            and the value is a function that waits until that one has released it, for a limited time. The function
+            returns a `Waited`; after `IN_VAIN`, the caller should go on without the lock.
 
         Notes:
             Best effort: after a timeout, or without working locks, the block runs without the lock. Two callers may

@@ -136,7 +136,7 @@ class Origin:
 def check_aiohttp() -> None:
     """Raise ConfigError if aiohttp is not installed."""
     if importlib.util.find_spec("aiohttp") is None:
-        raise ConfigError("the origin server needs aiohttp: pip install 'dataload[bench]'")
+        raise ConfigError("the origin server needs aiohttp: pip install 'dataload[bench]' or 'dataload[demo]'")
 
 
 def option(name: str) -> str:

@@ -24,8 +24,7 @@ class BlockFile(io.BufferedIOBase):
         changed: Called with the object when the origin no longer has this version.
 
     Notes:
-        The file is picklable. A copy keeps the position and the version. It has no lock, unlike `io.BufferedReader`:
-        DuckDB's threads call `seek` and `read` of one file, and would interleave while they wait for a lock.
+        The file is picklable. A copy keeps the position and the version. One thread at a time may call it.
     """
 
     mode = "rb"

@@ -29,10 +29,10 @@ from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.cache.cluster.leases import Leases
 from dataload.cache.cluster.url import ClusterUrl
 from dataload.cache.local import blob_file
-from dataload.cache.tier import BlobKey
+from dataload.cache.tier import BlobKey, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters, charge
-from dataload.runtime.executor import PATIENCE_SECONDS, DaemonExecutor
+from dataload.runtime.executor import PATIENCE_SECONDS, DaemonExecutor, in_turn
 from dataload.runtime.forks import ForkAware
 from dataload.telemetry.wait_timeline import doing
 
@@ -112,7 +112,7 @@ class Cluster(ForkAware):
         self._later(self._write, key, sealed, len(payload), size)
 
     @contextmanager
-    def key_lease(self, key: BlobKey) -> Iterator[Callable[[], None] | None]:
+    def key_lease(self, key: BlobKey) -> Iterator[Callable[[], Waited] | None]:
         """Hold a lease on the key for the duration of the block, visible to other hosts.
 
         Yields:
@@ -133,7 +133,8 @@ class Cluster(ForkAware):
 
     def settle(self, patience: float | None = None) -> None:
         """Wait until queued blobs are written or given up, `patience` seconds at most."""
-        wait([self._writer.submit(lambda: None)], patience)
+        with in_turn(0):
+            wait([self._writer.submit(lambda: None)], patience)
 
     def stats(self) -> dict[str, Any]:
         """Return the totals of this process.
@@ -204,7 +205,8 @@ class Cluster(ForkAware):
     def _later(self, call: Callable[..., None], *args: Any) -> None:
         """Run `call` in the writer thread, or here if no thread can be started. The program's exit waits a little."""
         try:
-            self._writer.submit(call, *args)
+            with in_turn(0):  # in submission order, whatever the turn of the caller
+                self._writer.submit(call, *args)
         except RuntimeError:
             call(*args)
             return
@@ -215,9 +217,10 @@ class Cluster(ForkAware):
             else:  # multiprocessing children skip atexit.
                 Finalize(None, _flush_at_exit, (weakref.ref(self),), exitpriority=0)
 
-    def _wait(self, lease: str) -> None:
+    def _wait(self, lease: str) -> Waited:
         self.counters.add(waits=1)
         self._leases.wait(lease)
+        return Waited.FOR_HOST
 
 
 def _flush_at_exit(reference: weakref.ref[Cluster]) -> None:

@@ -59,6 +59,7 @@ def recover(path: Path, index: Index, locks: KeyLocks, *, detectable: bool) -> t
     step("recover: swept")
     rebuilt, used = _open_index(path, index, exclusive=detectable and not living(path / "tmp"))
     forgotten = [] if used is None else _forget(path, index, locks, swept)
+    used = index.used_bytes() if forgotten else used
     step("recover: forgotten")
     for dead in forgotten:
         shutil.rmtree(dead, ignore_errors=True)  # A running writer may be removing these files, too.

@@ -25,7 +25,7 @@ from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter
-from dataload.cache.tier import BlobKey, Fill, Span
+from dataload.cache.tier import BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
@@ -160,7 +160,7 @@ class LocalTier(ForkAware):
             return writer.publish(span)
 
     @contextmanager
-    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], None] | None]:  # noqa: ARG002 (each is alone)
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], Waited] | None]:  # noqa: ARG002 (each is alone)
         folder = self._opened() if self._can_write() else None
         with ExitStack() as stack:
             held = True
@@ -169,10 +169,10 @@ class LocalTier(ForkAware):
                     held = stack.enter_context(folder.locks.hold(key.digest, timeout=0))
             yield None if held else partial(self._wait_for, key)
 
-    def _wait_for(self, key: BlobKey) -> None:
-        """Wait until no other process holds the lock of a key."""
+    def _wait_for(self, key: BlobKey) -> Waited:
+        """Wait until no other process holds the lock of a key, `fill_seconds` at most."""
         with ExitStack() as stack:
-            self._lock(key, stack)
+            return Waited.IN_VAIN if self._lock(key, stack) is None else Waited.FOR_PROCESS
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002
         return None

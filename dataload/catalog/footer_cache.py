@@ -116,10 +116,17 @@ def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None
 def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview | None:
     """Return the bytes of a footer, or None if no other host has its run."""
     # A lock of its own: `fetch_from_cluster` locks the key of the run.
-    with blocks.tier.key_lock(blocks.key(location.run, "bring footers"), elect=False):
+    with blocks.tier.key_lock(blocks.key(location.run, "bring footers"), elect=False) as wait_for_other:
         found = stored_footer(location, blocks)
-        if found is None and (fetched := blocks.tier.fetch_from_cluster([run_key(location.run, blocks)])):
+        if (
+            found is None
+            and wait_for_other is None
+            and (fetched := blocks.tier.fetch_from_cluster([run_key(location.run, blocks)]))
+        ):
             found = _cut(fetched[0], location.number)
+    if found is None and wait_for_other is not None:
+        wait_for_other()
+        found = stored_footer(location, blocks)
     return found
 
 

@@ -42,7 +42,13 @@ class Footer(Protocol):
     """A file's schema, without metadata, and its row groups by number. lengths: rows of each row group.
 
     Column names are flat: a member of a struct has a dotted name.
+
+    Attributes:
+        streams: Whether `open_row_group` streams what exceeds its capacity. Otherwise it holds everything in memory.
     """
+
+    @property
+    def streams(self) -> bool: ...
 
     @property
     def schema(self) -> pa.Schema: ...

@@ -37,6 +37,8 @@ def fetch_footer(last: Callable[[int], bytes]) -> bytes:
 class ParquetFooter:
     """The footer of a Parquet file; see `Footer`."""
 
+    streams = True
+
     def __init__(self, metadata: pq.FileMetaData) -> None:
         self._metadata = metadata
         self.schema: pa.Schema = metadata.schema.to_arrow_schema().remove_metadata()
@@ -75,7 +77,7 @@ class ParquetFooter:
 
     def _shares_blocks(self, number: int) -> bool:
         """Return whether a row group is so small that it is read through cached blocks, with its neighbours."""
-        return self._metadata.num_row_groups > 1 and self.stored_bytes(number) < SHARED_BYTES
+        return self.stored_bytes(number) < SHARED_BYTES
 
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
         statistics = self._metadata.row_group(number).column(self._leaves[column].start).statistics
@@ -101,7 +103,8 @@ class ParquetFooter:
         try:
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
-            buffer = 0 if max((stop - start for start, stop in ranges), default=0) <= LARGEST_PIECE else BUFFER_BYTES
+            largest = max((stop - start for start, stop in ranges), default=0)
+            buffer = 0 if stream.held and largest <= LARGEST_PIECE else BUFFER_BYTES
             with stream, pq.ParquetFile(stream, metadata=self._metadata, buffer_size=buffer, pre_buffer=False) as file:
                 stream.wait()
                 yield _Reader(file, number, list(columns))

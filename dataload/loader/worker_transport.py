@@ -67,7 +67,7 @@ def unpack(packed: Packed) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Replaces tensors and arrays by calls of the methods of `_Unpickler`, and collects their contents.
+    """Replaces tensors and arrays by calls of the methods of `_Content`, and collects their contents.
 
     Attributes:
         arrays: The values for the content, each with its start.
@@ -103,9 +103,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Return the function and arguments that restore a value, or NotImplemented for pickle's own way."""
         if isinstance(value, torch.Tensor) and _is_plain(value):
-            return _Unpickler.tensor, (self.put(_as_array(value)), value.dtype, tuple(value.shape))
+            return _Content.tensor, (self.put(_as_array(value)), value.dtype, tuple(value.shape))
         if type(value) is np.ndarray and value.dtype.kind in "biufc":
-            return _Unpickler.array, (self.put(value), value.dtype.str, value.shape)
+            return _Content.array, (self.put(value), value.dtype.str, value.shape)
         if isinstance(value, memoryview):
             return memoryview, (value.tobytes(),)
         return NotImplemented
@@ -125,17 +125,27 @@ class _Unpickler(pickle.Unpickler):
     """Restores a batch that a worker of this process packed."""
 
     def __init__(self, packed: Packed) -> None:
-        content = packed.content
-        self._memory = _memory(content)
-        pinned = content if isinstance(content, torch.Tensor) and content.is_pinned() else None
-        self._pinned = None if pinned is None else pinned.untyped_storage()
-        super().__init__(io.BytesIO(self._memory[packed.pickle_start :]))
+        self._content = _Content(packed.content)
+        super().__init__(io.BytesIO(self._content.memory[packed.pickle_start :]))
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a function or class of a pickle. A method of this class is bound to this object, for its content."""
+        """Return a function or class of a pickle. A method of `_Content` is bound to the content of this batch."""
         owner, _, method = name.rpartition(".")
-        is_own = module == __name__ and owner == _Unpickler.__name__
-        return getattr(self, method) if is_own else super().find_class(module, name)
+        is_own = module == __name__ and owner == _Content.__name__
+        return getattr(self._content, method) if is_own else super().find_class(module, name)
+
+
+class _Content:
+    """The memory of a packed batch.
+
+    It does not refer to the unpickler, which remembers its methods: such a cycle would keep each batch alive until the
+    next collection of garbage.
+    """
+
+    def __init__(self, content: torch.Tensor | bytearray) -> None:
+        self.memory = _memory(content)
+        pinned = content if isinstance(content, torch.Tensor) and content.is_pinned() else None
+        self._pinned = None if pinned is None else pinned.untyped_storage()
 
     def tensor(self, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor of the content."""
@@ -143,14 +153,14 @@ class _Unpickler(pickle.Unpickler):
         if not count:
             return torch.empty(shape, dtype=dtype)
         if self._pinned is None:
-            return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).reshape(shape)
+            return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=start).reshape(shape)
         # torch identifies the pinned block of an asynchronous copy by the tensor's storage. With the separate storage
         # that `frombuffer` makes, torch would reuse the block before the copy is done.
         return torch.empty(0, dtype=dtype).set_(self._pinned, start // dtype.itemsize, (count,), (1,)).reshape(shape)
 
     def array(self, start: int, dtype: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
         """Return an array of the content."""
-        return np.ndarray(shape, dtype, self._memory, start)
+        return np.ndarray(shape, dtype, self.memory, start)
 
 
 def _views(joined: npt.NDArray[np.uint8], lengths: list[int]) -> list[memoryview]:
@@ -167,7 +177,7 @@ def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     try:
         return tensor.numpy()
     except TypeError:  # numpy has no bfloat16
-        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

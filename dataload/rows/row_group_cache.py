@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
-from dataload.cache.tier import BlobKey, Span
+from dataload.cache.tier import BlobKey, Span, Waited
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.errors import DataError
@@ -37,6 +37,8 @@ FOOTERS_KEPT = 64
 MEMORY_SHARE = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
 TRAINER_SHARE = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
+UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
+COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
 
 
 class RowGroupCache(ForkAware):
@@ -65,7 +67,7 @@ class RowGroupCache(ForkAware):
         self._blocks = blocks
         self._fill_null = fill_null
         self._measured = False
-        self.rank_memory = max(MIN_MEMORY, usable_memory() // MEMORY_SHARE)
+        self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_SHARE))
         self.plan = RowGroupPlan(manifest, columns, fill_null)
         self._footer = lru_cache(FOOTERS_KEPT)(partial(read_footer, blocks=blocks))
         self.after_fork_in_child()
@@ -86,10 +88,19 @@ class RowGroupCache(ForkAware):
             {"rank_memory": self.rank_memory},
         )
 
+    def __setstate__(self, state: dict[str, int]) -> None:
+        self.use_memory(state["rank_memory"])
+
     def share_memory(self, processes: int) -> None:
         """Divide the host's memory for row groups among its ranks and their worker processes."""
-        self.rank_memory = max(MIN_MEMORY, usable_memory() // MEMORY_SHARE // processes)
-        self.memory = MemoryBudget(self.rank_memory // TRAINER_SHARE)
+        self.use_memory(usable_memory() // MEMORY_SHARE // processes)
+
+    def use_memory(self, size: int) -> None:
+        """Set `rank_memory`."""
+        size = max(MIN_MEMORY, size)
+        if size != self.rank_memory:
+            self.rank_memory = size
+            self.memory = MemoryBudget(size // TRAINER_SHARE)
 
     def load(self, number: int, cancelled: Callable[[], bool] = lambda: False) -> list[memoryview]:
         """Return the blobs of a row group. Fetch and decode the row group if they are not cached.
@@ -178,16 +189,15 @@ class RowGroupCache(ForkAware):
         group = self._manifest.row_groups[number]
         stored = self.plan.stored(group) if columns is None else columns
         footer = self._footer(group.file, group.footer_at)
-        return footer.fetched(group.number, stored, self._held_limit) if stored else ([], [])
+        return footer.fetched(group.number, stored, self._held_limit(stored)) if stored else ([], [])
 
     def has_capacity(self, number: int) -> bool:
         """Return whether the budget has room for another row group now."""
         return self.memory.fits(self._reserved(number))
 
-    @property
-    def _held_limit(self) -> int:
-        """The most stored bytes of one row group to hold in memory. The rest is streamed while it is decoded."""
-        return self.rank_memory // TRAINER_SHARE // 2
+    def _held_limit(self, columns: Sequence[str]) -> int:
+        """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded."""
+        return max(self.rank_memory // TRAINER_SHARE // 2, len(columns) * COLUMN_BYTES)
 
     def _found_or_made(
         self, number: int, span: Span | None, cancelled: Callable[[], bool] = lambda: False
@@ -196,21 +206,24 @@ class RowGroupCache(ForkAware):
 
         A wait for another process or host holds neither memory nor a lock, so this process can make other row groups.
         """
-        tier, keys, elect = self._blocks.tier, self._keys(number), True
+        tier, keys, lock = self._blocks.tier, self._keys(number), self._key(number, "row group")
+        waited_for: Waited | None = None
         with doing("disk"):
             found = self._cached(keys, span)
         found = found or tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
         while found is None:
+            unlocked = nullcontext(None) if waited_for is Waited.IN_VAIN else None
+            elect = waited_for is not Waited.FOR_HOST
             with (
                 self.memory.reserve(self._reserved(number), cancelled),
-                tier.key_lock(self._key(number, "row group"), elect=elect) as wait_for_other,
+                unlocked or tier.key_lock(lock, elect=elect) as wait_for_other,
             ):
                 if wait_for_other is None:
                     found = self._cached(keys, span) or tier.fetch_from_cluster(keys) or self._make(number, keys)
-            if found is None:
+            if wait_for_other is not None:
                 with doing(ELSEWHERE):
-                    wait_for_other()
-                found, elect = self._cached(keys, span), False  # The blobs normally exist now.
+                    waited_for = wait_for_other()
+                found = self._cached(keys, span)
         self._release_unused()
         return found
 
@@ -234,17 +247,23 @@ class RowGroupCache(ForkAware):
         with ExitStack() as stack:
             footer = self._footer(group.file, group.footer_at)
             reader = stack.enter_context(
-                footer.open_row_group(group.file, group.number, stored, self._blocks, self._held_limit)
+                footer.open_row_group(group.file, group.number, stored, self._blocks, self._held_limit(stored))
             )
             return self._packed(number, keys, self._decoded(reader.tables(int(self.plan.blob_rows[number])), number))
 
     def _reserved(self, number: int) -> int:
-        """Return the bytes of memory that a row group takes: what is fetched and held, and one blob, twice.
+        """Return the bytes of memory that a row group takes: what is fetched and held, and one blob three times.
 
-        Arrow may have a copy of a column to join its parts. The packed blob is a file and takes no memory of its own.
+        Arrow has a blob's columns, may copy them to join their parts, and they are packed into a buffer.
         """
-        fetched = sum(stop - start for spans in self.sources(number) for start, stop in spans)
-        return min(fetched, self._held_limit) + 2 * max(self.plan.blob_sizes(number))
+        group = self._manifest.row_groups[number]
+        stored = self.plan.stored(group)
+        held = 0
+        if stored:
+            footer, limit = self._footer(group.file, group.footer_at), self._held_limit(stored)
+            held = sum(stop - start for spans in footer.fetched(group.number, stored, limit) for start, stop in spans)
+            held = min(held, limit) if footer.streams else held
+        return held + 3 * max(self.plan.blob_sizes(number))
 
     def _release_unused(self) -> None:
         """Return Arrow's unused memory to the system once no row group is in flight: fresh memory is slow."""

@@ -84,6 +84,7 @@ class RowStore(ForkAware):
         capacity: Row groups that this process keeps open. The row group that was opened first is closed first, because
             row groups are requested and finished in the order of need.
         fill_null: As for `RowGroupCache`.
+        rank_memory: As for `RowGroupCache`; None: its default.
 
     Attributes:
         capacity: As above; `serve` raises it.
@@ -98,13 +99,21 @@ class RowStore(ForkAware):
     """
 
     def __init__(
-        self, manifest: Manifest, columns: Sequence[str], blocks: Blocks, capacity: int, fill_null: Any = None
+        self,
+        manifest: Manifest,
+        columns: Sequence[str],
+        blocks: Blocks,
+        capacity: int,
+        fill_null: Any = None,
+        rank_memory: int | None = None,
     ) -> None:
         self.capacity = capacity
         self.ahead = capacity // 2
         self.further = 0
         self._has_loader = False
         self.blobs = RowGroupCache(manifest, columns, blocks, fill_null)
+        if rank_memory is not None:
+            self.blobs.use_memory(rank_memory)
         self._settings = manifest, columns, blocks
         self._fill_null = fill_null
         plan = self.blobs.plan
@@ -127,7 +136,7 @@ class RowStore(ForkAware):
         self.ledger = Ledger()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowStore, (*self._settings, self.capacity, self._fill_null)
+        return RowStore, (*self._settings, self.capacity, self._fill_null, self.blobs.rank_memory)
 
     def serve(self, drawn_on: int, ahead: int, further: int = 0) -> None:
         """Set the capacity for a loader. With several loaders, the largest needs apply.

@@ -110,13 +110,13 @@ class _Work:
     def add(self, call: _Call) -> None:
         """Queue a call. The caller holds `mutex`."""
         number = next(self._numbers)
+        self.tokens.put(number)  # First: a Ctrl-C in between must not leave a call without a token.
         heappush(self._calls, (_turn.get(), number, call))
-        self.tokens.put(number)
 
-    def take(self) -> _Call:
-        """Return the next call, for a thread that took a token."""
+    def take(self) -> _Call | None:
+        """Return the next call, for a thread that took a token; None after a Ctrl-C."""
         with self.mutex:
-            return heappop(self._calls)[-1]
+            return heappop(self._calls)[-1] if self._calls else None
 
 
 def awaited(future: Future[T]) -> T:
@@ -175,7 +175,8 @@ def _run_calls(work: _Work) -> None:
     _running_calls.install_exit_hook()
     while work.tokens.get() is not None:
         call = work.take()
-        _running_calls.run(*call)
+        if call is not None:
+            _running_calls.run(*call)
         del call  # An idle thread must not keep the last result alive.
         with work.mutex:
             work.unfinished -= 1

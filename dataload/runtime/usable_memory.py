@@ -36,5 +36,5 @@ def _limit_files(cgroups: Path, membership: Path) -> list[Path]:
         if controllers in ("", "memory"):
             root, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
             folder = Path(os.path.normpath(f"{root}/{group}"))
-            files += [above / name for above in (folder, *folder.parents) if above.is_relative_to(root)]
+            files += [root / name, *(above / name for above in (folder, *folder.parents) if above.is_relative_to(root))]
     return files

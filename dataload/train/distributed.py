@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataloadError
 from dataload.world import World
 
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
@@ -173,15 +174,25 @@ def is_first() -> bool:
 def on_first(work: Callable[[], T]) -> T:
     """Call `work` on rank 0 only. Return its result or raise its error on every rank."""
     own: tuple[Any, Exception | None] = (None, None)
+    raised: Exception | None = None
     if is_first():
         try:
             own = work(), None
         except Exception as error:  # noqa: BLE001 (otherwise the other ranks would wait for this one)
-            own = None, error
+            raised, own = error, (None, _portable(error))
     result, failure = gather(own)[0]
     if failure is not None:
-        raise own[1] or failure
+        raise raised or failure
     return result  # type: ignore[no-any-return]
+
+
+def _portable(error: Exception) -> Exception:
+    """Return the error as the other ranks receive it. One that cannot be pickled becomes a DataloadError."""
+    try:
+        received: Exception = pickle.loads(pickle.dumps(error))  # noqa: S301 (ours)
+    except Exception:  # noqa: BLE001 (pickling an arbitrary class may raise anything)
+        return DataloadError(f"rank 0 failed: {error!r}")
+    return received
 
 
 def gather(value: Any) -> list[Any]:

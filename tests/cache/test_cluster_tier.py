@@ -25,6 +25,7 @@ from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
+from dataload.runtime.executor import in_turn
 
 PART = 64 << 10
 Hosts = Callable[..., ClusterTier]
@@ -185,6 +186,22 @@ def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts
         assert cluster_server.ask("EXISTS", f"{name_of('group')}:lease") == 1, "before what is on its way has arrived"
         may_write.set()
         assert entered.result(30) == [data_of(name) for name in "abc"]
+
+
+def test_settling_waits_for_blobs_of_later_turns(cluster_server: Server, hosts: Hosts) -> None:
+    """Row groups are made in turns, but their blobs are written in submission order."""
+    tier, may_write = hosts(cluster_server.url), threading.Event()
+    tier.cluster._writer.submit(may_write.wait, 30)
+    with in_turn(3):
+        for name in "abc":
+            tier.get_or_fill(key(name), Filler(data_of(name)))
+    queued = tier.cluster._writer._work.unfinished
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(tier.settle)
+        until(lambda: tier.cluster._writer._work.unfinished == queued + 1)
+        may_write.set()
+        settled.result(30)
+    assert [cluster_server.ask("EXISTS", name_of(name)) for name in "abc"] == [1, 1, 1]
 
 
 def _bring(tier: ClusterTier, names: list[str]) -> Any:

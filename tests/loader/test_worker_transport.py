@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 from typing import Any, NamedTuple
@@ -149,3 +150,22 @@ def test_views_of_numbers_arrive_as_their_bytes() -> None:
     numbers = np.arange(4, dtype=np.float32)
     found = unpack(pack([memoryview(numbers[:2]), memoryview(numbers[2:])]))
     assert b"".join(found) == numbers.tobytes()
+
+
+def test_a_batch_is_freed_without_a_collection_of_garbage() -> None:
+    """In large runs users call gc.disable() or gc.freeze()."""
+    content = pack({"x": torch.arange(1000), "s": ["a", "b"]})
+    contents = []
+    gc.disable()
+    try:
+        batch = unpack(content)
+        contents = [found for found in gc.get_objects() if type(found).__name__ in ("_Content", "_Unpickler")]
+        del batch
+        assert contents == []
+    finally:
+        gc.enable()
+
+
+def test_one_bfloat16_value_of_a_strided_column() -> None:
+    value = torch.arange(6).reshape(1, 6).bfloat16()[:, 2]
+    assert torch.equal(unpack(pack({"x": value}))["x"], value)

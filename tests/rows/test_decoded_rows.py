@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dataload import CacheConfig, make_dataset
 from dataload.dataset import Dataset
 from dataload.formats import parquet, range_stream
-from dataload.rows import row_group_plan
+from dataload.rows import row_group_cache, row_group_plan
 
 TYPES: list[pa.DataType] = [
     pa.bool_(),
@@ -158,7 +158,7 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("columns", "rows", "memory", "requests"),
-    [(50, 1000, 1 << 30, 1), (2, 25_000, 1 << 30, 1), (2, 25_000, 400_000, 8)],
+    [(50, 1000, 1 << 30, 1), (2, 25_000, 1 << 30, 1), (2, 25_000, 800_000, 8)],
 )
 def test_a_row_group_is_held_or_streamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, rows: int, memory: int, requests: int
@@ -166,6 +166,7 @@ def test_a_row_group_is_held_or_streamed(
     """A row group of 400 kB that fits the memory budget is one request. Otherwise each column is read in pieces."""
     for name, value in (("SHARED_BYTES", 0), ("BUFFER_BYTES", 1000)):
         monkeypatch.setattr(parquet, name, value)
+    monkeypatch.setattr(row_group_cache, "COLUMN_BYTES", 1000)
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
     table = pa.table({f"c{number}": np.random.default_rng(number).random(rows) for number in range(columns)})
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")

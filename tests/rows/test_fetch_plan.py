@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
@@ -68,6 +69,29 @@ def test_a_wait_for_another_process_holds_no_memory(
             assert blobs.make(1), "another row group meanwhile"
             assert not waits.done()
         assert waits.result(30)
+
+
+def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(files: Path, tmp_path: Path) -> None:
+    """Other row groups are published meanwhile, which tells the tier that its disk works."""
+    dataset = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache")))
+    blobs, tier = dataset.rowstore.blobs, dataset.blocks.tier
+    assert isinstance(tier, LocalTier)
+    tier.fill_seconds = 0.2
+    with tier.key_lock(blobs._key(0, "row group")), ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(blobs.make, 0)
+        others = iter([*range(1, GROUPS)])
+        while not waits.done():
+            blobs.make(next(others, 1))
+        waits.result()
+
+
+def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
+    dataset = make_dataset(str(files / "bucket"), cache=None)
+    dataset.rowstore.blobs.use_memory(123 << 20)
+    copy = pickle.loads(pickle.dumps(dataset))
+    assert copy.rowstore.blobs.rank_memory == 123 << 20
+    assert copy.rowstore.blobs.memory.total == dataset.rowstore.blobs.memory.total < 123 << 20
+    assert pickle.loads(pickle.dumps(dataset.rowstore.blobs)).memory.total == dataset.rowstore.blobs.memory.total
 
 
 PROGRAM = """

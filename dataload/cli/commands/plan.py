@@ -92,7 +92,10 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
         ("first epoch", _first_epoch(plan, rate)),
         ("later epochs", _later_epochs(plan)),
         ("window", f"of {trade.window:,} row groups; two windows, {window_bytes}, are in use at a time"),
-        ("memory", f"{decimal(plan.memory_bytes)} at most for row groups in flight or being decoded, all ranks together"),
+        (
+            "memory",
+            f"{decimal(plan.memory_bytes)} at most for row groups in flight or being decoded, all ranks together",
+        ),
         ("shuffle", f"variance ratio {trade.variance_ratio:.2f} if rows are sorted by label (1 is uniform)"),
         *(("advice" if not number else "", line) for number, line in enumerate(plan.advice)),
     ]

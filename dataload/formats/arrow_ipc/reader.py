@@ -30,6 +30,8 @@ class ArrowFooter:
         messages: The schema first, then each record batch after the dictionaries that it needs.
     """
 
+    streams = False
+
     def __init__(self, messages: Sequence[Message]) -> None:
         self._head = messages[0]
         self.schema: pa.Schema = pa.ipc.read_schema(pa.py_buffer(self._head.metadata)).remove_metadata()
