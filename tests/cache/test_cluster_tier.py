@@ -190,8 +190,10 @@ def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts
 
 def test_settling_waits_for_blobs_of_later_turns(cluster_server: Server, hosts: Hosts) -> None:
     """Row groups are made in turns, but their blobs are written in submission order."""
-    tier, may_write = hosts(cluster_server.url), threading.Event()
+    tier, may_write, checked = hosts(cluster_server.url), threading.Event(), threading.Event()
     tier.cluster._writer.submit(may_write.wait, 30)
+    with in_turn(1):
+        tier.cluster._writer.submit(checked.wait, 30)
     with in_turn(3):
         for name in "abc":
             tier.get_or_fill(key(name), Filler(data_of(name)))
@@ -201,7 +203,9 @@ def test_settling_waits_for_blobs_of_later_turns(cluster_server: Server, hosts: 
         until(lambda: tier.cluster._writer._work.unfinished == queued + 1)
         may_write.set()
         settled.result(30)
-    assert [cluster_server.ask("EXISTS", name_of(name)) for name in "abc"] == [1, 1, 1]
+    written = [cluster_server.ask("EXISTS", name_of(name)) for name in "abc"]
+    checked.set()
+    assert written == [1, 1, 1]
 
 
 def _bring(tier: ClusterTier, names: list[str]) -> Any:
