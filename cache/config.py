@@ -80,7 +80,7 @@ class CacheConfig:
 
     @property
     def limit(self) -> int | None:
-        """The capacity in bytes; None: derived from the free space of the disk."""
+        """The capacity in bytes; None: the default of the folder, which its first opening fixes."""
         return None if self.cache_bytes is None else int(self.cache_bytes)
 
     @property

@@ -12,8 +12,8 @@ from dataload.runtime.memory_budget import MemoryBudget
 class RequestLimiter(ForkAware):
     """At most `in_flight` requests at a time, in request order, among the threads of this process.
 
-    All origins of one cache folder share a limiter; see `limiter_of`. Processes that read one cache together each take
-    an equal part; see `share`. They share no lock, so a process that is slow, stopped or dead delays no other.
+    All origins of one cache folder share a limiter; see `limiter_of`. `share` gives this process its part of what the
+    processes of a host have together. They share no lock, so a process that is slow, stopped or dead delays no other.
     """
 
     def __init__(self, cache: str, in_flight: int) -> None:

@@ -206,7 +206,9 @@ def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
 
 
 class Cache:
-    """A cache as its index accounts for it under the "pin" policy, without blobs of earlier jobs; see `Index.reserve`.
+    """A cache as its index accounts for it under the "pin" policy, without blobs of earlier jobs.
+
+    See `CacheFolder.reserve`.
 
     Args:
         limit: Size limit in bytes.

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any
@@ -34,8 +34,8 @@ from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import ELSEWHERE, Timeline, doing, waited
 
 FOOTERS_KEPT = 64
-MEMORY_SHARE = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
-TRAINER_SHARE = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
+MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
+TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
 COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
@@ -67,7 +67,7 @@ class RowGroupCache(ForkAware):
         self._blocks = blocks
         self._fill_null = fill_null
         self._measured = False
-        self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_SHARE))
+        self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
         self.plan = RowGroupPlan(manifest, columns, fill_null)
         self._footer = lru_cache(FOOTERS_KEPT)(partial(read_footer, blocks=blocks))
         self.after_fork_in_child()
@@ -75,7 +75,7 @@ class RowGroupCache(ForkAware):
 
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads."""
-        self.memory = MemoryBudget(self.rank_memory // TRAINER_SHARE)
+        self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
         # Row groups are fetched and decoded in the order of the calls, all byte ranges of one before the next one's.
         self._turns = itertools.count(1)
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
@@ -93,14 +93,14 @@ class RowGroupCache(ForkAware):
 
     def share_memory(self, processes: int) -> None:
         """Divide the host's memory for row groups among its ranks and their worker processes."""
-        self.use_memory(usable_memory() // MEMORY_SHARE // processes)
+        self.use_memory(usable_memory() // MEMORY_DIVISOR // processes)
 
     def use_memory(self, size: int) -> None:
         """Set `rank_memory`."""
         size = max(MIN_MEMORY, size)
         if size != self.rank_memory:
             self.rank_memory = size
-            self.memory = MemoryBudget(size // TRAINER_SHARE)
+            self.memory = MemoryBudget(size // TRAINER_DIVISOR)
 
     def load(self, number: int, cancelled: Callable[[], bool] = lambda: False) -> list[memoryview]:
         """Return the blobs of a row group. Fetch and decode the row group if they are not cached.
@@ -197,7 +197,7 @@ class RowGroupCache(ForkAware):
 
     def _held_limit(self, columns: Sequence[str]) -> int:
         """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded."""
-        return max(self.rank_memory // TRAINER_SHARE // 2, len(columns) * COLUMN_BYTES)
+        return max(self.rank_memory // TRAINER_DIVISOR // 2, len(columns) * COLUMN_BYTES)
 
     def _found_or_made(
         self, number: int, span: Span | None, cancelled: Callable[[], bool] = lambda: False
@@ -212,12 +212,11 @@ class RowGroupCache(ForkAware):
             found = self._cached(keys, span)
         found = found or tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
         while found is None:
-            unlocked = nullcontext(None) if waited_for is Waited.IN_VAIN else None
-            elect = waited_for is not Waited.FOR_HOST
-            with (
-                self.memory.reserve(self._reserved(number), cancelled),
-                unlocked or tier.key_lock(lock, elect=elect) as wait_for_other,
-            ):
+            if waited_for is Waited.IN_VAIN:  # The lock's holder was stopped, so this process goes on without it.
+                locked: AbstractContextManager[Any] = nullcontext()
+            else:
+                locked = tier.key_lock(lock, elect=waited_for is not Waited.FOR_HOST)
+            with self.memory.reserve(self._reserved(number), cancelled), locked as wait_for_other:
                 if wait_for_other is None:
                     found = self._cached(keys, span) or tier.fetch_from_cluster(keys) or self._make(number, keys)
             if wait_for_other is not None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from dataload.rows.row_group_cache import TRAINER_SHARE, RowGroupCache
+from dataload.rows.row_group_cache import TRAINER_DIVISOR, RowGroupCache
 from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import libc
@@ -53,7 +53,7 @@ def run(descriptor: int) -> None:
     _keep_freed_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowGroupCache = connection.recv()
-    blobs.memory = MemoryBudget(blobs.rank_memory - blobs.rank_memory // TRAINER_SHARE)
+    blobs.memory = MemoryBudget(blobs.rank_memory - blobs.rank_memory // TRAINER_DIVISOR)
     threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
 
     def make(group: int) -> None:
