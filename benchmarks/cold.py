@@ -31,12 +31,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dataload.benchmarks.measure import cpu_seconds
 from dataload.benchmarks.origin import Behaviour, Origin, s3
 from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET
+from dataload.benchmarks.systems.floors import RANGE_BYTES
 
 IN_FLIGHT = 16
-RANGE_BYTES = 8 << 20
 SAMPLE_SECONDS = 0.05  # between two samples of memory and of requests in flight
 BATCH_ROWS = 256
 ORIGINS = {
@@ -188,11 +189,11 @@ def epoch(system: str, task: str) -> None:
     sys.stdin.readline()  # until the other ranks are ready
     peak = _Peak()
     with peak:
-        started, first, rows, cpu = time.perf_counter(), None, 0, _cpu_seconds()
+        started, first, rows, cpu = time.perf_counter(), None, 0, cpu_seconds()
         for count in SYSTEMS[system](Task(**json.loads(task))):
             first = first or time.perf_counter() - started
             rows += count
-        seconds, cpu = time.perf_counter() - started, _cpu_seconds() - cpu
+        seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
     figures = {"seconds": seconds, "first": first, "rows": rows, "cpu": cpu, "memory": peak.num_bytes}
     sys.stdout.write(json.dumps(figures))
 
@@ -224,17 +225,6 @@ def _anonymous() -> int:
         except OSError:
             continue
         total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
-    return total
-
-
-def _cpu_seconds() -> float:
-    total = 0.0
-    for process in _processes():
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system + times.children_user + times.children_system
     return total
 
 

@@ -129,11 +129,11 @@ class Measurement:
     @contextmanager
     def _phase(self, name: str) -> Iterator[Phase]:
         phase = Phase()
-        cpu, sent = _cpu_seconds(), self._sent()
+        cpu, sent = cpu_seconds(), self._sent()
         yield phase
         if name in self._entry.phases:
             self.measured.phases[name] = phase
-        phase.cpu_seconds = _cpu_seconds() - cpu
+        phase.cpu_seconds = cpu_seconds() - cpu
         now = self._sent()
         phase.origin_bytes = now["get_bytes"] - sent["get_bytes"]
         phase.duplicate_gets = now["duplicate_gets"] - sent["duplicate_gets"]
@@ -183,7 +183,7 @@ class Measurement:
         return stats
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Return the user and system time of this process and all its children."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = process_time() + children.ru_utime + children.ru_stime

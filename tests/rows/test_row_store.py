@@ -237,11 +237,9 @@ def gathering(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return gathering
 
 
-def test_a_gather_restarts_a_cancelled_load_at_once_while_every_thread_is_busy(
-    dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, go, busy = dataset.rowstore, threading.Event(), threading.Semaphore(0)
-    load = store.blobs.load
+def occupy_every_thread(store: Any, go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start as many loads as there are threads. They continue once `go` is set."""
+    busy, load = threading.Semaphore(0), store.blobs.load
 
     def blocked(group: int, *rest: Any) -> Any:
         if group < row_store.LOADERS:
@@ -251,10 +249,17 @@ def test_a_gather_restarts_a_cancelled_load_at_once_while_every_thread_is_busy(
 
     monkeypatch.setattr(store.blobs, "load", blocked)
     store.capacity = 200
+    store.prefetch(range(row_store.LOADERS))
+    for _ in range(row_store.LOADERS):
+        busy.acquire()
+
+
+def test_a_gather_restarts_a_cancelled_load_at_once_while_every_thread_is_busy(
+    dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go = dataset.rowstore, threading.Event()
     try:
-        store.prefetch(range(row_store.LOADERS))
-        for _ in range(row_store.LOADERS):
-            busy.acquire()
+        occupy_every_thread(store, go, monkeypatch)
         waiting = gathering.gather([999])
         gathering.waits.acquire()
         store.forget()
@@ -267,14 +272,7 @@ def test_a_gather_restarts_a_cancelled_load_at_once_while_every_thread_is_busy(
 def test_at_the_limit_of_threads_a_restarted_load_waits_for_a_shared_thread(
     dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, go, busy = dataset.rowstore, threading.Event(), threading.Semaphore(0)
-    load, start = store.blobs.load, threading.Thread.start
-
-    def blocked(group: int, *rest: Any) -> Any:
-        if group < row_store.LOADERS:
-            busy.release()
-            go.wait()
-        return load(group, *rest)
+    store, go, start = dataset.rowstore, threading.Event(), threading.Thread.start
 
     def at_the_limit(thread: threading.Thread) -> None:
         if "load-now" in thread.name:
@@ -282,12 +280,8 @@ def test_at_the_limit_of_threads_a_restarted_load_waits_for_a_shared_thread(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(store.blobs, "load", blocked)
-    store.capacity = 200
     try:
-        store.prefetch(range(row_store.LOADERS))
-        for _ in range(row_store.LOADERS):
-            busy.acquire()
+        occupy_every_thread(store, go, monkeypatch)
         waiting = gathering.gather([999])
         gathering.waits.acquire()
         monkeypatch.setattr(threading.Thread, "start", at_the_limit)
