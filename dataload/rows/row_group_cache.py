@@ -255,13 +255,11 @@ class RowGroupCache(ForkAware):
 
         Arrow has a blob's columns, may copy them to join their parts, and they are packed into a buffer.
         """
+        held = sum(stop - start for spans in self.sources(number) for start, stop in spans)
         group = self._manifest.row_groups[number]
         stored = self.plan.stored(group)
-        held = 0
-        if stored:
-            footer, limit = self._footer(group.file, group.footer_at), self._held_limit(stored)
-            held = sum(stop - start for spans in footer.fetched(group.number, stored, limit) for start, stop in spans)
-            held = min(held, limit) if footer.streams else held
+        if stored and self._footer(group.file, group.footer_at).streams:
+            held = min(held, self._held_limit(stored))
         return held + 3 * max(self.plan.blob_sizes(number))
 
     def _release_unused(self) -> None:
