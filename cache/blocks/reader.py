@@ -132,14 +132,30 @@ class Blocks(ForkAware):
 
     def fetch(self, obj: Object, start: int, stop: int) -> memoryview:
         """Return the bytes [start, stop) of an object, from cached blocks or with one uncached request."""
+        cached = self._cached(obj, start, stop)
+        return self.origin.read(obj.path, start, stop, obj.version) if cached is None else memoryview(b"".join(cached))
+
+    def fetch_into(self, obj: Object, start: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes of an object from `start` on, as `fetch` does."""
+        cached = self._cached(obj, start, start + len(memory))
+        if cached is None:
+            self.origin.read_into(memory, obj.path, start, obj.version)
+            return
+        copied = 0
+        for part in cached:
+            memory[copied : copied + len(part)] = part
+            copied += len(part)
+
+    def _cached(self, obj: Object, start: int, stop: int) -> list[memoryview] | None:
+        """Return the bytes [start, stop) of an object as parts of cached blocks, or None if a block is missing."""
         cached = []
         for number in self._numbers(start, stop):
             first, last = self._bounds(obj, number)
             found = self.tier.get(self._key_of(obj, number), (max(start, first) - first, min(stop, last) - first))
             if found is None:
-                return self.origin.read(obj.path, start, stop, obj.version)
+                return None
             cached.append(found)
-        return memoryview(b"".join(cached))
+        return cached
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
         """Run `call` in the pool for reads. It must not read more than one block at a time."""

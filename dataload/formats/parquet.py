@@ -17,7 +17,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError, DataloadError
 from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, joined
-from dataload.formats.range_stream import LARGEST_PIECE, RangeStream, pieces
+from dataload.formats.range_stream import RangeStream, pieces
 from dataload.formats.schema import flatten, is_list, number, storage
 from dataload.runtime.cached_property import cached_property
 
@@ -103,8 +103,7 @@ class ParquetFooter:
         try:
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
-            largest = max((stop - start for start, stop in ranges), default=0)
-            buffer = 0 if stream.held and largest <= LARGEST_PIECE else BUFFER_BYTES
+            buffer = 0 if stream.held else BUFFER_BYTES
             with stream, pq.ParquetFile(stream, metadata=self._metadata, buffer_size=buffer, pre_buffer=False) as file:
                 stream.wait()
                 yield _Reader(file, number, list(columns))
@@ -183,11 +182,12 @@ def _ranges(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int) -> list[Spa
     return joined(spans) if sum(stop - start for start, stop in spans) <= capacity else spans
 
 
-def _from_origin(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[memoryview]:
-    return blocks.submit(blocks.fetch, obj, start, stop)
+def _from_origin(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
+    return blocks.submit(blocks.fetch_into, obj, start, memory)
 
 
-def _from_blocks(blocks: Blocks, obj: Object, start: int, stop: int) -> Future[memoryview]:
-    future: Future[memoryview] = Future()
-    future.set_result(blocks.read(obj, start, stop))
+def _from_blocks(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
+    future: Future[None] = Future()
+    memory[:] = blocks.read(obj, start, start + len(memory))
+    future.set_result(None)
     return future

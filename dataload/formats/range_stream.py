@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, NamedTuple
+
+import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.cache.tier import Span
@@ -15,14 +17,27 @@ from dataload.telemetry.wait_timeline import doing
 SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 8 << 20  # bytes of one request
 
 
+class _Piece(NamedTuple):
+    """A part of a range that one request fetches.
+
+    Attributes:
+        memory: Where its bytes go.
+        fetched: Done once they are there.
+    """
+
+    memory: memoryview
+    fetched: Future[None]
+
+
 class RangeStream(io.RawIOBase):
     """A seekable stream over some byte ranges of an object, each to be read forward.
 
-    If all ranges fit into `capacity`, all are fetched at once and held in memory. Otherwise each range has an even
-    share of the capacity for its read-ahead, and pieces are freed once they are read; seeking back fetches them again.
+    If all ranges fit into `capacity`, all are fetched at once, each into one buffer, and reads copy nothing. Otherwise
+    each range has an even share of the capacity for its read-ahead, and pieces are freed once they are read; seeking
+    back fetches them again.
 
     Args:
-        fetch: Starts fetching the bytes [start, stop) of the object.
+        fetch: Starts to fill a memoryview with the bytes of the object from a given offset on.
         obj: The object.
         ranges: Byte ranges, in the order of the object.
         capacity: Bytes that are in memory at a time.
@@ -32,7 +47,7 @@ class RangeStream(io.RawIOBase):
     """
 
     def __init__(
-        self, fetch: Callable[[int, int], Future[memoryview]], obj: Object, ranges: Sequence[Span], capacity: int
+        self, fetch: Callable[[int, memoryview], Future[None]], obj: Object, ranges: Sequence[Span], capacity: int
     ) -> None:
         super().__init__()
         self._fetch = fetch
@@ -41,16 +56,18 @@ class RangeStream(io.RawIOBase):
         self._position = 0
         self.held = sum(stop - start for start, stop in ranges) <= capacity
         self._share = capacity // max(1, len(ranges))
-        self._pieces: dict[int, Future[memoryview]] = {}  # by first byte
+        self._memory = {start: allocate(stop - start) for start, stop in ranges if self.held}
+        self._pieces: dict[int, _Piece] = {}  # by first byte
         for start, stop in ranges:
             self._read_ahead(start, start, stop)
 
     def wait(self) -> None:
         """Block until all pending fetches are done. Raise the exception of the first that failed."""
+        pending = [piece.fetched for piece in self._pieces.values()]
         with doing("origin"):
-            wait(self._pieces.values())
-        for piece in self._pieces.values():
-            piece.result()
+            wait(pending)
+        for future in pending:
+            future.result()
 
     def readable(self) -> bool:
         return True
@@ -71,14 +88,13 @@ class RangeStream(io.RawIOBase):
 
     def read_buffer(self, size: int) -> Any:
         """Return the next `size` bytes as a `pyarrow.Buffer`, without a copy if one piece holds them."""
-        import pyarrow as pa
-
         return pa.py_buffer(self._take(size))
 
     def close(self) -> None:
         for piece in self._pieces.values():
-            piece.cancel()
+            piece.fetched.cancel()
         self._pieces.clear()
+        self._memory.clear()
         super().close()
 
     def _take(self, size: int) -> memoryview | bytes:
@@ -100,12 +116,14 @@ class RangeStream(io.RawIOBase):
         parts = []
         for position in range(begin, last, size):
             self._read_ahead(position, start, stop)
+            memory, fetched = self._pieces[position]
             with doing("origin"):
-                piece = self._pieces[position].result()
-            parts.append(piece[max(first, position) - position : last - position])
-        if not self.held:
-            for consumed in [position for position in self._pieces if start <= position <= last - size]:
-                del self._pieces[consumed]
+                fetched.result()
+            parts.append(memory[max(first, position) - position : last - position])
+        if self.held:
+            return self._memory[start][first - start : last - start]
+        for consumed in [position for position in self._pieces if start <= position <= last - size]:
+            del self._pieces[consumed]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _read_ahead(self, begin: int, start: int, stop: int) -> None:
@@ -114,10 +132,17 @@ class RangeStream(io.RawIOBase):
         end = stop if self.held else min(stop, begin + max(2, self._share // size) * size)
         for position in range(begin, end, size):
             if position not in self._pieces:
-                self._pieces[position] = self._fetch(position, min(position + size, stop))
+                length = min(size, stop - position)
+                memory = self._memory[start][position - start :][:length] if self.held else allocate(length)
+                self._pieces[position] = _Piece(memory, self._fetch(position, memory))
 
     def _piece(self, start: int, stop: int) -> int:
         return _piece_bytes(stop - start, self._share, held=self.held)
+
+
+def allocate(size: int) -> memoryview:
+    """Return uninitialized memory of Arrow, which keeps freed memory for the next row group: fresh memory is slow."""
+    return memoryview(pa.allocate_buffer(size)).cast("B")
 
 
 def pieces(ranges: Sequence[Span], capacity: int) -> list[Span]:

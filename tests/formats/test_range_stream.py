@@ -32,7 +32,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> tuple[Blocks, Object]:
 
 
 def opened(blocks: Blocks, obj: Object, ranges: list[tuple[int, int]], room: int) -> RangeStream:
-    return RangeStream(partial(blocks.submit, blocks.fetch, obj), obj, ranges, room)
+    return RangeStream(partial(blocks.submit, blocks.fetch_into, obj), obj, ranges, room)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def test_it_holds_no_more_than_it_may(origin: Any) -> None:
     with opened(*origin, ranges, 1000) as file:
         for _ in range(80):
             assert len(file.read(50)) == 50
-            held.append(sum(len(piece.result()) for piece in file._pieces.values()))
+            held.append(sum(len(piece.memory) for piece in file._pieces.values()))
     assert max(held) <= 1000
     assert min(held[:40]) > 500
 

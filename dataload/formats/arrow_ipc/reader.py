@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import cache, partial
@@ -20,7 +20,6 @@ from dataload.telemetry.wait_timeline import doing
 
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
 
-Read = Callable[[Object, int, int], memoryview]
 
 
 class ArrowFooter:
@@ -123,9 +122,6 @@ class ArrowFooter:
         buffer = pa.allocate_buffer(starts[-1] + len(END_OF_STREAM))
         target = memoryview(buffer).cast("B")
 
-        def copy(read: Read, start: int, stop: int, shift: int) -> None:
-            target[start + shift : stop + shift] = read(obj, start, stop)
-
         pending = []
         for (message, spans), offset in zip(needed, starts, strict=False):
             target[offset : offset + len(message.metadata)] = message.metadata
@@ -133,10 +129,13 @@ class ArrowFooter:
             is_shared = message.kind == DICTIONARY or self.stored_bytes(number) < SHARED_BYTES
             if is_shared and blocks.retains_blocks:
                 for start, stop in spans:
-                    copy(blocks.read, start, stop, shift)
+                    target[start + shift : stop + shift] = blocks.read(obj, start, stop)
             else:
                 requests = pieces(spans, message.stop - message.start)
-                pending += [blocks.submit(copy, blocks.fetch, start, stop, shift) for start, stop in requests]
+                pending += [
+                    blocks.submit(blocks.fetch_into, obj, start, target[start + shift : stop + shift])
+                    for start, stop in requests
+                ]
         target[starts[-1] :] = END_OF_STREAM
         with doing("origin"):
             wait(pending)
