@@ -57,6 +57,11 @@ class Shortage(NamedTuple):
     total: int
     pinned: int
 
+    @classmethod
+    def of(cls, size: int, *, used: int, transient: int, limit: int, region: int) -> Shortage:
+        """Return the shortage for a row of `size` bytes, by the bytes in use and those of transient rows."""
+        return cls(used + size - limit, used + size - transient - (limit - region))
+
 
 class Index(LmdbFile):
     """One row for each blob, and the sums of their sizes, shared by all processes of a host.
@@ -150,8 +155,8 @@ class Index(LmdbFile):
         """
         with self._transaction(write=True) as txn:
             self._drop(txn, row.digest)
-            used = self._account(txn, _USED) + row.size
-            missing = Shortage(used - limit, used - self._account(txn, _TRANSIENT) - (limit - region))
+            used, transient = self._account(txn, _USED), self._account(txn, _TRANSIENT)
+            missing = Shortage.of(row.size, used=used, transient=transient, limit=limit, region=region)
             if missing.total > 0 or (missing.pinned > 0 and not allow_transient):
                 return missing
             self._put(txn, replace(row, pinned=missing.pinned <= 0))

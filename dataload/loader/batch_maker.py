@@ -166,7 +166,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         with making.here():
             [answer] = self.make(request)
             packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
-        take = self._dataset.rowstore.ledger.take
+        take = self._dataset.rowstore.scheduler.ledger.take
         row_groups = {
             group: None if account is None else take(group, at_rest=False) or {}
             for group, account in answer.row_groups.items()

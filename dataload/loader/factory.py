@@ -181,7 +181,7 @@ def _reject(arguments: Mapping[str, Any], advice: str) -> None:
 def _share_host(dataset: Dataset, world: World, num_workers: int) -> None:
     """Divide the host's memory for row groups and its limit of concurrent requests among its ranks."""
     ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
-    dataset.rowstore.blobs.share_memory(ranks * (1 + num_workers))
+    dataset.rowstore.blobs.maker.share_memory(ranks * (1 + num_workers))
     limiter = dataset.blocks.origin.limiter
     if limiter is not None:
         limiter.share(FETCHING_PROCESSES_PER_RANK * ranks)

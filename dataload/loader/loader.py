@@ -113,6 +113,10 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Return statistics of the current or last epoch. They are updated when a batch is taken."""
         return self._stats
 
+    def row_group_states(self) -> dict[str, int]:
+        """Return how many row groups of this process are planned, fetching, decoding, cached and mapped."""
+        return self.dataset.rowstore.scheduler.states()
+
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]  # noqa: PYI058 (callers close it)
         return self.batches_on()
 
@@ -131,7 +135,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         stats = self._stats = LoaderStats(epoch)
         rowstore = self.dataset.rowstore
         in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
-        served = Served(stats, rowstore.ledger, rowstore.size_of, in_flight)
+        served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight)
         needs = Needs(self._needs(epoch, cursor))
         samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas)
         step, tail = sampler.global_batch_size, (sampler.num_rows - cursor) % sampler.global_batch_size
@@ -147,7 +151,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 requested = perf_counter()
                 answer = next(answers, None)
                 now = perf_counter()
-                stats.waited(waiting.take(requested, now), rowstore.usual_cause)
+                stats.waited(waiting.take(requested, now), rowstore.scheduler.usual_cause)
                 stats.seconds = now - started
                 if answer is None:
                     break

@@ -10,12 +10,14 @@ from itertools import count, groupby, takewhile
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.blob_file import size_on_disk
+from dataload.cache.local.index import Shortage
 from dataload.cache.tier import Span
 from dataload.catalog.footer_cache import run_key, stored_footer
 from dataload.catalog.manifest import VERSION, Manifest
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
 from dataload.loader.capacity import drawn_on_at_a_time, gathered_at_once, region_of
 from dataload.loader.lookahead import Lookahead
+from dataload.rows.open_row_groups import evictions
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order
 from dataload.samplers.share import RUN_ROWS
@@ -62,7 +64,7 @@ class Costs:
         self.footer_bytes = _footer_bytes(manifest, blocks)
         self.row_bytes = blobs.num_bytes // max(1, manifest.num_rows)
         self.groups = [
-            Cost(group.file, *blobs.sources(number), blobs.sizes_on_disk(number))
+            Cost(group.file, *blobs.maker.sources(number), blobs.sizes_on_disk(number))
             for number, group in enumerate(manifest.row_groups)
         ]
 
@@ -107,7 +109,7 @@ class Reader:
         ahead = drawn_on_at_a_time(self._order, at_once * batch_size)
         excess = -self._order.n % batch_size  # positions of the next epoch that the last batch reaches
         capacity = 2 * ahead
-        opened: OrderedDict[int, None] = OrderedDict()  # row groups, like the open row groups of `RowStore`
+        opened: dict[int, None] = {}  # row groups, like the open row groups of `RowStore`
         requested: set[int] = set()  # row groups that are not open yet
 
         def request(groups: Iterable[int]) -> None:
@@ -127,8 +129,8 @@ class Reader:
                     request([group])
                     requested.discard(group)
                     if group not in opened:
-                        while len(opened) >= capacity:
-                            del opened[next(old for old in opened if old not in needed)]
+                        for old in evictions(opened, capacity, needed):
+                            del opened[old]
                         opened[group] = None
             lookahead.reach(self._order.n + excess)
             yield self._fetched - before
@@ -190,7 +192,7 @@ def footers(manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> Fetched
         sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
     for column in blobs.value_sizes.coded:
         for number in blobs.value_sizes.samples:
-            sizes += [stop - start for spans in blobs.sources(number, [column]) for start, stop in spans]
+            sizes += [stop - start for spans in blobs.maker.sources(number, [column]) for start, stop in spans]
     return Fetched(sum(sizes), len(sizes))
 
 
@@ -230,17 +232,19 @@ class Cache:
 
     def put(self, blob: tuple[object, int], size: int) -> None:
         """Cache a blob if it fits. Evict the oldest transient blobs for it."""
-        is_pinned = self.used - self._transient_bytes + size <= self._limit - self.region or not self.region
-        excess = self.used + size - self._limit
-        if excess > self._transient_bytes:
+        missing = Shortage.of(
+            size, used=self.used, transient=self._transient_bytes, limit=self._limit, region=self.region
+        )
+        if missing.total > self._transient_bytes:
             return
+        excess = missing.total
         while excess > 0:
             _, freed = self._transient.popitem(last=False)
             self._transient_bytes -= freed
             self.used -= freed
             excess -= freed
         self.used += size
-        if is_pinned:
+        if missing.pinned <= 0:
             self.pinned.add(blob)
         else:
             self._transient[blob] = size

@@ -18,7 +18,7 @@ from dataload.samplers.order import Order
 from dataload.samplers.partition import stream_owners
 from dataload.samplers.window_size import default_window
 
-AT_ONCE = 16  # row groups; `RowGroupCache` bounds their memory
+AT_ONCE = 16  # row groups; `RowGroupMaker` bounds their memory
 AHEAD = 64  # row groups queued
 
 

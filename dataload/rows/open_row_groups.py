@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -13,6 +13,18 @@ from dataload.rows.mmap_arena import MmapArena
 from dataload.rows.row_block import Blob, Records
 
 _CLOSED = -1
+
+
+def evictions(opened: Collection[int], capacity: int, keep: Collection[int]) -> list[int]:
+    """Return the row groups to close before another one is opened.
+
+    Args:
+        opened: The open row groups, in the order in which they were opened.
+        capacity: How many row groups are open at most.
+        keep: Row groups that stay open.
+    """
+    excess = max(0, len(opened) - capacity + 1)
+    return list(islice((group for group in opened if group not in keep), excess))
 
 
 class OpenRowGroups:
@@ -37,19 +49,23 @@ class OpenRowGroups:
         slots = min(capacity * blobs, max(1, len(row_starts) - 1))
         self._arena = MmapArena(slots, int(np.diff(row_starts).max(initial=1)), layout.dtype.itemsize)
         self._free = list(range(slots))
-        self._slots: OrderedDict[int, list[int]] = OrderedDict()  # row group -> its slots, oldest row group first
+        self._slots: dict[int, list[int]] = {}  # row group -> its slots, oldest row group first
         self._blobs: dict[int, Blob] = {}
         self._first_records = np.full(len(row_starts) - 1, _CLOSED, np.int64)  # index in the arena, by blob
 
     def __contains__(self, group: int) -> bool:
         return group in self._slots
 
-    def put(self, group: int, contents: Sequence[memoryview], keep: Collection[int]) -> None:
-        """Open a row group. Evict the oldest row groups that are not in `keep` if space is short."""
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._slots)
+
+    def put(self, group: int, contents: Sequence[memoryview], keep: Collection[int]) -> list[int]:
+        """Open a row group. Return the row groups that are evicted: the oldest, except those in `keep`."""
         if group in self._slots:
-            return
-        while len(self._slots) >= self.capacity or len(self._free) < len(contents):
-            self._evict(next(old for old in self._slots if old not in keep))
+            return []
+        evicted = evictions(self._slots, self.capacity, keep)
+        for old in evicted:
+            self._evict(old)
         first, last = self._group_starts[group : group + 2].tolist()
         slots = [self._free.pop() for _ in contents]
         try:
@@ -64,6 +80,7 @@ class OpenRowGroups:
             raise
         self._first_records[first:last] = np.array(slots, np.int64) * self._arena.rows_per_slot
         self._slots[group] = slots
+        return evicted
 
     def take(self, rows: Array, blobs: Array) -> Records | None:
         """Return copies of rows, or None if a row group of theirs is not open.

@@ -29,17 +29,17 @@ PROGRAM = """
 import sys
 import numpy as np
 from dataload import CacheConfig, make_dataset, make_loader
-from dataload.rows import row_store
+from dataload.rows import scheduler
 
 if __name__ == "__main__":
     options = {{"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}}
     dataset = make_dataset("s3://bucket/data", storage_options=options, cache=CacheConfig(sys.argv[2], "1GB"))
     dataset.rowstore.gather(np.arange(10))  # caches the first row group
     if {filled}:
-        row_store.BACKGROUND_BYTES = 0
+        scheduler.BACKGROUND_BYTES = 0
         dataset.rowstore.prefetch([0])
-        dataset.rowstore._decoder.make(0)
-        dataset.rowstore._decoder._process.ready.wait()
+        dataset.rowstore.scheduler.decoder.make(0)
+        dataset.rowstore.scheduler.decoder._process.ready.wait()
     print("made", flush=True)
     sys.stdin.readline()
     loader = make_loader(dataset, 1, shuffle=False)

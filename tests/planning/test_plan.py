@@ -29,7 +29,7 @@ from dataload.planning.plan import Plan, advice
 from dataload.planning.plan import plan as foretell
 from dataload.planning.simulate import Costs, Fetched, Reader
 from dataload.planning.warm import order_of, warm
-from dataload.rows import row_store
+from dataload.rows import scheduler
 from dataload.samplers.window_size import default_window, weigh_window
 
 noise = np.random.default_rng(0)
@@ -107,7 +107,7 @@ def files(origin: Origin, name: str) -> set[Object]:
 
 def settled(dataset: Any) -> None:
     """Wait for all prefetched row groups."""
-    for asked in list(dataset.rowstore._pending.values()):
+    for asked in list(dataset.rowstore.scheduler._lives.values()):
         asked.contents.result(60)
 
 
@@ -143,7 +143,7 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     assert found.is_estimate == (name == "captions")
 
     monkeypatch.setattr(capacity, "RUN_BYTES", 1)  # a gather draws on few row groups, as it does of large data
-    monkeypatch.setattr(row_store, "LOADERS", 1)  # row groups are cached exactly in their order
+    monkeypatch.setattr(scheduler, "LOADERS", 1)  # row groups are cached exactly in their order
     limit = found.decoded_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "half"), limit), price=0.09)
     _, _, _, batch, window = DATASETS[name]

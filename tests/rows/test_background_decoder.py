@@ -20,7 +20,7 @@ import pytest
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import OriginNotFound
 from dataload.formats import parquet
-from dataload.rows import row_store
+from dataload.rows import scheduler
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import portable
 
@@ -115,7 +115,7 @@ def test_demand_ends_the_wait_for_the_process(
 def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder, dataset: Any) -> None:
     demand = DemandSignal()
     blobs = dataset.rowstore.blobs
-    with demand.waiting(), blobs.memory.reserve(sys.maxsize):
+    with demand.waiting(), blobs.maker.memory.reserve(sys.maxsize):
         assert decoder._blobs is blobs
         assert decoder.make(10, demand)
 
@@ -177,16 +177,16 @@ def test_after_three_failures_no_process_is_started(dataset: Any, monkeypatch: p
 def test_a_loader_uses_it_for_row_groups_that_are_not_cached(
     dataset: Any, monkeypatch: pytest.MonkeyPatch, cache: CacheConfig
 ) -> None:
-    monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
+    monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
     loader = make_loader(dataset, 10)
     for _ in range(2):
         assert sorted(np.concatenate([batch["row_id"] for batch in loader]).tolist()) == list(range(200))
-    assert dataset.rowstore._decoder._process is not None
+    assert dataset.rowstore.scheduler.decoder._process is not None
     assert loader.stats().bytes_origin == 0
     warm = make_loader(pickle.loads(pickle.dumps(dataset)), 10)
     assert sum(len(batch["row_id"]) for batch in warm) == 200
-    assert warm.dataset.rowstore._decoder._process is None  # all row groups were cached
-    dataset.rowstore._decoder.end()
+    assert warm.dataset.rowstore.scheduler.decoder._process is None  # all row groups were cached
+    dataset.rowstore.scheduler.decoder.end()
 
 
 def test_a_forked_child_does_not_end_it(decoder: BackgroundDecoder) -> None:
@@ -207,14 +207,14 @@ PROGRAM = """
     import os, signal, sys, threading
     import numpy as np
     from dataload import CacheConfig, make_dataset, make_loader
-    from dataload.rows import row_store
-    row_store.BACKGROUND_BYTES = 0
+    from dataload.rows import scheduler
+    scheduler.BACKGROUND_BYTES = 0
     options = {"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}
     dataset = make_dataset(sys.argv[2], storage_options=options, cache=CacheConfig(sys.argv[3], "1GB"))
     loader = make_loader(dataset, 4)
     batches = iter(loader)
     next(batches)
-    process = dataset.rowstore._decoder._process
+    process = dataset.rowstore.scheduler.decoder._process
     process.ready.wait()
     print(process._popen.pid, flush=True)
 """

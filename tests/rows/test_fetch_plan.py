@@ -65,7 +65,7 @@ def test_a_wait_for_another_process_holds_no_memory(
             assert busy is None
             waits = pool.submit(blobs.make, 0)
             assert waiting.wait(30)
-            assert blobs.memory.idle
+            assert blobs.maker.memory.idle
             assert blobs.make(1), "another row group meanwhile"
             assert not waits.done()
         assert waits.result(30)
@@ -87,11 +87,11 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(files: Pat
 
 def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
     dataset = make_dataset(str(files / "bucket"), cache=None)
-    dataset.rowstore.blobs.use_memory(123 << 20)
+    dataset.rowstore.blobs.maker.use_memory(123 << 20)
     copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.rowstore.blobs.rank_memory == 123 << 20
-    assert copy.rowstore.blobs.memory.total == dataset.rowstore.blobs.memory.total < 123 << 20
-    assert pickle.loads(pickle.dumps(dataset.rowstore.blobs)).memory.total == dataset.rowstore.blobs.memory.total
+    assert copy.rowstore.blobs.maker.rank_memory == 123 << 20
+    assert copy.rowstore.blobs.maker.memory.total == dataset.rowstore.blobs.maker.memory.total < 123 << 20
+    assert pickle.loads(pickle.dumps(dataset.rowstore.blobs)).memory.total == dataset.rowstore.blobs.maker.memory.total
 
 
 PROGRAM = """
@@ -106,8 +106,8 @@ def anonymous():
 
 blobs = make_dataset(sys.argv[1], cache=CacheConfig(sys.argv[2])).rowstore.blobs
 blobs.make(0)  # loads all modules
-blobs.rank_memory = int(sys.argv[3])
-blobs.after_fork_in_child()
+blobs.maker.rank_memory = int(sys.argv[3])
+blobs.maker.after_fork_in_child()
 before, peak, end = anonymous(), 0, threading.Event()
 
 def watch():

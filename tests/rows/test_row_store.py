@@ -21,7 +21,7 @@ from clusters import until
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
-from dataload.rows import row_group_plan, row_store
+from dataload.rows import row_group_plan, row_store, scheduler
 from dataload.rows.mmap_arena import MmapArena
 
 
@@ -67,8 +67,8 @@ def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> 
 
 def test_the_row_group_that_was_requested_first_is_evicted_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, loaded = dataset.rowstore, Counter[int]()
-    load = store._load
-    monkeypatch.setattr(store, "_load", lambda group, *rest: [loaded.update([group]), load(group, *rest)][1])
+    load = store.scheduler._load
+    monkeypatch.setattr(store.scheduler, "_load", lambda group, *rest: [loaded.update([group]), load(group, *rest)][1])
     store.capacity = 2
     for group in (0, 1, 0, 2, 1, 0):
         store.gather(np.array([5 * group]))
@@ -175,14 +175,14 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
 ) -> None:
     store = dataset.rowstore
     store.capacity = 200
-    with store.blobs.memory.reserve(sys.maxsize):
+    with store.blobs.maker.memory.reserve(sys.maxsize):
         store.prefetch(range(20))
-        cancelled = [load for group, load in store._pending.items() if group != 7]
+        cancelled = [load for group, load in store.scheduler._lives.items() if group != 7]
         store.forget()
         store.prefetch([7])
-    assert len(store._pending[7].contents.result(60)) == 1
+    assert len(store.scheduler._lives[7].contents.result(60)) == 1
     assert not wait([load.contents for load in cancelled], 60).not_done
-    assert all(load.stale for load in cancelled)
+    assert all(load.is_stale for load in cancelled)
     assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
     assert decoded == Counter([3, 7])
 
@@ -191,11 +191,11 @@ def test_a_gather_restarts_a_load_that_another_loop_cancels(dataset: Any, monkey
     store, go = dataset.rowstore, threading.Event()
     load = store.blobs.load
     monkeypatch.setattr(store.blobs, "load", lambda *args: go.wait(60) and load(*args))
-    store.prefetch(range(row_store.LOADERS))  # Every thread is busy, so the next row group waits.
+    store.prefetch(range(scheduler.LOADERS))  # Every thread is busy, so the next row group waits.
     found: list[int] = []
     waiting = threading.Thread(target=lambda: found.extend(store.gather(np.array([999])).rows["row_id"]))
     waiting.start()
-    while 199 not in store._pending:
+    while 199 not in store.scheduler._lives:
         threading.Event().wait(0.001)
     store.forget()
     go.set()
@@ -226,14 +226,14 @@ def gathering(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
             except CancelledError:
                 self.cancelled = True
 
-    gathering, contents_of = Gathering(), dataset.rowstore._contents_of
+    gathering, contents_of = Gathering(), dataset.rowstore.scheduler.contents_of
 
     def noted(load: Any, stop: Any) -> Any:
         gathering.stops.append(stop)
         gathering.waits.release()
         return contents_of(load, stop)
 
-    monkeypatch.setattr(dataset.rowstore, "_contents_of", noted)
+    monkeypatch.setattr(dataset.rowstore.scheduler, "contents_of", noted)
     return gathering
 
 
@@ -242,15 +242,15 @@ def occupy_every_thread(store: Any, go: threading.Event, monkeypatch: pytest.Mon
     busy, load = threading.Semaphore(0), store.blobs.load
 
     def blocked(group: int, *rest: Any) -> Any:
-        if group < row_store.LOADERS:
+        if group < scheduler.LOADERS:
             busy.release()
             go.wait()
         return load(group, *rest)
 
     monkeypatch.setattr(store.blobs, "load", blocked)
     store.capacity = 200
-    store.prefetch(range(row_store.LOADERS))
-    for _ in range(row_store.LOADERS):
+    store.prefetch(range(scheduler.LOADERS))
+    for _ in range(scheduler.LOADERS):
         busy.acquire()
 
 
@@ -301,7 +301,7 @@ def test_a_load_that_no_thread_can_run_is_not_under_way(dataset: Any, monkeypatc
         patch.setattr(threading.Thread, "start", at_the_limit)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             store.gather(np.array([0]), opened={})
-    assert not store.ledger.peek(0).get("under_way")
+    assert not store.scheduler.ledger.peek(0).get("under_way")
     assert store.gather(np.array([0])).rows["row_id"].tolist() == [0]
 
 
@@ -309,7 +309,7 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
     dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, loads = dataset.rowstore, Counter[int]()
-    load, budget = store.blobs.load, store.blobs.memory
+    load, budget = store.blobs.load, store.blobs.maker.memory
 
     def counting(group: int, *rest: Any) -> Any:
         loads[group] += 1
@@ -331,14 +331,14 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
 
 def test_a_loop_that_ends_does_not_restart_the_loads_that_it_cancels(dataset: Any, gathering: Any) -> None:
     store = dataset.rowstore
-    with store.blobs.memory.reserve(sys.maxsize):
+    with store.blobs.maker.memory.reserve(sys.maxsize):
         waiting = gathering.gather([35])
         gathering.waits.acquire()
         gathering.stop.set_result(None)
         store.forget()
         waiting.join()
         assert gathering.cancelled
-        assert all(load.is_cancelled() for load in store._pending.values())
+        assert all(load.is_cancelled() for load in store.scheduler._lives.values())
 
 
 def test_a_loader_stops_waiting_before_it_cancels_its_loads(
@@ -355,7 +355,7 @@ def test_a_loader_stops_waiting_before_it_cancels_its_loads(
             gathering.waits.acquire()
         batches.close()
         assert stopped == [True]
-        assert all(load.is_cancelled() for load in store._pending.values())
+        assert all(load.is_cancelled() for load in store.scheduler._lives.values())
     finally:
         go.set()
 

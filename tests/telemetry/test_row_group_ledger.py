@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader
-from dataload.rows import row_store
+from dataload.rows import scheduler
 from dataload.runtime.counters import Counters, charge, charged_to
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Ledger, Served
@@ -59,9 +59,9 @@ def stored(dataset: Any) -> int:
 
 def start_decoder(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Start the background process before the first batch is requested."""
-    monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
+    monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
     dataset.rowstore.prefetch([])
-    decoder = dataset.rowstore._decoder
+    decoder = dataset.rowstore.scheduler.decoder
     decoder.make(0)
     assert decoder._process.ready.wait(60)
     return decoder
@@ -91,7 +91,7 @@ def test_a_row_group_that_the_background_process_decodes_is_a_miss(
 ) -> None:
     decoder = start_decoder(dataset, monkeypatch)
     loader = make_loader(dataset, 8, num_workers=workers, transform=same)
-    with dataset.rowstore.blobs.memory.reserve(sys.maxsize):  # This process has no memory to decode by itself.
+    with dataset.rowstore.blobs.maker.memory.reserve(sys.maxsize):  # This process has no memory to decode by itself.
         for hits in (0, GROUPS):
             assert rows_of(loader) == 5 * GROUPS
             assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)
@@ -125,7 +125,7 @@ def test_without_a_cache_memory_gives_the_hits(bucket: Any, url: str, workers: i
 def test_a_row_group_that_was_prefetched_before_an_epoch_is_one_miss_of_it(dataset: Any) -> None:
     store = dataset.rowstore
     store.prefetch(range(6))
-    for load in list(store._pending.values()):
+    for load in list(store.scheduler._lives.values()):
         load.contents.result()
     loader = make_loader(dataset, 8)
     for hits in (0, GROUPS):
@@ -228,7 +228,7 @@ def test_the_statistics_of_a_loop_do_not_change_after_its_early_end(dataset: Any
     left = asdict(loader.stats())
     assert 0 < left["misses"] < GROUPS
     dataset.rowstore.prefetch(range(GROUPS))  # Loads of the lookahead may continue.
-    for load in list(dataset.rowstore._pending.values()):
+    for load in list(dataset.rowstore.scheduler._lives.values()):
         load.contents.result()
     assert asdict(loader.stats()) == left
 
@@ -301,7 +301,7 @@ def test_counts_never_fall_when_a_row_group_is_fetched_after_its_hit() -> None:
 
 
 def test_work_is_charged_to_the_account_of_its_submitter() -> None:
-    threads, accounts = row_store.DaemonExecutor(2, "dataload-load"), [Counters(), Counters()]
+    threads, accounts = scheduler.DaemonExecutor(2, "dataload-load"), [Counters(), Counters()]
     futures = []
     for account in accounts:
         with charged_to(account):

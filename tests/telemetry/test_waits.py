@@ -18,7 +18,7 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
 from dataload.cache.local import blob_file
 from dataload.loader import device_copy
-from dataload.rows import row_group_cache, row_store
+from dataload.rows import row_group_maker, scheduler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.spans import recorded_by
 from dataload.telemetry.wait_timeline import CAUSES, CHANGES_KEPT, Timeline, doing, waited
@@ -87,15 +87,15 @@ def leading(stats: LoaderStats) -> str:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, background: bool, monkeypatch: Any) -> None:
     if background:
-        monkeypatch.setattr(row_store, "BACKGROUND_BYTES", 0)
+        monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
         dataset.rowstore.prefetch([])
-        dataset.rowstore._decoder.make(0)
-        assert dataset.rowstore._decoder._process.ready.wait(60)
+        dataset.rowstore.scheduler.decoder.make(0)
+        assert dataset.rowstore.scheduler.decoder._process.ready.wait(60)
     origin.behave(latency=0.1, bytes_per_second=4e5 if background else 1e6)  # the low-priority process decodes late
     options: dict[str, Any] = {"transform": Slow(0), "num_workers": num_workers} if num_workers else {}
     stats = epoch(make_loader(dataset, 4, window=2, **options))
     if background:
-        dataset.rowstore._decoder.end()
+        dataset.rowstore.scheduler.decoder.end()
     assert leading(stats) == "origin"
     assert "origin is the limit: warm the cache first" in str(stats)
 
@@ -108,7 +108,7 @@ def test_a_slow_disk(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_slow_decoding(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_group_cache, "decode", slowly(row_group_cache.decode, 0.05))
+    monkeypatch.setattr(row_group_maker, "decode", slowly(row_group_maker.decode, 0.05))
     assert leading(epoch(make_loader(dataset, 4, window=2))) == "decode"
 
 

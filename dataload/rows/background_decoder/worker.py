@@ -10,14 +10,13 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from dataload.rows.row_group_cache import TRAINER_DIVISOR, RowGroupCache
-from dataload.runtime.counters import Counters, charged_to
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_group_life import RowGroupLife
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import libc
-from dataload.runtime.memory_budget import MemoryBudget
 from dataload.telemetry.wait_timeline import Timeline
 
-ROW_GROUPS_IN_FLIGHT = 24  # threads; the budgets of `RowGroupCache` bound their memory
+ROW_GROUPS_IN_FLIGHT = 24  # threads; the budget of `RowGroupMaker` bounds their memory
 NICENESS = 19  # keeps a step that uses the interpreter all the time at nine tenths of its speed
 IDLE_SECONDS = 60.0  # without a request, until the process exits
 LOOK_SECONDS = 0.2  # between two checks for conditions that nothing signals: free memory, the death of the parent
@@ -53,18 +52,18 @@ def run(descriptor: int) -> None:
     _keep_freed_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowGroupCache = connection.recv()
-    blobs.memory = MemoryBudget(blobs.rank_memory - blobs.rank_memory // TRAINER_DIVISOR)
+    blobs.maker.leave_to_trainer()
     threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
 
     def make(group: int) -> None:
-        making, account, cached, error = Timeline(), Counters(), False, None
+        life, cached, error = RowGroupLife(), False, None
         try:
-            with making.here(), charged_to(account):
-                cached = blobs.make(group)
+            with life.charged():
+                cached = blobs.make(group, life)
         except Exception as caught:  # noqa: BLE001 (the client raises it)
             error = portable(caught)
         with sending, suppress(OSError):
-            connection.send(Done(group, cached, error, making.end(), account.snapshot()))
+            connection.send(Done(group, cached, error, life.timeline.end(), life.account.snapshot()))
 
     with suppress(EOFError, OSError):
         os.nice(NICENESS)  # not earlier: the first row groups wait for this process to be ready

@@ -1,0 +1,99 @@
+"""The life of a row group in a process: planned, fetching, decoding, cached, mapped, released."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from enum import Enum
+
+from dataload.runtime.counters import Counters, charged_to
+from dataload.telemetry.wait_timeline import Timeline
+
+
+class State(Enum):
+    """The states of a row group, in order. All others may lead to `RELEASED`."""
+
+    PLANNED = "planned"  # It waits for a thread, for memory, or for another process or host that makes it.
+    FETCHING = "fetching"  # Its memory is reserved, and its byte ranges are requested.
+    DECODING = "decoding"  # Its blobs are decoded, packed and written to the cache.
+    CACHED = "cached"  # Its blobs are ready to be mapped.
+    MAPPED = "mapped"  # It is open: gathers copy rows from it.
+    RELEASED = "released"  # It was evicted or cancelled, or it failed.
+
+
+_NEXT = {
+    State.PLANNED: {State.FETCHING, State.CACHED, State.RELEASED},  # CACHED: found, or made by another process
+    State.FETCHING: {State.DECODING, State.RELEASED},
+    State.DECODING: {State.CACHED, State.RELEASED},
+    State.CACHED: {State.MAPPED, State.RELEASED},
+    State.MAPPED: {State.RELEASED},
+    State.RELEASED: {State.MAPPED},  # A gather that has its blobs opens it again.
+}
+
+
+class RowGroupLife:
+    """One life of a row group, from its request to its release. A later request begins another.
+
+    Args:
+        account: Account that its cost is charged to, see `Ledger`.
+
+    Attributes:
+        state: The present state.
+        timeline: Timeline of the thread that loads the row group.
+        account: As above.
+        cancelled: Done once a loop has ended and no loop has requested the row group since.
+        contents: The blobs; None if the life was cancelled before memory was reserved for it.
+    """
+
+    contents: Future[list[memoryview] | None]
+
+    def __init__(self, account: Counters | None = None) -> None:
+        self.state = State.PLANNED
+        self.timeline = Timeline()
+        self.account = account or Counters()
+        self.cancelled: Future[None] = Future()
+
+    def enter(self, state: State) -> None:
+        """Change the state.
+
+        Raises:
+            RuntimeError: No row group goes from the present state to that one.
+        """
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"a row group cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    @contextmanager
+    def charged(self) -> Iterator[None]:
+        """Charge the time and cost of this thread to the row group for the duration of the block."""
+        with self.timeline.here(), charged_to(self.account):
+            yield
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the life ended without contents, so that the next request must begin another."""
+        contents = self.contents
+        return contents.cancelled() or (
+            contents.done() and (contents.exception() is not None or contents.result() is None)
+        )
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled.done()
+
+    def cancel(self) -> bool:
+        """Notify the loading thread and the loops that wait. Return whether the life ends here: no thread had begun it.
+
+        This uses no name of a module, because it may run while the interpreter shuts down.
+        """
+        never_begun = self.contents.cancel()
+        if never_begun:
+            self.account.add(under_way=-1)
+        if not self.cancelled.done():
+            self.cancelled.set_result(None)
+        return never_begun
+
+    def revive(self) -> None:
+        """Withdraw a cancellation, because a loop requests the row group again."""
+        if self.cancelled.done():
+            self.cancelled = Future()

@@ -1,0 +1,192 @@
+"""Makes row groups: fetches their byte ranges, decodes them, and packs them into blobs, within a memory budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from time import perf_counter
+from typing import Any
+
+import pyarrow as pa
+
+from dataload.cache.blocks.reader import Blocks
+from dataload.cache.tier import BlobKey, Span
+from dataload.catalog.footer_cache import read_footer
+from dataload.catalog.manifest import Manifest, RowGroup
+from dataload.formats.base import Footer
+from dataload.rows import row_block
+from dataload.rows.arrow_decode import Column, decode
+from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_group_plan import RowGroupPlan
+from dataload.runtime.counters import charge
+from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.forks import ForkAware
+from dataload.runtime.memory_budget import MemoryBudget
+from dataload.runtime.usable_memory import usable_memory
+from dataload.telemetry.wait_timeline import Timeline, doing, waited
+
+FOOTERS_KEPT = 64
+MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
+TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
+MIN_MEMORY = 64 << 20
+UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
+COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
+
+
+class RowGroupMaker(ForkAware):
+    """Makes the blobs of row groups, within a memory budget.
+
+    Args:
+        manifest: The dataset.
+        plan: Names, lengths and sizes of the blobs.
+        schema: The columns to store.
+        blocks: Reader of the dataset's files, and the cache.
+        fill_null: Replacement of nulls, for all columns or, as a mapping, by column. None makes nulls an error.
+
+    Attributes:
+        rank_memory: Bytes of row groups in flight, held and being decoded, for this rank: this process and its
+            background decoder.
+        memory: The part of `rank_memory` for this process, as a budget.
+
+    Notes:
+        Any thread may call it.
+    """
+
+    def __init__(
+        self, manifest: Manifest, plan: RowGroupPlan, schema: pa.Schema, blocks: Blocks, fill_null: Any
+    ) -> None:
+        self._manifest = manifest
+        self._plan = plan
+        self._schema = schema
+        self._blocks = blocks
+        self._fill_null = fill_null
+        self._read_footer = lru_cache(FOOTERS_KEPT)(partial(read_footer, blocks=blocks))
+        self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
+        self.after_fork_in_child()
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        """Reset the budget and threads."""
+        self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
+        # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
+        self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
+
+    def share_memory(self, processes: int) -> None:
+        """Divide the host's memory for row groups among its ranks and their worker processes."""
+        self.use_memory(usable_memory() // MEMORY_DIVISOR // processes)
+
+    def use_memory(self, size: int) -> None:
+        """Set `rank_memory`."""
+        size = max(MIN_MEMORY, size)
+        if size != self.rank_memory:
+            self.rank_memory = size
+            self.memory = MemoryBudget(size // TRAINER_DIVISOR)
+
+    def leave_to_trainer(self) -> None:
+        """Take the part of `rank_memory` that the training process leaves to its background decoder."""
+        self.memory = MemoryBudget(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
+
+    def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
+        """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
+        group = self._manifest.row_groups[number]
+        stored = self._plan.stored(group) if columns is None else columns
+        return self._footer(group).fetched(group.number, stored, self._held_limit(stored)) if stored else ([], [])
+
+    def has_capacity(self, number: int) -> bool:
+        """Return whether the budget has room for another row group now."""
+        return self.memory.fits(self._reservation(number))
+
+    @contextmanager
+    def reserve(self, number: int, life: RowGroupLife) -> Iterator[None]:
+        """Hold the memory for a row group for the duration of the block.
+
+        Raises:
+            ReservationCancelled: The life was cancelled before the memory was reserved.
+        """
+        try:
+            with self.memory.reserve(self._reservation(number), life.is_cancelled):
+                yield
+        finally:
+            if self.memory.idle:  # Return Arrow's unused memory now, not between row groups: fresh memory is slow.
+                pa.default_memory_pool().release_unused()
+
+    def make(self, number: int, keys: list[BlobKey], life: RowGroupLife) -> list[memoryview]:
+        """Fetch a row group and return its blobs, which are cached if there is space.
+
+        Raises:
+            OriginError: The origin does not answer, or the file does not exist.
+            DataError: The row group cannot be decoded.
+        """
+        charge(decoded=1)
+        group = self._manifest.row_groups[number]
+        stored = self._plan.stored(group)
+        if not stored:
+            return self.pack(number, keys, self._decoded([pa.table({})] * len(keys), number), life)
+        held_limit = self._held_limit(stored)
+        with self._footer(group).open_row_group(group.file, group.number, stored, self._blocks, held_limit) as reader:
+            tables = reader.tables(int(self._plan.blob_rows[number]))
+            return self.pack(number, keys, self._decoded(tables, number), life)
+
+    def pack(
+        self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], life: RowGroupLife
+    ) -> list[memoryview]:
+        """Return the blobs of a row group. A decoder thread makes each of the next item of `columns`."""
+        life.enter(State.DECODING)
+        since, decoding = perf_counter(), Timeline()
+        packed = self._decoders.submit(self._pack, number, keys, columns, decoding)
+        wait([packed])
+        waited(since, decoding, instead=decoding.longest())
+        return packed.result()
+
+    def _pack(
+        self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]], decoding: Timeline
+    ) -> list[memoryview]:
+        location = _location(self._manifest.row_groups[number])
+        blobs = []
+        with decoding.here(), doing("decode"):
+            for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
+                fill = partial(row_block.pack, columns, rows, self._plan.layout, location)
+                blobs.append(self._blocks.tier.get_or_fill(key, fill))
+        return blobs
+
+    def _decoded(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:
+        """Yield the decoded columns of each blob of a row group."""
+        group = self._manifest.row_groups[number]
+        for table, rows in zip(tables, self._plan.lengths(number), strict=True):
+            whole = _with_constants(table, group, rows, self._schema)
+            yield decode(whole, self._plan.layout.fields, self._fill_null, _location(group))
+
+    def _reservation(self, number: int) -> int:
+        """Return the bytes of memory that a row group takes: the bytes fetched and held, and one blob three times.
+
+        Arrow has a blob's columns, may copy them to join their parts, and they are packed into a buffer.
+        """
+        held = sum(stop - start for spans in self.sources(number) for start, stop in spans)
+        group = self._manifest.row_groups[number]
+        stored = self._plan.stored(group)
+        if stored and self._footer(group).streams:
+            held = min(held, self._held_limit(stored))
+        return held + 3 * max(self._plan.blob_sizes(number))
+
+    def _held_limit(self, columns: Sequence[str]) -> int:
+        """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded."""
+        return max(self.rank_memory // TRAINER_DIVISOR // 2, len(columns) * COLUMN_BYTES)
+
+    def _footer(self, group: RowGroup) -> Footer:
+        return self._read_footer(group.file, group.footer_at)
+
+
+def _with_constants(table: pa.Table, group: RowGroup, rows: int, schema: pa.Schema) -> pa.Table:
+    """Return the table with the columns of `schema` whose values are in the names of folders."""
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    for name, value in group.constants:
+        if name in schema.names:
+            columns[name] = pa.repeat(pa.scalar(value, schema.field(name).type), rows)
+    return pa.table(columns)
+
+
+def _location(group: RowGroup) -> str:
+    return f"{group.file.path} row group {group.number}"

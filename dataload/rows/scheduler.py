@@ -1,0 +1,177 @@
+"""When and where row groups are made: the one owner of their lives in a process."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from contextlib import suppress
+from time import perf_counter
+from typing import Any
+
+from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
+from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.runtime.counters import Counters
+from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.memory_budget import ReservationCancelled
+from dataload.telemetry.row_group_ledger import Ledger
+from dataload.telemetry.wait_timeline import CAUSES, waited
+
+LOADERS = IN_FLIGHT + ROW_GROUPS_IN_FLIGHT  # threads: a row group each, of this process and the background decoder
+BACKGROUND_BYTES = 128 << 20  # of rows; decoding fewer takes no longer than starting a process
+
+
+class RowGroupScheduler:
+    """The row groups of a process that are planned, being made, cached or mapped.
+
+        planned → fetching → decoding → cached → mapped → released
+
+    A planned row group is looked up in the cache. If it is missing, the background decoder makes it, unless a thread
+    waits for row groups and this process has memory for one. What no other process made, this process makes
+    (`RowGroupCache.load`), in the order of the requests: each row group holds memory of the budget while it is fetched
+    and decoded, and one process of the host makes it while the others wait.
+
+    Args:
+        blobs: The cached row groups.
+
+    Attributes:
+        ledger: The accounts of the row groups.
+        sizes: Bytes of the row groups that were loaded, by row group.
+        decoder: The background decoder, once `start` was called for a large dataset.
+
+    Notes:
+        One thread at a time may call `start`, `request`, `map`, `unmap` and `cancel`; any thread the rest.
+    """
+
+    def __init__(self, blobs: RowGroupCache) -> None:
+        self._blobs = blobs
+        self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
+        self._mapped: dict[int, RowGroupLife] = {}
+        self._threads = DaemonExecutor(LOADERS, "dataload-load")
+        self._demand = DemandSignal()
+        self._spent = Counters()  # seconds of loading, by cause
+        self._started = False
+        self.decoder: BackgroundDecoder | None = None
+        self.ledger = Ledger()
+        self.sizes: dict[int, int] = {}
+
+    def start(self) -> None:
+        """Prepare for prefetches: keep the cached row groups, and decode a large dataset in a background process."""
+        if not self._started:
+            self._started = True
+            self._threads.submit(self._blobs.lease)
+            if self._blobs.shared and self._blobs.num_bytes >= BACKGROUND_BYTES:
+                self.decoder = BackgroundDecoder(self._blobs)
+
+    def request(self, group: int, most: int, *, counted: bool = True, own_thread: bool = False) -> RowGroupLife:
+        """Return the life of a row group that is not mapped. Plan the row group if it has none.
+
+        Args:
+            group: The row group.
+            most: Lives that are not mapped, at most. The blobs of the oldest are dropped; the cache still has them.
+            counted: Charge the load to the row group's account in the ledger.
+            own_thread: Load it in a new thread, because all others may be busy.
+        """
+        life = self._lives.get(group)
+        if life is None or life.is_stale:
+            self._lives.pop(group, None)  # A new life goes to the end of the queue.
+            life = RowGroupLife(self.ledger.begin(group) if counted else None)
+            try:
+                life.contents = self._submit(group, life, own_thread=own_thread)
+            except RuntimeError:
+                life.account.add(under_way=-1)
+                raise
+            self._lives[group] = life
+        life.revive()
+        while len(self._lives) > most:
+            self._lives.popitem(last=False)
+        return life
+
+    def map(self, group: int, life: RowGroupLife, evicted: Iterable[int]) -> None:
+        """Note that a row group is open, and which ones were closed for it."""
+        self._lives.pop(group, None)
+        self.unmap(evicted)
+        if group not in self._mapped:
+            life.enter(State.MAPPED)
+            self._mapped[group] = life
+
+    def unmap(self, groups: Iterable[int]) -> None:
+        """Note that row groups are closed."""
+        for group in groups:
+            self._mapped.pop(group).enter(State.RELEASED)
+
+    def cancel(self) -> None:
+        """Cancel the lives that have not reserved memory yet. Loops that still need them request them again."""
+        for group, life in list(self._lives.items()):
+            if life.cancel():
+                del self._lives[group]
+
+    def contents_of(self, life: RowGroupLife, stop: Future[None] | None) -> list[memoryview] | None:
+        """Wait for a life. Return its contents, or None if the end of another loop cancelled it.
+
+        Raises:
+            CancelledError: `stop` was done first.
+        """
+        contents = life.contents
+        if not contents.done():
+            since = perf_counter()
+            # Waiters of a cancelled future are notified only when a thread dequeues it; `cancelled` notifies at once.
+            first: list[Future[Any]] = [contents, life.cancelled] if stop is None else [contents, life.cancelled, stop]
+            with self._demand.waiting():
+                wait(first, return_when=FIRST_COMPLETED)
+            waited(since, life.timeline, instead=self.usual_cause())
+            if stop is not None and stop.done():
+                raise CancelledError
+        return contents.result() if contents.done() and not contents.cancelled() else None
+
+    def usual_cause(self) -> str:
+        """Return the cause of most of the loading time."""
+        spent = Counter(self._spent.snapshot())
+        if self.decoder is not None:
+            spent += Counter(self.decoder.spent.snapshot())
+        known = {cause: seconds for cause, seconds in spent.items() if cause in CAUSES}
+        return max(known, key=known.__getitem__, default="origin")
+
+    def states(self) -> dict[str, int]:
+        """Return the number of row groups in each state."""
+        lives = [*self._lives.copy().values(), *self._mapped.copy().values()]
+        return {
+            state.value: sum(life.state is state for life in lives) for state in State if state is not State.RELEASED
+        }
+
+    def _submit(self, group: int, life: RowGroupLife, *, own_thread: bool) -> Future[list[memoryview] | None]:
+        if own_thread:
+            with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
+                return DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
+        return self._threads.submit(self._load, group, life)
+
+    def _load(self, group: int, life: RowGroupLife) -> list[memoryview] | None:
+        """Return the blobs of a row group, or None if its life was cancelled."""
+        try:
+            with life.charged():
+                contents = self._blobs.find(group)
+                if contents is None:
+                    contents = self._made(group, life)
+                else:
+                    life.enter(State.CACHED)
+        except BaseException as error:
+            life.enter(State.RELEASED)
+            if isinstance(error, ReservationCancelled):
+                return None
+            raise
+        else:
+            self.sizes[group] = sum(map(len, contents))
+            return contents
+        finally:
+            life.account.add(under_way=-1)
+
+    def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
+        since = perf_counter()
+        if self.decoder is not None:
+            self.decoder.make(group, self._demand, life.account)
+        contents = self._blobs.load(group, life)
+        self._spent.add(**life.timeline.seconds(since, perf_counter()))
+        return contents
