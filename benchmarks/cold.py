@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
@@ -236,6 +236,7 @@ def _processes() -> list[psutil.Process]:
 def measure(system: str, origin: Origin, prefix: str, files: Path, folder: Path, ranks: int) -> dict[str, float]:
     """Run one epoch of a system with an empty cache, in `ranks` processes. Return the figures of the host."""
     origin.reset()
+    server, before = psutil.Process(origin.pid), sum(psutil.Process(origin.pid).cpu_times()[:2])
     call = "import sys; from dataload.benchmarks.cold import epoch; epoch(*sys.argv[1:])"
     with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
         tasks = [Task(origin.endpoint_url, prefix, str(files), cache, rank, ranks) for rank in range(ranks)]
@@ -260,7 +261,37 @@ def measure(system: str, origin: Origin, prefix: str, files: Path, folder: Path,
         "requests": stats["get_requests"],
         "duplicates": stats["duplicate_gets"],
         "in_flight": stats["most_gets_at_once"],
+        "busy": busy(origin.gets_over_time(), origin.behaviour.latency),
+        "origin_cpu": sum(server.cpu_times()[:2]) - before,
     }
+
+
+def busy(changes: list[tuple[float, int]], latency: float) -> float:
+    """Return the mean share of `IN_FLIGHT` requests under way, except in the first 0.5 s and the last two latencies.
+
+    Args:
+        changes: (seconds, requests under way from then on).
+        latency: Latency of a request in seconds.
+    """
+    if not changes:
+        return 0.0
+    begin, end = changes[0][0] + 0.5, changes[-1][0] - 2 * latency
+    total = 0.0
+    for (at, count), (until, _) in pairwise(changes):
+        total += max(0.0, min(until, end) - max(at, begin)) * min(count, IN_FLIGHT)
+    return total / (IN_FLIGHT * (end - begin)) if end > begin else 1.0
+
+
+def bound(found: dict[str, dict[str, float]], system: str) -> float:
+    """Return the seconds that the wire, or the processors of this machine, need at least.
+
+    Args:
+        found: The figures of each system.
+        system: The system whose processor time counts, with that of the origin beside it.
+    """
+    cpu = found[system]["cpu"] + found[system]["origin_cpu"]
+    wire = found["bare GETs"]["seconds"] if "bare GETs" in found else 0.0
+    return max(wire, cpu / len(os.sched_getaffinity(0)))
 
 
 def main(
@@ -276,7 +307,7 @@ def main(
 ) -> None:
     """Measure first epochs by the size of row groups."""
     table = Table("shape", "row groups, MB", "origin", "system", "seconds", "low", "high", "first batch, s", "CPU s/GB",
-                  "memory, MB", "bytes", "duplicates", "requests", "at once", title="First epoch, medians")  # fmt: skip
+                  "memory, MB", "bytes", "duplicates", "requests", "in flight", "/ bound", title="Medians")  # fmt: skip
     data, every = folder.absolute() / "data", []
     for kind, size in product(shape or SHAPES, group or [1, 10, 50, 130, 500]):
         prefix = f"cold/{kind}-{size:g}-{megabytes}"
@@ -289,14 +320,19 @@ def main(
                 found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
                 for _, name in product(range(rounds), names):
                     found[name].append(measure(name, server, prefix, files, folder.absolute(), ranks))
+            medians = {
+                name: {key: statistics.median(run[key] for run in figures) for key in figures[0]}
+                for name, figures in found.items()
+            }
             for name, figures in found.items():
-                middle = {key: statistics.median(run[key] for run in figures) for key in figures[0]}
+                middle = medians[name]
                 seconds = [run["seconds"] for run in figures]
                 table.add_row(
                     kind, f"{size:g}", place, name, f"{middle['seconds']:.2f}", f"{min(seconds):.2f}",
                     f"{max(seconds):.2f}", f"{middle['first']:.2f}", f"{middle['cpu'] / gigabytes:.2f}",
                     f"{middle['memory'] / 1e6:.0f}", f"{middle['bytes']:.3f}", f"{middle['duplicates']:.0f}",
-                    f"{middle['requests']:.0f}", f"{middle['in_flight']:.0f}",
+                    f"{middle['requests']:.0f}", f"{middle['busy']:.0%}",
+                    f"{middle['seconds'] / bound(medians, name):.2f}",
                 )  # fmt: skip
                 every.append({"shape": kind, "group": size, "origin": place, "system": name, "runs": figures})
                 if output is not None:

@@ -113,7 +113,12 @@ class Origin:
             an earlier GET received completely. errors: number of faults by name. most_gets_at_once: most concurrent
             GETs of objects.
         """
-        return self._control("GET", "__stats")
+        stats: dict[str, Any] = self._control("GET", "__stats")
+        return stats
+
+    def gets_over_time(self) -> list[tuple[float, int]]:
+        """Return (seconds of the monotonic clock, GETs of objects under way from then on) since the last reset."""
+        return [(at, count) for at, count in self._control("GET", "__gets")]
 
     def reset(self) -> None:
         """Set all counters to zero, and forget which bytes were served."""
@@ -125,12 +130,11 @@ class Origin:
         self._control("PUT", "__behaviour", asdict(changed))
         self.behaviour = changed
 
-    def _control(self, method: str, name: str, body: Any = None) -> dict[str, Any]:
+    def _control(self, method: str, name: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.endpoint_url}/{name}", data, method=method)
         with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT) as answer:
-            result: dict[str, Any] = json.load(answer)
-        return result
+            return json.load(answer)
 
 
 def check_aiohttp() -> None:

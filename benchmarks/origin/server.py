@@ -12,6 +12,7 @@ import socket
 import struct
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -57,7 +58,8 @@ async def serve(
 class Tally:
     """The counters since the last reset.
 
-    `errors` counts faults. `served` has (path, bytes, ETag) of every GET that was answered completely.
+    `errors` counts faults. `served` has (path, bytes, ETag) of every GET that was answered completely. `changes` has
+    (seconds of the monotonic clock, GETs under way from then on).
     """
 
     get_requests: int = 0
@@ -70,18 +72,24 @@ class Tally:
     most_gets_at_once: int = 0
     errors: dict[Fault, int] = field(default_factory=lambda: dict.fromkeys(FAULTS, 0))
     served: set[tuple[str, s3.Span, str]] = field(default_factory=set)
+    changes: list[tuple[float, int]] = field(default_factory=list)
 
     def shown(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("served", "gets_under_way")}
+        hidden = ("served", "gets_under_way", "changes")
+        return {name: value for name, value in vars(self).items() if name not in hidden}
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        self.gets_under_way += 1
+        self._change(1)
         self.most_gets_at_once = max(self.most_gets_at_once, self.gets_under_way)
         try:
             yield
         finally:
-            self.gets_under_way -= 1
+            self._change(-1)
+
+    def _change(self, by: int) -> None:
+        self.gets_under_way += by
+        self.changes.append((time.monotonic(), self.gets_under_way))
 
 
 @dataclass(frozen=True)
@@ -138,11 +146,12 @@ class Server:
         counter = f"{s3_request.kind}_requests"
         setattr(self.tally, counter, getattr(self.tally, counter) + 1)
         drawn = self._faults.draw() if s3_request.kind == "get" else (None, 0.0)
-        await asyncio.sleep(self.behaviour.latency)
         try:
             if s3_request.kind == "get":
                 with self.tally.under_way():
+                    await asyncio.sleep(self.behaviour.latency)
                     return await self.get_object(s3_request, *drawn)
+            await asyncio.sleep(self.behaviour.latency)
             if s3_request.kind == "head":
                 return self.head(s3_request)
             return xml(await asyncio.to_thread(self.describe, s3_request))
@@ -150,22 +159,22 @@ class Server:
             return xml(error.body, error.status, error.headers)
 
     async def control(self, request: web.BaseRequest, name: str) -> web.Response:
-        """Answer `/__stats`, `/__reset` and `/__behaviour` without latency and counters."""
+        """Answer `/__stats`, `/__gets`, `/__reset` and `/__behaviour` without latency and counters."""
         match request.method, name:
-            case "GET", "__stats":
-                return web.json_response(self.tally.shown())
+            case "GET", "__gets":
+                return web.json_response(self.tally.changes)
             case "POST", "__reset":
                 self.tally = Tally()
-                return web.json_response(self.tally.shown())
             case "PUT", "__behaviour":
                 try:
                     self.behave(Behaviour(**json.loads(await request.text())))
                 except (ConfigError, TypeError, ValueError) as error:
                     return web.Response(status=400, text=str(error))
-                return web.json_response(asdict(self.behaviour))
-            case "GET", "__behaviour":
-                return web.json_response(asdict(self.behaviour))
-        return web.Response(status=404, text=f"{request.method} {name}: there is no such control")
+            case ("GET", "__stats") | ("GET", "__behaviour"):
+                pass
+            case _:
+                return web.Response(status=404, text=f"{request.method} {name}: there is no such control")
+        return web.json_response(asdict(self.behaviour) if name == "__behaviour" else self.tally.shown())
 
     def describe(self, s3_request: S3Request) -> str:
         """Return the XML of a listing. Raise NotImplemented for other requests."""
