@@ -255,6 +255,7 @@ def measure(system: str, origin: Origin, prefix: str, files: Path, folder: Path,
     return {
         "seconds": max(figures["seconds"] for figures in found),
         "first": max(figures["first"] for figures in found),
+        "rows": sum(figures["rows"] for figures in found),
         "cpu": sum(figures["cpu"] for figures in found),
         "memory": sum(figures["memory"] for figures in found),
         "bytes": stats["get_bytes"] / num_bytes,

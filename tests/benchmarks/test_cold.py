@@ -1,0 +1,52 @@
+"""The benchmark of cold epochs: one small epoch of each system, and the share of busy connections."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataload.benchmarks.cold import IN_FLIGHT, busy
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ([(0.0, IN_FLIGHT), (10.0, 0)], 1.0),
+        ([(0.0, IN_FLIGHT), (5.25, IN_FLIGHT // 2), (10.0, 0)], 0.75),  # It counts from 0.5 to 10 s.
+        ([(0.0, 1), (0.5, 2 * IN_FLIGHT), (10.0, 0)], 1.0),  # More than `IN_FLIGHT` requests count as that many.
+        ([(0.0, 0), (0.4, 0)], 1.0),  # too short to tell
+        ([], 0.0),
+    ],
+)
+def test_busy_connections(changes: list[tuple[float, int]], share: float) -> None:
+    assert busy(changes, 0.0) == pytest.approx(share)
+
+
+def test_the_last_two_latencies_do_not_count() -> None:
+    assert busy([(0.0, IN_FLIGHT), (8.0, 0), (10.0, 0)], latency=1.0) == pytest.approx(1.0)
+
+
+@pytest.mark.timeout(240)
+def test_every_system_reads_all_rows(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "dataload.benchmarks.cold",
+        "--shape",
+        "numbers",
+        "--group",
+        "1",
+        "--origin",
+        "unlimited",
+    ]
+    options = ["--megabytes", "4", "--rounds", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    subprocess.run([*command, *options], check=True, capture_output=True, timeout=200)
+    found = {entry["system"]: entry["runs"][0] for entry in json.loads((tmp_path / "found.json").read_text())}
+    assert found.keys() == {"dataload", "pyarrow", "bare GETs", "bare decode"}
+    assert found["dataload"]["rows"] == found["pyarrow"]["rows"] > 0
+    assert found["dataload"]["bytes"] <= 1.02  # the data and the ends of files with their footers
+    assert found["dataload"]["duplicates"] == 0
