@@ -91,7 +91,7 @@ def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy.rowstore.blobs.maker.rank_memory == 123 << 20
     assert copy.rowstore.blobs.maker.memory.total == dataset.rowstore.blobs.maker.memory.total < 123 << 20
-    assert pickle.loads(pickle.dumps(dataset.rowstore.blobs)).memory.total == dataset.rowstore.blobs.maker.memory.total
+    assert pickle.loads(pickle.dumps(dataset.rowstore.blobs)).maker.memory.total == dataset.rowstore.blobs.maker.memory.total
 
 
 PROGRAM = """
