@@ -132,8 +132,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if self._yielded is not None and self._yielded[0] == sampler.epoch and sampler.finished_at(self._yielded[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.
         epoch, cursor = self._yielded = sampler.epoch, sampler.cursor
-        stats = self._stats = LoaderStats(epoch)
         rowstore = self.dataset.rowstore
+        stats = self._stats = LoaderStats(epoch, memory_bytes=rowstore.blobs.maker.rank_memory)
         in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
         served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight)
         needs = Needs(self._needs(epoch, cursor))

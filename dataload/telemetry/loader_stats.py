@@ -44,6 +44,7 @@ class LoaderStats:
         bytes_cluster: Bytes fetched from the cluster for the misses.
         bytes_origin: Bytes fetched from the origin for the misses.
         requests_origin: Requests to the origin for the misses.
+        memory_bytes: Most memory for row groups in flight, held and being decoded, the background decoder's included.
         waits: `wait_seconds` by cause, one of `dataload.telemetry.wait_timeline.CAUSES`.
     """
 
@@ -58,6 +59,7 @@ class LoaderStats:
     bytes_cluster: int = 0
     bytes_origin: int = 0
     requests_origin: int = 0
+    memory_bytes: int = 0
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
     def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> None:

@@ -15,11 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import CacheConfig, make_dataset
+from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.local.tier import LocalTier
 from dataload.formats import range_stream
+from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY
+from dataload.runtime.usable_memory import usable_memory
 
 GROUPS, GROUP_BYTES = 12, 4_000_000
 
@@ -91,7 +93,20 @@ def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy.rowstore.blobs.maker.rank_memory == 123 << 20
     assert copy.rowstore.blobs.maker.memory.total == dataset.rowstore.blobs.maker.memory.total < 123 << 20
-    assert pickle.loads(pickle.dumps(dataset.rowstore.blobs)).maker.memory.total == dataset.rowstore.blobs.maker.memory.total
+    maker = pickle.loads(pickle.dumps(dataset.rowstore.blobs)).maker
+    assert maker.memory.total == dataset.rowstore.blobs.maker.memory.total
+
+
+def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path: Path) -> None:
+    whole = usable_memory() // MEMORY_DIVISOR
+    for ranks, workers in [(1, 0), (4, 0), (2, 1)]:
+        world = World(0, ranks, 0, ranks)
+        cache = CacheConfig(str(tmp_path / f"{ranks}"))
+        loader = make_loader(str(files / "bucket"), 8, world=world, cache=cache, num_workers=workers)
+        next(iter(loader))
+        share = max(MIN_MEMORY, whole // (ranks * (1 + workers)))
+        assert loader.stats().memory_bytes == share
+        assert set(loader.row_group_states()) == {"planned", "fetching", "decoding", "cached", "mapped"}
 
 
 PROGRAM = """
