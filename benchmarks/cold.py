@@ -8,6 +8,7 @@ measurement runs in its own process, and the systems take turns.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -236,7 +237,8 @@ def _processes() -> list[psutil.Process]:
 def measure(system: str, origin: Origin, prefix: str, files: Path, folder: Path, ranks: int) -> dict[str, float]:
     """Run one epoch of a system with an empty cache, in `ranks` processes. Return the figures of the host."""
     origin.reset()
-    server, before = psutil.Process(origin.pid), sum(psutil.Process(origin.pid).cpu_times()[:2])
+    server = psutil.Process(origin.pid)
+    before = sum(server.cpu_times()[:2])
     call = "import sys; from dataload.benchmarks.cold import epoch; epoch(*sys.argv[1:])"
     with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
         tasks = [Task(origin.endpoint_url, prefix, str(files), cache, rank, ranks) for rank in range(ranks)]
@@ -251,6 +253,7 @@ def measure(system: str, origin: Origin, prefix: str, files: Path, folder: Path,
             process.stdin.write("go\n")
             process.stdin.flush()
         found = [json.loads(process.communicate()[0]) for process in running]
+    origin_cpu = sum(server.cpu_times()[:2]) - before
     stats, num_bytes = origin.stats(), sum(path.stat().st_size for path in files.glob("*.parquet"))
     return {
         "seconds": max(figures["seconds"] for figures in found),
@@ -263,24 +266,26 @@ def measure(system: str, origin: Origin, prefix: str, files: Path, folder: Path,
         "duplicates": stats["duplicate_gets"],
         "in_flight": stats["most_gets_at_once"],
         "busy": busy(origin.gets_over_time(), origin.behaviour.latency),
-        "origin_cpu": sum(server.cpu_times()[:2]) - before,
+        "origin_cpu": origin_cpu,
     }
 
 
 def busy(changes: list[tuple[float, int]], latency: float) -> float:
     """Return the mean share of `IN_FLIGHT` requests under way, except in the first 0.5 s and the last two latencies.
 
+    It is NaN if the requests do not last that long.
+
     Args:
         changes: (seconds, requests under way from then on).
         latency: Latency of a request in seconds.
     """
-    if not changes:
-        return 0.0
-    begin, end = changes[0][0] + 0.5, changes[-1][0] - 2 * latency
+    begin, end = (changes[0][0] + 0.5, changes[-1][0] - 2 * latency) if changes else (0.0, 0.0)
+    if end <= begin:
+        return math.nan
     total = 0.0
     for (at, count), (until, _) in pairwise(changes):
         total += max(0.0, min(until, end) - max(at, begin)) * min(count, IN_FLIGHT)
-    return total / (IN_FLIGHT * (end - begin)) if end > begin else 1.0
+    return total / (IN_FLIGHT * (end - begin))
 
 
 def bound(found: dict[str, dict[str, float]], system: str) -> float:

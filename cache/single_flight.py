@@ -12,34 +12,30 @@ from dataload.telemetry.wait_timeline import ELSEWHERE, doing
 T = TypeVar("T")
 
 
-def find_or_make(
+def make_once(
     tier: Tier,
     lock: BlobKey,
     find: Callable[[], T | None],
     make: Callable[[], T],
-    reserve: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    *,
-    elect: bool = True,
+    reserve: Callable[[], AbstractContextManager[Any]],
 ) -> T:
-    """Return what `find` finds, or make it unless another process or host does.
+    """Make a result that is not cached, unless another process or host makes it.
 
-    A wait for another one holds neither the lock nor what `reserve` holds, so this process can make other things.
+    A wait for another maker holds neither the lock nor the reservation, so this process can make other results.
 
     Args:
         tier: The cache of the result.
-        lock: Key to lock while it is made.
+        lock: The key to lock while the result is made.
         find: Returns the cached result, or None.
         make: Makes and caches the result.
-        reserve: Holds what `make` needs, such as memory.
-        elect: Wait for other hosts, too.
+        reserve: Holds resources for `make`, such as memory.
     """
     waited_for: Waited | None = None
-    found = find()  # Without the lock: a transfer from another host blocks no other.
-    while found is None:
+    while True:
         if waited_for is Waited.IN_VAIN:  # The lock's holder was stopped, so this process goes on without it.
             locked: AbstractContextManager[Any] = nullcontext()
         else:
-            locked = tier.key_lock(lock, elect=elect and waited_for is not Waited.FOR_HOST)
+            locked = tier.key_lock(lock, elect=waited_for is not Waited.FOR_HOST)
         with reserve(), locked as wait_for_other:
             if wait_for_other is None:
                 found = find()
@@ -47,4 +43,5 @@ def find_or_make(
         with doing(ELSEWHERE):
             waited_for = wait_for_other()
         found = find()
-    return found
+        if found is not None:
+            return found

@@ -13,7 +13,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -160,21 +160,23 @@ class Server:
 
     async def control(self, request: web.BaseRequest, name: str) -> web.Response:
         """Answer `/__stats`, `/__gets`, `/__reset` and `/__behaviour` without latency and counters."""
-        match request.method, name:
-            case "GET", "__gets":
-                return web.json_response(self.tally.changes)
-            case "POST", "__reset":
-                self.tally = Tally()
-            case "PUT", "__behaviour":
-                try:
-                    self.behave(Behaviour(**json.loads(await request.text())))
-                except (ConfigError, TypeError, ValueError) as error:
-                    return web.Response(status=400, text=str(error))
-            case ("GET", "__stats") | ("GET", "__behaviour"):
-                pass
-            case _:
-                return web.Response(status=404, text=f"{request.method} {name}: there is no such control")
-        return web.json_response(asdict(self.behaviour) if name == "__behaviour" else self.tally.shown())
+        if request.method == "PUT" and name == "__behaviour":
+            try:
+                self.behave(Behaviour(**json.loads(await request.text())))
+            except (ConfigError, TypeError, ValueError) as error:
+                return web.Response(status=400, text=str(error))
+        if request.method == "POST" and name == "__reset":
+            self.tally = Tally()
+        shown: dict[tuple[str, str], Callable[[], Any]] = {
+            ("GET", "__stats"): self.tally.shown,
+            ("POST", "__reset"): self.tally.shown,
+            ("GET", "__gets"): lambda: self.tally.changes,
+            ("GET", "__behaviour"): lambda: asdict(self.behaviour),
+            ("PUT", "__behaviour"): lambda: asdict(self.behaviour),
+        }
+        if (request.method, name) not in shown:
+            return web.Response(status=404, text=f"{request.method} {name}: there is no such control")
+        return web.json_response(shown[request.method, name]())
 
     def describe(self, s3_request: S3Request) -> str:
         """Return the XML of a listing. Raise NotImplemented for other requests."""

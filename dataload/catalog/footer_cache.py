@@ -8,13 +8,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.single_flight import find_or_make
 from dataload.cache.tier import Allocate, BlobKey, Span
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
@@ -94,7 +92,7 @@ def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer
         OriginError: The origin failed.
     """
     own_key = blocks.key(obj, "footer")
-    found = blocks.tier.get(own_key) or _run_footer(location, blocks)
+    found = blocks.tier.get(own_key) or stored_footer(location, blocks) or _footer_from_cluster(location, blocks)
     return parse_footer(found or get_or_make(blocks, own_key, lambda: fetch_footer(obj, blocks)), obj)
 
 
@@ -115,16 +113,21 @@ def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None
     return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
 
 
-def _run_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None:
-    """Return the bytes of a footer from its run, or None if no host has cached the run."""
-
-    def fetch() -> memoryview | None:
-        fetched = blocks.tier.fetch_from_cluster([run_key(location.run, blocks)])
-        return _cut(fetched[0], location.number) if fetched else None
-
+def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview | None:
+    """Return the bytes of a footer, or None if no other host has its run."""
     # A lock of its own: `fetch_from_cluster` locks the key of the run.
-    lock = blocks.key(location.run, "fetch footers")
-    return find_or_make(blocks.tier, lock, partial(stored_footer, location, blocks), fetch, elect=False)
+    with blocks.tier.key_lock(blocks.key(location.run, "fetch footers"), elect=False) as wait_for_other:
+        found = stored_footer(location, blocks)
+        if (
+            found is None
+            and wait_for_other is None
+            and (fetched := blocks.tier.fetch_from_cluster([run_key(location.run, blocks)]))
+        ):
+            found = _cut(fetched[0], location.number)
+    if found is None and wait_for_other is not None:
+        wait_for_other()
+        found = stored_footer(location, blocks)
+    return found
 
 
 def run_key(run: Object, blocks: Blocks) -> BlobKey:

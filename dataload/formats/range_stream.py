@@ -56,7 +56,11 @@ class RangeStream(io.RawIOBase):
         self._position = 0
         self.held = sum(stop - start for start, stop in ranges) <= capacity
         self._share = capacity // max(1, len(ranges))
-        self._memory = {start: allocate(stop - start) for start, stop in ranges if self.held}
+        if ranges and ranges[-1][1] > obj.size:
+            raise DataError(
+                f"{obj.path}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
+            )
+        self._memory = {start: _allocate(stop - start) for start, stop in ranges if self.held}
         self._pieces: dict[int, _Piece] = {}  # by first byte
         for start, stop in ranges:
             self._read_ahead(start, start, stop)
@@ -133,14 +137,14 @@ class RangeStream(io.RawIOBase):
         for position in range(begin, end, size):
             if position not in self._pieces:
                 length = min(size, stop - position)
-                memory = self._memory[start][position - start :][:length] if self.held else allocate(length)
+                memory = self._memory[start][position - start :][:length] if self.held else _allocate(length)
                 self._pieces[position] = _Piece(memory, self._fetch(position, memory))
 
     def _piece(self, start: int, stop: int) -> int:
         return _piece_bytes(stop - start, self._share, held=self.held)
 
 
-def allocate(size: int) -> memoryview:
+def _allocate(size: int) -> memoryview:
     """Return uninitialized memory of Arrow, which keeps freed memory for the next row group: fresh memory is slow."""
     return memoryview(pa.allocate_buffer(size)).cast("B")
 

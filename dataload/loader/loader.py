@@ -114,8 +114,11 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         return self._stats
 
     def row_group_states(self) -> dict[str, int]:
-        """Return how many row groups of this process are planned, fetching, decoding, cached and mapped."""
-        return self.dataset.rowstore.scheduler.states()
+        """Return how many row groups of this process are planned, fetching, decoding, cached and mapped.
+
+        Row groups that the background decoder makes count as planned.
+        """
+        return self.dataset.rowstore.states()
 
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]  # noqa: PYI058 (callers close it)
         return self.batches_on()

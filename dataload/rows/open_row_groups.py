@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 
 import numpy as np
@@ -56,15 +56,14 @@ class OpenRowGroups:
     def __contains__(self, group: int) -> bool:
         return group in self._slots
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._slots)
+    def __len__(self) -> int:
+        return len(self._slots)
 
-    def put(self, group: int, contents: Sequence[memoryview], keep: Collection[int]) -> list[int]:
-        """Open a row group. Return the row groups that are evicted: the oldest, except those in `keep`."""
+    def put(self, group: int, contents: Sequence[memoryview], keep: Collection[int]) -> None:
+        """Open a row group. Evict the oldest row groups that are not in `keep` if too many are open."""
         if group in self._slots:
-            return []
-        evicted = evictions(self._slots, self.capacity, keep)
-        for old in evicted:
+            return
+        for old in evictions(self._slots, self.capacity, keep):
             self._evict(old)
         first, last = self._group_starts[group : group + 2].tolist()
         slots = [self._free.pop() for _ in contents]
@@ -80,7 +79,6 @@ class OpenRowGroups:
             raise
         self._first_records[first:last] = np.array(slots, np.int64) * self._arena.rows_per_slot
         self._slots[group] = slots
-        return evicted
 
     def take(self, rows: Array, blobs: Array) -> Records | None:
         """Return copies of rows, or None if a row group of theirs is not open.

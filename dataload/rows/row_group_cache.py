@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
-from dataload.cache.single_flight import find_or_make
+from dataload.cache.single_flight import make_once
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
@@ -152,10 +152,11 @@ class RowGroupCache:
 
         def find() -> list[memoryview] | None:
             with doing("disk"):
-                found = self._cached(keys, span)
-            return found or tier.fetch_from_cluster(keys)
+                return self._cached(keys, span)
 
         def make() -> list[memoryview]:
+            if fetched := tier.fetch_from_cluster(keys):
+                return fetched
             life.enter(State.FETCHING)
             columns = self._columns_of_wider(number)
             return (
@@ -164,7 +165,9 @@ class RowGroupCache:
 
         lock, reserve = self._key(number, "row group"), partial(self.maker.reserve, number, life)
         with in_turn(next(self._turns)):
-            found = find_or_make(tier, lock, find, make, reserve)
+            found = find() or tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
+            if found is None:
+                found = make_once(tier, lock, find, make, reserve)
         life.enter(State.CACHED)
         return found
 

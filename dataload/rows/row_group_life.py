@@ -12,28 +12,28 @@ from dataload.telemetry.wait_timeline import Timeline
 
 
 class State(Enum):
-    """The states of a row group, in order. All others may lead to `RELEASED`."""
+    """The states of a row group, in order."""
 
     PLANNED = "planned"  # It waits for a thread, for memory, or for another process or host that makes it.
     FETCHING = "fetching"  # Its memory is reserved, and its byte ranges are requested.
-    DECODING = "decoding"  # Its blobs are decoded, packed and written to the cache.
+    DECODING = "decoding"  # Its blobs are decoded, packed and written to the cache. A streamed one is still fetched.
     CACHED = "cached"  # Its blobs are ready to be mapped.
-    MAPPED = "mapped"  # It is open: gathers copy rows from it.
-    RELEASED = "released"  # It was evicted or cancelled, or it failed.
+    MAPPED = "mapped"  # It is open: gathers copy rows from it. `OpenRowGroups` releases it.
+    RELEASED = "released"  # It failed, or was cancelled.
 
 
 _NEXT = {
     State.PLANNED: {State.FETCHING, State.CACHED, State.RELEASED},  # CACHED: found, or made by another process
     State.FETCHING: {State.DECODING, State.RELEASED},
     State.DECODING: {State.CACHED, State.RELEASED},
-    State.CACHED: {State.MAPPED, State.RELEASED},
-    State.MAPPED: {State.RELEASED},
-    State.RELEASED: {State.MAPPED},  # A gather that has its blobs opens it again.
+    State.CACHED: {State.MAPPED},
+    State.MAPPED: set[State](),
+    State.RELEASED: set[State](),
 }
 
 
 class RowGroupLife:
-    """One life of a row group, from its request to its release. A later request begins another.
+    """One life of a row group, from its request until it is mapped or released. A later request begins another.
 
     Args:
         account: Account that its cost is charged to, see `Ledger`.
@@ -70,7 +70,6 @@ class RowGroupLife:
         with self.timeline.here(), charged_to(self.account):
             yield
 
-    @property
     def is_stale(self) -> bool:
         """Whether the life ended without contents, so that the next request must begin another."""
         contents = self.contents

@@ -85,7 +85,7 @@ class RowGroupMaker(ForkAware):
             self.rank_memory = size
             self.memory = MemoryBudget(size // TRAINER_DIVISOR)
 
-    def leave_to_trainer(self) -> None:
+    def use_decoder_share(self) -> None:
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
         self.memory = MemoryBudget(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
 

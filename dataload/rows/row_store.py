@@ -17,7 +17,7 @@ from dataload.rows.arrow_decode import Array
 from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.rows.row_group_life import RowGroupLife
+from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.scheduler import RowGroupScheduler
 from dataload.runtime.filemap import max_maps
 from dataload.runtime.forks import ForkAware
@@ -132,7 +132,8 @@ class RowStore(ForkAware):
             with self._mutex:
                 row_groups = self._open_row_groups(len(needed))
                 for group, contents in loaded.items():
-                    self.scheduler.map(group, lives[group], row_groups.put(group, contents, keep=needed))
+                    row_groups.put(group, contents, keep=needed)
+                    self.scheduler.opened(group, lives[group])
                 found = row_groups.take(rows, blobs)
                 if found is not None:
                     return found
@@ -176,6 +177,11 @@ class RowStore(ForkAware):
                 if self._open is None or group not in self._open:
                     self._request(group)
 
+    def states(self) -> dict[str, int]:
+        """Return the number of row groups in each state of `State`, except those released."""
+        opened = self._open
+        return {**self.scheduler.states(), State.MAPPED.value: 0 if opened is None else len(opened)}
+
     def _request(self, group: int, *, counted: bool = True, own_thread: bool = False) -> RowGroupLife:
         most = self.capacity + self.further
         return self.scheduler.request(group, most, counted=counted, own_thread=own_thread)
@@ -198,6 +204,5 @@ class RowStore(ForkAware):
             )
         capacity = max(min(self.capacity, most), count)
         if self._open is None or self._open.capacity < capacity:
-            self.scheduler.unmap(self._open or ())
             self._open = OpenRowGroups(capacity, plan.group_starts, plan.row_starts, plan.layout)
         return self._open

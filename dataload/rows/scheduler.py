@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
 from time import perf_counter
@@ -25,14 +24,14 @@ BACKGROUND_BYTES = 128 << 20  # of rows; decoding fewer takes no longer than sta
 
 
 class RowGroupScheduler:
-    """The row groups of a process that are planned, being made, cached or mapped.
+    """The row groups of a process that are planned, being made, or cached and not open yet.
 
-        planned → fetching → decoding → cached → mapped → released
+        planned → fetching → decoding → cached → mapped
 
     A planned row group is looked up in the cache. If it is missing, the background decoder makes it, unless a thread
-    waits for row groups and this process has memory for one. What no other process made, this process makes
-    (`RowGroupCache.load`), in the order of the requests: each row group holds memory of the budget while it is fetched
-    and decoded, and one process of the host makes it while the others wait.
+    waits for row groups and this process has memory for one. This process makes the remaining row groups
+    (`RowGroupCache.load`), in the order of the requests. A row group reserves memory while it is fetched and decoded.
+    One process of the host makes it, and the others wait.
 
     Args:
         blobs: The cached row groups.
@@ -43,13 +42,12 @@ class RowGroupScheduler:
         decoder: The background decoder, once `start` was called for a large dataset.
 
     Notes:
-        One thread at a time may call `start`, `request`, `map`, `unmap` and `cancel`; any thread the rest.
+        One thread at a time may call `start`, `request`, `opened` and `cancel`. Any thread may call the others.
     """
 
     def __init__(self, blobs: RowGroupCache) -> None:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
-        self._mapped: dict[int, RowGroupLife] = {}
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
@@ -76,7 +74,7 @@ class RowGroupScheduler:
             own_thread: Load it in a new thread, because all others may be busy.
         """
         life = self._lives.get(group)
-        if life is None or life.is_stale:
+        if life is None or life.is_stale():
             self._lives.pop(group, None)  # A new life goes to the end of the queue.
             life = RowGroupLife(self.ledger.begin(group) if counted else None)
             try:
@@ -90,18 +88,11 @@ class RowGroupScheduler:
             self._lives.popitem(last=False)
         return life
 
-    def map(self, group: int, life: RowGroupLife, evicted: Iterable[int]) -> None:
-        """Note that a row group is open, and which ones were closed for it."""
+    def opened(self, group: int, life: RowGroupLife) -> None:
+        """Note that the row group of a life is open. Its blobs belong to the open row groups now."""
         self._lives.pop(group, None)
-        self.unmap(evicted)
-        if group not in self._mapped:
+        if life.state is State.CACHED:  # Another gather may have opened it before.
             life.enter(State.MAPPED)
-            self._mapped[group] = life
-
-    def unmap(self, groups: Iterable[int]) -> None:
-        """Note that row groups are closed."""
-        for group in groups:
-            self._mapped.pop(group).enter(State.RELEASED)
 
     def cancel(self) -> None:
         """Cancel the lives that have not reserved memory yet. Loops that still need them request them again."""
@@ -136,11 +127,9 @@ class RowGroupScheduler:
         return max(known, key=known.__getitem__, default="origin")
 
     def states(self) -> dict[str, int]:
-        """Return the number of row groups in each state."""
-        lives = [*self._lives.copy().values(), *self._mapped.copy().values()]
-        return {
-            state.value: sum(life.state is state for life in lives) for state in State if state is not State.RELEASED
-        }
+        """Return the number of row groups that are not open, by state."""
+        states = Counter(life.state for life in self._lives.copy().values())
+        return {state.value: states[state] for state in (State.PLANNED, State.FETCHING, State.DECODING, State.CACHED)}
 
     def _submit(self, group: int, life: RowGroupLife, *, own_thread: bool) -> Future[list[memoryview] | None]:
         if own_thread:

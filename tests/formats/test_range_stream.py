@@ -110,6 +110,14 @@ def test_bytes_of_no_range(origin: Any) -> None:
             file.read(10)
 
 
+@pytest.mark.parametrize("room", [1000, 2 * SIZE])
+def test_ranges_beyond_the_end_of_the_object(origin: Any, room: int) -> None:
+    blocks, obj = origin
+    blocks.read(obj, 0, SIZE)  # Cached blocks would fill only a part of the memory.
+    with pytest.raises(DataError, match=f"bytes up to {SIZE + 1}, it has {SIZE}"):
+        opened(blocks, obj, [(0, 100), (SIZE - 10, SIZE + 1)], room)
+
+
 def test_a_failed_piece_is_told_where_it_is_read(tmp_path: Path) -> None:
     blocks = Blocks(Origin(fsspec.filesystem("file")), MemoryTier(1 << 20), 1000)
     (tmp_path / "x").write_bytes(CONTENT)

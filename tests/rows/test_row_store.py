@@ -182,7 +182,7 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
         store.prefetch([7])
     assert len(store.scheduler._lives[7].contents.result(60)) == 1
     assert not wait([load.contents for load in cancelled], 60).not_done
-    assert all(load.is_stale for load in cancelled)
+    assert all(load.is_stale() for load in cancelled)
     assert store.gather(np.array([16, 35])).rows["row_id"].tolist() == [16, 35]
     assert decoded == Counter([3, 7])
 
