@@ -108,8 +108,7 @@ class LocalTier(ForkAware):
         Raises:
             OSError: The folder cannot be opened.
         """
-        folder = self._folder
-        if folder is not None and not folder.closed:
+        if (folder := self._folder) is not None and not folder.closed:
             return folder
         try:
             # Concurrent threads get the same object.
@@ -119,18 +118,16 @@ class LocalTier(ForkAware):
                 raise
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
-        self._limit = self._given_limit or folder.default_limit
         if folder.rebuilt:  # A rebuild enters every blob, whatever the limit.
-            folder.evict(self._limit)
+            folder.evict(self._given_limit or folder.default_limit)
         self._folder = folder  # Last: other threads use it from here on.
         return folder
 
     @property
     def limit(self) -> int:
         """Most bytes on disk; `sys.maxsize` if no limit was given and the folder cannot be opened."""
-        if self._opened() is None:
-            return self._given_limit or sys.maxsize
-        return self._limit
+        folder = self._opened()
+        return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         found = self._lookup(key, span)
@@ -147,9 +144,8 @@ class LocalTier(ForkAware):
         keep = self._can_write()
         with ExitStack() as stack:
             folder = self._lock(key, stack) if keep else None
-            if folder is not None:  # Another process may have filled the blob meanwhile.
-                found = self._lookup(key, span)
-            if found is not None:
+            # Another process may have filled the blob meanwhile.
+            if folder is not None and (found := self._lookup(key, span)) is not None:
                 self.counters.add(hits=1, waits=1, bytes=len(found))
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
@@ -162,8 +158,8 @@ class LocalTier(ForkAware):
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], Waited] | None]:  # noqa: ARG002 (each is alone)
         folder = self._opened() if self._can_write() else None
+        held = True
         with ExitStack() as stack:
-            held = True
             if folder is not None:
                 with self.fallback("locking a blob", self.health.writes, folder):
                     held = stack.enter_context(folder.locks.hold(key.digest, timeout=0))
@@ -222,8 +218,7 @@ class LocalTier(ForkAware):
     def reserve(self, folder: CacheFolder, key: BlobKey, size: int) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
         self.flush()
-        pin = self.policy == "pin"
-        row = Row(key.digest, key.name, size)
+        pin, row = self.policy == "pin", Row(key.digest, key.name, size)
         if folder.reserve(row, limit=self.limit, region=self.region if pin else 0, pin=pin):
             return True
         self.counters.add(refused=1)
