@@ -71,8 +71,8 @@ class ClusterTier:
             found.append(blob)
         return found
 
-    def lease(self, keys: Iterable[BlobKey]) -> None:
-        self.local.lease(keys)
+    def touch(self, keys: Iterable[BlobKey]) -> None:
+        self.local.touch(keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         return self.local.is_transient(keys)

@@ -45,8 +45,8 @@ class LocalTier(ForkAware):
 
     The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without
     reading the index, so no other process can block it. Each process verifies the checksums of a blob on first read,
-    in pieces of 64 KiB. Disk errors (full, failing, removed) are counted and logged, never raised; `stats()["health"]`
-    reports the state.
+    in segments of 64 KiB. Disk errors (full, failing, removed) are counted and logged, never raised.
+    `stats()["health"]` reports the state.
 
     Args:
         path: The cache folder.
@@ -88,7 +88,7 @@ class LocalTier(ForkAware):
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
         self.health = Health(str(self.path), self._clock, self.counters)
-        self.verified = blob_file.VerifiedPieces()
+        self.verified = blob_file.VerifiedSegments()
         self.buffers = BufferPool()
         self._folder: CacheFolder | None = None
         self._mutex = threading.Lock()  # guards `_touched`
@@ -186,7 +186,7 @@ class LocalTier(ForkAware):
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
 
-    def lease(self, keys: Iterable[BlobKey]) -> None:
+    def touch(self, keys: Iterable[BlobKey]) -> None:
         """Record a use of the blobs that are cached, so that this process keeps them under "pin"."""
         folder = None if self.health.writes.tripped else self._opened()
         if folder is not None:

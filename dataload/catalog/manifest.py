@@ -168,10 +168,10 @@ def resolve(source: Source, blocks: Blocks) -> Manifest:
         OriginNotFound: There is no object at `source`.
         DataError: An object is neither Parquet nor Arrow IPC, or schemas differ.
     """
-    return pin(list_objects(source, blocks), blocks)
+    return manifest_of(list_objects(source, blocks), blocks)
 
 
-def pin(
+def manifest_of(
     objects: Mapping[Object, Keys], blocks: Blocks, progress: Callable[[Object], object] = lambda _: None
 ) -> Manifest:
     """Return the manifest of these objects.
