@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -26,12 +26,6 @@ BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
-TRAILER_BYTES = 8  # footer length (u32, little-endian), magic
-
-
-def fetch_footer(last: Callable[[int], bytes]) -> bytes:
-    """Return the footer of a Parquet file. `last(n)` must return the last n bytes of the file."""
-    return last(int.from_bytes(last(TRAILER_BYTES)[:4], "little") + TRAILER_BYTES)
 
 
 class ParquetFooter:
