@@ -150,6 +150,11 @@ def cut(blob: memoryview, span: Span | None) -> memoryview:
     return blob if span is None else blob[span[0] : span[1]]
 
 
+def copy_into(data: bytes | memoryview, allocate: Allocate) -> None:
+    """Make a blob that is a copy of `data`."""
+    allocate(len(data))[:] = data
+
+
 class Draft:
     """A blob during its fill, in memory. Tiers that cache blobs elsewhere override `memory_for` and `publish`."""
 

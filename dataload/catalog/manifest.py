@@ -1,4 +1,4 @@
-"""The manifest of a dataset: its objects and row groups, pinned by one listing and named by a fingerprint."""
+"""The manifest of a dataset: its objects and row groups, as one listing found them, named by a fingerprint."""
 
 from __future__ import annotations
 

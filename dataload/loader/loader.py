@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
-from dataload.loader.batch_maker import Answer, BatchMaker, Request, Requests
+from dataload.loader.batch_maker import Answer, BatchMaker, Requests
 from dataload.loader.capacity import check_shared_memory, gathered_at_once, reserve_capacity
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.integrations import PreparedForAccelerate, TrainerSampler, accelerate_iteration, trainer_device
@@ -228,27 +228,19 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Yield batches made on a thread. Small ones are gathered, and without user code also passed on, together."""
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
         together = at_once if self.maker.only_gathers else 1
-        requests = self._requests.start_at(epoch, cursor, at_once)
-        made = self._make(requests, lookahead, together, stop, memory)
-        with closing(run_ahead(made, max(2, self.prefetch // together), stop, waiting)) as chunks:
+
+        def make() -> Iterator[list[Answer]]:
+            for request in self._requests.start_at(epoch, cursor, at_once):
+                lookahead.reach(request.end)
+                answers = self.maker.make(request, stop, None if memory is None else memory.empty)
+                if memory is not None and not self.maker.only_gathers:
+                    answers = _prepared(answers, memory)
+                while chunk := list(islice(answers, together)):
+                    yield chunk
+
+        with closing(run_ahead(make(), max(2, self.prefetch // together), stop, waiting)) as chunks:
             for answers in chunks:
                 yield from answers
-
-    def _make(
-        self,
-        requests: Iterable[Request],
-        lookahead: Lookahead,
-        together: int,
-        stop: Future[None],
-        memory: HostMemory | None,
-    ) -> Iterator[list[Answer]]:
-        for request in requests:
-            lookahead.reach(request.end)
-            answers = self.maker.make(request, stop, None if memory is None else memory.empty)
-            if memory is not None and not self.maker.only_gathers:
-                answers = _prepared(answers, memory)
-            while chunk := list(islice(answers, together)):
-                yield chunk
 
     def _from_workers(
         self, answers: Iterable[Answer], waiting: Timeline, memory: HostMemory | None
@@ -281,7 +273,7 @@ def _check_single_process() -> None:
 
 
 def _prepared(answers: Iterable[Answer], memory: HostMemory) -> Iterator[Answer]:
-    """Stage batches that the user's code has made."""
+    """Copy batches that the user's code has made to host memory for the device."""
     for answer in answers:
         with doing("transfer"):
             batch = memory.prepare(answer.batch)

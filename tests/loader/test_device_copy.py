@@ -227,7 +227,9 @@ def test_pinning_is_decided_when_an_iteration_begins(source: dict[str, Any], mon
     ("device", "pin_memory", "prepared"),
     [(None, None, False), ("cpu", None, False), ("meta", None, True), ("cuda", False, True), ("cpu", True, True)],
 )
-def test_batches_are_staged_only_if_needed(device: str | None, pin_memory: bool | None, prepared: bool) -> None:
+def test_batches_are_copied_to_host_memory_only_if_needed(
+    device: str | None, pin_memory: bool | None, prepared: bool
+) -> None:
     target = None if device is None else torch.device(device)
     assert (host_memory_for(target, pin_memory) is not None) == prepared
 
@@ -260,7 +262,9 @@ def with_parameter(batch: Any) -> Any:
     return {**batch, "weight": torch.ones(2, requires_grad=True)}
 
 
-def test_tensors_that_cannot_be_packed_are_staged(source: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_cannot_be_packed_are_copied_to_host_memory(
+    source: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepared: list[torch.Tensor] = []
 
     def answers(workers: DataLoader[Any]) -> Iterator[Any]:
