@@ -230,11 +230,8 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     root = origin.path_of(path.rpartition("::")[2])
     folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if has_magic(root) else root
     listed = {Object.of(info): name.removeprefix(folder) for name, info in origin.list(root).items()}
-    return {obj: keys_of(relative) for obj, relative in listed.items() if not _hidden(relative)}
-
-
-def _hidden(relative: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in relative.split("/"))
+    hidden = re.compile(r"(^|/)[_.]")
+    return {obj: keys_of(relative) for obj, relative in listed.items() if not hidden.search(relative)}
 
 
 def _read_footers(

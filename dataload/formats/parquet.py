@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
-from dataload.errors import DataError, DataloadError
-from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, joined
+from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import RangeStream, pieces
 from dataload.formats.schema import flatten, is_list, number, storage
 from dataload.runtime.cached_property import cached_property
@@ -40,10 +39,8 @@ class ParquetFooter:
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
-        try:
+        with as_data_error(f"{obj.path} has a Parquet footer that cannot be read"):
             return cls(pq.read_metadata(pa.BufferReader(pa.py_buffer(data))))
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{obj.path} has a Parquet footer that cannot be read: {str(error).strip()}") from error
 
     @property
     def lengths(self) -> list[int]:
@@ -94,17 +91,13 @@ class ParquetFooter:
         ranges = _ranges(self._chunks(number, columns), capacity)
         fetch = _from_blocks if blocks.retains_blocks and self._shares_blocks(number) else _from_origin
         stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, capacity)
-        try:
+        with as_data_error(f"{obj.path} row group {number} cannot be decoded"):
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
             buffer = 0 if stream.held else BUFFER_BYTES
             with stream, pq.ParquetFile(stream, metadata=self._metadata, buffer_size=buffer, pre_buffer=False) as file:
                 stream.wait()
                 yield _Reader(file, number, list(columns))
-        except DataloadError:
-            raise
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{obj.path} row group {number} cannot be decoded: {str(error).strip()}") from error
 
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
         """Return the chunks of these columns, column by column."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-import pyarrow as pa
 from flatbuffers import number_types
 from flatbuffers.table import Table
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.errors import DataError, DataloadError
-from dataload.formats.base import SHARED_BYTES
+from dataload.errors import DataError
+from dataload.formats.base import SHARED_BYTES, as_data_error
 from dataload.runtime.cached_property import cached_property
 
 MAGIC, FEATHER_1 = b"ARROW1", b"FEA1"
@@ -197,15 +196,10 @@ def unpack(index: memoryview) -> list[Message]:
     ]
 
 
-@contextmanager
-def map_errors(obj: Object) -> Iterator[None]:
-    """Raise DataError, naming the file, for the exceptions that damaged messages cause."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, OverflowError, struct.error) as error:
-        if isinstance(error, DataloadError):
-            raise
-        raise DataError(f"{obj.path} has Arrow messages that cannot be read: {str(error).strip()}") from error
+def map_errors(obj: Object) -> AbstractContextManager[None]:
+    """Raise DataError, naming the file, for the exceptions that damaged messages cause in the block."""
+    others = ValueError, LookupError, TypeError, OverflowError, struct.error
+    return as_data_error(f"{obj.path} has Arrow messages that cannot be read", *others)
 
 
 def root_table(data: memoryview) -> Table:
