@@ -81,15 +81,15 @@ class Health:
     - "off": reads fail; the process does not use the cache.
 
     Args:
-        place: Name of the cache in the log.
+        name: Name of the cache in the log.
         clock: Monotonic time in seconds.
         counters: Counts the errors.
     """
 
     def __init__(
-        self, place: str, clock: Callable[[], float] = time.monotonic, counters: Counters | None = None
+        self, name: str, clock: Callable[[], float] = time.monotonic, counters: Counters | None = None
     ) -> None:
-        self._place = place
+        self._name = name
         self._counters = counters or Counters()
         self._reported: set[str] = set()
         self._state = "normal"
@@ -113,7 +113,7 @@ class Health:
         if self.is_new(f"{doing} {type(error).__name__} {getattr(error, 'errno', None)}"):
             # Text: a log handler that keeps the exception would keep the folder open through its traceback.
             reason = redacted(error) or type(error).__name__
-            log.warning("cache %s: error while %s; falling back without the cache: %s", self._place, doing, reason)
+            log.warning("cache %s: error while %s; falling back without the cache: %s", self._name, doing, reason)
 
     def is_new(self, kind: str) -> bool:
         """Return whether a kind of event is reported for the first time."""
@@ -137,4 +137,4 @@ class Health:
             "degraded": "cannot be written to: cached data is served, new data is not cached",
             "off": "cannot be used: all data comes from the origin",
         }[state]
-        log.warning("cache %s %s%s", self._place, effect, "" if state == "normal" else "; it is retried periodically")
+        log.warning("cache %s %s%s", self._name, effect, "" if state == "normal" else "; it is retried periodically")

@@ -79,7 +79,7 @@ class MemoryTier(ForkAware):
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> None:
         """Return None: no other host shares this tier."""
 
-    def lease(self, keys: Iterable[BlobKey]) -> None:
+    def touch(self, keys: Iterable[BlobKey]) -> None:
         """Do nothing: this tier evicts by recency only."""
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (there is no region)

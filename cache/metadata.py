@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from fsspec.implementations.chained import ChainedFileSystem
@@ -12,7 +13,7 @@ from fsspec.implementations.chained import ChainedFileSystem
 from dataload.cache.blocks.ranges import outcomes
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.version import VERSION_FIELDS, version_of
-from dataload.cache.tier import Allocate
+from dataload.cache.tier import copy_into
 from dataload.errors import ConfigError
 
 
@@ -64,11 +65,7 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         if info["type"] == "file":
             fields = {name: value for name, value in info.items() if isinstance(value, (str, int, float))}
             data = json.dumps({**fields, "checksum": version_of(info)}).encode()
-
-            def fill(allocate: Allocate) -> None:
-                allocate(len(data))[:] = data
-
-            self.blocks.tier.get_or_fill(key, fill)
+            self.blocks.tier.get_or_fill(key, partial(copy_into, data))
         return info
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:

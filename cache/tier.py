@@ -91,7 +91,7 @@ class Tier(Protocol):
         """Return the blob, or `span` of it, as a read-only view of bytes. Return None if the blob is not cached.
 
         Notes:
-            A tier that verifies checksums verifies only the pieces that `span` touches, so a small span is cheap.
+            A tier that verifies checksums verifies only the segments that `span` touches, so a small span is cheap.
         """
 
     def get_or_fill(
@@ -129,7 +129,7 @@ class Tier(Protocol):
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
         """Fetch these blobs from other hosts and cache them. Return None unless all of them are available."""
 
-    def lease(self, keys: Iterable[BlobKey]) -> None:
+    def touch(self, keys: Iterable[BlobKey]) -> None:
         """Protect these blobs, where they are cached, from eviction while this process runs. Best effort."""
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
@@ -148,6 +148,11 @@ class Tier(Protocol):
 def cut(blob: memoryview, span: Span | None) -> memoryview:
     """Return `span` of a blob; None: all of it."""
     return blob if span is None else blob[span[0] : span[1]]
+
+
+def copy_into(data: bytes | memoryview, allocate: Allocate) -> None:
+    """Make a blob that is a copy of `data`."""
+    allocate(len(data))[:] = data
 
 
 class Draft:

@@ -8,32 +8,32 @@ import numpy.typing as npt
 Int64 = npt.NDArray[np.int64]
 
 FEW = 256  # numbers for which a plain binary search is faster
-GUIDES = 2  # guesses per piece, at least
+GUIDES = 2  # guesses per interval, at least
 
 
 class IntervalIndex:
-    """An index of consecutive pieces.
+    """An index of consecutive intervals.
 
     Args:
-        starts: Start of each piece, ascending from 0, then the end of the last one: int64 [k + 1].
+        starts: Start of each interval, ascending from 0, then the end of the last one: int64 [k + 1].
 
     Notes: a binary search would cost more than the rest of an order, mostly in mispredicted branches. The index
-    instead guesses the piece at the start of a short stretch of numbers; few stretches contain a border of pieces.
+    instead guesses the interval at the start of a short stretch of numbers; few stretches contain a border.
     """
 
     def __init__(self, starts: Int64) -> None:
         self._starts = starts
         size = int(starts[-1])
         self._stretch = (size // max(1, 2 * GUIDES * (len(starts) - 1))).bit_length()  # log2 of its length
-        first_stretches = -(-starts[1:-1] >> self._stretch)  # per piece but the first: the first that begins inside it
+        first_stretches = -(-starts[1:-1] >> self._stretch)  # per interval but the first: the first inside it
         self._guesses = np.bincount(first_stretches, minlength=(size >> self._stretch) + 1)
         np.cumsum(self._guesses, out=self._guesses)
 
-    def pieces(self, numbers: Int64) -> Int64:
-        """Return the piece of each number: int64 of the same length. Each number must be in [0, starts[-1])."""
+    def find(self, numbers: Int64) -> Int64:
+        """Return the interval of each number: int64 of the same length. Each number must be in [0, starts[-1])."""
         if len(numbers) < FEW:
             return np.searchsorted(self._starts, numbers, "right") - 1
-        pieces: Int64 = self._guesses[numbers >> self._stretch]
-        wrong = np.flatnonzero(numbers >= self._starts[1:][pieces])
-        pieces[wrong] = np.searchsorted(self._starts, numbers[wrong], "right") - 1
-        return pieces
+        intervals: Int64 = self._guesses[numbers >> self._stretch]
+        wrong = np.flatnonzero(numbers >= self._starts[1:][intervals])
+        intervals[wrong] = np.searchsorted(self._starts, numbers[wrong], "right") - 1
+        return intervals

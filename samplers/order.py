@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dataload.errors import ConfigError
 from dataload.samplers.epoch import EpochOrder
 from dataload.samplers.lru import LRU
-from dataload.samplers.placement import place
+from dataload.samplers.placement import place_row_groups
 from dataload.samplers.window_size import default_window
 
 Int64 = npt.NDArray[np.int64]
@@ -83,7 +83,7 @@ class Order:
             self.num_streams = 1
             return
         width = None if self.shuffle == "full" else max(1, self.window // self.num_streams)
-        self._placement = place(self._starts, self.num_streams, width, dataset_key)
+        self._placement = place_row_groups(self._starts, self.num_streams, width, dataset_key)
         self._epochs: LRU[int, EpochOrder] = LRU(2)  # at the end of an epoch, the loader prefetches the next one
 
     @property

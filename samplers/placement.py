@@ -39,7 +39,7 @@ class Placement:
     first_windows: Int64
 
 
-def place(starts: Int64, num_streams: int, width: int | None, dataset_key: bytes) -> Placement:
+def place_row_groups(starts: Int64, num_streams: int, width: int | None, dataset_key: bytes) -> Placement:
     """Return the placement of a dataset's row groups.
 
     It depends on the dataset alone, so all seeds, epochs and jobs share a node's cache. Each stream gets random row

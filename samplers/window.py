@@ -31,7 +31,7 @@ class Window:
     def rows(self, numbers: Int64) -> Int64:
         """Return the rows at these indices of the shuffled window: int64 of the same length."""
         numbers = self._shuffled[numbers]
-        pieces = self._index.pieces(numbers)
+        pieces = self._index.find(numbers)
         numbers += self._shifts[pieces]
         return numbers
 

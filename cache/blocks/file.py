@@ -78,9 +78,6 @@ class BlockFile(io.BufferedIOBase):
         target[: len(data)] = data
         return len(data)
 
-    def readinto1(self, buffer: Any) -> int:
-        return self.readinto(buffer)
-
     def read_buffer(self, size: int) -> Any:
         """Return the next `size` bytes as a `pyarrow.Buffer`, without a copy if they are in one block."""
         import pyarrow as pa

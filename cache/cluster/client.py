@@ -108,7 +108,8 @@ class Client:
                     self.health.report("connecting", error)
                     self.health.reads.failed(for_good=True)
                     raise ClusterUnavailable from error
-                self._known = nodes_of(self._client)
+                nodes = self._client.get_nodes() if _is_cluster(self._client) else []
+                self._known = [(node.host, node.port) for node in nodes]
                 known = {f"{host}:{port}" for host, port in self._known}
                 self._nodes = {name: breaker for name, breaker in self._nodes.items() if name in known}
                 if self._known:  # A single server may still be too slow for large values.
@@ -197,11 +198,6 @@ def connect(address: ClusterUrl, known: Iterable[Node] = ()) -> Any:
     if replica is None:
         raise failure
     return valkey.Valkey(host=replica[0], port=replica[1], **options)
-
-
-def nodes_of(client: Any) -> list[Node]:
-    """Return the nodes that a cluster's client knows; none for a single server."""
-    return [(node.host, node.port) for node in client.get_nodes()] if _is_cluster(client) else []
 
 
 def _is_cluster(client: Any) -> bool:

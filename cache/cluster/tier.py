@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from dataload.cache.cluster.store import Cluster
-from dataload.cache.tier import Allocate, BlobKey, Fill, Span, Tier
+from dataload.cache.tier import Allocate, BlobKey, Fill, Span, Tier, copy_into
 
 
 class ClusterTier:
@@ -67,12 +67,12 @@ class ClusterTier:
                 shared = self.cluster.get(key)
                 if shared is None:
                     return None
-                blob = self.local.get_or_fill(key, partial(_copy, shared))
+                blob = self.local.get_or_fill(key, partial(copy_into, shared))
             found.append(blob)
         return found
 
-    def lease(self, keys: Iterable[BlobKey]) -> None:
-        self.local.lease(keys)
+    def touch(self, keys: Iterable[BlobKey]) -> None:
+        self.local.touch(keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         return self.local.is_transient(keys)
@@ -96,7 +96,7 @@ class ClusterTier:
                 if shared is None:
                     self._fill_and_share(key, fill, allocate)
                     return
-        _copy(shared, allocate)
+        copy_into(shared, allocate)
 
     def _fill_and_share(self, key: BlobKey, fill: Fill, allocate: Allocate) -> None:
         payloads: list[memoryview] = []
@@ -114,7 +114,3 @@ def _fill_allocated(fill: Fill, size: int, allocate: Allocate) -> None:
     """Allocate before `fill` runs, so that the cluster is not read for a blob that cannot be cached."""
     payload = allocate(size)
     fill(lambda _: payload)
-
-
-def _copy(shared: memoryview, allocate: Allocate) -> None:
-    allocate(len(shared))[:] = shared

@@ -45,7 +45,8 @@ class ClusterUrl:
         try:
             found = urlsplit(url)
             userinfo, _, hosts = found.netloc.rpartition("@")
-            nodes = tuple((host.hostname or "", host.port or PORT) for host in map(_host, hosts.split(",")))
+            parsed = [urlsplit(f"//{host}") for host in hosts.split(",")]
+            nodes = tuple((host.hostname or "", host.port or PORT) for host in parsed)
         except ValueError:
             nodes = ()
         if (
@@ -73,7 +74,3 @@ class ClusterUrl:
         user, _, password = map(unquote, userinfo.partition(":"))
         options |= {name: value for name, value in (("username", user), ("password", password)) if value}
         return cls(nodes, options)
-
-
-def _host(text: str) -> Any:
-    return urlsplit(f"//{text}")

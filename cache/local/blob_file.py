@@ -2,7 +2,7 @@
 
 All numbers are little-endian. After the payload come:
 
-- an XXH3-64 for each 64 KiB of the payload (the last piece may be shorter), so that a small read verifies little;
+- an XXH3-64 for each 64 KiB of the payload (the last segment may be shorter), so that a small read verifies little;
 - the blob's name in UTF-8, for rebuilding a lost index;
 - a footer of 72 bytes: magic (8), format version (u32), bytes of the name (u32), bytes of the payload (u64), digest of
   the key (32), XXH3-64 of checksums and name (8), XXH3-64 of the preceding footer fields (8).
@@ -26,7 +26,7 @@ from dataload.runtime.filemap import FileMap
 
 MAGIC = b"dataload"
 VERSION = 1
-PIECE_BYTES = 64 << 10
+SEGMENT_BYTES = 64 << 10
 # Bytes of one write call. For a large write the kernel allocates a large folio, from memory that is cold in the CPU's
 # caches. Small folios come from recently freed memory.
 WRITTEN_BYTES = 32 << 10
@@ -55,11 +55,11 @@ class Footer(NamedTuple):
     @property
     def size(self) -> int:
         """Size in bytes that the whole file must have."""
-        return self.payload + _pieces(self.payload) * _SUM_BYTES + self.name + FOOTER_BYTES
+        return self.payload + _num_segments(self.payload) * _SUM_BYTES + self.name + FOOTER_BYTES
 
 
-class VerifiedPieces:
-    """A thread-safe record of the pieces that matched their checksums, one bit per piece; piece 0 is the lowest bit.
+class VerifiedSegments:
+    """A thread-safe record of the segments that matched their checksums, a bit each; segment 0 is the lowest bit.
 
     A file whose inode or modification time has changed counts as unverified.
 
@@ -73,12 +73,12 @@ class VerifiedPieces:
         self._known: dict[bytes, tuple[int, int, int]] = {}
 
     def bits(self, digest: bytes, status: os.stat_result) -> int:
-        """Return the verified pieces of a file as bits; `WHOLE` if all are verified."""
+        """Return the verified segments of a file as bits; `WHOLE` if all are verified."""
         inode, modified_at, bits = self._known.get(digest, (0, 0, 0))
         return bits if (inode, modified_at) == (status.st_ino, status.st_mtime_ns) else 0
 
     def add(self, digest: bytes, status: os.stat_result, bits: int) -> None:
-        """Add verified pieces of a file."""
+        """Add verified segments of a file."""
         with self._mutex:
             bits |= self.bits(digest, status)
             self._known[digest] = (status.st_ino, status.st_mtime_ns, bits)
@@ -112,8 +112,8 @@ def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:
 
 
 def _sums(payload: memoryview) -> bytes:
-    pieces = (payload[start : start + PIECE_BYTES] for start in range(0, len(payload), PIECE_BYTES))
-    return b"".join(map(xxhash.xxh3_64_digest, pieces))
+    segments = (payload[start : start + SEGMENT_BYTES] for start in range(0, len(payload), SEGMENT_BYTES))
+    return b"".join(map(xxhash.xxh3_64_digest, segments))
 
 
 def write(path: Path, sealed: mmap.mmap, size: int) -> None:
@@ -155,14 +155,14 @@ def payload_of(sealed: memoryview, digest: bytes, where: str) -> memoryview:
 
 
 def open_map(
-    path: str | Path, digest: bytes, verified: VerifiedPieces, span: Span | None = None, *, just_sealed: bool = False
+    path: str | Path, digest: bytes, verified: VerifiedSegments, span: Span | None = None, *, just_sealed: bool = False
 ) -> memoryview:
     """Return the payload, or `span` of it, as a read-only view that stays valid when the file is unlinked.
 
     Args:
         path: The blob's file.
         digest: Digest of the blob's key.
-        verified: The pieces that this process has verified. The other pieces that `span` touches are verified now.
+        verified: The segments that this process has verified. The other segments that `span` touches are verified now.
         span: First byte and end of the range to return. None: the whole payload.
         just_sealed: This process has just computed the checksums, so the payload needs no verification.
 
@@ -183,7 +183,7 @@ def open_map(
     start, stop = (0, footer.payload) if span is None else (span[0], min(span[1], footer.payload))
     if stop > start:
         _read_in(mapped, start, stop)
-        _check(path, mapped, footer, range(start // PIECE_BYTES, _pieces(stop)), status, verified)
+        _check(path, mapped, footer, range(start // SEGMENT_BYTES, _num_segments(stop)), status, verified)
     return mapped.view[: footer.payload][start:stop]
 
 
@@ -242,9 +242,14 @@ def _read_in(mapped: FileMap, start: int, stop: int) -> None:
 
 
 def _check(
-    path: str | Path, mapped: FileMap, footer: Footer, pieces: range, status: os.stat_result, verified: VerifiedPieces
+    path: str | Path,
+    mapped: FileMap,
+    footer: Footer,
+    segments: range,
+    status: os.stat_result,
+    verified: VerifiedSegments,
 ) -> None:
-    requested = ((1 << len(pieces)) - 1) << pieces.start
+    requested = ((1 << len(segments)) - 1) << segments.start
     known = verified.bits(footer.digest, status)
     if known & requested == requested:
         return
@@ -253,15 +258,15 @@ def _check(
     proof = whole[footer.payload : -FOOTER_BYTES]
     if not known and xxhash.xxh3_64_digest(proof) != footer.checksum:
         raise CorruptEntry(f"{path} has damaged checksums")
-    for piece in pieces:
-        if not known >> piece & 1:
-            start, offset = piece * PIECE_BYTES, piece * _SUM_BYTES
-            found = xxhash.xxh3_64_digest(whole[start : min(start + PIECE_BYTES, footer.payload)])
+    for segment in segments:
+        if not known >> segment & 1:
+            start, offset = segment * SEGMENT_BYTES, segment * _SUM_BYTES
+            found = xxhash.xxh3_64_digest(whole[start : min(start + SEGMENT_BYTES, footer.payload)])
             if found != proof[offset : offset + _SUM_BYTES]:
                 raise CorruptEntry(f"{path} does not match its checksum from byte {start} on")
-    all_pieces = (1 << _pieces(footer.payload)) - 1
-    verified.add(footer.digest, status, WHOLE if (known | requested) == all_pieces else requested)
+    all_segments = (1 << _num_segments(footer.payload)) - 1
+    verified.add(footer.digest, status, WHOLE if (known | requested) == all_segments else requested)
 
 
-def _pieces(size: int) -> int:
-    return -(-size // PIECE_BYTES)
+def _num_segments(size: int) -> int:
+    return -(-size // SEGMENT_BYTES)

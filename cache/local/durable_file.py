@@ -17,8 +17,13 @@ def write_durably(file: Path, text: str) -> None:
     finally:
         os.close(descriptor)
     draft.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush the renames in a folder to the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)

@@ -148,7 +148,7 @@ def _problem(folder: CacheFolder, row: Row) -> str | None:
     path = folder.path_of(row.digest)
     try:
         _, name, status = blob_file.read_footer(path)  # open_map does not verify the name of an empty blob.
-        blob_file.open_map(path, row.digest, blob_file.VerifiedPieces())
+        blob_file.open_map(path, row.digest, blob_file.VerifiedSegments())
     except FileNotFoundError:
         return "in the index, but its file is gone"
     except (OSError, CorruptEntry) as error:

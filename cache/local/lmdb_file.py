@@ -106,7 +106,7 @@ class LmdbFile(ForkAware):
             with self._transaction(create=True):
                 pass
 
-    def check_place(self) -> None:
+    def check_not_replaced(self) -> None:
         """Check that the file that this process has open is still the one at the path.
 
         Raises:
@@ -170,7 +170,7 @@ class LmdbFile(ForkAware):
             # Only `make` creates tables: a removed file must not come back as an empty index.
             self._tables = {name: environment.open_db(name, create=create) for name in self._names}
             self._file = (opened.st_dev, opened.st_ino)
-            self.check_place()  # The locked file must be the one that LMDB has open.
+            self.check_not_replaced()  # The locked file must be the one that LMDB has open.
         except (lmdb.Error, OSError):
             environment.close()
             raise

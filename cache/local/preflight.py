@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from dataload.errors import ConfigError
@@ -84,13 +85,8 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
     real, longest, kind = f"{path.resolve()}/", "", ""
     for line in lines:
         fields, _, rest = line.partition(" - ")
-        mounted = f"{_unescaped(fields.split()[4]).rstrip('/')}/"
+        mount_point = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields.split()[4])
+        mounted = f"{mount_point.rstrip('/')}/"
         if real.startswith(mounted) and len(mounted) >= len(longest):  # A later mount hides an earlier one.
             longest, kind = mounted, rest.split()[0]
     return kind
-
-
-def _unescaped(text: str) -> str:
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        text = text.replace(code, character)
-    return text

@@ -23,7 +23,8 @@ class _OpenFolders(ForkAware):
         self._folders: weakref.WeakValueDictionary[Identity, CacheFolder] = weakref.WeakValueDictionary()
         self._ends: dict[Identity, threading.Event] = {}
 
-    def open(self, path: Path, *, allow_network_filesystem: bool) -> CacheFolder:
+    def open(self, path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
+        """Return the open cache folder at `path`; open it if necessary. Raises as `CacheFolder` does."""
         super().__init__()  # Not at import: forks matter from the first folder on. Repeated calls are harmless.
         with self._opening:
             folder = self._folders.get(_identity(path))
@@ -45,8 +46,4 @@ def _identity(path: Path) -> Identity:
 
 
 _open_folders = _OpenFolders()
-
-
-def open_folder(path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
-    """Return the open cache folder at `path`; open it if necessary. Raises as `CacheFolder` does."""
-    return _open_folders.open(path, allow_network_filesystem=allow_network_filesystem)
+open_folder = _open_folders.open

@@ -45,8 +45,8 @@ class LocalTier(ForkAware):
 
     The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without
     reading the index, so no other process can block it. Each process verifies the checksums of a blob on first read,
-    in pieces of 64 KiB. Disk errors (full, failing, removed) are counted and logged, never raised; `stats()["health"]`
-    reports the state.
+    in segments of 64 KiB. Disk errors (full, failing, removed) are counted and logged, never raised.
+    `stats()["health"]` reports the state.
 
     Args:
         path: The cache folder.
@@ -88,7 +88,7 @@ class LocalTier(ForkAware):
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
         self.health = Health(str(self.path), self._clock, self.counters)
-        self.verified = blob_file.VerifiedPieces()
+        self.verified = blob_file.VerifiedSegments()
         self.buffers = BufferPool()
         self._folder: CacheFolder | None = None
         self._mutex = threading.Lock()  # guards `_touched`
@@ -108,8 +108,7 @@ class LocalTier(ForkAware):
         Raises:
             OSError: The folder cannot be opened.
         """
-        folder = self._folder
-        if folder is not None and not folder.closed:
+        if (folder := self._folder) is not None and not folder.closed:
             return folder
         try:
             # Concurrent threads get the same object.
@@ -119,18 +118,16 @@ class LocalTier(ForkAware):
                 raise
             raise OSError(errno.ENXIO, str(error)) from error
         self._was_open = True
-        self._limit = self._given_limit or folder.default_limit
         if folder.rebuilt:  # A rebuild enters every blob, whatever the limit.
-            folder.evict(self._limit)
+            folder.evict(self._given_limit or folder.default_limit)
         self._folder = folder  # Last: other threads use it from here on.
         return folder
 
     @property
     def limit(self) -> int:
         """Most bytes on disk; `sys.maxsize` if no limit was given and the folder cannot be opened."""
-        if self._opened() is None:
-            return self._given_limit or sys.maxsize
-        return self._limit
+        folder = self._opened()
+        return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         found = self._lookup(key, span)
@@ -147,9 +144,8 @@ class LocalTier(ForkAware):
         keep = self._can_write()
         with ExitStack() as stack:
             folder = self._lock(key, stack) if keep else None
-            if folder is not None:  # Another process may have filled the blob meanwhile.
-                found = self._lookup(key, span)
-            if found is not None:
+            # Another process may have filled the blob meanwhile.
+            if folder is not None and (found := self._lookup(key, span)) is not None:
                 self.counters.add(hits=1, waits=1, bytes=len(found))
                 return found
             self.counters.add(misses=1, unkept=int(not keep))
@@ -162,8 +158,8 @@ class LocalTier(ForkAware):
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], Waited] | None]:  # noqa: ARG002 (each is alone)
         folder = self._opened() if self._can_write() else None
+        held = True
         with ExitStack() as stack:
-            held = True
             if folder is not None:
                 with self.fallback("locking a blob", self.health.writes, folder):
                     held = stack.enter_context(folder.locks.hold(key.digest, timeout=0))
@@ -190,7 +186,7 @@ class LocalTier(ForkAware):
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
 
-    def lease(self, keys: Iterable[BlobKey]) -> None:
+    def touch(self, keys: Iterable[BlobKey]) -> None:
         """Record a use of the blobs that are cached, so that this process keeps them under "pin"."""
         folder = None if self.health.writes.tripped else self._opened()
         if folder is not None:
@@ -222,8 +218,7 @@ class LocalTier(ForkAware):
     def reserve(self, folder: CacheFolder, key: BlobKey, size: int) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
         self.flush()
-        pin = self.policy == "pin"
-        row = Row(key.digest, key.name, size)
+        pin, row = self.policy == "pin", Row(key.digest, key.name, size)
         if folder.reserve(row, limit=self.limit, region=self.region if pin else 0, pin=pin):
             return True
         self.counters.add(refused=1)

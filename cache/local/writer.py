@@ -76,7 +76,7 @@ class BlobWriter(Draft):
 
     def _on_disk(self, folder: CacheFolder) -> mmap.mmap | None:
         digest = self.key.digest
-        folder.index.check_place()
+        folder.index.check_not_replaced()
         # Create the file before its row, so that a sweep after a kill finds the row to drop.
         self._path = folder.staging.draft(digest)
         descriptor = blob_file.create(self._path)

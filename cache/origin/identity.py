@@ -22,7 +22,7 @@ from dataload.runtime.redact import CREDENTIALS, redacted, unsigned
 
 # Options that name a store in messages.
 ADDRESS_OPTIONS = ("endpoint_url", "base_url", "host", "port", "account_name", "namenode")
-# Attributes in which filesystems outside `PLACES` store settings from the environment.
+# Attributes in which filesystems outside `LOCATIONS` store settings from the environment.
 RESOLVED = ("account_name", "account_url", "base_url", "endpoint", "_endpoint", "endpoint_url", "host", "port", "url")
 # Variables that name a store for filesystems that read them late, such as those of pyarrow and obstore.
 ENVIRONMENT = (
@@ -51,14 +51,14 @@ def identity_of(filesystem: Any) -> str:
         ConfigError: The store was given as an object without a stable identity.
     """
     protocol, _ = address_of(filesystem)
-    resolve = PLACES.get(protocol)
+    resolve = LOCATIONS.get(protocol)
     try:
-        place = resolve(filesystem) if resolve else None
+        location = resolve(filesystem) if resolve else None
     except (AttributeError, KeyError):  # not the usual class of this protocol
-        place = None
-    if place is None:
-        place = _digest(filesystem, ENVIRONMENT if resolve else ())
-    return redacted(f"{protocol}://{place}")
+        location = None
+    if location is None:
+        location = _digest(filesystem, ENVIRONMENT if resolve else ())
+    return redacted(f"{protocol}://{location}")
 
 
 def _s3(filesystem: Any) -> str:
@@ -71,8 +71,8 @@ def _azure(filesystem: Any) -> str:
     given = None if filesystem.connection_string else filesystem.account_name
     account = filesystem.service_client.account_name or given or ""
     url = str(filesystem.service_client.url).partition("?")[0]  # A SAS token may follow.
-    place = urlsplit(url)
-    named = account in ((place.hostname or "").partition(".")[0], *place.path.split("/"))
+    location = urlsplit(url)
+    named = account in ((location.hostname or "").partition(".")[0], *location.path.split("/"))
     return url if named else f"{url}{account}"
 
 
@@ -116,9 +116,9 @@ def _this_host(filesystem: Any) -> str:  # noqa: ARG001 (no option matters)
     return ""
 
 
-# Protocols whose objects are identified by protocol, place and path. For other filesystems (an archive, a folder of
+# Protocols whose objects are identified by protocol, location and path. For other filesystems (an archive, a folder of
 # another filesystem) the identity is a digest of all their arguments except credentials.
-PLACES: dict[str, Callable[[Any], str]] = {
+LOCATIONS: dict[str, Callable[[Any], str]] = {
     **dict.fromkeys(("abfs", "abfss", "az"), _azure),
     **dict.fromkeys(("file", "local", "memory"), _this_host),
     **dict.fromkeys(("ftp", "sftp", "ssh"), _server_of_user),

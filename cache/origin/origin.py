@@ -222,8 +222,8 @@ class Origin(ForkAware):
             error = underlying_error(raised)
             where, reason = redacted(what), redacted(str(error).partition("\n")[0])  # obstore appends its source
             if isinstance(error, FileNotFoundError):
-                place = f"{where} does not exist at {self.address}"
-                raise OriginNotFound(f"{place}: check its name and the endpoint") from raised
+                missing = f"{where} does not exist at {self.address}"
+                raise OriginNotFound(f"{missing}: check its name and the endpoint") from raised
             if not is_store_error(error):
                 raise
             self.counters.add(errors=1)

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.cache.tier import Allocate, BlobKey, Span
+from dataload.cache.tier import BlobKey, Span, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
 from dataload.runtime.executor import DaemonExecutor
@@ -98,12 +98,7 @@ def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer
 
 def get_or_make(blocks: Blocks, key: BlobKey, make: Callable[[], bytes]) -> memoryview:
     """Return a blob of the cache. On a miss, `make` returns its bytes, which are cached."""
-
-    def fill(allocate: Allocate) -> None:
-        data = make()
-        allocate(len(data))[:] = data
-
-    return blocks.tier.get_or_fill(key, fill)
+    return blocks.tier.get_or_fill(key, lambda allocate: copy_into(make(), allocate))
 
 
 def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None:

@@ -1,4 +1,4 @@
-"""The manifest of a dataset: its objects and row groups, pinned by one listing and named by a fingerprint."""
+"""The manifest of a dataset: its objects and row groups, as one listing found them, named by a fingerprint."""
 
 from __future__ import annotations
 
@@ -168,10 +168,10 @@ def resolve(source: Source, blocks: Blocks) -> Manifest:
         OriginNotFound: There is no object at `source`.
         DataError: An object is neither Parquet nor Arrow IPC, or schemas differ.
     """
-    return pin(list_objects(source, blocks), blocks)
+    return manifest_of(list_objects(source, blocks), blocks)
 
 
-def pin(
+def manifest_of(
     objects: Mapping[Object, Keys], blocks: Blocks, progress: Callable[[Object], object] = lambda _: None
 ) -> Manifest:
     """Return the manifest of these objects.
@@ -230,11 +230,8 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     root = origin.path_of(path.rpartition("::")[2])
     folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if has_magic(root) else root
     listed = {Object.of(info): name.removeprefix(folder) for name, info in origin.list(root).items()}
-    return {obj: keys_of(relative) for obj, relative in listed.items() if not _hidden(relative)}
-
-
-def _hidden(relative: str) -> bool:
-    return any(part.startswith(("_", ".")) for part in relative.split("/"))
+    hidden = re.compile(r"(^|/)[_.]")
+    return {obj: keys_of(relative) for obj, relative in listed.items() if not hidden.search(relative)}
 
 
 def _read_footers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -20,10 +21,9 @@ SHARED_BYTES = 256 << 20  # assumed for a rank with workers if the size of a bat
 
 def shared_memory(case: Case) -> Finding:
     try:
-        status = os.statvfs(case.shared_memory)
+        free = shutil.disk_usage(case.shared_memory).free
     except OSError:
         return warning(f"there is no {case.shared_memory}", "mount it: workers pass batches through it")
-    free = status.f_bavail * status.f_frsize
     ranks, rank_bytes = _local_ranks(), case.in_flight
     if rank_bytes is None:
         rank_bytes = SHARED_BYTES if case.num_workers else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
+from dataload.errors import DataError, DataloadError
 
 SHARED_BYTES = 512 << 10  # row groups with fewer bytes are not worth a request each
 GAP_BYTES = 256 << 10  # smaller gaps between ranges are fetched, which is cheaper than another request
@@ -93,6 +94,22 @@ class Footer(Protocol):
         Notes: row groups of less than `SHARED_BYTES` go through cached blocks, which neighbours share. If the cache is
         too small to keep blocks, they are fetched directly.
         """
+
+
+@contextmanager
+def as_data_error(what: str, *others: type[Exception]) -> Iterator[None]:
+    """Raise DataError for the exceptions that damaged data causes in the block.
+
+    Args:
+        what: Names the file and the part of it that cannot be read.
+        others: Exceptions that damage causes, besides those of Arrow and OSError.
+    """
+    try:
+        yield
+    except DataloadError:
+        raise
+    except (pa.ArrowException, OSError, *others) as error:
+        raise DataError(f"{what}: {str(error).strip()}") from error
 
 
 def joined(spans: Sequence[Span], gap: int = GAP_BYTES) -> list[Span]:

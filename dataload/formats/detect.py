@@ -1,23 +1,51 @@
-"""Detection of a file's format by its first and last bytes."""
+"""The registry of file formats, and detection of a file's format by its first and last bytes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.errors import DataError
 from dataload.formats import parquet
 from dataload.formats.arrow_ipc import messages
 from dataload.formats.arrow_ipc.reader import ArrowFooter
-from dataload.formats.base import SHARED_BYTES, Footer
+from dataload.formats.base import Footer
 
 # The part of a file that is fetched for its footer: a 64th of it, so that small files are not fetched whole.
 LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAIL_SHARE = 8 << 10, 64 << 10, 64
+LENGTH_BYTES = 4  # of the length before the magic
 
 
-def parse_footer(footer: memoryview, obj: Object) -> Footer:
+class Format(NamedTuple):
+    """A format whose files end in a footer, its length (u32, little-endian) and a magic.
+
+    Attributes:
+        magic: The last bytes of a file, and of the bytes that `pack` returns.
+        parse: parse(packed, obj) returns the footer in these bytes. It raises DataError if they cannot be read.
+        pack: pack(obj, blocks, footer) returns the bytes to cache for a file that ends in `footer`.
+        requests: requests(obj, packed, tail) returns the bytes of each request beside that for the last `tail` bytes.
+    """
+
+    magic: bytes
+    parse: Callable[[memoryview, Object], Footer]
+    pack: Callable[[Object, Blocks, bytes], bytes] = lambda _obj, _blocks, footer: footer
+    requests: Callable[[Object, memoryview, int], list[int]] = lambda _, packed, tail: [len(packed) - tail]
+
+
+FORMATS = (
+    Format(parquet.MAGIC, parquet.ParquetFooter.from_bytes),
+    Format(messages.MAGIC, ArrowFooter.from_bytes, messages.index_of_file, messages.requests),
+)
+
+
+def _format_of(packed: memoryview) -> Format:
+    return next(known for known in FORMATS if bytes(packed[-len(known.magic) :]) == known.magic)
+
+
+def parse_footer(packed: memoryview, obj: Object) -> Footer:
     """Return the footer in the bytes that `fetch_footer` returned. Raise DataError if they cannot be read."""
-    if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
-        return parquet.ParquetFooter.from_bytes(footer, obj)
-    return ArrowFooter.from_bytes(footer, obj)
+    return _format_of(packed).parse(packed, obj)
 
 
 def tail_bytes(obj: Object) -> int:
@@ -25,16 +53,9 @@ def tail_bytes(obj: Object) -> int:
     return min(obj.size, MOST_TAIL_BYTES, max(LEAST_TAIL_BYTES, obj.size // TAIL_SHARE))
 
 
-def fetched_beside_tail(obj: Object, footer: memoryview) -> list[int]:
-    """Return the bytes of each further request that a file's footer took.
-
-    Messages of an Arrow file that were read through blocks do not count: the blocks hold rows, too.
-    """
-    if bytes(footer[-len(parquet.MAGIC) :]) == parquet.MAGIC:
-        rest = len(footer) - tail_bytes(obj)
-        return [rest] if rest > 0 else []
-    lengths = [len(message.metadata) for message in messages.unpack(footer)]
-    return [] if obj.size < SHARED_BYTES * len(lengths) else lengths
+def fetched_beside_tail(obj: Object, packed: memoryview) -> list[int]:
+    """Return the bytes of each further request that a file's footer took."""
+    return [size for size in _format_of(packed).requests(obj, packed, tail_bytes(obj)) if size > 0]
 
 
 def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
@@ -46,18 +67,15 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     """
     start = max(0, obj.size - tail_bytes(obj))
     tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
-
-    def last(size: int) -> bytes:
-        if size > obj.size:
-            raise DataError(f"{obj.path} is cut short: its footer says {size} bytes and the object has {obj.size}")
-        if size <= len(tail):
-            return tail[-size:]
-        return bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
-
-    if tail.endswith(parquet.MAGIC) and len(tail) >= parquet.TRAILER_BYTES:
-        return parquet.fetch_footer(last)
-    if tail.endswith(messages.MAGIC) and len(tail) >= messages.TRAILER_BYTES:
-        return messages.index_of_file(obj, blocks, last)
+    for known in FORMATS:
+        trailer = LENGTH_BYTES + len(known.magic)
+        if tail.endswith(known.magic) and len(tail) >= trailer:
+            size = int.from_bytes(tail[-trailer:][:LENGTH_BYTES], "little") + trailer
+            if size > obj.size:
+                raise DataError(f"{obj.path} is cut short: its footer says {size} bytes and the object has {obj.size}")
+            if size > len(tail):
+                tail = bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
+            return known.pack(obj, blocks, tail[-size:])
     if tail.endswith(messages.FEATHER_1):
         raise DataError(f"{obj.path} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
     if obj.size >= messages.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == messages.CONTINUATION:

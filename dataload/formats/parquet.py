@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
-from dataload.errors import DataError, DataloadError
-from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, joined
+from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import RangeStream, pieces
 from dataload.formats.schema import flatten, is_list, number, storage
 from dataload.runtime.cached_property import cached_property
@@ -26,12 +25,6 @@ BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
-TRAILER_BYTES = 8  # footer length (u32, little-endian), magic
-
-
-def fetch_footer(last: Callable[[int], bytes]) -> bytes:
-    """Return the footer of a Parquet file. `last(n)` must return the last n bytes of the file."""
-    return last(int.from_bytes(last(TRAILER_BYTES)[:4], "little") + TRAILER_BYTES)
 
 
 class ParquetFooter:
@@ -46,10 +39,8 @@ class ParquetFooter:
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
-        try:
+        with as_data_error(f"{obj.path} has a Parquet footer that cannot be read"):
             return cls(pq.read_metadata(pa.BufferReader(pa.py_buffer(data))))
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{obj.path} has a Parquet footer that cannot be read: {str(error).strip()}") from error
 
     @property
     def lengths(self) -> list[int]:
@@ -100,17 +91,13 @@ class ParquetFooter:
         ranges = _ranges(self._chunks(number, columns), capacity)
         fetch = _from_blocks if blocks.retains_blocks and self._shares_blocks(number) else _from_origin
         stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, capacity)
-        try:
+        with as_data_error(f"{obj.path} row group {number} cannot be decoded"):
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
             buffer = 0 if stream.held else BUFFER_BYTES
             with stream, pq.ParquetFile(stream, metadata=self._metadata, buffer_size=buffer, pre_buffer=False) as file:
                 stream.wait()
                 yield _Reader(file, number, list(columns))
-        except DataloadError:
-            raise
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{obj.path} row group {number} cannot be decoded: {str(error).strip()}") from error
 
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
         """Return the chunks of these columns, column by column."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
+import shutil
 from typing import TYPE_CHECKING
 
 from dataload.errors import ConfigError, DataError, OriginError
@@ -98,10 +98,9 @@ def check_shared_memory(size: int, folder: str = "/dev/shm") -> None:  # noqa: S
     A worker would die of SIGBUS then, unless the transform makes batches smaller.
     """
     try:
-        status = os.statvfs(folder)
+        free = shutil.disk_usage(folder).free
     except OSError:
         return
-    free = status.f_bavail * status.f_frsize
     if size > free:
         log.warning(
             "workers hold %d bytes of batches in %s, which has %d free: lower batch_size, num_workers or prefetch, or "

@@ -15,7 +15,7 @@ import torch
 from dataload.rows.collate import map_tensors
 
 
-class Staging(NamedTuple):
+class HostMemory(NamedTuple):
     """Allocates host memory for batches that are copied to a device.
 
     Attributes:
@@ -28,11 +28,11 @@ class Staging(NamedTuple):
         """Return an uninitialized, contiguous tensor."""
         return torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
 
-    def stage(self, batch: Any) -> Any:
+    def prepare(self, batch: Any) -> Any:
         """Return the batch with its CPU tensors dense, and pinned if `pinned`. Others are copied once."""
-        return map_tensors(batch, self._stage_tensor)
+        return map_tensors(batch, self._prepare_tensor)
 
-    def _stage_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _prepare_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return tensor
         if tensor.is_contiguous() and (not self.pinned or tensor.is_pinned()):
@@ -41,8 +41,8 @@ class Staging(NamedTuple):
         return torch.empty_like(tensor, pin_memory=self.pinned).copy_(tensor)
 
 
-def staging_for(device: torch.device | None, pin_memory: bool | None) -> Staging | None:
-    """Return the staging memory of batches for `device`. None: they need none.
+def host_memory_for(device: torch.device | None, pin_memory: bool | None) -> HostMemory | None:
+    """Return the host memory for batches that go to `device`. None: they need none.
 
     Args:
         device: Device of the batches. None: the CPU.
@@ -51,7 +51,7 @@ def staging_for(device: torch.device | None, pin_memory: bool | None) -> Staging
     pinned = device is not None and device.type == "cuda" if pin_memory is None else pin_memory
     if not pinned and (device is None or device.type == "cpu"):
         return None
-    return Staging(pinned and torch.cuda.is_available())
+    return HostMemory(pinned and torch.cuda.is_available())
 
 
 class DeviceCopy:

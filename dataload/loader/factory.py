@@ -115,21 +115,7 @@ def make_loader(
     detected = world is None
     world = World.detect(world)
     _share_host(dataset, world, num_workers)
-    nodes = world.num_nodes or 1
-    sampler = TrainerSampler(
-        dataset.block_lengths,
-        world.world_size,
-        world.rank,
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
-        window=dataset.window if window is None else window,
-        batch_size=batch_size,
-        num_streams=num_streams or nodes,
-        num_nodes=nodes,
-        dataset_key=dataset.fingerprint.encode(),
-    )
-    log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), num_streams or nodes)
+    sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
     return Loader(
@@ -145,6 +131,25 @@ def make_loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         **dataloader_kwargs,
+    )
+
+
+def _sampler(
+    dataset: Dataset, world: World, batch_size: int, num_streams: int | None, window: int | None, **order: Any
+) -> TrainerSampler:
+    nodes = world.num_nodes or 1
+    streams = num_streams or nodes
+    log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), streams)
+    return TrainerSampler(
+        dataset.block_lengths,
+        world.world_size,
+        world.rank,
+        window=dataset.window if window is None else window,
+        batch_size=batch_size,
+        num_streams=streams,
+        num_nodes=nodes,
+        dataset_key=dataset.fingerprint.encode(),
+        **order,
     )
 
 

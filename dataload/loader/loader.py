@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
-from dataload.loader.batch_maker import Answer, BatchMaker, Request, Requests
+from dataload.loader.batch_maker import Answer, BatchMaker, Requests
 from dataload.loader.capacity import check_shared_memory, gathered_at_once, reserve_capacity
-from dataload.loader.device_copy import DeviceCopy, Staging, staging_for
+from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.integrations import PreparedForAccelerate, TrainerSampler, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs, run_ahead
 from dataload.loader.worker_transport import unpack
@@ -176,14 +176,14 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     ) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         lookahead, stop = self._lookahead(needs), Future[None]()
-        staging = staging_for(device, self.pin_memory)
+        memory = host_memory_for(device, self.pin_memory)
         if self._workers is None:
-            answers = self._from_thread(epoch, cursor, lookahead, waiting, stop, staging)
+            answers = self._from_thread(epoch, cursor, lookahead, waiting, stop, memory)
         else:
             self._requests.start_at(epoch, cursor, on_request=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it after the constructor.
             # torch's thread pins packed batches. The Accelerator may be newer than the loader, so this is decided here.
-            pinned = staging if staging is not None and staging.pinned else None
+            pinned = memory if memory is not None and memory.pinned else None
             self._workers.pin_memory = pinned is not None
             answers = self._from_workers(self._workers, waiting, pinned)
         copy = None if device is None else DeviceCopy(device)
@@ -226,35 +226,27 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         lookahead: Lookahead,
         waiting: Timeline,
         stop: Future[None],
-        staging: Staging | None,
+        memory: HostMemory | None,
     ) -> Generator[Answer, None, None]:
         """Yield batches made on a thread. Small ones are gathered, and without user code also passed on, together."""
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
         together = at_once if self.maker.only_gathers else 1
-        requests = self._requests.start_at(epoch, cursor, at_once)
-        made = self._make(requests, lookahead, together, stop, staging)
-        with closing(run_ahead(made, max(2, self.prefetch // together), stop, waiting)) as chunks:
+
+        def make() -> Iterator[list[Answer]]:
+            for request in self._requests.start_at(epoch, cursor, at_once):
+                lookahead.reach(request.end)
+                answers = self.maker.make(request, stop, None if memory is None else memory.empty)
+                if memory is not None and not self.maker.only_gathers:
+                    answers = _prepared(answers, memory)
+                while chunk := list(islice(answers, together)):
+                    yield chunk
+
+        with closing(run_ahead(make(), max(2, self.prefetch // together), stop, waiting)) as chunks:
             for answers in chunks:
                 yield from answers
 
-    def _make(
-        self,
-        requests: Iterable[Request],
-        lookahead: Lookahead,
-        together: int,
-        stop: Future[None],
-        staging: Staging | None,
-    ) -> Iterator[list[Answer]]:
-        for request in requests:
-            lookahead.reach(request.end)
-            answers = self.maker.make(request, stop, None if staging is None else staging.empty)
-            if staging is not None and not self.maker.only_gathers:
-                answers = _staged(answers, staging)
-            while chunk := list(islice(answers, together)):
-                yield chunk
-
     def _from_workers(
-        self, answers: Iterable[Answer], waiting: Timeline, staging: Staging | None
+        self, answers: Iterable[Answer], waiting: Timeline, memory: HostMemory | None
     ) -> Generator[Answer, None, None]:
         since = perf_counter()
         try:
@@ -262,9 +254,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 waiting.waited(since, answer.making, instead=answer.making.longest())
                 with waiting.here():
                     batch = unpack(answer.batch)
-                    if staging is not None:  # tensors that `pack` cannot pack, such as those with gradients
+                    if memory is not None:  # tensors that `pack` cannot pack, such as those with gradients
                         with doing("transfer"):
-                            batch = staging.stage(batch)
+                            batch = memory.prepare(batch)
                 yield replace(answer, batch=batch)
                 since = perf_counter()
         except Exception as error:  # noqa: BLE001
@@ -283,11 +275,11 @@ def _check_single_process() -> None:
         )
 
 
-def _staged(answers: Iterable[Answer], staging: Staging) -> Iterator[Answer]:
-    """Stage batches that the user's code has made."""
+def _prepared(answers: Iterable[Answer], memory: HostMemory) -> Iterator[Answer]:
+    """Copy batches that the user's code has made to host memory for the device."""
     for answer in answers:
         with doing("transfer"):
-            batch = staging.stage(answer.batch)
+            batch = memory.prepare(answer.batch)
         yield replace(answer, batch=batch)
 
 

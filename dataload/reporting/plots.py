@@ -95,7 +95,7 @@ def _drawn(plot: Plot, axes: Any) -> None:
 
 def _waiting(axes: Any, epochs: Sequence[Epoch]) -> None:
     totals = [epoch.total for epoch in epochs]
-    parts = {cause: [_share(total.waits[cause], total.seconds) for total in totals] for cause in CAUSES}
+    parts = {cause: [100 * total.waits[cause] / (total.seconds or 1) for total in totals] for cause in CAUSES}
     _stacked(axes, parts, COLOURS)
     axes.set_ylabel("of the time")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{share:.3g} %"))
@@ -205,10 +205,6 @@ def _legend(axes: Any) -> None:
     if handles:
         beside = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 4, "columnspacing": 1, "handlelength": 1}
         axes.legend(handles, labels, fontsize=8.5, frameon=False, borderaxespad=0.2, **beside)
-
-
-def _share(part: float, whole: float) -> float:
-    return 100 * part / whole if whole else 0.0
 
 
 def _short(number: float) -> str:

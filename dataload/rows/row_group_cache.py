@@ -95,10 +95,10 @@ class RowGroupCache:
         self._found_or_made(number, (0, 0), life or RowGroupLife())
         return self._cached(self._keys(number), (0, 0)) is not None
 
-    def lease(self) -> None:
+    def touch(self) -> None:
         """Protect the cached blobs of all row groups from eviction as long as this process runs."""
         row_groups = range(len(self._manifest.row_groups))
-        self._blocks.tier.lease(key for number in row_groups for key in self._keys(number))
+        self._blocks.tier.touch(key for number in row_groups for key in self._keys(number))
 
     def passes(self, number: int) -> bool:
         """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""

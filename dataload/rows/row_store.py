@@ -121,7 +121,7 @@ class RowStore(ForkAware):
             CancelledError: `stop` was done before all rows were available.
             ConfigError: The rows belong to more row groups than this process can map.
         """
-        blobs = self._blob_index.pieces(rows)
+        blobs = self._blob_index.find(rows)
         if opened is not None:
             opened.update(dict.fromkeys(self._row_groups_of(blobs), False))
         needed: list[int] = []

@@ -60,7 +60,7 @@ class RowGroupScheduler:
         """Prepare for prefetches: keep the cached row groups, and decode a large dataset in a background process."""
         if not self._started:
             self._started = True
-            self._threads.submit(self._blobs.lease)
+            self._threads.submit(self._blobs.touch)
             if self._blobs.shared and self._blobs.num_bytes >= BACKGROUND_BYTES:
                 self.decoder = BackgroundDecoder(self._blobs)
 

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from dataload.cache.local.durable_file import sync_folder
 from dataload.errors import ConfigError
 from dataload.train.distributed import agree, on_first
 from dataload.train.shared_folder import last_objections, require_shared
@@ -117,7 +118,7 @@ class Checkpoints:
         assert self._folder is not None
         save_plain(unfinished / REST, {"parts": map_leaves(states, to_meta), **map_leaves(rest, to_plain)})
         unfinished.rename(self._folder / _name(self._latest))
-        _sync(self._folder)
+        sync_folder(self._folder)
         for number in _numbers(self._folder)[: -self._keep]:
             leaving = self._folder / f"{UNFINISHED}{number}-leaving"
             (self._folder / _name(number)).rename(leaving)
@@ -198,12 +199,3 @@ def _numbers(folder: Path | None) -> list[int]:
         return []
     matches = (NAME.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
-
-
-def _sync(folder: Path) -> None:
-    """Flush the renames in `folder` to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

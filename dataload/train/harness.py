@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, closing
-from operator import length_hint
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.train.checkpoint import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, process_group, replicate
-from dataload.train.epoch_metrics import progress_bar
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import ModuleSelector, begin_training, recomputed
@@ -126,60 +124,64 @@ def fit(
         >>> [record["rows"] for record in history]
         [32, 32]
     """
-    if comm_hook is not None and comm_hook not in COMM_HOOKS:
-        raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")
-    if checkpoint_every is not None and not hasattr(loader, "load_state_dict"):
-        raise ConfigError(
-            "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"
-        )
+    _check_arguments(comm_hook, checkpoint_every, loader)
     world = World.detect()
     device = device_of(world, device)
     steps = OptimizerStep(model, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler)
     with ExitStack() as stack:
         stack.enter_context(process_group(world, device, timeout))
         agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
-        sizes = gather(_known_size(loader))
-        checkpoints = Checkpoints(checkpoint_dir, keep)
         loop = TrainingLoop(
             model.to(device),
             loader,
             steps,
             world,
-            checkpoints,
+            Checkpoints(checkpoint_dir, keep),
             LossMonitor(world.rank, check=check_finite),
-            even=None not in sizes and len(set(sizes)) == 1,
+            even=_even_batches(loader),
             checkpoint_every=checkpoint_every,
             evaluate=evaluate,
         )
         begin_training(model)
-        loop.resume(checkpoints.find(resume))
+        loop.resume(loop.checkpoints.find(resume))
         stack.enter_context(recomputed(model, activation_checkpointing))
         if world.world_size > 1:
             steps.model = steps.replica = replicate(model, device, comm_hook=comm_hook, static_graph=static_graph)
         if compile:
             steps.model = torch.compile(steps.model, **(compile if isinstance(compile, Mapping) else {}))
-        if log_dir is not None and world.rank == 0:
-            loop.tensorboard = stack.enter_context(closing(TensorBoardWriter(log_dir, log_every, device)))
-        if log_dir is not None and isinstance(loader, Loader) and loader.stats_dir is None:
-            loader.stats_dir = Path(log_dir)
-            stack.callback(setattr, loader, "stats_dir", None)
+        if log_dir is not None:
+            stack.enter_context(_stats_in(Path(log_dir), loader))
+            if world.rank == 0:
+                loop.tensorboard = stack.enter_context(closing(TensorBoardWriter(log_dir, log_every, device)))
         loop.traced = stack.enter_context(traced(profile, world.rank))
-        loop.finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
-        shown = progress and world.rank == 0
-        for epoch in range(len(loop.history), epochs):
-            _set_epoch(loader, epoch)
-            with progress_bar(f"epoch {epoch + 1}/{epochs}", length_hint(loader), shown) as advance:
-                loop.epoch(epoch, advance)
-            loop.finish_epoch()
+        loop.run(epochs, show_progress=progress and world.rank == 0)
     return loop.history
 
 
-def _set_epoch(loader: Any, epoch: int) -> None:
-    target: Any = loader if hasattr(loader, "set_epoch") else getattr(loader, "sampler", None)
-    if hasattr(target, "set_epoch"):
-        target.set_epoch(epoch)
+def _check_arguments(comm_hook: str | None, checkpoint_every: int | None, loader: Any) -> None:
+    if comm_hook is not None and comm_hook not in COMM_HOOKS:
+        raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")
+    if checkpoint_every is not None and not hasattr(loader, "load_state_dict"):
+        raise ConfigError(
+            "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"
+        )
 
 
-def _known_size(loader: Any) -> tuple[int | None, int] | None:
-    """Return the batch size and the batches of an epoch if they are known in advance: for this package's loader."""
-    return (loader.batch_size, len(loader)) if isinstance(loader, Loader) and loader.maker.only_gathers else None
+@contextmanager
+def _stats_in(folder: Path, loader: Any) -> Iterator[None]:
+    """Let a loader of `make_loader` without a `stats_dir` write its statistics to `folder` during the block."""
+    if not isinstance(loader, Loader) or loader.stats_dir is not None:
+        yield
+        return
+    loader.stats_dir = folder
+    try:
+        yield
+    finally:
+        loader.stats_dir = None
+
+
+def _even_batches(loader: Any) -> bool:
+    """Return whether all ranks know that they have equally many batches of equal sizes: with this package's loader."""
+    known = isinstance(loader, Loader) and loader.maker.only_gathers
+    sizes = gather((loader.batch_size, len(loader)) if known else None)
+    return None not in sizes and len(set(sizes)) == 1

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint import Checkpoints, load
 from dataload.train.distributed import agree, gather, share_buffers
-from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, reserved_names, sum_ranks
+from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, progress_bar, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
@@ -117,18 +118,28 @@ class TrainingLoop:
             )
         self.loader.load_state_dict(own)
 
-    def epoch(self, number: int, advance: Callable[[], None]) -> None:
+    def run(self, epochs: int, *, show_progress: bool) -> None:
+        """Train until `epochs` epochs are done, those before a resume included."""
+        self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
+        for number in range(len(self.history), epochs):
+            target: Any = self.loader if hasattr(self.loader, "set_epoch") else getattr(self.loader, "sampler", None)
+            if hasattr(target, "set_epoch"):
+                target.set_epoch(number)
+            with progress_bar(f"epoch {number + 1}/{epochs}", length_hint(self.loader), show_progress) as advance:
+                self._epoch(number, advance)
+            self._finish_epoch()
+
+    def _epoch(self, number: int, advance: Callable[[], None]) -> None:
         """Train on the rest of the epoch and save a checkpoint. Call `advance` after each batch."""
         with self._annotate_errors(number):
             self._train(number, advance)
-            share_buffers(
-                self.model
-            )  # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
+            # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
+            share_buffers(self.model)
             self.history.append({"epoch": number, **self._tally.figures(self.loader)})
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
 
-    def finish_epoch(self) -> None:
+    def _finish_epoch(self) -> None:
         """Evaluate and log the last epoch, unless done. It has a checkpoint, so a failed evaluation loses nothing."""
         if self.evaluated:
             return

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dataload.errors import NonFiniteLoss
-
-
-class _PendingLoss(NamedTuple):
-    where: str
-    value: Tensor  # on the host; valid once `event` has completed
-    event: Any  # None for a loss that was computed on the CPU
 
 
 class LossMonitor:
@@ -33,7 +27,8 @@ class LossMonitor:
         self.latest: float | None = None
         self._rank = rank
         self._check = check
-        self._pending: deque[_PendingLoss] = deque()
+        # The step, its loss on the host, and the event after which that is valid; None for a loss from the CPU.
+        self._pending: deque[tuple[str, Tensor, Any]] = deque()
 
     def add(self, loss: Tensor, where: str) -> None:
         """Add the loss of a step, and check the losses that have arrived.
@@ -50,16 +45,31 @@ class LossMonitor:
             value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._pending.append(_PendingLoss(where, value, event))
-        self._check_arrived(wait=False)
+        self._pending.append((where, value, event))
+        self.settle(wait=False)
 
-    def settle(self) -> None:
-        """Wait for all losses and check them, so that no checkpoint is saved after a loss that is not finite.
+    def settle(self, *, wait: bool = True) -> None:
+        """Check the losses, so that no checkpoint is saved after a loss that is not finite.
+
+        Args:
+            wait: Wait for all losses, instead of checking only those that have arrived.
 
         Raises:
             NonFiniteLoss: A loss is not finite.
         """
-        self._check_arrived(wait=True)
+        while self._pending:
+            where, value, event = self._pending[0]
+            if event is not None and not wait and not event.query():
+                return
+            if event is not None:
+                event.synchronize()
+            self._pending.popleft()
+            self.latest = value.item()
+            if self._check and not math.isfinite(self.latest):
+                raise NonFiniteLoss(
+                    f"rank {self._rank}, {where}: the loss is {self.latest}. Look at this batch, lower the learning "
+                    "rate, clip gradients, or pass check_finite=False to continue"
+                )
 
     def check_parameters(self, model: nn.Module, where: str) -> None:
         """Wait for the parameters and check them: the gradient of a finite loss may not be finite.
@@ -77,19 +87,4 @@ class LossMonitor:
                     f"rank {self._rank}, {where}: parameter {name!r} is not finite although the losses were, so a "
                     "gradient was not. Look for a root, logarithm or division near 0 in the loss, lower the learning "
                     "rate, or pass check_finite=False to continue"
-                )
-
-    def _check_arrived(self, *, wait: bool) -> None:
-        while self._pending:
-            where, value, event = self._pending[0]
-            if event is not None and not wait and not event.query():
-                return
-            if event is not None:
-                event.synchronize()
-            self._pending.popleft()
-            self.latest = value.item()
-            if self._check and not math.isfinite(self.latest):
-                raise NonFiniteLoss(
-                    f"rank {self._rank}, {where}: the loss is {self.latest}. Look at this batch, lower the learning "
-                    "rate, clip gradients, or pass check_finite=False to continue"
                 )

@@ -21,8 +21,8 @@ from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import CorruptEntry
 from dataload.runtime.filemap import FileMap
 
-PIECE = blob_file.PIECE_BYTES
-DATA = b"".join(number.to_bytes(4, "little") for number in range(PIECE))  # four pieces
+SEGMENT = blob_file.SEGMENT_BYTES
+DATA = b"".join(number.to_bytes(4, "little") for number in range(SEGMENT))  # four segments
 NAME = "seaux/été/данные-0.parquet#0-262144"
 DIGEST = bytes(range(32))
 SUMS = len(DATA)
@@ -46,10 +46,10 @@ def file(tmp_path: Path) -> Path:
     return write(tmp_path / "blob")
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE])
+@pytest.mark.parametrize("size", [0, 1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 3 * SEGMENT])
 def test_any_size_and_name(tmp_path: Path, size: int) -> None:
     file = write(tmp_path / "blob", DATA[:size])
-    assert blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces()) == DATA[:size]
+    assert blob_file.open_map(file, DIGEST, blob_file.VerifiedSegments()) == DATA[:size]
     footer, name, status = blob_file.read_footer(file)
     assert (footer.payload, footer.size, name, footer.digest) == (size, status.st_size, NAME, DIGEST)
 
@@ -61,12 +61,12 @@ def flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "at", [0, PIECE, SUMS - 1, SUMS, NAMED - 1, NAMED, FOOTER - 1, *range(FOOTER, FOOTER + 72, 4), -1]
+    "at", [0, SEGMENT, SUMS - 1, SUMS, NAMED - 1, NAMED, FOOTER - 1, *range(FOOTER, FOOTER + 72, 4), -1]
 )
 def test_a_flipped_bit_is_found(file: Path, at: int) -> None:
     flip(file, at)
     with pytest.raises(CorruptEntry):
-        blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces())
+        blob_file.open_map(file, DIGEST, blob_file.VerifiedSegments())
 
 
 @pytest.mark.parametrize("at", [SUMS, NAMED - 1, NAMED, FOOTER - 1, FOOTER, -1])
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_found_without_a_look_at_the_payload(file: Path, at: in
 def test_a_file_cut_short_is_found(file: Path, size: int) -> None:
     os.truncate(file, size)
     with pytest.raises(CorruptEntry):
-        blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces())
+        blob_file.open_map(file, DIGEST, blob_file.VerifiedSegments())
     with pytest.raises(CorruptEntry):
         blob_file.read_footer(file)
 
@@ -94,7 +94,7 @@ def test_lengths_that_cannot_be_are_harmless(file: Path, field: str, at: int, va
     whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
     file.write_bytes(whole)
     for read in (
-        lambda: blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces()),
+        lambda: blob_file.open_map(file, DIGEST, blob_file.VerifiedSegments()),
         lambda: blob_file.read_footer(file),
     ):
         with pytest.raises(CorruptEntry):
@@ -103,7 +103,7 @@ def test_lengths_that_cannot_be_are_harmless(file: Path, field: str, at: int, va
 
 def test_another_blob_or_format_is_never_misread(file: Path, tmp_path: Path) -> None:
     with pytest.raises(CorruptEntry, match="another blob"):
-        blob_file.open_map(write(tmp_path / "other", digest=bytes(32)), DIGEST, blob_file.VerifiedPieces())
+        blob_file.open_map(write(tmp_path / "other", digest=bytes(32)), DIGEST, blob_file.VerifiedSegments())
     good = file.read_bytes()
     for at in (0, 8):  # magic and version
         whole = bytearray(good)
@@ -111,24 +111,30 @@ def test_another_blob_or_format_is_never_misread(file: Path, tmp_path: Path) -> 
         whole[-8:] = xxhash.xxh3_64_digest(whole[FOOTER:-8])
         file.write_bytes(whole)
         with pytest.raises(CorruptEntry, match="another format"):
-            blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces())
+            blob_file.open_map(file, DIGEST, blob_file.VerifiedSegments())
 
 
 def test_a_symbolic_link_is_no_blob(file: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(file)
     with pytest.raises(CorruptEntry, match="symbolic link"):
-        blob_file.open_map(tmp_path / "link", DIGEST, blob_file.VerifiedPieces())
+        blob_file.open_map(tmp_path / "link", DIGEST, blob_file.VerifiedSegments())
     with pytest.raises(OSError, match="symbolic"):
         blob_file.write(tmp_path / "link", mmap.mmap(-1, 1), 1)
 
 
 def test_a_span_looks_only_at_its_pieces(file: Path) -> None:
-    flip(file, 2 * PIECE)
-    proven = blob_file.VerifiedPieces()
-    for start, stop in ((0, 10), (PIECE - 1, 2 * PIECE), (3 * PIECE, 9 * PIECE), (5, 5), (2 * PIECE, 2 * PIECE)):
+    flip(file, 2 * SEGMENT)
+    proven = blob_file.VerifiedSegments()
+    for start, stop in (
+        (0, 10),
+        (SEGMENT - 1, 2 * SEGMENT),
+        (3 * SEGMENT, 9 * SEGMENT),
+        (5, 5),
+        (2 * SEGMENT, 2 * SEGMENT),
+    ):
         assert blob_file.open_map(file, DIGEST, proven, (start, stop)) == DATA[start:stop]
-    for start, stop in ((2 * PIECE, 2 * PIECE + 1), (2 * PIECE - 1, 2 * PIECE + 1), (0, 4 * PIECE)):
-        with pytest.raises(CorruptEntry, match=f"byte {2 * PIECE} on"):
+    for start, stop in ((2 * SEGMENT, 2 * SEGMENT + 1), (2 * SEGMENT - 1, 2 * SEGMENT + 1), (0, 4 * SEGMENT)):
+        with pytest.raises(CorruptEntry, match=f"byte {2 * SEGMENT} on"):
             blob_file.open_map(file, DIGEST, proven, (start, stop))
 
 
@@ -137,13 +143,13 @@ def test_what_is_proven_is_not_hashed_again(file: Path, monkeypatch: pytest.Monk
     digest = xxhash.xxh3_64_digest
     monkeypatch.setattr(blob_file.xxhash, "xxh3_64_digest", lambda data: (hashed.append(len(data)), digest(data))[1])
 
-    def pieces(*span: int) -> int:
+    def segments(*span: int) -> int:
         hashed.clear()
         blob_file.open_map(file, DIGEST, proven, span or None)
-        return hashed.count(PIECE)
+        return hashed.count(SEGMENT)
 
-    proven = blob_file.VerifiedPieces()
-    assert [pieces(0, 1), pieces(0, PIECE), pieces(1, PIECE + 1), pieces(), pieces(), pieces(5, 9)] == [
+    proven = blob_file.VerifiedSegments()
+    assert [segments(0, 1), segments(0, SEGMENT), segments(1, SEGMENT + 1), segments(), segments(), segments(5, 9)] == [
         1,
         0,
         1,
@@ -152,15 +158,15 @@ def test_what_is_proven_is_not_hashed_again(file: Path, monkeypatch: pytest.Monk
         0,
     ]
     os.utime(file, ns=(0, 0))
-    assert pieces() == 4
+    assert segments() == 4
     shutil.copy(file, file.with_name("copy"))
     os.utime(file.with_name("copy"), ns=(0, 0))
     file.with_name("copy").replace(file)
-    assert pieces() == 4
+    assert segments() == 4
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    proven, status = blob_file.VerifiedPieces(most_blobs=3), SimpleNamespace(st_ino=1, st_mtime_ns=2)
+    proven, status = blob_file.VerifiedSegments(most_blobs=3), SimpleNamespace(st_ino=1, st_mtime_ns=2)
     for number in range(5):
         proven.add(bytes([number]), status, 1)
     assert [proven.bits(bytes([number]), status) for number in range(5)] == [0, 0, 1, 1, 1]
@@ -173,8 +179,8 @@ def test_a_fill_is_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     tier, key = LocalTier(tmp_path / "c"), BlobKey("origin", "été/x", "v", "all")
     assert tier.get_or_fill(key, filler(DATA)) == DATA
     assert tier.get(key) == DATA
-    assert hashed.count(PIECE) == 4
-    assert tier.get_or_fill(key, filler(b""), (PIECE, PIECE + 5)) == DATA[PIECE : PIECE + 5]
+    assert hashed.count(SEGMENT) == 4
+    assert tier.get_or_fill(key, filler(b""), (SEGMENT, SEGMENT + 5)) == DATA[SEGMENT : SEGMENT + 5]
     assert fsck.verify(tier.folder).problems == []
     assert fsck.evict(tier.folder, path="été") == blob_file.size_on_disk(len(DATA), "été/x#all")
 
@@ -192,8 +198,8 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
 
     def fstat(descriptor: int) -> Any:
         status = real(descriptor)
-        if status.st_ino == file.stat().st_ino and status.st_size > 2 * PIECE:
-            os.truncate(file, 2 * PIECE)
+        if status.st_ino == file.stat().st_ino and status.st_size > 2 * SEGMENT:
+            os.truncate(file, 2 * SEGMENT)
             with file.open("r+b") as whole:
                 whole.seek(FOOTER)
                 whole.write(tail)  # leaves a hole, which reads as zeros
@@ -202,7 +208,7 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
     tail = file.read_bytes()[FOOTER:]
     monkeypatch.setattr(os, "fstat", fstat)
     with pytest.raises(CorruptEntry):
-        blob_file.open_map(file, DIGEST, blob_file.VerifiedPieces())
+        blob_file.open_map(file, DIGEST, blob_file.VerifiedSegments())
 
     def populate(*_: int) -> None:
         raise OSError(errno.EFAULT, "Bad address")
@@ -212,12 +218,12 @@ def test_a_disk_that_cannot_read_is_an_error_and_no_signal(file: Path, monkeypat
     assert caught.value.errno == errno.EIO
 
 
-@pytest.mark.parametrize(("left", "proven"), [(2 * PIECE, False), (SUMS, False), (2 * PIECE, True)])
+@pytest.mark.parametrize(("left", "proven"), [(2 * SEGMENT, False), (SUMS, False), (2 * SEGMENT, True)])
 def test_a_disk_that_fails_while_a_blob_is_read_is_an_error_and_no_signal(
     file: Path, left: int, *, proven: bool
 ) -> None:
     """The kernel reports a truncated file like an unreadable sector. A SIGBUS would kill only the child."""
-    known = blob_file.VerifiedPieces()
+    known = blob_file.VerifiedSegments()
     if proven:
         blob_file.open_map(file, DIGEST, known)
     child = os.fork()
@@ -243,8 +249,8 @@ def test_a_map_past_the_end_of_its_file_is_an_error_and_no_signal(tmp_path: Path
 
 def test_a_write_may_take_several_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: real(descriptor, data[:PIECE], at))
-    assert blob_file.open_map(write(tmp_path / "blob"), DIGEST, blob_file.VerifiedPieces()) == DATA
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: real(descriptor, data[:SEGMENT], at))
+    assert blob_file.open_map(write(tmp_path / "blob"), DIGEST, blob_file.VerifiedSegments()) == DATA
 
 
 def test_buffers_are_used_again_unless_somebody_holds_a_view() -> None:

@@ -20,7 +20,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.dirfs import DirFileSystem
 
 from dataload.cache.origin import identity
-from dataload.cache.origin.identity import PLACES, identity_of
+from dataload.cache.origin.identity import LOCATIONS, identity_of
 from dataload.cache.origin.origin import Origin
 from dataload.errors import ConfigError
 
@@ -184,7 +184,7 @@ def test_endpoints_of_s3_are_told_apart(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_hosts_and_accounts_of_servers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     def hdfs(*args: Any, **options: Any) -> str:
-        return PLACES["hdfs"](Made(*args, **options))
+        return LOCATIONS["hdfs"](Made(*args, **options))
 
     class Made:
         """A stand-in with the arguments of an HDFS filesystem: a real one needs a cluster and Java."""

@@ -96,19 +96,19 @@ def test_what_no_running_process_uses_makes_room_for_what_stays(tmp_path: Path) 
     assert {6, 7, 8, 9} <= set(kept(tier))
 
 
-def test_what_is_leased_stays_though_it_was_not_used_lately(tmp_path: Path) -> None:
+def test_what_is_touched_stays_though_it_was_not_used_lately(tmp_path: Path) -> None:
     first = tier_of(tmp_path, 5, region=2)
     put(first, 0, 1, 2)
     tier = tier_of(tmp_path, 5, region=2)
     started = max(row.used_at for row in tier.folder.index.rows()) + 1
     tier.folder.oldest_process = lambda: started
-    tier.lease([key(f"x/{name}") for name in (0, 1, 9)])
+    tier.touch([key(f"x/{name}") for name in (0, 1, 9)])
     put(tier, 3, 4, 5)
     assert kept(tier) == [0, 1, 3, 4, 5]  # no process used 2
 
 
 def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path) -> None:
-    """The cache was warmed to its limit, and all blobs are leased."""
+    """The cache was warmed to its limit, and all blobs are in use."""
     put(tier_of(tmp_path, 5, region=0), *range(5))
     tier = tier_of(tmp_path, 5, region=2)
     tier.folder.oldest_process = lambda: 0

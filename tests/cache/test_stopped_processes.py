@@ -224,7 +224,7 @@ def test_no_transaction_handles_more_than_its_share(tier: LocalTier, monkeypatch
     monkeypatch.setattr("dataload.cache.local.directory.EVICTED_TOGETHER", 2)
     for number in range(10):
         put(tier, f"a/{6 * number + 1}")
-    tier.lease(key(f"a/{6 * number + 1}") for number in range(10))
+    tier.touch(key(f"a/{6 * number + 1}") for number in range(10))
     assert len(tier.folder.index.rows()) == 13
     fsck.evict(tier.folder)
     assert tier.folder.index.rows() == []

@@ -526,11 +526,11 @@ def test_a_store_that_cannot_be_opened(
 def test_rows_that_cannot_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def pin(*_: Any) -> None:
+    def manifest_of(*_: Any) -> None:
         raise RuntimeError("an unexpected filesystem error")
 
     (tmp_path / "x").write_bytes(BODY)
-    monkeypatch.setattr(manifest, "pin", pin)
+    monkeypatch.setattr(manifest, "manifest_of", manifest_of)
     doctor(str(tmp_path / "x"), cache_dir=tmp_path / "cache", cache_bytes="1MB", as_json=True)
     assert list(json.loads(capsys.readouterr().out)["checks"]) == [*MACHINE, *ORIGIN]
 

@@ -286,7 +286,8 @@ def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
     file.write_bytes(written(BATCHES_OF_ROWS))
     blocks = open_source(str(file), None, None)
     (obj,) = list_objects(str(file), blocks)
-    index = messages.index_of_file(obj, blocks, lambda last: file.read_bytes()[-last:])
+    footer = int.from_bytes(file.read_bytes()[-10:-6], "little") + 10
+    index = messages.index_of_file(obj, blocks, file.read_bytes()[-footer:])
     ArrowFooter.from_bytes(memoryview(index), obj)
     with pytest.raises(DataError, match="message at bytes"):
         ArrowFooter.from_bytes(memoryview(index), replace(obj, size=obj.size // 2))

@@ -195,7 +195,7 @@ def fit_with_trouble_on_rank_0(folder, name, error):
     ("name", "error", "kind"),
     [
         ("shutil.rmtree", PermissionError("on purpose"), PermissionError),
-        ("_sync", OSError("on purpose"), OSError),
+        ("sync_folder", OSError("on purpose"), OSError),
         ("_SafeReader.read_metadata", EOFError("on purpose"), ConfigError),
     ],
 )

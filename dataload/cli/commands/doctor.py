@@ -91,7 +91,7 @@ def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
 
     Return None if the file cannot be read: the checks report why. Raise ConfigError for a missing column.
     """
-    from dataload.catalog.manifest import pin
+    from dataload.catalog.manifest import manifest_of
     from dataload.doctor.finding import OK
     from dataload.doctor.object_store import endpoint
     from dataload.errors import ConfigError
@@ -100,7 +100,7 @@ def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
     if endpoint(store).status != OK:
         return None
     try:
-        manifest = pin(dict(islice(store.objects.items(), 1)), store.blocks)
+        manifest = manifest_of(dict(islice(store.objects.items(), 1)), store.blocks)
         blobs = RowGroupCache(manifest, manifest.select(columns), store.blocks)
         blobs.measure()
         return blobs.num_bytes // max(1, manifest.num_rows)

@@ -108,11 +108,11 @@ def open_dataset(
 ) -> tuple[Manifest, RowGroupCache, Blocks]:
     """Read the footers at `url`. Return the dataset, the cache of its columns, and the reader of its objects."""
     from dataload.cache.filesystem import open_source
-    from dataload.catalog.manifest import list_objects, pin
+    from dataload.catalog.manifest import list_objects, manifest_of
     from dataload.rows.row_group_cache import RowGroupCache
 
     blocks = open_source(url, mapping(storage_options), config)
     objects = list_objects(url, blocks)
     with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:
-        manifest = pin(objects, blocks, lambda _: advance(1))
+        manifest = manifest_of(objects, blocks, lambda _: advance(1))
     return manifest, RowGroupCache(manifest, manifest.select(names(columns)), blocks), blocks

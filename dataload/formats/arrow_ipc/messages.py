@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
-import pyarrow as pa
 from flatbuffers import number_types
 from flatbuffers.table import Table
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.errors import DataError, DataloadError
-from dataload.formats.base import SHARED_BYTES
+from dataload.errors import DataError
+from dataload.formats.base import SHARED_BYTES, as_data_error
 from dataload.runtime.cached_property import cached_property
 
 MAGIC, FEATHER_1 = b"ARROW1", b"FEA1"
 CONTINUATION = b"\xff\xff\xff\xff"
 PREFIX_BYTES = 8  # of a message, before its metadata: continuation, length (i32, little-endian)
-TRAILER_BYTES = 4 + len(MAGIC)  # after a file's footer: its length (i32, little-endian), magic
 HEAD_BYTES = 8  # before a file's first message: magic, padding
 GUESSED_BYTES = 16 << 10  # read of a message whose metadata length is unknown
 END_OF_STREAM = CONTINUATION + bytes(4)
@@ -117,23 +115,22 @@ class Message:
         return _table(self._header, 1) if self.kind == DICTIONARY else self._header
 
 
-def index_of_file(obj: Object, blocks: Blocks, last: Callable[[int], bytes]) -> bytes:
+def index_of_file(obj: Object, blocks: Blocks, end: bytes) -> bytes:
     """Return the packed metadata of an Arrow file's messages.
 
     Args:
         obj: The file.
         blocks: Reads the file through the cache.
-        last: Returns the last `n` bytes of the file.
+        end: The last bytes of the file, from its footer on.
 
     Raises:
         DataError: The file is damaged.
         OriginError: The origin failed.
     """
-    size = int.from_bytes(last(TRAILER_BYTES)[:4], "little") + TRAILER_BYTES
     with map_errors(obj):
-        footer = root_table(memoryview(last(size)))
+        footer = root_table(memoryview(end))
         dictionaries, batches = (_structs(footer, slot, "<qi4xq") for slot in (2, 3))
-        first = min((start for start, _, _ in dictionaries + batches), default=obj.size - size)
+        first = min((start for start, _, _ in dictionaries + batches), default=obj.size - len(end))
     spans = [(HEAD_BYTES, first), *((start, start + length) for start, length, _ in dictionaries + batches)]
     if obj.size < SHARED_BYTES * len(spans):
         return pack([Message(start, blocks.read(obj, start, stop)) for start, stop in spans])
@@ -170,6 +167,15 @@ def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
     return pack(found)
 
 
+def requests(obj: Object, index: memoryview, _tail: int) -> list[int]:
+    """Return the bytes of each request for the messages of an index.
+
+    Messages that were read through blocks do not count: the blocks hold rows, too.
+    """
+    lengths = [len(message.metadata) for message in unpack(index)]
+    return [] if obj.size < SHARED_BYTES * len(lengths) else lengths
+
+
 def pack(messages: Sequence[Message]) -> bytes:
     """Return the index of these messages as bytes.
 
@@ -190,15 +196,10 @@ def unpack(index: memoryview) -> list[Message]:
     ]
 
 
-@contextmanager
-def map_errors(obj: Object) -> Iterator[None]:
-    """Raise DataError, naming the file, for the exceptions that damaged messages cause."""
-    try:
-        yield
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, OverflowError, struct.error) as error:
-        if isinstance(error, DataloadError):
-            raise
-        raise DataError(f"{obj.path} has Arrow messages that cannot be read: {str(error).strip()}") from error
+def map_errors(obj: Object) -> AbstractContextManager[None]:
+    """Raise DataError, naming the file, for the exceptions that damaged messages cause in the block."""
+    others = ValueError, LookupError, TypeError, OverflowError, struct.error
+    return as_data_error(f"{obj.path} has Arrow messages that cannot be read", *others)
 
 
 def root_table(data: memoryview) -> Table:

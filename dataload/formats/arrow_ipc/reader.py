@@ -12,9 +12,8 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
-from dataload.errors import DataError, DataloadError
 from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, Message, map_errors, unpack
-from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, joined
+from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import pieces
 from dataload.telemetry.wait_timeline import doing
 
@@ -101,7 +100,7 @@ class ArrowFooter:
         options = pa.ipc.IpcReadOptions(
             included_fields=[self.schema.get_field_index(name) for name in own], use_threads=False
         )
-        try:
+        with as_data_error(f"{obj.path} record batch {number} cannot be decoded"):
             stream = pa.BufferReader(self._stream(obj, number, own, blocks))
             with pa.ipc.open_stream(stream, options=options) as reader:
                 table = reader.read_all()
@@ -109,10 +108,6 @@ class ArrowFooter:
             if table.num_rows != self.lengths[number]:
                 raise pa.ArrowInvalid(f"{table.num_rows} rows, but its metadata says {self.lengths[number]}")
             yield _Reader(table)
-        except DataloadError:
-            raise
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{obj.path} record batch {number} cannot be decoded: {str(error).strip()}") from error
 
     def _stream(self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks) -> pa.Buffer:
         """Return a stream of one record batch in which only the bytes of these columns are filled."""

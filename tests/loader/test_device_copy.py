@@ -1,4 +1,4 @@
-"""Batches for a device are staged in contiguous memory, outside the training thread."""
+"""Batches for a device are copied to contiguous memory, outside the training thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from dataload import CacheConfig, make_loader
 from dataload.benchmarks import gpu
 from dataload.loader import loader
-from dataload.loader.device_copy import DeviceCopy, Staging, staging_for
+from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.loader import Loader
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows.collate import map_tensors
@@ -78,18 +78,18 @@ class Seen:
         self.allocated: list[torch.Tensor] = []
         self.copied: list[torch.Tensor] = []
         self.threads: set[threading.Thread] = set()
-        empty, call = Staging.empty, DeviceCopy.__call__
+        empty, call = HostMemory.empty, DeviceCopy.__call__
 
-        def allocates(staging: Staging, *args: Any) -> torch.Tensor:
+        def allocates(memory: HostMemory, *args: Any) -> torch.Tensor:
             self.threads.add(threading.current_thread())
-            self.allocated.append(empty(staging, *args))
+            self.allocated.append(empty(memory, *args))
             return self.allocated[-1]
 
         def copies(copy: DeviceCopy, batch: Any) -> Any:
             self.copied += tensors_of(batch)
             return call(copy, batch)
 
-        monkeypatch.setattr(Staging, "empty", allocates)
+        monkeypatch.setattr(HostMemory, "empty", allocates)
         monkeypatch.setattr(DeviceCopy, "__call__", copies)
 
 
@@ -193,9 +193,9 @@ def test_tensors_of_user_code_are_dense_too(source: dict[str, Any], seen: Seen, 
     ids=["default", "ragged", "group", "transform"],
 )
 def test_the_batches_are_the_same(source: dict[str, Any], options: Any) -> None:
-    staged, plain = (list(make_loader(**source, pin_memory=pin, **options)) for pin in (True, None))
-    assert len(staged) == len(plain)
-    for found, expected in zip(staged, plain, strict=True):
+    prepared, plain = (list(make_loader(**source, pin_memory=pin, **options)) for pin in (True, None))
+    assert len(prepared) == len(plain)
+    for found, expected in zip(prepared, plain, strict=True):
         assert list(found) == list(expected)
         assert found["text"] == expected["text"]
         for tensor, other in zip(tensors_of(found), tensors_of(expected), strict=True):
@@ -224,23 +224,25 @@ def test_pinning_is_decided_when_an_iteration_begins(source: dict[str, Any], mon
 
 
 @pytest.mark.parametrize(
-    ("device", "pin_memory", "staged"),
+    ("device", "pin_memory", "prepared"),
     [(None, None, False), ("cpu", None, False), ("meta", None, True), ("cuda", False, True), ("cpu", True, True)],
 )
-def test_batches_are_staged_only_if_needed(device: str | None, pin_memory: bool | None, staged: bool) -> None:
+def test_batches_are_copied_to_host_memory_only_if_needed(
+    device: str | None, pin_memory: bool | None, prepared: bool
+) -> None:
     target = None if device is None else torch.device(device)
-    assert (staging_for(target, pin_memory) is not None) == staged
+    assert (host_memory_for(target, pin_memory) is not None) == prepared
 
 
 def test_dense_tensors_are_not_copied_again() -> None:
-    staging = Staging(pinned=False)
+    memory = HostMemory(pinned=False)
     batch = {"x": torch.arange(6).view(2, 3), "y": [torch.arange(6).view(2, 3)[:, 1:]]}
-    found = staging.stage(batch)
+    found = memory.prepare(batch)
     assert found["x"] is batch["x"]
     assert found["y"][0].is_contiguous()
     assert torch.equal(found["y"][0], batch["y"][0])
     channels_last = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    assert staging.stage(channels_last).is_contiguous(memory_format=torch.channels_last)
+    assert memory.prepare(channels_last).is_contiguous(memory_format=torch.channels_last)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs a GPU")
@@ -260,22 +262,24 @@ def with_parameter(batch: Any) -> Any:
     return {**batch, "weight": torch.ones(2, requires_grad=True)}
 
 
-def test_tensors_that_cannot_be_packed_are_staged(source: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    staged: list[torch.Tensor] = []
+def test_tensors_that_cannot_be_packed_are_copied_to_host_memory(
+    source: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[torch.Tensor] = []
 
     def answers(workers: DataLoader[Any]) -> Iterator[Any]:
         return (workers.dataset[request] for request in workers.sampler)
 
-    def stage(_: Staging, batch: Any) -> Any:
-        staged.append(batch["weight"])
+    def prepare(_: HostMemory, batch: Any) -> Any:
+        prepared.append(batch["weight"])
         return batch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(DataLoader, "__iter__", answers)
-    monkeypatch.setattr(Staging, "stage", stage)
+    monkeypatch.setattr(HostMemory, "prepare", prepare)
     batches = list(make_loader(**source, pin_memory=True, transform=with_parameter, num_workers=1))
-    assert len(staged) == len(batches) == ROWS // BATCH
-    assert all(one is batch["weight"] for one, batch in zip(staged, batches, strict=True))
+    assert len(prepared) == len(batches) == ROWS // BATCH
+    assert all(one is batch["weight"] for one, batch in zip(prepared, batches, strict=True))
 
 
 @needs_gpu
