@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.rows.collate import map_tensors
@@ -47,6 +48,7 @@ class TrainingLoop:
         history: The metrics of each finished epoch.
         evaluated: Whether the last epoch in `history` has been evaluated.
         step: Optimizer steps so far.
+        mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class TrainingLoop:
     history: list[dict[str, Any]] = field(default_factory=list)
     evaluated: bool = True
     step: int = 0
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         self._resumed_metrics: dict[str, Any] = {}  # of this rank, from the part of the epoch before the resume
@@ -121,10 +124,9 @@ class TrainingLoop:
         """Train on the rest of the epoch and save a checkpoint. Call `advance` after each batch."""
         with self._annotate_errors(number):
             self._train(number, advance)
-            share_buffers(
-                self.model
-            )  # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
-            self.history.append({"epoch": number, **self._tally.figures(self.loader)})
+            # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
+            share_buffers(self.model, self.mesh)
+            self.history.append({"epoch": number, **self._tally.figures(self.loader, self.mesh)})
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
 
@@ -156,12 +158,12 @@ class TrainingLoop:
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         batches = batches_on(self.loader, self.steps.device)
-        for fed in feed(batches, tally.counts, self.world, self.even, state_of, self._begun):
+        for fed in feed(batches, tally.counts, self.world, self.even, state_of, self._begun, self.mesh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             if due and not fed.last:
                 self._check_finite(number)
-                share_buffers(self.model)
+                share_buffers(self.model, self.mesh)
                 self._save(tally.state(), fed.state)
             advance()
         self._begun = lambda: None
@@ -207,5 +209,5 @@ class TrainingLoop:
             return
         with stage("checkpoint"):
             states = {name: part.state_dict() for name, part in self._parts.items()}
-            ranks = gather({"generators": rng_state(), "so far": metrics, "loader": loader_state})
+            ranks = gather({"generators": rng_state(), "so far": metrics, "loader": loader_state}, self.mesh)
             self.checkpoints.save(states, {"history": self.history, "step": self.step, "ranks": ranks})

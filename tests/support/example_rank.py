@@ -4,13 +4,13 @@ example_rank.py OUTPUT_FOLDER EXAMPLE ARGUMENTS…
 """
 
 import json
-import os
 import runpy
 import sys
 import zlib
 from itertools import chain
 from pathlib import Path
 
+from dataload import World
 from dataload.loader.loader import Loader
 
 out = Path(sys.argv[1])
@@ -33,4 +33,4 @@ def watched(self):
 Loader.__iter__ = watched
 sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
-(out / f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(epochs))
+(out / f"{World.detect().rank}.json").write_text(json.dumps(epochs))
