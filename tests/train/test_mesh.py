@@ -18,10 +18,12 @@ from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - f
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dataload import World, evaluate_over, fit, make_dataset, make_loader
 from dataload.errors import ConfigError
+from dataload.telemetry import stats_log
 
 N, BATCH = 332, 6  # rows; of a rank's batch. The global batches of 16 rows have no padding
 DP, HSDP = ("dp", "tp"), ("dp_replicate", "dp_shard", "tp")
@@ -152,6 +154,22 @@ def test_a_mesh_that_is_not_given_or_not_data_parallel(ranks, folder):
         assert "pass one of them" in both
 
 
+def logged(folder, out):
+    def run():
+        _, dp = mesh_of((2, 2), DP)
+        list(make_loader(make_dataset(folder, cache=None), BATCH, mesh=dp, stats_dir=out))
+
+    return group_ended(run)
+
+
+def test_one_of_the_peers_writes_the_statistics(ranks, folder, tmp_path):
+    assert ranks(4, logged, folder, str(tmp_path)) == [None] * 4
+    assert [(each.rank, each.world_size, each.stats.rows) for each in stats_log.read(tmp_path)] == [
+        (0, 2, 166),
+        (1, 2, 166),
+    ]
+
+
 # fit
 
 
@@ -201,7 +219,10 @@ def train(folder, shape=None, names=DP, *, batch=4, accumulate=1, epochs=1, chec
         whole, dp = mesh_of(shape, names) if shape else (None, None)
         if shape:
             if "tp" in names and whole["tp"].size() > 1:
-                parallelize_module(model, whole["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+                plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+                if names == HSDP:  # Then the parameters are on two different meshes.
+                    plan = {"first": ColwiseParallel(output_layouts=Replicate())}
+                parallelize_module(model, whole["tp"], plan)
             fully_shard(model.first, mesh=dp)
             fully_shard(model, mesh=dp)
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
@@ -269,3 +290,55 @@ def test_a_killed_run_resumes_on_two_ranks(ranks, folder, tmp_path, shape, names
     assert Counter(chain(*rows)) == Counter(range(N))
     assert resumed[0][0][0]["loss"] == pytest.approx(whole[0][0][0]["loss"], abs=1e-5)
     torch.testing.assert_close(resumed[0][3], whole[0][3], rtol=0, atol=1e-5)
+
+
+def refused_models(folder):
+    def run():
+        whole, dp = mesh_of((2, 2), DP)
+        loader, errors = make_loader(make_dataset(folder, cache=None), BATCH, mesh=dp), []
+        other = make_loader(make_dataset(folder, cache=None), BATCH, world=World(dp.get_local_rank(), 2))
+        tensor_parallel, partly, fully = (Network() for _ in range(3))
+        parallelize_module(tensor_parallel, whole["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        fully_shard(partly.first, mesh=dp)
+        fully_shard(fully, mesh=dp)
+        for model, chosen, options in (
+            (tensor_parallel, loader, {}),
+            (partly, loader, {}),
+            (fully, loader, {"comm_hook": "fp16"}),
+            (Network(), other, {}),
+        ):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            try:
+                fit(model, optimizer, chosen, loss_of, epochs=1, precision="fp32", progress=False, **options)
+            except ConfigError as error:
+                errors.append(str(error))
+        return errors
+
+    return group_ended(run)
+
+
+def test_models_whose_gradients_would_not_be_exchanged(ranks, folder):
+    for tensor_parallel, partly, hook, group in ranks(4, refused_models, folder):
+        assert "fully_shard has not been called" in tensor_parallel
+        assert "parameter 'second.weight' is not sharded" in partly
+        assert "fully_shard(model, mesh=mesh) on the whole model" in partly
+        assert "comm_hook='fp16' is for DDP" in hook
+        assert "the loader has 2 data-parallel ranks, but the process group has 4" in group
+
+
+def exchanges(folder):
+    def run():
+        _, dp = mesh_of((2,), ("dp",))
+        model, wanted = fully_shard(Network(), mesh=dp), []
+        original = model.set_requires_gradient_sync
+        model.set_requires_gradient_sync = lambda wants, **options: (wanted.append(wants), original(wants, **options))
+        loader = make_loader(make_dataset(folder, cache=None), 20, mesh=dp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fit(model, optimizer, loader, loss_of, epochs=1, accumulate=3, precision="fp32", progress=False)
+        return wanted
+
+    return group_ended(run)
+
+
+def test_gradients_are_exchanged_once_a_step(ranks, folder):
+    assert ranks(2, exchanges, folder) == [[False, False, True] * 3] * 2
