@@ -205,6 +205,7 @@ def test_the_same_streams_and_bytes_under_each_launcher(
             streams.append((loader.sampler.order.num_streams, loader.sampler.num_nodes, loader.sampler.rank))
             rows.append([row for batch in loader for row in batch["row_id"].tolist()])
             fetched += bucket.server.stats()["get_bytes"] - footers
+            assert loader.sampler.node_share == sizes[node] / sum(sizes)
         assert Counter(chain(*rows)) == Counter(range(GROUPS * ROWS))
         found[launcher.__name__] = streams, rows, fetched
         print(f"{launcher.__name__} {sizes}: {fetched:,} bytes of row groups; the dataset has {total:,}")
