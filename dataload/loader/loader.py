@@ -70,6 +70,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.prefetch = prefetch
         self.detected = detected
         self.mesh = mesh
+        self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
         self._requests = Requests(self.sampler, batch_sampler)
         self._stats = LoaderStats()
@@ -126,7 +127,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """
         sampler = self.sampler
         if self.detected:
-            check_data_parallel(sampler.num_replicas)
+            check_data_parallel(sampler.num_replicas, search=not self._checked)
+            self._checked = True
         if self._yielded is not None and self._yielded[0] == sampler.epoch and sampler.finished_at(self._yielded[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.
         epoch, cursor = self._yielded = sampler.epoch, sampler.cursor

@@ -36,11 +36,12 @@ def world_of(world: World | None, mesh: DeviceMesh | None) -> World:
     return world
 
 
-def check_data_parallel(world_size: int) -> None:
+def check_data_parallel(world_size: int, *, search: bool = True) -> None:
     """Raise ConfigError unless the ranks that a loader detected are all ranks, and all are data-parallel.
 
     Args:
         world_size: Number of ranks when the loader was made.
+        search: Whether to search for dimensions that are not data-parallel, which takes up to a tenth of a second.
     """
     world = World.detect()
     if world.world_size > world_size:
@@ -49,7 +50,7 @@ def check_data_parallel(world_size: int) -> None:
             f"rank {world.rank} of {world.world_size}: make it after the ranks have been started (in Lightning, in "
             "train_dataloader), or pass world=World(rank, size)"
         )
-    if world.world_size > 1 and (argument := _missing_argument()) is not None:
+    if search and world.world_size > 1 and (argument := _missing_argument()) is not None:
         raise ConfigError(
             f"the {world.world_size} ranks are not all data-parallel: some need equal batches, but this loader would "
             f"give each its own rows. Write make_loader(..., {argument})"
