@@ -21,6 +21,7 @@ from dataload.telemetry.wait_timeline import doing
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
 
 
+
 class ArrowFooter:
     """The messages of an Arrow file or stream without their bodies; see `Footer`.
 
