@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test check lowest chaos format demo bench gpu peers docs browser wheel constraints clean
+.PHONY: setup test check lowest chaos format demo bench gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -65,6 +65,11 @@ peers: .venv-peers/.ready
 .venv-peers/.ready: benchmarks/peers.txt benchmarks/peers.sh
 	PYTHON=$(PYTHON) sh benchmarks/peers.sh
 	touch $@
+
+# Run all examples with the trainers that they are for: DeepSpeed, Ray Train, Hugging Face.
+trainers: setup
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
+	$(BIN)/python -m pytest tests/test_examples.py tests/loader/test_integrations.py
 
 # Open the page of `dataload report` in Chromium; skipped if Chromium is not installed.
 browser: setup

@@ -45,18 +45,9 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(numbers, 256), nn.ReLU(), nn.Linear(256, 10))
     optimizer = torch.optim.AdamW(model.parameters())
-    history = fit(
-        model,
-        optimizer,
-        loader,
-        loss,
-        epochs=args.epochs,
-        precision="bf16",
-        clip_grad_norm=1.0,
-        evaluate=lambda model: evaluate_over(model, held_out, right),
-        checkpoint_dir=args.checkpoints,
-        timeout=600,
-    )
+    run = {"epochs": args.epochs, "precision": "bf16", "clip_grad_norm": 1.0, "timeout": 600}
+    run |= {"evaluate": lambda model: evaluate_over(model, held_out, right), "checkpoint_dir": args.checkpoints}
+    history = fit(model, optimizer, loader, loss, **run)
     if World.detect().rank == 0:
         print(f"accuracy {history[-1]['accuracy']:.1%}, {history[-1]['rows_per_second']:,.0f} rows/s")
 

@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
-from dataload import World, make_dataset, make_loader
-from dataload.cache.config import CacheConfig
+from dataload import CacheConfig, World, make_dataset, make_loader
 
 
 class Classifier(LightningModule):
@@ -37,33 +36,25 @@ class Classifier(LightningModule):
         loader = self.trainer.val_dataloaders
         if number == len(loader) - 1:  # whose last rows may repeat others, so that every rank has as many
             right = right[: len(right) - loader.padding]
-        counts = {"right": right.sum().float(), "rows": float(len(right))}
-        self.log_dict(counts, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True, batch_size=1)
+        for name, count in (("right", right.sum().float()), ("rows", float(len(right)))):
+            self.log(name, count, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True, batch_size=1)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("train")
-    parser.add_argument("held_out")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--cache-dir")
-    args = parser.parse_args()
-
-    world = World.detect()
-    data = {"columns": ["image", "label"], "cache": CacheConfig(cache_dir=args.cache_dir)}
-    train, held_out = (make_dataset(source, **data) for source in (args.train, args.held_out))
-    strategy = "ddp" if world.world_size > 1 else "auto"
-    where = {"strategy": strategy, "devices": world.local_world_size, "num_nodes": world.num_nodes}
-    trainer = Trainer(**where, max_epochs=args.epochs)
-    trainer.fit(Classifier(train, held_out, args.batch_size))
-    if trainer.is_global_zero:
-        right, rows = (trainer.callback_metrics[name].item() for name in ("right", "rows"))
-        print(f"accuracy {right / rows:.1%} of {rows:.0f} rows")
-
-
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    for name in ("train", "held_out", "--cache-dir"):
+        parser.add_argument(name)
+    for name, default in (("--epochs", 10), ("--batch-size", 256)):
+        parser.add_argument(name, type=int, default=default)
+    args = parser.parse_args()
+    world, cache = World.detect(), CacheConfig(cache_dir=args.cache_dir)
+    data = (make_dataset(source, columns=["image", "label"], cache=cache) for source in (args.train, args.held_out))
+    strategy, devices = "ddp" if world.world_size > 1 else "auto", world.local_world_size
+    trainer = Trainer(strategy=strategy, devices=devices, num_nodes=world.num_nodes, max_epochs=args.epochs)
+    trainer.fit(Classifier(*data, args.batch_size))
+    right, rows = (trainer.callback_metrics[name].item() for name in ("right", "rows"))
+    if trainer.is_global_zero:
+        print(f"accuracy {right / rows:.1%} of {rows:.0f} rows")

@@ -105,7 +105,7 @@ class ShardedSampler(DistributedSampler[int]):
             num_replicas = world.world_size if num_replicas is None else num_replicas
             rank = world.rank if rank is None else rank
             if num_nodes is None and num_replicas == world.world_size:
-                num_nodes = world.num_nodes
+                num_nodes = world.num_streams
         # Python ints: products of numpy's narrow integers overflow, depending on its version.
         num_replicas, rank, batch_size = int(num_replicas), int(rank), int(batch_size)
         num_nodes = 1 if num_nodes is None else int(num_nodes)

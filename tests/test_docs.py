@@ -222,7 +222,8 @@ def check_command(words):
         named = re.search(r"\[(.*)\]", words[2])
         assert words[1] == "install"
         assert set(named[1].split(",") if named else []) <= extras.keys()
-    else:
+    elif words[0] != "export":
+        words = words[1:] if words[0] == "srun" else words
         if words[0] == "torchrun":
             from torch.distributed.run import get_args_parser
 
@@ -230,7 +231,7 @@ def check_command(words):
             words = ["python", parsed.training_script, *parsed.training_script_args]
         assert words[0] == "python"
         assert (ROOT / words[1]).exists()
-        assert words[2:] == ["TRAIN", "HELD_OUT"]
+        assert words[2:] in (["TRAIN", "HELD_OUT"], ["$@"])
 
 
 def check_python(text):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("*.*"))
 SIZES = {"train": 601, "held-out": 101}
 DEADLINE = 100  # seconds
 RUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -65,9 +66,11 @@ def run_all(commands, out):
     return outputs[0]
 
 
-def check_rows(folder, out, ranks):
-    """Check that the ranks read each row once in each epoch."""
-    seen = [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+def check_rows(folder, out, ranks, peers=1):
+    """Check that the ranks read each row once in each epoch. `peers` consecutive processes are one rank."""
+    every = [json.loads((out / f"{process}.json").read_text()) for process in range(ranks * peers)]
+    seen = every[::peers]
+    assert all(every[process] == seen[process // peers] for process in range(ranks * peers))
     for name, size in SIZES.items():
         images = pq.read_table(folder / name)["image"].combine_chunks().flatten().to_numpy().reshape(-1, 64)
         expected = Counter(zlib.crc32(image.tobytes()) for image in images)
@@ -99,6 +102,7 @@ def test_ddp_on_two_nodes(folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("train_plain_ddp.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
         ("train_accelerate.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
         ("train_lightning.py", r"accuracy \d+\.\d% of 101 rows"),
     ],
@@ -109,6 +113,92 @@ def test_two_ranks_of_other_trainers(folder, tmp_path, name, expected):
     check_rows(folder, tmp_path, 2)
 
 
+def test_tensor_parallel_peers_read_the_same_rows(folder, tmp_path):
+    four = ["--standalone", "--nproc-per-node", "4"]
+    output = run_all([[*RUN, *four, *program("train_fsdp2.py", folder, tmp_path)]], tmp_path)
+    assert re.search(r"accuracy \d+\.\d% of 602 rows", output)  # one row is padding
+    check_rows(folder, tmp_path, 2, peers=2)
+
+
+def installed(package):
+    """Return whether a package is installed. If not, print that a stand-in runs in its place."""
+    if find_spec(package) is not None:
+        return True
+    print(f"{package} is not installed here: train_plain_ddp.py runs in the environment that it sets")
+    return False
+
+
+def stand_in(folder, tmp_path, environ_of):
+    """Run the plain loop on two ranks, with the environment that `environ_of(rank)` returns."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    job = ["env", *(f"{name}={value}" for name, value in shared.items())]
+    run = [sys.executable, *program("train_plain_ddp.py", folder, tmp_path)]
+    ranks = [[f"{name}={value}" for name, value in environ_of(str(rank)).items()] for rank in range(2)]
+    output = run_all([[*job, *environ, *run] for environ in ranks], tmp_path)
+    assert re.search(r"epoch 1: accuracy \d+\.\d% of 101 rows", output)
+
+
+def test_deepspeed(folder, tmp_path):
+    if installed("deepspeed"):
+        two = ["-m", "deepspeed.launcher.runner", "--no_local_rank", "--num_gpus", "2", "--master_port", free_port()]
+        environ = ["env", "DS_ACCELERATOR=cpu"]
+        output = run_all([[*environ, sys.executable, *two, *program("train_deepspeed.py", folder, tmp_path)]], tmp_path)
+        assert re.search(r"epoch 1: accuracy \d+\.\d% of 101 rows", output)
+    else:
+        nodes = {"LOCAL_SIZE": "2", "CROSS_RANK": "0", "CROSS_SIZE": "1"}
+        stand_in(folder, tmp_path, lambda rank: {"RANK": rank, "LOCAL_RANK": rank, **nodes})
+    check_rows(folder, tmp_path, 2)
+
+
+def test_hugging_face_trainer(folder, tmp_path):
+    if installed("transformers"):
+        two = ["--standalone", "--nproc-per-node", "2"]
+        output = run_all([[*RUN, *two, *program("train_huggingface.py", folder, tmp_path)]], tmp_path)
+        assert "eval_accuracy" in output
+    else:
+        stand_in(folder, tmp_path, lambda rank: {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"})
+    check_rows(folder, tmp_path, 2)
+
+
+def test_ray_train(folder, tmp_path):
+    if installed("ray"):
+        environ = ["env", "RAY_USAGE_STATS_ENABLED=0"]
+        output = run_all([[*environ, sys.executable, *program("train_ray.py", folder, tmp_path)]], tmp_path)
+        assert re.search(r"accuracy \d+\.\d% of 101 rows", output)
+    else:
+        node = {"LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}
+        stand_in(folder, tmp_path, lambda rank: {"RANK": rank, "LOCAL_RANK": rank, **node})
+    check_rows(folder, tmp_path, 2)
+
+
+SRUN = """#!{python}
+import os, subprocess, sys
+tasks = []
+for rank in range(2):
+    step = dict(PROCID=rank, LOCALID=0, NODEID=rank, STEP_NUM_TASKS=2, STEP_NUM_NODES=2, STEP_TASKS_PER_NODE="1(x2)")
+    environ = os.environ | {{f"SLURM_{{name}}": str(value) for name, value in step.items()}}
+    tasks.append(subprocess.Popen({program} + sys.argv[3:], env=environ))
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+def test_slurm(folder, tmp_path):
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    *job, train, held_out = program("train_ddp.py", folder, tmp_path)[:5]
+    (bin_ / "srun").write_text(SRUN.format(python=sys.executable, program=[sys.executable, *job]))
+    (bin_ / "scontrol").write_text("#!/bin/sh\necho 127.0.0.1\n")
+    script = tmp_path / "job.sh"
+    script.write_text((ROOT / "examples/train_slurm.sh").read_text().replace("29500", free_port()))
+    for file in (*bin_.iterdir(), script):
+        file.chmod(0o755)
+    options = program("train_ddp.py", folder, tmp_path)[5:]
+    path = ["env", f"PATH={bin_}:{os.environ['PATH']}", "SLURM_JOB_NODELIST=here"]
+    output = run_all([[*path, str(script), train, held_out, *options]], tmp_path)
+    assert re.search(r"accuracy \d+\.\d%, [\d,]+ rows/s", output)
+    check_rows(folder, tmp_path, 2)
+
+
 def test_data_parallel(folder, tmp_path):
     output = run_all([[sys.executable, *program("train_dataparallel.py", folder, tmp_path)]], tmp_path)
     assert re.search(r"accuracy \d+\.\d% on \d+ devices", output)
@@ -116,13 +206,13 @@ def test_data_parallel(folder, tmp_path):
 
 
 def test_every_example_is_short_and_in_the_readme():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 10
     readme = (ROOT / "README.md").read_text()
-    blocks = dict(re.findall(r"```python\n# examples/(\w+\.py)\n(.*?)```", readme, re.DOTALL))
+    blocks = dict(re.findall(r"```(?:python|sh)\n# examples/(\w+\.\w+)\n(.*?)```", readme, re.DOTALL))
     assert blocks.keys() == {path.name for path in EXAMPLES}
     for path in EXAMPLES:
         lines = [line.strip() for line in path.read_text().splitlines()]
-        assert len(lines) < 80
+        assert len(lines) <= 60
         shown = [line.strip() for line in blocks[path.name].splitlines() if line.strip() not in ("", "...")]
         assert len(shown) >= 3
         places = [lines.index(line) for line in shown]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.cache.config import CacheConfig
 from dataload.catalog.manifest import Source
@@ -18,6 +19,7 @@ from dataload.errors import ConfigError
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
+from dataload.loader.ranks import world_of
 from dataload.samplers.order import Shuffle
 from dataload.world import World
 
@@ -54,6 +56,7 @@ def make_loader(
     fill_null: Any = None,
     stats_dir: str | os.PathLike[str] | None = None,
     world: World | None = None,
+    mesh: DeviceMesh | None = None,
     **dataloader_kwargs: Any,
 ) -> Loader:
     """Return a loader of this rank's batches. Over all ranks, an epoch has each row exactly once.
@@ -88,11 +91,14 @@ def make_loader(
         fill_null: As in `make_dataset`.
         stats_dir: Folder to which each rank writes its statistics once a second, for `dataload report`. Each loader
             needs its own folder. Write errors are logged, not raised.
-        world: This rank and the number of ranks. None: `World.detect()`.
+        world: This rank and the number of data-parallel ranks. None: `World.detect()`.
+        mesh: Instead of `world`, a torch DeviceMesh of the data-parallel dimensions only; see `World.from_mesh`. Ranks
+            with equal coordinates get equal batches.
         **dataloader_kwargs: Passed on to `torch.utils.data.DataLoader`.
 
     Raises:
-        ConfigError: An argument is invalid, or the cache is too small for the shuffle window.
+        ConfigError: An argument is invalid, the cache is too small for the shuffle window, or ranks that need equal
+            batches would get different ones (pass `mesh`).
         OriginError: The source cannot be read.
         DataError: A file or a column type is not supported.
 
@@ -112,8 +118,8 @@ def make_loader(
         cache,
     )
     _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
-    detected = world is None
-    world = World.detect(world)
+    detected = world is None and mesh is None
+    world = world_of(world, mesh)
     _share_host(dataset, world, num_workers)
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
@@ -127,6 +133,7 @@ def make_loader(
         device=None if device is None else torch.device(device),
         prefetch=prefetch or BATCHES_AHEAD,
         detected=detected,
+        mesh=mesh,
         stats_dir=None if stats_dir is None else Path(stats_dir),
         num_workers=num_workers,
         pin_memory=pin_memory,
@@ -137,10 +144,10 @@ def make_loader(
 def _sampler(
     dataset: Dataset, world: World, batch_size: int, num_streams: int | None, window: int | None, **order: Any
 ) -> TrainerSampler:
-    nodes = world.num_nodes or 1
+    nodes = world.num_streams
     streams = num_streams or nodes
     log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), streams)
-    return TrainerSampler(
+    sampler = TrainerSampler(
         dataset.block_lengths,
         world.world_size,
         world.rank,
@@ -151,6 +158,8 @@ def _sampler(
         dataset_key=dataset.fingerprint.encode(),
         **order,
     )
+    sampler.share_of_host = world.node_share
+    return sampler
 
 
 def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloader_kwargs: Mapping[str, Any]) -> None:

@@ -12,21 +12,21 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.dataset import Dataset
-from dataload.errors import ConfigError
 from dataload.loader.batch_maker import Answer, BatchMaker, Requests
 from dataload.loader.capacity import check_shared_memory, gathered_at_once, reserve_capacity
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.integrations import PreparedForAccelerate, TrainerSampler, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs, run_ahead
+from dataload.loader.ranks import check_data_parallel, first_of_peers
 from dataload.loader.worker_transport import unpack
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Served
 from dataload.telemetry.stats_log import Samples
 from dataload.telemetry.wait_timeline import Timeline, doing
-from dataload.world import World
 
 BATCHES_AHEAD = 8
 
@@ -55,6 +55,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         device: torch.device | None = None,
         prefetch: int = BATCHES_AHEAD,
         detected: bool = False,
+        mesh: DeviceMesh | None = None,
         stats_dir: Path | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -68,6 +69,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.device = device
         self.prefetch = prefetch
         self.detected = detected
+        self.mesh = mesh
+        self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
         self._requests = Requests(self.sampler, batch_sampler)
         self._stats = LoaderStats()
@@ -130,8 +133,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             device: Device of the batches. The loader's own `device` has precedence over it.
         """
         sampler = self.sampler
-        if self.detected and sampler.num_replicas == 1:
-            _check_single_process()
+        if self.detected:
+            check_data_parallel(sampler.num_replicas, search=not self._checked)
+            self._checked = True
         if self._yielded is not None and self._yielded[0] == sampler.epoch and sampler.finished_at(self._yielded[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.
         epoch, cursor = self._yielded = sampler.epoch, sampler.cursor
@@ -140,7 +144,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
         served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight)
         needs = Needs(self._needs(epoch, cursor))
-        samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas)
+        stats_dir = self.stats_dir if first_of_peers(self.mesh) else None
+        samples = Samples(stats_dir, sampler.rank, stats, sampler.num_replicas)
         step, tail = sampler.global_batch_size, (sampler.num_rows - cursor) % sampler.global_batch_size
         # Without padding, accelerate must not cut anything off the last batch.
         remainder, end = (0, sampler.num_rows - tail) if sampler.drop_last else (tail, sampler.num_rows)
@@ -263,16 +268,6 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             # The traceback has the frame in torch that holds the error and the workers. In this reference cycle, the
             # garbage collector would close the workers' queues before it stops them, and wait 5 s for each worker.
             raise error.with_traceback(None)  # noqa: B904
-
-
-def _check_single_process() -> None:
-    """Raise ConfigError if there are several ranks by now: each of them would get all rows."""
-    world = World.detect()
-    if world.world_size > 1:
-        raise ConfigError(
-            f"this loader was made for a single process, but this is rank {world.rank} of {world.world_size}: make it "
-            "after the ranks have been started (in Lightning, in train_dataloader), or pass world=World(rank, size)"
-        )
 
 
 def _prepared(answers: Iterable[Answer], memory: HostMemory) -> Iterator[Answer]:

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from dataload.cache.local.durable_file import sync_folder
 from dataload.errors import ConfigError
 from dataload.train.distributed import agree, on_first
+from dataload.train.sharded import allocator
 from dataload.train.shared_folder import last_objections, require_shared
 from dataload.train.state import (
     MetadataUnpickler,
-    allocate,
     load_plain,
     map_leaves,
     save_plain,
@@ -141,7 +141,7 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"{path} does not match this call of fit: only one of the two has {', '.join(sorted(unmatched))}"
         )
-    states = map_leaves(states, allocate)
+    states = map_leaves(states, allocator(parts.get("model"), parts.get("optimizer")))
     with _dcp_errors():
         reader = _SafeReader(path)
         reader.read_metadata()  # here, because DCP would hide its errors

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError, DataloadError
@@ -88,24 +90,32 @@ def device_of(world: World, device: torch.device | str | None) -> torch.device:
 
 
 def replicate(
-    model: nn.Module, device: torch.device, *, comm_hook: str | None = None, static_graph: bool = False
+    model: nn.Module,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    *,
+    comm_hook: str | None = None,
+    static_graph: bool = False,
 ) -> DistributedDataParallel:
     """Return `model` in DDP. Every rank gets the parameters and buffers of rank 0.
 
     Args:
         model: The model, on `device`.
         device: The device of this rank.
+        mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
         comm_hook: How gradients are compressed: one of COMM_HOOKS, or None for no compression.
         static_graph: Promise that each step has the same graph.
 
     Raises:
-        ConfigError: `comm_hook` is "bf16" on CPUs, because gloo does not support it.
+        ConfigError: `comm_hook` is "bf16" on CPUs, because gloo does not support it, or DDP cannot use the mesh.
     """
+    group = _group_of(mesh)
     if comm_hook == "bf16" and device.type != "cuda":
         raise ConfigError("comm_hook='bf16' needs GPUs: between CPUs use 'fp16' or 'powersgd'")
     replica = DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
+        process_group=group,
         gradient_as_bucket_view=True,  # keeps one copy of the gradients instead of two
         static_graph=static_graph,
     )
@@ -119,8 +129,20 @@ def replicate(
         replica.register_comm_hook(None, hook)
     # Attributes are freed in order. If DDP's reducer freed the group last, it would join gloo's threads while it holds
     # the GIL that they need: a deadlock.
-    replica.group = dist.group.WORLD  # type: ignore[assignment]
+    replica.group = group  # type: ignore[assignment]
     return replica
+
+
+def _group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """Return the process group of all ranks of `mesh`."""
+    if mesh is None or mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.ndim > 1:
+        raise ConfigError(
+            f"DDP cannot use {mesh.ndim} dimensions of a mesh ({', '.join(mesh.mesh_dim_names or ())}): call "
+            "fully_shard(model, mesh=mesh) before fit, or use a mesh with one data-parallel dimension"
+        )
+    return mesh.get_group()
 
 
 def _settle_buckets(replica: DistributedDataParallel) -> None:
@@ -159,11 +181,13 @@ class _SumOfParameters(nn.Module):
         return self.model.named_buffers(*args, **kwargs)
 
 
-def share_buffers(model: nn.Module) -> None:
-    """Broadcast rank 0's buffers, such as running statistics, as DDP's next forward does."""
+def share_buffers(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
+    """Broadcast the first data-parallel rank's buffers, such as running statistics, as DDP's next forward does."""
     if dist.is_initialized():
-        for buffer in model.buffers():
-            dist.broadcast(buffer, 0)
+        groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups()
+        for group, buffer in itertools.product(groups, model.buffers()):
+            if not isinstance(buffer, DTensor):  # each of whose ranks has its own part
+                dist.broadcast(buffer, group=group, group_src=0)
 
 
 def is_first() -> bool:
@@ -195,18 +219,27 @@ def _portable(error: Exception) -> Exception:
     return received
 
 
-def gather(value: Any) -> list[Any]:
-    """Return the `value` of each rank, in rank order."""
-    ranks = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
-        dist.all_gather_object(ranks, value)
+def gather(value: Any, mesh: DeviceMesh | None = None) -> list[Any]:
+    """Return the `value` of each rank, in rank order.
+
+    Args:
+        value: The value of this rank.
+        mesh: The data-parallel dimensions: only their ranks exchange values. None: all ranks do.
+    """
+    if not dist.is_initialized():
+        return [value]
+    ranks = [value]
+    for group in [dist.group.WORLD] if mesh is None else reversed(mesh.get_all_groups()):
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, ranks, group)
+        ranks = list(itertools.chain(*parts))
     return ranks
 
 
-def gather_count(count: int) -> list[int]:
+def gather_count(count: int, mesh: DeviceMesh | None = None) -> list[int]:
     """Return the `count` of each rank, in rank order, in half the time that `gather` takes."""
-    if not dist.is_initialized() or dist.get_backend() == "nccl":  # A group of the caller may have no CPU backend.
-        return gather(count)
+    if mesh is not None or not dist.is_initialized() or dist.get_backend() == "nccl":
+        return gather(count, mesh)  # A group of the caller may have no CPU backend.
     own = torch.tensor([count])
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)

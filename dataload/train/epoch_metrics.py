@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.train.distributed import gather
@@ -58,13 +59,13 @@ class EpochMetrics:
         counts = {**self.counts, "seconds": perf_counter() - self._started}
         return {"sums": sums, "rows": dict(self.rows), "counts": counts}
 
-    def figures(self, loader: Any) -> dict[str, Any]:
-        """Return the metrics of the epoch over all ranks.
+    def figures(self, loader: Any, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+        """Return the metrics of the epoch over all data-parallel ranks, which are those of `mesh`.
 
         Raises:
             ConfigError: No rank had a row (on every rank).
         """
-        ranks = gather({**self.state(), "traffic": _loader_counts(loader)})
+        ranks = gather({**self.state(), "traffic": _loader_counts(loader)}, mesh)
         total = sum_ranks(ranks)
         rows = int(total["counts"].get("rows", 0))  # After a resume with more ranks, rank 0 may have all of them.
         if not rows:

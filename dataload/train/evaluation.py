@@ -25,7 +25,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
 
     Every rank returns the same values. Loaders may have different lengths on different ranks. The last `loader.padding`
     rows of a loader repeat other rows and are left out. All modules are in eval mode during the evaluation. Afterwards,
-    also after an exception, each module is in its previous mode.
+    also after an exception, each module is in its previous mode. With a loader of `make_loader(..., mesh=mesh)` all
+    ranks are those of the mesh. A model that is sharded (FSDP) needs loaders of equal lengths.
 
     Args:
         model: The model. Batches are moved to the device of its parameters.
@@ -57,7 +58,7 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
                 if value.ndim != 1:
                     raise ConfigError(f"metric {name!r} has shape {tuple(value.shape)}: give one value for each row")
                 own.setdefault(name, _Sum(padding)).add(value)
-    ranks = gather({name: metric.total() for name, metric in own.items()})
+    ranks = gather({name: metric.total() for name, metric in own.items()}, getattr(loader, "mesh", None))
     names = {name: None for rank in ranks for name in rank}
     if not names:
         raise ConfigError("no rows to evaluate on")

@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.train.checkpoint import Checkpoints
-from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, process_group, replicate
+from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, is_first, process_group, replicate
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
-from dataload.train.modules import ModuleSelector, begin_training, recomputed
+from dataload.train.modules import ModuleSelector, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.profiling import traced
+from dataload.train.sharded import check_sharded, is_sharded
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
@@ -51,12 +53,17 @@ def fit(
     profile: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> list[dict[str, Any]]:
     """Train `model` in place until `epochs` epochs are done.
 
     Under torchrun, or with another launcher's environment, the ranks train together by DDP: on `cuda:LOCAL_RANK` over
     NCCL, or on the CPU over gloo. If there is no process group yet, `fit` starts one and destroys it at the end, also
     after an exception.
+
+    A model that the caller has sharded by `fully_shard` (FSDP2) trains as it is, also if it is partly replicated (HSDP)
+    or tensor-parallel. Give its loader the mesh of the data-parallel dimensions: `make_loader(..., mesh=mesh)`. Its
+    checkpoints can be resumed on another number of ranks, too.
 
     Args:
         model: Each module trains in the mode that it is in when `fit` is called, and returns to this mode after each
@@ -99,6 +106,8 @@ def fit(
             Systems shows these names in all steps.
         device: The device of this rank; None for this rank's GPU, or the CPU if there is none.
         progress: Whether rank 0 shows a progress bar.
+        mesh: A torch DeviceMesh of the data-parallel dimensions, over which loss and metrics are reduced. None: that of
+            the loader if it has one; otherwise all ranks are data-parallel.
 
     Returns:
         One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over
@@ -125,12 +134,13 @@ def fit(
         [32, 32]
     """
     _check_arguments(comm_hook, checkpoint_every, loader)
-    world = World.detect()
+    mesh = getattr(loader, "mesh", None) if mesh is None else mesh
+    world = World.detect() if mesh is None else World.from_mesh(mesh)
     device = device_of(world, device)
     steps = OptimizerStep(model, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler)
     with ExitStack() as stack:
         stack.enter_context(process_group(world, device, timeout))
-        agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
+        _check_ranks(loader, world)
         loop = TrainingLoop(
             model.to(device),
             loader,
@@ -141,20 +151,18 @@ def fit(
             even=_even_batches(loader),
             checkpoint_every=checkpoint_every,
             evaluate=evaluate,
+            mesh=mesh,
         )
-        begin_training(model)
         loop.resume(loop.checkpoints.find(resume))
         stack.enter_context(recomputed(model, activation_checkpointing))
-        if world.world_size > 1:
-            steps.model = steps.replica = replicate(model, device, comm_hook=comm_hook, static_graph=static_graph)
-        if compile:
-            steps.model = torch.compile(steps.model, **(compile if isinstance(compile, Mapping) else {}))
+        _distribute(steps, model, world, mesh, comm_hook, static_graph=static_graph)
+        steps.model = _compiled(steps.model, compile)
         if log_dir is not None:
             stack.enter_context(_stats_in(Path(log_dir), loader))
-            if world.rank == 0:
+            if is_first():
                 loop.tensorboard = stack.enter_context(closing(TensorBoardWriter(log_dir, log_every, device)))
-        loop.traced = stack.enter_context(traced(profile, world.rank))
-        loop.run(epochs, show_progress=progress and world.rank == 0)
+        loop.traced = stack.enter_context(traced(profile, World.detect().rank))
+        loop.run(epochs, show_progress=progress and is_first())
     return loop.history
 
 
@@ -165,6 +173,29 @@ def _check_arguments(comm_hook: str | None, checkpoint_every: int | None, loader
         raise ConfigError(
             "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"
         )
+
+
+def _distribute(
+    steps: OptimizerStep,
+    model: torch.nn.Module,
+    world: World,
+    mesh: DeviceMesh | None,
+    comm_hook: str | None,
+    *,
+    static_graph: bool,
+) -> None:
+    """Let the steps average gradients over the ranks: a sharded model does it by itself, another one is replicated."""
+    steps.ranks = world.world_size
+    if is_sharded(model):
+        check_sharded(model, comm_hook, world.world_size)
+        steps.sharded = model
+    elif world.world_size > 1:
+        replica = replicate(model, steps.device, mesh, comm_hook=comm_hook, static_graph=static_graph)
+        steps.model = steps.replica = replica
+
+
+def _compiled(model: Any, options: bool | Mapping[str, Any]) -> Any:
+    return torch.compile(model, **(options if isinstance(options, Mapping) else {})) if options else model
 
 
 @contextmanager
@@ -185,3 +216,16 @@ def _even_batches(loader: Any) -> bool:
     known = isinstance(loader, Loader) and loader.maker.only_gathers
     sizes = gather((loader.batch_size, len(loader)) if known else None)
     return None not in sizes and len(set(sizes)) == 1
+
+
+def _check_ranks(loader: Any, world: World) -> None:
+    """Raise ConfigError unless the ranks of a loader of this package are the data-parallel ranks of the run."""
+    agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
+    if isinstance(loader, Loader):
+        ranks, sampler = world.world_size, loader.sampler
+        if sampler.num_replicas < ranks:
+            raise ConfigError(
+                f"the loader has {sampler.num_replicas} data-parallel ranks, but the process group has {ranks}: if "
+                "ranks need equal batches, write make_loader(..., mesh=mesh) with the mesh of the data-parallel ones"
+            )
+        agree("the order of the loader's rows", (sampler.num_replicas, sampler.num_nodes, sampler.order.num_streams))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.rows.collate import map_tensors
@@ -21,9 +22,10 @@ from dataload.train.checkpoint import Checkpoints, load
 from dataload.train.distributed import agree, gather, share_buffers
 from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, progress_bar, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
-from dataload.train.modules import evaluating
+from dataload.train.modules import begin_training, evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, feed
+from dataload.train.sharded import reshard
 from dataload.train.state import all_equal, rng_state, set_rng_state
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
@@ -48,6 +50,7 @@ class TrainingLoop:
         history: The metrics of each finished epoch.
         evaluated: Whether the last epoch in `history` has been evaluated.
         step: Optimizer steps so far.
+        mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
     """
 
     model: nn.Module
@@ -64,6 +67,7 @@ class TrainingLoop:
     history: list[dict[str, Any]] = field(default_factory=list)
     evaluated: bool = True
     step: int = 0
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         self._resumed_metrics: dict[str, Any] = {}  # of this rank, from the part of the epoch before the resume
@@ -85,6 +89,7 @@ class TrainingLoop:
         Raises:
             ConfigError: The checkpoint does not fit this run.
         """
+        reshard(self.model)
         agree("the checkpoint to resume from", None if path is None else str(path))
         if path is None:
             return
@@ -120,6 +125,7 @@ class TrainingLoop:
 
     def run(self, epochs: int, *, show_progress: bool) -> None:
         """Train until `epochs` epochs are done, those before a resume included."""
+        begin_training(self.model)
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
             target: Any = self.loader if hasattr(self.loader, "set_epoch") else getattr(self.loader, "sampler", None)
@@ -134,8 +140,8 @@ class TrainingLoop:
         with self._annotate_errors(number):
             self._train(number, advance)
             # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
-            share_buffers(self.model)
-            self.history.append({"epoch": number, **self._tally.figures(self.loader)})
+            share_buffers(self.model, self.mesh)
+            self.history.append({"epoch": number, **self._tally.figures(self.loader, self.mesh)})
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
 
@@ -167,12 +173,12 @@ class TrainingLoop:
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         batches = batches_on(self.loader, self.steps.device)
-        for fed in feed(batches, tally.counts, self.world, self.even, state_of, self._begun):
+        for fed in feed(batches, tally.counts, self.world, self.even, state_of, self._begun, self.mesh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             if due and not fed.last:
                 self._check_finite(number)
-                share_buffers(self.model)
+                share_buffers(self.model, self.mesh)
                 self._save(tally.state(), fed.state)
             advance()
         self._begun = lambda: None
@@ -218,5 +224,5 @@ class TrainingLoop:
             return
         with stage("checkpoint"):
             states = {name: part.state_dict() for name, part in self._parts.items()}
-            ranks = gather({"generators": rng_state(), "so far": metrics, "loader": loader_state})
+            ranks = gather({"generators": rng_state(), "so far": metrics, "loader": loader_state}, self.mesh)
             self.checkpoints.save(states, {"history": self.history, "step": self.step, "ranks": ranks})

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dataload.errors import ConfigError
+from dataload.train.sharded import reshard
 
 ModuleSelector = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
 
@@ -42,7 +43,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Hold all modules in eval mode during the block; restore each module's own mode afterwards."""
     with modes_kept(model):
         model.eval()
-        yield
+        try:
+            yield
+        finally:
+            reshard(model)
 
 
 @contextmanager

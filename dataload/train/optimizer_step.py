@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError
 from dataload.telemetry.spans import stage
+from dataload.train.sharded import clip_grad_norm, exchange_gradients, whole
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
@@ -34,6 +35,8 @@ class OptimizerStep:
         clip_grad_norm: Upper bound of the norm of the gradients; None for no clipping.
         scheduler: A learning rate scheduler, stepped after each optimizer step.
         replica: The DDP around the model if there are several ranks.
+        sharded: The model itself if its parameters are sharded over ranks. Then it has no `replica`.
+        ranks: Number of data-parallel ranks, over which DDP and FSDP average gradients.
 
     Attributes:
         pending: Batches added since the last step.
@@ -52,6 +55,8 @@ class OptimizerStep:
     clip_grad_norm: float | None = None
     scheduler: Any = None
     replica: DistributedDataParallel | None = None
+    sharded: nn.Module | None = None
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -82,9 +87,8 @@ class OptimizerStep:
         self.pending += 1
         self._rows += all_rows
         full = last or self.pending == self.accumulate
-        # DDP averages gradients over ranks. Multiplying by the number of ranks makes it a sum.
-        ranks = 1 if self.replica is None else self.replica.process_group.size()
-        loss, scalars = self._backward(batch, rows * ranks / self._nominal_rows, full)
+        # DDP and FSDP average gradients over ranks. Multiplying by the number of ranks makes it a sum.
+        loss, scalars = self._backward(batch, rows * self.ranks / self._nominal_rows, full)
         if full:
             self._step(self._nominal_rows / self._rows)
             self.pending = self._rows = 0
@@ -94,6 +98,8 @@ class OptimizerStep:
         """Run forward and backward. The ranks exchange gradients only in the last batch of a step."""
         replica, first = self.replica, self._first
         self._first = False
+        if self.sharded is not None:
+            exchange_gradients(self.sharded, full)
         with replica.no_sync() if replica and not full and not (first and replica.static_graph) else nullcontext():
             dtype = PRECISIONS[self.precision]
             with stage("forward"), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
@@ -101,7 +107,7 @@ class OptimizerStep:
                 loss, scalars = result if isinstance(result, tuple) else (result, {})
             with stage("backward"):
                 torch.autograd.backward(self.scaler.scale(loss * weight))
-        return loss, scalars
+        return whole(loss), scalars
 
     def _step(self, factor: float) -> None:
         """Step the optimizer. `factor` corrects the gradients, whose weights assumed `_nominal_rows` rows."""
@@ -112,7 +118,7 @@ class OptimizerStep:
                     parameter.grad *= factor
             if self.clip_grad_norm is not None:
                 self.scaler.unscale_(self.optimizer)
-                nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
+                clip_grad_norm(parameters, self.clip_grad_norm)
             scale = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
@@ -44,6 +45,7 @@ def feed(
     even: bool,
     state_of: Callable[[], Any],
     begun: Callable[[], None],
+    mesh: DeviceMesh | None = None,
 ) -> Iterator[RankBatch]:
     """Yield each batch of this rank that has rows. Fetch one batch ahead.
 
@@ -54,6 +56,7 @@ def feed(
         even: Whether all ranks have equally many batches of equal sizes. Otherwise they exchange the size of each.
         state_of: Returns the state of the loader.
         begun: Called when the first batch has arrived.
+        mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
 
     Raises:
         ConfigError: The loaders of some ranks are empty and those of others are not (on every rank).
@@ -67,7 +70,7 @@ def feed(
             batch = next(batches, end)
         counts["wait_seconds"] += perf_counter() - started
         rows = 0 if batch is end else num_rows(batch)
-        return batch, [rows] * world.world_size if even else gather_count(rows)
+        return batch, [rows] * world.world_size if even else gather_count(rows, mesh)
 
     batch, rows = take()
     if any(rows) and not all(rows):

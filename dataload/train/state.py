@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dataload.errors import ConfigError
 
@@ -61,13 +62,10 @@ def to_plain(_: str, leaf: Any) -> Any:
 
 
 def to_meta(name: str, leaf: Any) -> Any:
-    """Replace a tensor by a meta tensor of the same shape and dtype; convert other leaves by `to_plain`."""
+    """Replace a tensor by a plain meta tensor of the same shape and dtype; convert other leaves by `to_plain`."""
+    if isinstance(leaf, DTensor):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     return leaf.to("meta") if isinstance(leaf, Tensor) else to_plain(name, leaf)
-
-
-def allocate(_: str, leaf: Any) -> Any:
-    """Replace a meta tensor by an uninitialized tensor in host memory."""
-    return torch.empty_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf
 
 
 def host_copy(state: Any) -> Any:

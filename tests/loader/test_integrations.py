@@ -38,14 +38,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_two_ranks(program: str, folder: Path, out: Path) -> Seen:
-    """Run tests/support/`program` on two ranks. Return their output, by rank."""
+def run_two_ranks(program: str, folder: Path, out: Path, *more: str, number: int = 2) -> Seen:
+    """Run tests/support/`program` on two ranks, or on `number`. Return their output, by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = {
+        "WORLD_SIZE": str(number),
+        "LOCAL_WORLD_SIZE": str(number),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     shared |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(__file__).parent.parent / "support" / program), str(folder), str(out)]
+    command = [sys.executable, str(Path(__file__).parent.parent / "support" / program), str(folder), str(out), *more]
     ranks = [
         subprocess.Popen(
             command,
@@ -54,7 +59,7 @@ def run_two_ranks(program: str, folder: Path, out: Path) -> Seen:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(2)
+        for rank in range(number)
     ]
     try:
         outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
@@ -62,8 +67,8 @@ def run_two_ranks(program: str, folder: Path, out: Path) -> Seen:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
-    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [rank.returncode for rank in ranks] == [0] * number, "\n".join(outputs)
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(number)]
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +176,26 @@ def test_fabric(lightning: Seen, epochs_of: Any) -> None:
     assert [rank["fabric"] for rank in lightning] == [list(pair) for pair in zip(*map(epochs_of, (0, 1)), strict=True)]
     for rank in lightning:
         assert rank["fabric resumed"] == rank["by hand"][2:]
+
+
+# Tensor parallelism
+
+
+@pytest.mark.parametrize(
+    ("trainer", "line"),
+    [
+        ("accelerate", 'make_loader(..., mesh=accelerator.torch_device_mesh["dp_shard"])'),
+        ("lightning", 'make_loader(..., mesh=self.device_mesh["data_parallel"])'),
+    ],
+)
+def test_tensor_parallel_peers_get_equal_batches(folder: Path, tmp_path: Path, trainer: str, line: str) -> None:
+    seen = run_two_ranks("model_parallel_rank.py", folder, tmp_path, trainer, number=4)
+    for rank in seen:
+        assert rank["error"] is not None, "a loader without a mesh is made"
+        assert "the 4 ranks are not all data-parallel" in rank["error"]
+        assert line in rank["error"]
+    assert [seen[0]["rows"], seen[2]["rows"]] == [seen[1]["rows"], seen[3]["rows"]]
+    assert once([list(chain(*rank["rows"])) for rank in seen[::2]])
 
 
 # In this process

@@ -1,0 +1,98 @@
+"""The data-parallel world of a loader. Set-ups in which ranks would silently get wrong rows raise an error."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from dataload.errors import ConfigError
+from dataload.mesh import data_parallel_argument, model_parallel_dims
+from dataload.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+log = logging.getLogger(__name__)
+
+
+def world_of(world: World | None, mesh: DeviceMesh | None) -> World:
+    """Return the world of a loader: the argument, that of the mesh, or the detected one.
+
+    Raises:
+        ConfigError: Both arguments are given, or neither is and ranks need equal batches.
+    """
+    if world is not None and mesh is not None:
+        raise ConfigError("world and mesh both say which rank this is: pass one of them")
+    if mesh is not None:
+        world = World.from_mesh(mesh)
+    elif world is None:
+        world = World.detect()
+        check_data_parallel(world.world_size)
+    if world.num_nodes is None and world.rank == 0:
+        _warn_of_unknown_nodes(world.world_size)
+    return world
+
+
+def check_data_parallel(world_size: int, *, search: bool = True) -> None:
+    """Raise ConfigError unless the ranks that a loader detected are all ranks, and all are data-parallel.
+
+    Args:
+        world_size: Number of ranks when the loader was made.
+        search: Whether to search for dimensions that are not data-parallel, which takes up to a tenth of a second.
+    """
+    world = World.detect()
+    if world.world_size > world_size:
+        raise ConfigError(
+            f"this loader was made for {'a single process' if world_size == 1 else f'{world_size} ranks'}, but this is "
+            f"rank {world.rank} of {world.world_size}: make it after the ranks have been started (in Lightning, in "
+            "train_dataloader), or pass world=World(rank, size)"
+        )
+    if search and world.world_size > 1 and (argument := _missing_argument()) is not None:
+        raise ConfigError(
+            f"the {world.world_size} ranks are not all data-parallel: some need equal batches, but this loader would "
+            f"give each its own rows. Write make_loader(..., {argument})"
+        )
+
+
+def first_of_peers(mesh: DeviceMesh | None) -> bool:
+    """Return whether this process reports for the peers that get the same batches."""
+    return mesh is None or int(mesh.mesh.flatten()[0]) == 0
+
+
+def _missing_argument() -> str | None:
+    """Return the argument that a loader needs if this program's ranks are not all data-parallel, else None."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None and state.is_initialized():
+        config = state.AcceleratorState().parallelism_config
+        peers = 1 if config is None else config.non_data_parallel_size
+        if peers > 1:
+            mesh = state.AcceleratorState().device_mesh
+            if mesh is None:  # DeepSpeed has the groups
+                return f"world=World(rank // {peers}, world_size // {peers})"
+            return data_parallel_argument(mesh, "accelerator.torch_device_mesh")
+    meshes = [mesh for mesh in _device_meshes() if model_parallel_dims(mesh)]
+    if not meshes:
+        return None
+    whole = max(meshes, key=lambda mesh: mesh.ndim)
+    lightning = "data_parallel" in (whole.mesh_dim_names or ()) and "lightning" in sys.modules
+    return data_parallel_argument(whole, "self.device_mesh" if lightning else "mesh")
+
+
+def _device_meshes() -> list[Any]:
+    """Return the meshes of this process. torch has no list of them, so the garbage collector finds them."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    kind = getattr(module, "DeviceMesh", None)
+    return [] if kind is None else [each for each in gc.get_objects() if type(each) is kind]
+
+
+@cache
+def _warn_of_unknown_nodes(world_size: int) -> None:
+    log.warning(
+        "the launcher does not say how many nodes the %d ranks are on, so every node will fetch and cache the whole "
+        "dataset: start with torchrun or srun, set LOCAL_WORLD_SIZE to the ranks of each node, or pass "
+        "world=World(rank, world_size, local_rank, local_world_size)",
+        world_size,
+    )

@@ -1,0 +1,101 @@
+"""Models whose parameters are sharded over ranks: by FSDP2 (`fully_shard`), also with tensor parallelism."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from dataload.errors import ConfigError
+
+OPTIMIZER_STATE = re.compile(r"optimizer\.state\.(\d+)\.")
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether `model` has a parameter that is sharded over ranks."""
+    return bool(_fsdp_modules(model)) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the whole parameters that FSDP keeps after a forward without a backward, such as that of an evaluation."""
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def check_sharded(model: nn.Module, comm_hook: str | None, world_size: int) -> None:
+    """Raise ConfigError unless the data-parallel ranks exchange the gradient of each parameter of a sharded model."""
+    if comm_hook is not None:
+        raise ConfigError(f"comm_hook={comm_hook!r} is for DDP: leave it out for a model that is sharded")
+    fsdp = _fsdp_modules(model)
+    plain = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+    if world_size > 1 and (plain or not fsdp):
+        kind = f"parameter {plain[0]!r} is not sharded" if plain else "fully_shard has not been called"
+        raise ConfigError(
+            f"{kind}, so the {world_size} data-parallel ranks would not exchange its gradient: call "
+            "fully_shard(model, mesh=mesh) on the whole model, with the mesh of its data-parallel dimensions"
+        )
+
+
+def exchange_gradients(model: nn.Module, exchange: bool) -> None:
+    """Set whether the next backward exchanges gradients between ranks, or only accumulates them."""
+    for module in _fsdp_modules(model):
+        module.set_requires_gradient_sync(exchange, recurse=False)
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a plain tensor. For a sharded one, all ranks of its mesh must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], limit: float) -> None:
+    """Scale the gradients of `parameters` such that their norm over all shards is at most `limit`."""
+    meshes: defaultdict[Any, list[Tensor]] = defaultdict(list)  # torch clips tensors of one mesh at a time
+    for parameter in parameters:
+        meshes[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+    if not meshes:
+        return
+    norms = [
+        whole(nn.utils.get_total_norm([each.grad for each in alike if each.grad is not None]))
+        for alike in meshes.values()
+    ]
+    total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+    for alike in meshes.values():
+        nn.utils.clip_grads_with_norm_(alike, limit, total)
+
+
+def allocator(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Callable[[str, Any], Any]:
+    """Return a function that replaces a meta tensor of a checkpoint by an uninitialized tensor to load it into.
+
+    A tensor of a sharded parameter, or of the optimizer's state of one, is sharded in the same way. So each rank
+    allocates and reads only its own part. Other tensors are in host memory.
+
+    Args:
+        model: The model that is loaded, if one is.
+        optimizer: The optimizer that is loaded, if one is.
+    """
+    targets: dict[str, Tensor] = (
+        {f"model.{name}": each for name, each in model.named_parameters()} if model is not None else {}
+    )
+    parameters = [each for group in optimizer.param_groups for each in group["params"]] if optimizer is not None else []
+
+    def allocate(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        target = targets.get(name)
+        if (match := OPTIMIZER_STATE.match(name)) and int(match[1]) < len(parameters):
+            target = parameters[int(match[1])]
+        if isinstance(target, DTensor) and target.shape == leaf.shape:
+            return torch.empty_like(target, dtype=leaf.dtype)
+        return torch.empty_like(leaf, device="cpu")
+
+    return allocate

@@ -1,0 +1,60 @@
+"""Hugging Face Trainer: it returns the loader of this package instead of its own, and does not shard it again.
+
+    torchrun --nproc-per-node 8 train_huggingface.py TRAIN HELD_OUT
+
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
+"""
+
+import argparse
+
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from dataload import make_loader
+
+
+class Classifier(nn.Module):
+    def __init__(self, numbers):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(numbers, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def forward(self, image, label):
+        logits = self.layers(image.float())
+        return {"loss": nn.functional.cross_entropy(logits, label), "logits": logits}
+
+
+class RowTrainer(Trainer):
+    def get_train_dataloader(self):
+        return self.accelerator.prepare(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self.accelerator.prepare(eval_dataset or self.eval_dataset)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("train")
+    parser.add_argument("held_out")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--cache-dir")
+    args = parser.parse_args()
+
+    arguments = TrainingArguments(
+        "checkpoints", num_train_epochs=args.epochs, eval_strategy="epoch", label_names=["label"], report_to="none"
+    )
+    options = {"columns": ["image", "label"], "cache_dir": args.cache_dir}
+    loader = make_loader(args.train, args.batch_size, **options)
+    held_out = make_loader(args.held_out, args.batch_size, shuffle=False, **options)
+    trainer = RowTrainer(
+        Classifier(loader.dataset.schema.field("image").type.list_size),
+        arguments,
+        train_dataset=loader,
+        eval_dataset=held_out,
+        compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()},
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

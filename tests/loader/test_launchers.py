@@ -1,0 +1,213 @@
+"""Clusters as each launcher describes them: the same streams, and each byte from the origin once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+
+from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload.errors import ConfigError
+from dataload.formats import parquet
+from dataload.loader import capacity, ranks
+from dataload.samplers.sharded import ShardedSampler
+from dataload.world import read_environment
+
+EQUAL, UNEQUAL = (2, 2, 2, 2), (3, 1)
+GROUPS, ROWS = 24, 400  # row groups; rows of each
+
+
+def places(sizes: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield (rank, node, local rank)."""
+    rank = 0
+    for node, size in enumerate(sizes):
+        for local in range(size):
+            yield rank, node, local
+            rank += 1
+
+
+def tasks(sizes: tuple[int, ...]) -> str:
+    """Return the sizes as Slurm writes them."""
+    if len(set(sizes)) == 1 and len(sizes) > 1:
+        return f"{sizes[0]}(x{len(sizes)})"
+    return ",".join(map(str, sizes))
+
+
+def torchrun(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [
+        {"RANK": rank, "WORLD_SIZE": sum(sizes), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": sizes[node]}
+        | {"GROUP_RANK": node, "GROUP_WORLD_SIZE": len(sizes)}
+        for rank, node, local in places(sizes)
+    ]
+
+
+def srun(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [
+        {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": sum(sizes), "SLURM_LOCALID": local, "SLURM_NODEID": node}
+        | {"SLURM_STEP_NUM_NODES": len(sizes), "SLURM_STEP_TASKS_PER_NODE": tasks(sizes), "SLURM_DISTRIBUTION": "block"}
+        for rank, node, local in places(sizes)
+    ]
+
+
+def deepspeed(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [
+        {"RANK": rank, "WORLD_SIZE": sum(sizes), "LOCAL_RANK": local, "LOCAL_SIZE": sizes[node]}
+        | {"CROSS_RANK": node, "CROSS_SIZE": len(sizes)}
+        for rank, node, local in places(sizes)
+    ]
+
+
+def open_mpi(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [
+        {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": sum(sizes), "OMPI_COMM_WORLD_LOCAL_RANK": local}
+        | {"OMPI_COMM_WORLD_LOCAL_SIZE": sizes[node]}
+        for rank, node, local in places(sizes)
+    ]
+
+
+def mpich(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [
+        {"PMI_RANK": rank, "PMI_SIZE": sum(sizes), "MPI_LOCALRANKID": local, "MPI_LOCALNRANKS": sizes[node]}
+        for rank, node, local in places(sizes)
+    ]
+
+
+def ray(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    return [
+        {"RANK": rank, "WORLD_SIZE": sum(sizes), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": sizes[node]}
+        | {"NODE_RANK": node, "MASTER_ADDR": "10.0.0.1"}
+        for rank, node, local in places(sizes)
+    ]
+
+
+def exported(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """A script under srun that sets only the variables that init_process_group needs."""
+    return [own | {"RANK": rank, "WORLD_SIZE": sum(sizes)} for rank, own in enumerate(srun(sizes))]
+
+
+def worlds(launcher: Callable[[tuple[int, ...]], list[dict[str, Any]]], sizes: tuple[int, ...]) -> list[World]:
+    return [read_environment({name: str(value) for name, value in own.items()}) for own in launcher(sizes)]
+
+
+EVERY = [torchrun, srun, deepspeed, open_mpi, mpich, ray, exported]
+KNOWING = [torchrun, srun, deepspeed, exported]  # the number of nodes
+
+
+@pytest.mark.parametrize("launcher", EVERY)
+def test_equal_nodes(launcher: Any) -> None:
+    expected = [World(rank, 8, local, 2) for rank, _, local in places(EQUAL)]
+    assert worlds(launcher, EQUAL) == expected
+    assert {(world.num_nodes, world.num_streams, world.node_share) for world in expected} == {(4, 4, 0.25)}
+
+
+@pytest.mark.parametrize("launcher", KNOWING)
+def test_unequal_nodes(launcher: Any) -> None:
+    found = worlds(launcher, UNEQUAL)
+    assert found == [World(rank, 4, local, UNEQUAL[node], UNEQUAL) for rank, node, local in places(UNEQUAL)]
+    assert [world.node_share for world in found] == [0.75, 0.75, 0.75, 0.25]
+    assert {(world.num_nodes, world.num_streams, world.host_by_host) for world in found} == {(2, 4, True)}
+
+
+@pytest.mark.parametrize("launcher", [open_mpi, mpich, ray])
+def test_unequal_nodes_that_other_ranks_cannot_know(launcher: Any) -> None:
+    first = worlds(launcher, UNEQUAL)[0]
+    with pytest.raises(ConfigError, match=r"host of rank 0 has 3 of 4 ranks.*node_sizes="):
+        first.num_streams  # noqa: B018
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 2), (2, 2, 4, 1), (3, 2, 2)])
+@pytest.mark.parametrize("launcher", [torchrun, deepspeed])
+def test_ranks_of_three_unequal_nodes_agree(launcher: Any, sizes: tuple[int, ...]) -> None:
+    assert len({world.num_streams for world in worlds(launcher, sizes)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("4(x2),3", (4, 4, 3)), ("1,2(x2),1", (1, 2, 2, 1)), ("3", None), ("2(x3)", None)]
+)
+def test_tasks_per_node_of_slurm(text: str, sizes: tuple[int, ...] | None) -> None:
+    total = 3 if text == "3" else 6 if sizes is None else sum(sizes)
+    environ = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": str(total), "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    world = read_environment({**environ, "SLURM_STEP_TASKS_PER_NODE": text})
+    assert world.node_sizes == sizes
+    assert world.local_world_size == int(text[0])
+
+
+def test_the_tasks_of_slurm_in_another_order_each_read_a_stream_of_their_own() -> None:
+    environ = {**srun((2, 2))[1], "SLURM_DISTRIBUTION": "cyclic:block", "SLURM_NODEID": 1, "SLURM_LOCALID": 0}
+    world = read_environment({name: str(value) for name, value in environ.items()})
+    assert world == World(1, 4, 0, 2, (1, 1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("address", "nodes"), [("127.0.0.1", 1), ("localhost", 1), ("10.1.2.3", None), ("node7", None)]
+)
+def test_ranks_that_meet_at_a_loopback_address_are_on_one_host(address: str, nodes: int | None) -> None:
+    lightning = {"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0", "MASTER_ADDR": address}
+    assert read_environment(lightning).num_nodes == nodes
+
+
+def test_a_sampler_takes_the_streams_of_unequal_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in srun(UNEQUAL)[3].items():
+        monkeypatch.setenv(name, str(value))
+    assert ShardedSampler([8] * 8, num_streams=4).node_share == 0.25
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2,), (2, 0, 2), ()])
+def test_node_sizes_that_do_not_add_up(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="do not add up to a world of 4"):
+        World(0, 4, 0, 2, sizes)
+
+
+def test_unknown_nodes_warn_once(dataset_of: Any, bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = make_dataset(dataset_of([[8, 8]]), storage_options=bucket.options, cache=None)
+    ranks._warn_of_unknown_nodes.cache_clear()
+    with caplog.at_level(logging.WARNING, ranks.log.name):
+        for world in (World(), World(0, 2, 0, 2), World(1, 2), World(0, 2), World(0, 2)):
+            make_loader(dataset, 2, world=world)
+    (record,) = caplog.records
+    assert record.message.startswith("the launcher does not say how many nodes the 2 ranks are on, so every node will")
+    assert "fetch and cache the whole dataset: start with torchrun or srun, set LOCAL_WORLD_SIZE" in record.message
+
+
+# The bytes of a cluster, counted at the origin.
+
+
+def clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "LOCAL_", "GROUP_", "CROSS_")) or name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("sizes", [EQUAL, UNEQUAL])
+def test_the_same_streams_and_bytes_under_each_launcher(
+    dataset_of: Any, bucket: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(parquet, "SHARED_BYTES", 0)  # row groups as small as these would share requests
+    monkeypatch.setattr(capacity, "AHEAD_BYTES", 1)
+    url = dataset_of([[ROWS] * 8] * (GROUPS // 8))
+    total = sum(group.bytes for group in make_dataset(url, storage_options=bucket.options, cache=None).row_groups)
+    found = {}
+    for launcher in KNOWING[:3]:
+        rows, streams, fetched = [], [], 0
+        for (_, node, _), environ in zip(places(sizes), launcher(sizes), strict=True):
+            clear(monkeypatch)
+            for name, value in environ.items():
+                monkeypatch.setenv(name, str(value))
+            cache = CacheConfig(cache_dir=str(tmp_path / launcher.__name__ / str(node)), cache_bytes="100MB")
+            dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
+            footers = bucket.server.stats()["get_bytes"]
+            loader = make_loader(dataset, 10)
+            streams.append((loader.sampler.order.num_streams, loader.sampler.num_nodes, loader.sampler.rank))
+            rows.append([row for batch in loader for row in batch["row_id"].tolist()])
+            fetched += bucket.server.stats()["get_bytes"] - footers
+            assert loader.sampler.node_share == sizes[node] / sum(sizes)
+        assert Counter(chain(*rows)) == Counter(range(GROUPS * ROWS))
+        found[launcher.__name__] = streams, rows, fetched
+        print(f"{launcher.__name__} {sizes}: {fetched:,} bytes of row groups; the dataset has {total:,}")
+    assert found["torchrun"] == found["srun"] == found["deepspeed"]
+    assert found["srun"][2] == total

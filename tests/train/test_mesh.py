@@ -1,0 +1,342 @@
+"""Loaders and `fit` on device meshes: data-parallel dimensions beside tensor-parallel ones, FSDP2 and HSDP."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections import Counter
+from itertools import chain, islice
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dataload import World, evaluate_over, fit, make_dataset, make_loader
+from dataload.errors import ConfigError
+from dataload.telemetry import stats_log
+
+N, BATCH = 332, 6  # rows; of a rank's batch. The global batches of 16 rows have no padding
+DP, HSDP = ("dp", "tp"), ("dp_replicate", "dp_shard", "tp")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data")
+    x = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
+    lists = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), 4)
+    table = pa.table({"row_id": np.arange(N), "x": lists, "y": np.sin(x.sum(1))})
+    pq.write_table(table, path / "a.parquet", row_group_size=20)
+    return str(path)
+
+
+def mesh_of(shape, names):
+    """Start the process group of this rank. Return the whole mesh and that of its data-parallel dimensions."""
+    world = World.detect()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", rank=world.rank, world_size=world.world_size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    dims = tuple(name for name in names if name != "tp")
+    return mesh, mesh[dims if len(dims) > 1 else dims[0]]
+
+
+def group_ended(function):
+    """Call a function; end the process group also after an error."""
+    try:
+        return function()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+# Loaders
+
+
+def read(folder, shape, names, local_size, state=None, stop=None, batch=BATCH):
+    """Return what a rank reads: its world, hashes of its batches, its rows without padding, and its state."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(local_size)
+    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % local_size)
+
+    def run():
+        _, mesh = mesh_of(shape, names)
+        loader = make_loader(make_dataset(folder, cache=None), batch, mesh=mesh)
+        if state is not None:
+            loader.load_state_dict(state)
+        padding = loader.padding
+        batches = list(islice(loader, stop))
+        hashes = [hashlib.sha256(each["x"].numpy().tobytes()).hexdigest() for each in batches]
+        rows = list(chain(*(each["row_id"].tolist() for each in batches)))
+        world = World.from_mesh(mesh)
+        return {
+            "world": (world.rank, world.world_size, world.num_streams),
+            "hashes": hashes,
+            "padding": padding,
+            "rows": rows[: len(rows) - (padding if stop is None else 0)],
+            "state": loader.state_dict(),
+        }
+
+    return group_ended(run)
+
+
+def by_rank(answers):
+    """Return the answers of one process for each data-parallel rank, once its peers have proved equal to it."""
+    peers = {}
+    for answer in answers:
+        assert isinstance(answer, dict), answer
+        peers.setdefault(answer["world"][0], []).append(answer)
+    size = len(answers) // len(peers)
+    for equals in peers.values():
+        assert len(equals) == size
+        assert all(answer == equals[0] for answer in equals)
+    assert len({str(answer["state"]) for answer in answers}) == 1
+    return [peers[rank][0] for rank in sorted(peers)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "local_size", "streams"),
+    [
+        ((8, 1), DP, 8, 1),
+        ((4, 2), DP, 8, 1),
+        ((2, 4), DP, 8, 1),
+        ((2, 2, 2), HSDP, 8, 1),
+        ((4, 2), DP, 4, 2),  # two nodes
+        ((4, 2), DP, 1, 4),  # eight nodes: two for each data-parallel rank
+        ((2, 4), ("tp", "dp"), 4, 1),  # both nodes have all data-parallel ranks
+        ((2, 2, 2), ("dp_replicate", "tp", "dp_shard"), 4, 2),
+    ],
+)
+def test_peers_get_equal_batches_and_each_row_comes_once(ranks, folder, shape, names, local_size, streams):
+    found = by_rank(ranks(8, read, folder, shape, names, local_size))
+    assert [each["world"] for each in found] == [(rank, len(found), streams) for rank in range(len(found))]
+    assert Counter(chain(*(each["rows"] for each in found))) == Counter(range(N))
+    assert len({tuple(each["hashes"]) for each in found}) == len(found)
+
+
+def test_a_stopped_epoch_continues_with_fewer_data_parallel_ranks(ranks, folder):
+    begun = by_rank(ranks(8, read, folder, (4, 2), DP, 8, stop=5))
+    state = begun[0]["state"]
+    ended = by_rank(ranks(4, read, folder, (2, 2), DP, 4, state=state, batch=2 * BATCH))
+    assert len(begun) == 4
+    assert len(ended) == 2
+    assert Counter(chain(*(each["rows"] for each in [*begun, *ended]))) == Counter(range(N))
+
+
+def refusals(folder, line):
+    def run():
+        mesh, dp = mesh_of((2, 2), DP)
+        dataset, errors = make_dataset(folder, cache=None), []
+        for options in ({}, {"mesh": mesh}, {"mesh": dp, "world": World()}):
+            try:
+                make_loader(dataset, BATCH, **options)
+            except ConfigError as error:
+                errors.append(str(error))
+        assert make_loader(dataset, BATCH, world=World(0, 2)).sampler.num_replicas == 2
+        assert make_loader(dataset, BATCH, mesh=dp).sampler.num_replicas == 2
+        return errors
+
+    return group_ended(run)
+
+
+def test_a_mesh_that_is_not_given_or_not_data_parallel(ranks, folder):
+    for detected, whole, both in ranks(4, refusals, folder, None):
+        assert "the 4 ranks are not all data-parallel" in detected
+        assert 'make_loader(..., mesh=mesh["dp"])' in detected
+        assert 'pass mesh=mesh["dp"]' in whole
+        assert "pass one of them" in both
+
+
+def logged(folder, out):
+    def run():
+        _, dp = mesh_of((2, 2), DP)
+        list(make_loader(make_dataset(folder, cache=None), BATCH, mesh=dp, stats_dir=out))
+
+    return group_ended(run)
+
+
+def test_one_of_the_peers_writes_the_statistics(ranks, folder, tmp_path):
+    assert ranks(4, logged, folder, str(tmp_path)) == [None] * 4
+    found = sorted((each.rank, each.world_size, each.stats.rows) for each in stats_log.read(tmp_path))
+    assert found == [(0, 2, 166), (1, 2, 166)]
+
+
+# fit
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))).sum(1)
+
+
+def loss_of(model, batch):
+    return ((model(batch["x"]) - batch["y"].float()) ** 2).mean()
+
+
+def error_of(model, batch):
+    return {"error": (model(batch["x"]) - batch["y"].float()).abs()}
+
+
+def train(folder, shape=None, names=DP, *, batch=4, accumulate=1, epochs=1, checkpoints=None, dies=None):
+    """Train a network. Return the epochs, the loss of each step, the rows and the whole parameters.
+
+    Args:
+        folder: The dataset.
+        shape: The shape of the mesh; None for DDP over all ranks.
+        names: The names of its dimensions.
+        batch: Rows of a rank's batch.
+        accumulate: Batches of a step.
+        epochs: Number of epochs.
+        checkpoints: The checkpoint_dir.
+        dies: The step at which rank 1 kills itself.
+    """
+    losses, rows = [], []
+
+    def watched(model, batch):
+        if dies == len(losses) and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = loss_of(model, batch)
+        losses.append(float(loss.detach()))
+        rows.append(batch["row_id"].tolist())
+        return loss
+
+    def run():
+        torch.manual_seed(0)
+        model, dp = Network(), None
+        whole, dp = mesh_of(shape, names) if shape else (None, None)
+        if shape:
+            if "tp" in names and whole["tp"].size() > 1:
+                plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+                if names == HSDP:  # Then the parameters are on two different meshes.
+                    plan = {"first": ColwiseParallel(output_layouts=Replicate())}
+                parallelize_module(model, whole["tp"], plan)
+            fully_shard(model.first, mesh=dp)
+            fully_shard(model, mesh=dp)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        loader = make_loader(make_dataset(folder, cache=None), batch, mesh=dp)
+        held_out = make_loader(make_dataset(folder, cache=None), 50, shuffle=False, mesh=dp)
+        history = fit(
+            model,
+            optimizer,
+            loader,
+            watched,
+            epochs=epochs,
+            precision="fp32",
+            accumulate=accumulate,
+            clip_grad_norm=0.5,
+            checkpoint_dir=checkpoints,
+            checkpoint_every=4 if checkpoints else None,
+            evaluate=lambda model: evaluate_over(model, held_out, error_of),
+            progress=False,
+        )
+        tensors = (each.full_tensor() if shape else each for each in model.parameters())
+        return history, losses, rows, torch.cat([each.detach().ravel() for each in tensors])
+
+    return group_ended(run)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    ("shape", "names"), [((4,), ("dp_shard",)), ((2, 2), ("dp_replicate", "dp_shard")), ((4, 2), DP), ((2, 2, 2), HSDP)]
+)
+def test_sharded_models_train_like_ddp(ranks, folder, shape, names, accumulate):
+    every = int(np.prod(shape))
+    expected = ranks(4, train, folder, accumulate=accumulate)
+    found = ranks(every, train, folder, shape, names, accumulate=accumulate)
+    errors = [answer for answer in found + expected if isinstance(answer, Exception)]
+    assert not errors, errors
+    peers = every // 4
+    for rank, (history, losses, rows, weights) in enumerate(found):
+        theirs = expected[rank // peers]
+        assert len(losses) >= 20
+        assert rows == theirs[2]
+        np.testing.assert_allclose(losses, theirs[1], rtol=0, atol=1e-6)
+        for name in ("loss", "error"):
+            assert history[0][name] == pytest.approx(theirs[0][0][name], abs=1e-6)
+        assert history[0]["rows"] == theirs[0][0]["rows"]
+        torch.testing.assert_close(weights, theirs[3], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "fewer"),
+    [((4,), ("dp_shard",), (2,)), ((2, 2), ("dp_replicate", "dp_shard"), (1, 2)), ((2, 2), DP, (1, 2))],
+)
+def test_a_killed_run_resumes_on_two_ranks(ranks, folder, tmp_path, shape, names, fewer):
+    dp = shape[0] if names == DP else 4
+    start = {"batch": 16 // dp, "checkpoints": str(tmp_path / "checkpoints")}
+    whole = ranks(4, train, folder, shape, names, batch=16 // dp)
+    killed = ranks(4, train, folder, shape, names, dies=10, **start)
+    assert isinstance(killed[1], LostError)
+    assert max(path.name for path in (tmp_path / "checkpoints").iterdir()) == "checkpoint-000002"
+    resumed = ranks(2, train, folder, fewer, names, **{**start, "batch": 16 // (1 if names == DP else 2)})
+    assert not [answer for answer in resumed if isinstance(answer, Exception)], resumed
+    begun = whole[:: 2 if names == DP else 1]
+    rows = [step for answer in begun for step in answer[2][:8]] + [
+        step for answer in (resumed[:1] if names == DP else resumed) for step in answer[2]
+    ]
+    assert Counter(chain(*rows)) == Counter(range(N))
+    assert resumed[0][0][0]["loss"] == pytest.approx(whole[0][0][0]["loss"], abs=1e-5)
+    torch.testing.assert_close(resumed[0][3], whole[0][3], rtol=0, atol=1e-5)
+
+
+def refused_models(folder):
+    def run():
+        whole, dp = mesh_of((2, 2), DP)
+        loader, errors = make_loader(make_dataset(folder, cache=None), BATCH, mesh=dp), []
+        other = make_loader(make_dataset(folder, cache=None), BATCH, world=World(dp.get_local_rank(), 2))
+        tensor_parallel, partly, fully = (Network() for _ in range(3))
+        parallelize_module(tensor_parallel, whole["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        fully_shard(partly.first, mesh=dp)
+        fully_shard(fully, mesh=dp)
+        for model, chosen, options in (
+            (tensor_parallel, loader, {}),
+            (partly, loader, {}),
+            (fully, loader, {"comm_hook": "fp16"}),
+            (Network(), other, {}),
+        ):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            try:
+                fit(model, optimizer, chosen, loss_of, epochs=1, precision="fp32", progress=False, **options)
+            except ConfigError as error:
+                errors.append(str(error))
+        return errors
+
+    return group_ended(run)
+
+
+def test_models_whose_gradients_would_not_be_exchanged(ranks, folder):
+    for tensor_parallel, partly, hook, group in ranks(4, refused_models, folder):
+        assert "fully_shard has not been called" in tensor_parallel
+        assert "parameter 'second.weight' is not sharded" in partly
+        assert "fully_shard(model, mesh=mesh) on the whole model" in partly
+        assert "comm_hook='fp16' is for DDP" in hook
+        assert "the loader has 2 data-parallel ranks, but the process group has 4" in group
+
+
+def exchanges(folder):
+    def run():
+        _, dp = mesh_of((2,), ("dp",))
+        model, wanted = fully_shard(Network(), mesh=dp), []
+        original = model.set_requires_gradient_sync
+        model.set_requires_gradient_sync = lambda wants, **options: (wanted.append(wants), original(wants, **options))
+        loader = make_loader(make_dataset(folder, cache=None), 20, mesh=dp)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fit(model, optimizer, loader, loss_of, epochs=1, accumulate=3, precision="fp32", progress=False)
+        return wanted
+
+    return group_ended(run)
+
+
+def test_gradients_are_exchanged_once_a_step(ranks, folder):
+    assert ranks(2, exchanges, folder) == [[False, False, True] * 3] * 2
