@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -141,7 +142,7 @@ class World:
             raise ConfigError(
                 f"the host of rank {self.rank} has {self.local_world_size} of {self.world_size} ranks, so others have "
                 "fewer or more, which the launcher does not say: start with torchrun or srun, or pass "
-                "world=World(rank, world_size, local_rank, local_world_size, node_sizes=(ranks of node 0, …))"
+                "num_streams=1, or world=World(rank, world_size, local_rank, local_world_size, node_sizes=(…))"
             )
         return self.num_nodes or 1
 
@@ -244,6 +245,11 @@ def _launched(environ: Mapping[str, str], launcher: Launcher) -> World:
         )
     node, num_nodes = _integer(environ, *launcher.node), _integer(environ, *launcher.num_nodes)
     local_size, sizes = _integer(environ, *launcher.local_world_size), None
+    if node is not None and local_size is not None and num_nodes is None and node != (rank or 0) // local_size:
+        raise ConfigError(
+            f"rank {rank} is on node {node} of {local_size} ranks: nodes have unequal numbers of ranks, or their ranks "
+            "are not neighbours. Start equally many on each node, or set GROUP_WORLD_SIZE to the number of nodes"
+        )
     if launcher.name == "Slurm":
         tasks = _tasks_per_node(environ, world_size, num_nodes)
         local_size = tasks[node] if tasks and node is not None and node < len(tasks) else None
@@ -273,6 +279,12 @@ def _unequal(world_size: int, local_size: int, node: int | None, num_nodes: int)
         return (other, local_size) if node else (local_size, other)
     if world_size % num_nodes:
         return (1,) * world_size  # Every rank can tell that nodes are unequal: each reads a stream of its own.
+    _warn_of_unequal_nodes(world_size, local_size, num_nodes)
+    return (world_size // num_nodes,) * num_nodes
+
+
+@cache
+def _warn_of_unequal_nodes(world_size: int, local_size: int, num_nodes: int) -> None:
     log.warning(
         "this node has %d of %d ranks, but nodes of %d ranks take all %d nodes for equal: several nodes will read the "
         "same rows. Start equally many ranks on each node, or pass world=World(..., node_sizes=...)",
@@ -281,7 +293,6 @@ def _unequal(world_size: int, local_size: int, node: int | None, num_nodes: int)
         world_size // num_nodes,
         num_nodes,
     )
-    return (world_size // num_nodes,) * num_nodes
 
 
 def _on_one_host(environ: Mapping[str, str], world_size: int) -> int | None:

@@ -144,7 +144,7 @@ def make_loader(
 def _sampler(
     dataset: Dataset, world: World, batch_size: int, num_streams: int | None, window: int | None, **order: Any
 ) -> TrainerSampler:
-    nodes = world.num_streams
+    nodes = 1 if num_streams == 1 else world.num_streams
     streams = num_streams or nodes
     log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), streams)
     sampler = TrainerSampler(

@@ -31,7 +31,7 @@ def world_of(world: World | None, mesh: DeviceMesh | None) -> World:
     elif world is None:
         world = World.detect()
         check_data_parallel(world.world_size)
-    if world.num_nodes is None and world.rank == 0:
+    if world.num_nodes is None and world.rank == 0 and first_of_peers(mesh):
         _warn_of_unknown_nodes(world.world_size)
     return world
 
@@ -53,7 +53,8 @@ def check_data_parallel(world_size: int, *, search: bool = True) -> None:
     if search and world.world_size > 1 and (argument := _missing_argument()) is not None:
         raise ConfigError(
             f"the {world.world_size} ranks are not all data-parallel: some need equal batches, but this loader would "
-            f"give each its own rows. Write make_loader(..., {argument})"
+            f"give each its own rows. Write make_loader(..., {argument}), or world=World.detect() if all ranks are "
+            "data-parallel"
         )
 
 
@@ -66,14 +67,17 @@ def _missing_argument() -> str | None:
     """Return the argument that a loader needs if this program's ranks are not all data-parallel, else None."""
     state = sys.modules.get("accelerate.state")
     if state is not None and state.is_initialized():
-        config = state.AcceleratorState().parallelism_config
+        config = getattr(state.AcceleratorState(), "parallelism_config", None)
         peers = 1 if config is None else config.non_data_parallel_size
         if peers > 1:
             mesh = state.AcceleratorState().device_mesh
             if mesh is None:  # DeepSpeed has the groups
                 return f"world=World(rank // {peers}, world_size // {peers})"
             return data_parallel_argument(mesh, "accelerator.torch_device_mesh")
-    meshes = [mesh for mesh in _device_meshes() if model_parallel_dims(mesh)]
+    if not _model_parallel_meshes():
+        return None
+    gc.collect()  # Meshes of an earlier phase are in reference cycles.
+    meshes = _model_parallel_meshes()
     if not meshes:
         return None
     whole = max(meshes, key=lambda mesh: mesh.ndim)
@@ -81,11 +85,15 @@ def _missing_argument() -> str | None:
     return data_parallel_argument(whole, "self.device_mesh" if lightning else "mesh")
 
 
-def _device_meshes() -> list[Any]:
-    """Return the meshes of this process. torch has no list of them, so the garbage collector finds them."""
+def _model_parallel_meshes() -> list[Any]:
+    """Return the meshes of this process with dimensions that are not data-parallel.
+
+    torch has no list of meshes, so the garbage collector finds them.
+    """
     module = sys.modules.get("torch.distributed.device_mesh")
     kind = getattr(module, "DeviceMesh", None)
-    return [] if kind is None else [each for each in gc.get_objects() if type(each) is kind]
+    meshes = [] if kind is None else [each for each in gc.get_objects() if type(each) is kind]
+    return [mesh for mesh in meshes if model_parallel_dims(mesh)]
 
 
 @cache

@@ -18,7 +18,7 @@ from dataload.train.checkpoint import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, is_first, process_group, replicate
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
-from dataload.train.modules import ModuleSelector, recomputed
+from dataload.train.modules import ModuleSelector, begin_training, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.profiling import traced
 from dataload.train.sharded import check_sharded, is_sharded
@@ -134,13 +134,13 @@ def fit(
         [32, 32]
     """
     _check_arguments(comm_hook, checkpoint_every, loader)
-    mesh = getattr(loader, "mesh", None) if mesh is None else mesh
+    mesh = loader.mesh if mesh is None and isinstance(loader, Loader) else mesh
     world = World.detect() if mesh is None else World.from_mesh(mesh)
-    device = device_of(world, device)
+    device = device_of(World.detect(), device)
     steps = OptimizerStep(model, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler)
     with ExitStack() as stack:
         stack.enter_context(process_group(world, device, timeout))
-        _check_ranks(loader, world)
+        _check_ranks(loader, world, mesh)
         loop = TrainingLoop(
             model.to(device),
             loader,
@@ -185,9 +185,10 @@ def _distribute(
     static_graph: bool,
 ) -> None:
     """Let the steps average gradients over the ranks: a sharded model does it by itself, another one is replicated."""
+    begin_training(model)
     steps.ranks = world.world_size
     if is_sharded(model):
-        check_sharded(model, comm_hook, world.world_size)
+        check_sharded(model, comm_hook, mesh, world.world_size)
         steps.sharded = model
     elif world.world_size > 1:
         replica = replicate(model, steps.device, mesh, comm_hook=comm_hook, static_graph=static_graph)
@@ -218,14 +219,15 @@ def _even_batches(loader: Any) -> bool:
     return None not in sizes and len(set(sizes)) == 1
 
 
-def _check_ranks(loader: Any, world: World) -> None:
+def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
     """Raise ConfigError unless the ranks of a loader of this package are the data-parallel ranks of the run."""
     agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
     if isinstance(loader, Loader):
         ranks, sampler = world.world_size, loader.sampler
-        if sampler.num_replicas < ranks:
+        is_equal = (sampler.num_replicas, sampler.rank) == (ranks, world.rank)
+        if (mesh is not None and not all(gather(is_equal))) or (loader.detected and sampler.num_replicas < ranks):
             raise ConfigError(
-                f"the loader has {sampler.num_replicas} data-parallel ranks, but the process group has {ranks}: if "
-                "ranks need equal batches, write make_loader(..., mesh=mesh) with the mesh of the data-parallel ones"
+                f"this is data-parallel rank {world.rank} of {ranks}, but the loader has rank {sampler.rank} of "
+                f"{sampler.num_replicas}: write make_loader(..., mesh=mesh) with the mesh of the data-parallel ranks"
             )
         agree("the order of the loader's rows", (sampler.num_replicas, sampler.num_nodes, sampler.order.num_streams))

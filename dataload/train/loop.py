@@ -22,7 +22,7 @@ from dataload.train.checkpoint import Checkpoints, load
 from dataload.train.distributed import agree, gather, share_buffers
 from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, progress_bar, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
-from dataload.train.modules import begin_training, evaluating
+from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, feed
 from dataload.train.sharded import reshard
@@ -125,7 +125,6 @@ class TrainingLoop:
 
     def run(self, epochs: int, *, show_progress: bool) -> None:
         """Train until `epochs` epochs are done, those before a resume included."""
-        begin_training(self.model)
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
             target: Any = self.loader if hasattr(self.loader, "set_epoch") else getattr(self.loader, "sampler", None)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -28,14 +29,26 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def check_sharded(model: nn.Module, comm_hook: str | None, world_size: int) -> None:
-    """Raise ConfigError unless the data-parallel ranks exchange the gradient of each parameter of a sharded model."""
+def check_sharded(model: nn.Module, comm_hook: str | None, mesh: DeviceMesh | None, world_size: int) -> None:
+    """Raise ConfigError unless the data-parallel ranks exchange the gradient of each parameter of a sharded model.
+
+    Args:
+        model: The model.
+        comm_hook: The argument of `fit`, which is for DDP.
+        mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
+        world_size: Number of data-parallel ranks.
+    """
     if comm_hook is not None:
         raise ConfigError(f"comm_hook={comm_hook!r} is for DDP: leave it out for a model that is sharded")
+    ranks = set(range(world_size)) if mesh is None else _ranks_in(mesh)
+    partial = [
+        name
+        for name, each in model.named_parameters()
+        if each.requires_grad and not (isinstance(each, DTensor) and ranks <= _ranks_in(each.device_mesh))
+    ]
     fsdp = _fsdp_modules(model)
-    plain = [name for name, each in model.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
-    if world_size > 1 and (plain or not fsdp):
-        kind = f"parameter {plain[0]!r} is not sharded" if plain else "fully_shard has not been called"
+    if world_size > 1 and (partial or not fsdp):
+        kind = f"parameter {partial[0]!r} is not sharded over them" if fsdp else "fully_shard has not been called"
         raise ConfigError(
             f"{kind}, so the {world_size} data-parallel ranks would not exchange its gradient: call "
             "fully_shard(model, mesh=mesh) on the whole model, with the mesh of its data-parallel dimensions"
@@ -46,6 +59,10 @@ def exchange_gradients(model: nn.Module, exchange: bool) -> None:
     """Set whether the next backward exchanges gradients between ranks, or only accumulates them."""
     for module in _fsdp_modules(model):
         module.set_requires_gradient_sync(exchange, recurse=False)
+
+
+def _ranks_in(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:

@@ -98,6 +98,14 @@ EVERY = [torchrun, srun, deepspeed, open_mpi, mpich, ray, exported]
 KNOWING = [torchrun, srun, deepspeed, exported]  # the number of nodes
 
 
+def test_the_number_of_a_node_shows_unequal_nodes() -> None:
+    """Ray Train says the node of a rank, but not how many nodes there are. Nodes of 2, 1 and 1 ranks."""
+    ray = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "1"}
+    with pytest.raises(ConfigError, match="rank 2 is on node 1 of 1 ranks: nodes have unequal"):
+        read_environment(ray)
+    assert read_environment({**ray, "NODE_RANK": "2"}).num_nodes == 4
+
+
 @pytest.mark.parametrize("launcher", EVERY)
 def test_equal_nodes(launcher: Any) -> None:
     expected = [World(rank, 8, local, 2) for rank, _, local in places(EQUAL)]
@@ -113,7 +121,7 @@ def test_unequal_nodes(launcher: Any) -> None:
     assert {(world.num_nodes, world.num_streams, world.host_by_host) for world in found} == {(2, 4, True)}
 
 
-@pytest.mark.parametrize("launcher", [open_mpi, mpich, ray])
+@pytest.mark.parametrize("launcher", [open_mpi, mpich])
 def test_unequal_nodes_that_other_ranks_cannot_know(launcher: Any) -> None:
     first = worlds(launcher, UNEQUAL)[0]
     with pytest.raises(ConfigError, match=r"host of rank 0 has 3 of 4 ranks.*node_sizes="):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import signal
 from collections import Counter
 from itertools import chain, islice
@@ -294,16 +295,20 @@ def refused_models(folder):
     def run():
         whole, dp = mesh_of((2, 2), DP)
         loader, errors = make_loader(make_dataset(folder, cache=None), BATCH, mesh=dp), []
-        other = make_loader(make_dataset(folder, cache=None), BATCH, world=World(dp.get_local_rank(), 2))
-        tensor_parallel, partly, fully = (Network() for _ in range(3))
+        other = make_loader(make_dataset(folder, cache=None), BATCH, world=World(dist.get_rank(), 4))
+        _, both = mesh_of((2, 2), HSDP[:2])
+        replicated = make_loader(make_dataset(folder, cache=None), BATCH, mesh=both)
+        tensor_parallel, partly, fully, one_dimension = (Network() for _ in range(4))
         parallelize_module(tensor_parallel, whole["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
         fully_shard(partly.first, mesh=dp)
         fully_shard(fully, mesh=dp)
+        fully_shard(one_dimension, mesh=both["dp_shard"])
         for model, chosen, options in (
             (tensor_parallel, loader, {}),
             (partly, loader, {}),
             (fully, loader, {"comm_hook": "fp16"}),
-            (Network(), other, {}),
+            (Network(), other, {"mesh": dp}),
+            (one_dimension, replicated, {}),
         ):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             try:
@@ -316,12 +321,32 @@ def refused_models(folder):
 
 
 def test_models_whose_gradients_would_not_be_exchanged(ranks, folder):
-    for tensor_parallel, partly, hook, group in ranks(4, refused_models, folder):
+    for tensor_parallel, partly, hook, other, one_dimension in ranks(4, refused_models, folder):
         assert "fully_shard has not been called" in tensor_parallel
         assert "parameter 'second.weight' is not sharded" in partly
         assert "fully_shard(model, mesh=mesh) on the whole model" in partly
         assert "comm_hook='fp16' is for DDP" in hook
-        assert "the loader has 2 data-parallel ranks, but the process group has 4" in group
+        assert re.search(r"this is data-parallel rank \d of 2, but the loader has rank \d of 4", other)
+        assert "parameter 'first.weight' is not sharded over them" in one_dimension
+
+
+def in_evaluation_mode(folder):
+    def run():
+        model, modes = Network().eval(), []
+
+        def loss(model, batch):
+            modes.append(model.training)
+            return loss_of(model, batch)
+
+        loader = make_loader(make_dataset(folder, cache=None), BATCH)
+        fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, precision="fp32", progress=False)
+        return all(modes)
+
+    return group_ended(run)
+
+
+def test_a_model_that_was_in_evaluation_mode_trains_in_training_mode(ranks, folder):
+    assert ranks(2, in_evaluation_mode, folder) == [True, True]
 
 
 def exchanges(folder):
