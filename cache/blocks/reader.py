@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -117,10 +117,7 @@ class Blocks(ForkAware):
             whole[low - start : high - start] = self._block(obj, number, (low - first, high - first))
 
         pending = [self.submit(copy, number) for number in numbers]
-        with doing("origin"):
-            wait(pending)
-        for future in pending:
-            future.result()
+        wait_for_origin(pending)
         return whole.toreadonly()
 
     def _interruptibly(self, obj: Object, number: int, span: Span) -> memoryview:
@@ -221,3 +218,11 @@ class Blocks(ForkAware):
     def _prefetch(self, obj: Object, number: int) -> None:
         with suppress(NoRoomError):
             self._block(obj, number, (0, 0), keep=True)
+
+
+def wait_for_origin(pending: Sequence[Future[Any]]) -> None:
+    """Wait until all of these fetches are done. Raise the exception of the first that failed."""
+    with doing("origin"):
+        wait(pending)
+    for future in pending:
+        future.result()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Object
+from dataload.cache.blocks.reader import Object, wait_for_origin
 from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.telemetry.wait_timeline import doing
@@ -56,22 +56,20 @@ class RangeStream(io.RawIOBase):
         self._position = 0
         self.held = sum(stop - start for start, stop in ranges) <= capacity
         self._share = capacity // max(1, len(ranges))
+        self._memory: dict[int, memoryview] = {}  # of the held ranges, by first byte
+        self._pieces: dict[int, _Piece] = {}  # by first byte
         if ranges and ranges[-1][1] > obj.size:
             raise DataError(
                 f"{obj.path}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
             )
-        self._memory = {start: _allocate(stop - start) for start, stop in ranges if self.held}
-        self._pieces: dict[int, _Piece] = {}  # by first byte
         for start, stop in ranges:
+            if self.held:
+                self._memory[start] = _allocate(stop - start)
             self._read_ahead(start, start, stop)
 
     def wait(self) -> None:
         """Block until all pending fetches are done. Raise the exception of the first that failed."""
-        pending = [piece.fetched for piece in self._pieces.values()]
-        with doing("origin"):
-            wait(pending)
-        for future in pending:
-            future.result()
+        wait_for_origin([piece.fetched for piece in self._pieces.values()])
 
     def readable(self) -> bool:
         return True
@@ -117,15 +115,14 @@ class RangeStream(io.RawIOBase):
         size = self._piece(start, stop)
         begin = start + (first - start) // size * size
         self._read_ahead(begin, start, stop)
-        parts = []
-        for position in range(begin, last, size):
+        positions = range(begin, last, size)
+        for position in positions:
             self._read_ahead(position, start, stop)
-            memory, fetched = self._pieces[position]
             with doing("origin"):
-                fetched.result()
-            parts.append(memory[max(first, position) - position : last - position])
+                self._pieces[position].fetched.result()
         if self.held:
             return self._memory[start][first - start : last - start]
+        parts = [self._pieces[position].memory[max(first - position, 0) : last - position] for position in positions]
         for consumed in [position for position in self._pieces if start <= position <= last - size]:
             del self._pieces[consumed]
         return parts[0] if len(parts) == 1 else b"".join(parts)

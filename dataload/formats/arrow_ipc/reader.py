@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate, chain
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.blocks.reader import Blocks, Object, wait_for_origin
 from dataload.cache.tier import Span
 from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, Message, map_errors, unpack
 from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import pieces
-from dataload.telemetry.wait_timeline import doing
 
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
 
@@ -131,10 +129,7 @@ class ArrowFooter:
                     for start, stop in requests
                 ]
         target[starts[-1] :] = END_OF_STREAM
-        with doing("origin"):
-            wait(pending)
-        for future in pending:
-            future.result()
+        wait_for_origin(pending)
         return buffer
 
     def _own_columns(self, columns: Sequence[str]) -> list[str]:
