@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat, map_columns, map_tensors, map_values
+from dataload.train.checkpoint.state import host_copy, rng_state, set_rng_state
 from dataload.train.distributed import device_of, gather, process_group
 from dataload.train.modules import begin_training, modes_kept
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.rank_batches import num_rows
-from dataload.train.state import host_copy, rng_state, set_rng_state
 from dataload.world import World
 
 REPEATS = 5  # steps of each size; the first one is a warm-up and is not timed

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
-from dataload.train.checkpoint import Checkpoints
+from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, is_first, process_group, replicate
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor

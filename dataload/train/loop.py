@@ -18,7 +18,8 @@ from dataload.errors import ConfigError
 from dataload.rows.collate import map_tensors
 from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
-from dataload.train.checkpoint import Checkpoints, load
+from dataload.train.checkpoint.checkpoints import Checkpoints, load
+from dataload.train.checkpoint.state import all_equal, rng_state, set_rng_state
 from dataload.train.distributed import agree, gather, share_buffers
 from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, progress_bar, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
@@ -26,7 +27,6 @@ from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.rank_batches import RankBatch, batches_on, feed
 from dataload.train.sharded import reshard
-from dataload.train.state import all_equal, rng_state, set_rng_state
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 

@@ -22,8 +22,8 @@ from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.rows.collate import Flat
 from dataload.train import batch_size, evaluate_over, evaluation, find_batch_size, rank_batches
+from dataload.train.checkpoint.state import all_equal, host_copy, rng_state
 from dataload.train.distributed import process_group
-from dataload.train.state import all_equal, host_copy, rng_state
 from dataload.world import World
 
 N = 301

@@ -12,8 +12,8 @@ from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import build, in_order, squared_error, train_in_order
 
 from dataload.errors import ConfigError
-from dataload.train import checkpoint, shared_folder
-from dataload.train.checkpoint import Checkpoints
+from dataload.train.checkpoint import checkpoints, shared_folder
+from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.harness import fit
 from dataload.world import World
 
@@ -113,7 +113,7 @@ def test_a_checkpoint_that_lacks_files_is_not_published(ranks, tmp_path):
 
 def fit_with_a_stale_entry(folder):
     """Train with an entry in the first checkpoint that is listed but missing until rank 0 pauses."""
-    written, first = checkpoint.dcp_save, World.detect().rank == 0
+    written, first = checkpoints.dcp_save, World.detect().rank == 0
     stale = folder / ".checkpoint-000001" / "stale"
 
     def write(*args, **kwargs):
@@ -125,7 +125,7 @@ def fit_with_a_stale_entry(folder):
         if first:
             stale.unlink()
 
-    checkpoint.dcp_save, shared_folder.sleep = write, pause
+    checkpoints.dcp_save, shared_folder.sleep = write, pause
     train_in_order(4, checkpoint_dir=folder)
 
 
@@ -135,27 +135,27 @@ def test_an_entry_that_is_listed_but_missing_is_looked_up_again(ranks, tmp_path)
 
 
 def test_a_checkpoint_that_cannot_be_listed_is_not_published(tmp_path, monkeypatch):
-    written = checkpoint.dcp_save
+    written = checkpoints.dcp_save
 
     def add_a_stale_entry(*args, **kwargs):
         written(*args, **kwargs)
         (tmp_path / ".checkpoint-000001" / "stale").symlink_to("missing")
 
-    monkeypatch.setattr(checkpoint, "dcp_save", add_a_stale_entry)
+    monkeypatch.setattr(checkpoints, "dcp_save", add_a_stale_entry)
     with pytest.raises(ConfigError, match=r"\.checkpoint-000001 cannot be checked.*No such file or directory.*stale"):
         Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
     assert names(tmp_path) == [".checkpoint-000001"]
 
 
 def test_a_checkpoint_with_a_file_cut_short_is_not_published(tmp_path, monkeypatch):
-    written = checkpoint.dcp_save
+    written = checkpoints.dcp_save
 
     def cut_short(*args, **kwargs):
         written(*args, **kwargs)
         (file,) = tmp_path.glob(".checkpoint-*/*.distcp")
         os.truncate(file, file.stat().st_size - 1)
 
-    monkeypatch.setattr(checkpoint, "dcp_save", cut_short)
+    monkeypatch.setattr(checkpoints, "dcp_save", cut_short)
     with pytest.raises(ConfigError, match=r"does not see all of __0_0\.distcp"):
         Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
     assert names(tmp_path) == [".checkpoint-000001"]
@@ -187,7 +187,7 @@ def fit_with_trouble_on_rank_0(folder, name, error):
         raise error
 
     if World.detect().rank == 0:
-        setattr(getattr(checkpoint, owner) if owner else checkpoint, attribute, fail)
+        setattr(getattr(checkpoints, owner) if owner else checkpoints, attribute, fail)
     train_in_order(4, checkpoint_dir=folder)
 
 
@@ -200,14 +200,14 @@ def fit_with_trouble_on_rank_0(folder, name, error):
     ],
 )
 def test_what_fails_on_rank_0_alone_is_raised_on_all_ranks(ranks, tmp_path, name, error, kind):
-    (tmp_path / f"{checkpoint.UNFINISHED}000001").mkdir()
+    (tmp_path / f"{checkpoints.UNFINISHED}000001").mkdir()
     for raised in ranks(2, fit_with_trouble_on_rank_0, tmp_path, name, error):
         assert isinstance(raised, kind)
         assert "on purpose" in str(raised)
 
 
 def test_probes_of_the_killed_are_swept_away(ranks, tmp_path):
-    (tmp_path / f"{checkpoint.UNFINISHED}probe-0123").mkdir()
+    (tmp_path / f"{checkpoints.UNFINISHED}probe-0123").mkdir()
     assert ranks(2, fit_with_folder, (tmp_path, tmp_path)) == [None, None]
     assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
 
@@ -219,7 +219,7 @@ def fit_with_probes_swept(folder):
     def look_then_sweep(objection):
         objections = found(objection)
         if World.detect().rank == 0:
-            for probe in folder.glob(f"{checkpoint.UNFINISHED}probe-*"):
+            for probe in folder.glob(f"{checkpoints.UNFINISHED}probe-*"):
                 probe.rmdir()
         return objections
 

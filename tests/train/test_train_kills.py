@@ -23,7 +23,7 @@ from torch import nn
 
 from dataload.dataset import make_dataset
 from dataload.loader import make_loader
-from dataload.train.checkpoint import NAME, REST
+from dataload.train.checkpoint.checkpoints import NAME, REST
 from dataload.train.harness import fit
 from dataload.world import World
 

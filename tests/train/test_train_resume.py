@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
-from dataload.train import state
-from dataload.train.checkpoint import REST, Checkpoints, load
+from dataload.train.checkpoint import state
+from dataload.train.checkpoint.checkpoints import REST, Checkpoints, load
 from dataload.train.harness import fit
 from dataload.world import World
 

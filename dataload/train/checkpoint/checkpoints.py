@@ -26,10 +26,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dataload.cache.local.durable_file import sync_folder
 from dataload.errors import ConfigError
-from dataload.train.distributed import agree, on_first
-from dataload.train.sharded import allocator
-from dataload.train.shared_folder import last_objections, require_shared
-from dataload.train.state import (
+from dataload.train.checkpoint.shared_folder import last_objections, require_shared
+from dataload.train.checkpoint.state import (
     MetadataUnpickler,
     load_plain,
     map_leaves,
@@ -38,6 +36,8 @@ from dataload.train.state import (
     to_meta,
     to_plain,
 )
+from dataload.train.distributed import agree, on_first
+from dataload.train.sharded import allocator
 
 REST = "rest.pt"
 NAME = re.compile(r"checkpoint-(\d+)")
