@@ -85,7 +85,7 @@ wheel: setup
 
 # Pin the newest versions that pyproject.toml allows; torch stays at the pinned release.
 constraints: setup
-	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group browser
+	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager "torch==2.13.0" --editable ".[demo,bench,report]" --group dev --group browser --group trainers
 	$(BIN)/python -m pip freeze --all --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:

@@ -40,15 +40,14 @@ def ravel(coordinate: Sequence[int], shape: Sequence[int]) -> int:
     return number
 
 
-def ranks_together(mesh: DeviceMesh, node_sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the lengths of the runs of data-parallel ranks that are on the same nodes.
+def data_parallel_ranks(mesh: DeviceMesh, num_ranks: int) -> list[int] | None:
+    """Return the data-parallel rank of each of `num_ranks` ranks. All ranks return the same.
 
-    A data-parallel rank is on several nodes if its model-parallel peers are. The strides of the data-parallel
-    dimensions determine the other dimensions of the whole mesh, so all ranks return the same.
+    The strides of the data-parallel dimensions determine the other dimensions of the whole mesh.
 
     Args:
         mesh: The data-parallel dimensions of a mesh of all ranks.
-        node_sizes: Ranks on each node.
+        num_ranks: Ranks of the whole mesh.
 
     Returns:
         None if the mesh is not a regular grid, so that it does not determine the other ranks.
@@ -62,8 +61,20 @@ def ranks_together(mesh: DeviceMesh, node_sizes: Sequence[int]) -> tuple[int, ..
 
     if min(strides) < 1 or list(map(number, own)) != list(range(len(own))):
         return None
+    return list(map(number, range(num_ranks)))
+
+
+def ranks_together(ranks: Sequence[int], node_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths of the runs of data-parallel ranks that are on the same nodes.
+
+    A data-parallel rank is on several nodes if its model-parallel peers are.
+
+    Args:
+        ranks: The data-parallel rank of each process.
+        node_sizes: Processes on each node.
+    """
     ends = list(accumulate(node_sizes))
-    nodes: list[set[int]] = [set() for _ in own]
-    for rank in range(ends[-1]):
-        nodes[number(rank)].add(bisect_right(ends, rank))
+    nodes: list[set[int]] = [set() for _ in range(max(ranks) + 1)]
+    for process, rank in enumerate(ranks):
+        nodes[rank].add(bisect_right(ends, process))
     return tuple(len(list(run)) for _, run in groupby(nodes))

@@ -2,73 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import re
 import sys
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from dataload.errors import ConfigError
-from dataload.mesh import data_parallel_argument, model_parallel_dims, ranks_together, ravel
+from dataload.launchers import LAUNCHERS, integer, launched, on_one_host
+from dataload.mesh import data_parallel_argument, data_parallel_ranks, model_parallel_dims, ranks_together, ravel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-log = logging.getLogger(__name__)
-
-
-class Launcher(NamedTuple):
-    """The variables of a launcher. The first name that is set counts."""
-
-    name: str
-    rank: str
-    world_size: str
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...] = ()
-    node: tuple[str, ...] = ()
-    num_nodes: tuple[str, ...] = ()
-
-
-# The most trusted launcher first. The variables of the first are those of torchrun; Ray Train and DeepSpeed set some of
-# them (Ray Train NODE_RANK, DeepSpeed LOCAL_SIZE, CROSS_RANK and CROSS_SIZE), and accelerate starts torchrun.
-# Only srun sets Slurm's *step* size: in a bare sbatch script SLURM_PROCID is 0 although the job has many tasks.
-LAUNCHERS = (
-    Launcher(
-        "torchrun",
-        "RANK",
-        "WORLD_SIZE",
-        ("LOCAL_RANK",),
-        ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
-        ("GROUP_RANK", "CROSS_RANK", "NODE_RANK"),
-        ("GROUP_WORLD_SIZE", "CROSS_SIZE"),
-    ),
-    Launcher(
-        "Slurm",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
-        ("SLURM_LOCALID",),
-        node=("SLURM_NODEID",),
-        num_nodes=("SLURM_STEP_NUM_NODES",),
-    ),
-    Launcher(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        num_nodes=("OMPI_MCA_orte_num_nodes",),
-    ),
-    Launcher(
-        "MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    ),
-)
-LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
 @dataclass(frozen=True)
@@ -83,6 +31,8 @@ class World:
             then unknown.
         node_sizes: Ranks on each node, in the order of the ranks; the same on every rank. None: each node has
             local_world_size of them.
+        host_ranks: The ranks on this host; None: local_rank and local_world_size determine them. It is for ranks that
+            are not numbered host by host.
 
     Raises:
         ConfigError: The numbers contradict each other.
@@ -103,6 +53,7 @@ class World:
     local_rank: int | None = None
     local_world_size: int | None = None
     node_sizes: tuple[int, ...] | None = None
+    host_ranks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -114,6 +65,11 @@ class World:
             raise ConfigError(f"{local_size} ranks on one host cannot be part of a world of {self.world_size}")
         if self.local_rank is not None and not 0 <= self.local_rank < (local_size or self.world_size):
             raise ConfigError(f"local rank {self.local_rank} is not on a host of {local_size or self.world_size} ranks")
+        if self.host_ranks is not None and not {self.rank} <= set(self.host_ranks) <= set(range(self.world_size)):
+            raise ConfigError(
+                f"host_ranks={self.host_ranks} must have rank {self.rank} and only ranks of a world of "
+                f"{self.world_size}"
+            )
 
     @property
     def num_nodes(self) -> int | None:
@@ -148,11 +104,11 @@ class World:
 
     @property
     def node_share(self) -> float:
-        """Part of the rows that this rank's node reads, in (0, 1]."""
-        if self.node_sizes is None:
-            return 1 / (self.num_nodes or 1)
-        own = bisect_right(list(accumulate(self.node_sizes)), self.rank)
-        return self.node_sizes[own] / self.world_size
+        """Part of the rows that this rank's node reads, in (0, 1]: the streams of all ranks on it."""
+        nodes = self.num_nodes or 1
+        sizes = self.node_sizes or (self.world_size // nodes,) * nodes
+        ends = list(accumulate(sizes))
+        return sum(sizes[node] for node in {bisect_right(ends, rank) for rank in _host_ranks(self)}) / self.world_size
 
     @property
     def host_by_host(self) -> bool:
@@ -181,7 +137,7 @@ class World:
         # The process group knows the rank; only the launcher knows the host. Use the host if the two agree.
         if launched is not None and (launched.rank, launched.world_size) == group:
             return launched
-        return cls(*group, local_world_size=_on_one_host(os.environ, group[1]))
+        return cls(*group, local_world_size=on_one_host(os.environ, group[1]))
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> World:
@@ -207,12 +163,27 @@ class World:
             raise ConfigError(f"this process is not in {mesh}: pass the mesh of its own data-parallel dimensions")
         if model_parallel_dims(mesh):
             raise ConfigError(f"mesh has dimensions that are not data-parallel: pass {data_parallel_argument(mesh)}")
-        launched, sizes = cls.detect(), None
-        if launched.num_nodes is not None or launched.local_world_size is not None:
-            streams = launched.num_streams
-            sizes = ranks_together(mesh, launched.node_sizes or (launched.world_size // streams,) * streams)
-        local = (launched.local_rank, launched.local_world_size) if sizes else (None, None)
-        return cls(ravel(coordinate, mesh.shape), mesh.size(), *local, sizes)
+        rank, size, launched = ravel(coordinate, mesh.shape), mesh.size(), cls.detect()
+        ranks = data_parallel_ranks(mesh, launched.world_size)
+        if ranks is None or (launched.num_nodes is None and launched.local_world_size is None):
+            return cls(rank, size)
+        streams = launched.num_streams
+        sizes = ranks_together(ranks, launched.node_sizes or (launched.world_size // streams,) * streams)
+        here = {ranks[process] for process in _host_ranks(launched)}
+        return cls(rank, size, launched.local_rank, launched.local_world_size, sizes, tuple(sorted(here)))
+
+
+def _host_ranks(world: World) -> Iterable[int]:
+    """Return the ranks on the host of `world`, as far as they are known."""
+    if world.host_ranks is not None:
+        return world.host_ranks
+    if world.local_rank is None or world.local_world_size is None:
+        return (world.rank,)
+    if not world.host_by_host:
+        nodes = world.world_size // world.local_world_size
+        return range(world.rank % nodes, world.world_size, nodes)  # the usual other order: across the nodes
+    first = max(0, world.rank - world.local_rank)
+    return range(first, min(first + world.local_world_size, world.world_size))
 
 
 def read_environment(environ: Mapping[str, str]) -> World:
@@ -221,121 +192,16 @@ def read_environment(environ: Mapping[str, str]) -> World:
     Raises:
         ConfigError: The launcher announces more than one rank but not the rank of this process.
     """
-    announcing = (each for each in LAUNCHERS if _integer(environ, each.world_size) is not None)
+    announcing = (each for each in LAUNCHERS if integer(environ, each.world_size) is not None)
     if (first := next(announcing, None)) is not None:
-        world = _launched(environ, first)
+        world = World(*launched(environ, first))
         # A script that sets RANK and WORLD_SIZE from the variables of srun or MPI leaves the rest to those.
-        others = (_launched(environ, each) for each in announcing if world.num_nodes is None)
+        others = (World(*launched(environ, each)) for each in announcing if world.num_nodes is None)
         known = (other for other in others if other.num_nodes is not None)
         return next((o for o in known if (o.rank, o.world_size) == (world.rank, world.world_size)), world)
-    if _integer(environ, "RANK"):
+    if integer(environ, "RANK"):
         raise ConfigError(f"RANK={environ['RANK']} says that there are more ranks: set WORLD_SIZE too")
     return World(0, 1, 0, 1)
-
-
-def _launched(environ: Mapping[str, str], launcher: Launcher) -> World:
-    world_size = _integer(environ, launcher.world_size) or 1
-    rank, local_rank = _integer(environ, launcher.rank), _integer(environ, *launcher.local_rank)
-    if rank is None and environ.get("NODE_RANK", "0") == "0":
-        rank = local_rank  # Lightning's own launcher sets no RANK; on the first node it is the local rank.
-    if rank is None and world_size > 1:
-        raise ConfigError(
-            f"{launcher.name} announces {world_size} ranks ({launcher.world_size}={world_size}) but {launcher.rank} is "
-            f"not set: set {launcher.rank}, start with torchrun, or pass world=World(rank, world_size)"
-        )
-    node, num_nodes = _integer(environ, *launcher.node), _integer(environ, *launcher.num_nodes)
-    local_size, sizes = _integer(environ, *launcher.local_world_size), None
-    if node is not None and local_size is not None and num_nodes is None and node != (rank or 0) // local_size:
-        raise ConfigError(
-            f"rank {rank} is on node {node} of {local_size} ranks: nodes have unequal numbers of ranks, or their ranks "
-            "are not neighbours. Start equally many on each node, or set GROUP_WORLD_SIZE to the number of nodes"
-        )
-    if launcher.name == "Slurm":
-        tasks = _tasks_per_node(environ, world_size, num_nodes)
-        local_size = tasks[node] if tasks and node is not None and node < len(tasks) else None
-        if tasks and environ.get("SLURM_DISTRIBUTION", "block").partition(":")[0] not in ("block", "unknown"):
-            sizes = (1,) * world_size  # Tasks are not numbered node by node, so each reads a stream of its own.
-        elif len(set(tasks)) > 1:
-            sizes = tasks
-    elif local_size is not None and num_nodes is not None and local_size * num_nodes != world_size:
-        sizes = _unequal(world_size, local_size, node, num_nodes)
-    return World(rank or 0, world_size, local_rank, local_size or _on_one_host(environ, world_size), sizes)
-
-
-def _tasks_per_node(environ: Mapping[str, str], world_size: int, num_nodes: int | None) -> tuple[int, ...]:
-    """Return the tasks on each node of a Slurm step, such as (4, 4, 3) for "4(x2),3"; () if they are unknown."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in text.split(",")]
-    tasks = tuple(int(run[1]) for run in runs if run for _ in range(int(run[2] or 1)))
-    if all(runs) and sum(tasks) == world_size:
-        return tasks
-    return (world_size // num_nodes,) * num_nodes if num_nodes and world_size % num_nodes == 0 else ()
-
-
-def _unequal(world_size: int, local_size: int, node: int | None, num_nodes: int) -> tuple[int, ...]:
-    """Return node sizes on which all ranks agree, although each knows only the size of its own node."""
-    if num_nodes == 2:
-        other = world_size - local_size
-        return (other, local_size) if node else (local_size, other)
-    if world_size % num_nodes:
-        return (1,) * world_size  # Every rank can tell that nodes are unequal: each reads a stream of its own.
-    _warn_of_unequal_nodes(world_size, local_size, num_nodes)
-    return (world_size // num_nodes,) * num_nodes
-
-
-@cache
-def _warn_of_unequal_nodes(world_size: int, local_size: int, num_nodes: int) -> None:
-    log.warning(
-        "this node has %d of %d ranks, but nodes of %d ranks take all %d nodes for equal: several nodes will read the "
-        "same rows. Start equally many ranks on each node, or pass world=World(..., node_sizes=...)",
-        local_size,
-        world_size,
-        world_size // num_nodes,
-        num_nodes,
-    )
-
-
-def _on_one_host(environ: Mapping[str, str], world_size: int) -> int | None:
-    """Return `world_size` if all ranks are on this host, because they meet at a loopback address; else None."""
-    return world_size if LOOPBACK.fullmatch(environ.get("MASTER_ADDR", "")) else None
-
-
-def find_contradiction(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (contradiction, remedy) if launchers contradict each other in a readable environment, else None.
-
-    Raises:
-        ConfigError: As for `read_environment`.
-    """
-    announced = []
-    for each in LAUNCHERS:
-        rank, world_size = _integer(environ, each.rank), _integer(environ, each.world_size)
-        if rank is not None and world_size is not None:
-            announced.append((each.name, rank, world_size))
-    for launcher, rank, world_size in announced[1:]:
-        trusted, own, size = announced[0]
-        if size == world_size and own != rank:
-            return (
-                f"{trusted} says that this is rank {own} of {size}, {launcher} says rank {rank}",
-                f"start with one launcher, or unset the variables of {launcher}: {trusted} is believed",
-            )
-    tasks = _integer(environ, "SLURM_NTASKS")
-    if not announced and tasks is not None and tasks > 1:
-        return (
-            f"this is a Slurm job of {tasks} tasks (SLURM_NTASKS), but this process is not one of them",
-            "start the program with srun, or with torchrun",
-        )
-    return None
-
-
-def _integer(environ: Mapping[str, str], *names: str) -> int | None:
-    """Return the first of these variables that is set."""
-    name = next((name for name in names if environ.get(name)), None)
-    if name is None:
-        return None
-    try:
-        return int(environ[name])
-    except ValueError:
-        raise ConfigError(f"{name}={environ[name]!r} in the environment is not a whole number") from None
 
 
 def _process_group() -> tuple[int, int] | None:

@@ -53,8 +53,9 @@ class ShardedSampler(DistributedSampler[int]):
         window: Row groups shuffled together; see `Order`.
         batch_size: Rows of one batch of one rank.
         num_streams: Number of shards that each global batch draws on equally; see `Order`.
-        num_nodes: Number of hosts, each with the same number of consecutive ranks; None: that of the detected world if
-            it is known, else 1.
+        num_nodes: Number of equal groups of consecutive ranks that share a host, such as hosts; None: that of the
+            detected world if it is known, else 1.
+        node_share: Part of the rows that this rank's host reads, if it has several groups. None: detected, too.
         dataset_key: Identifies the dataset; see `Order`.
 
     Attributes:
@@ -98,14 +99,16 @@ class ShardedSampler(DistributedSampler[int]):
         batch_size: int = 1,
         num_streams: int = 1,
         num_nodes: int | None = None,
+        node_share: float | None = None,
         dataset_key: bytes = b"",
     ) -> None:
         if num_replicas is None or rank is None:
             world = World.detect()
             num_replicas = world.world_size if num_replicas is None else num_replicas
             rank = world.rank if rank is None else rank
-            if num_nodes is None and num_replicas == world.world_size:
-                num_nodes = world.num_streams
+            needed = num_streams > 1 or world.num_nodes is not None  # A single stream works on any nodes.
+            if num_nodes is None and num_replicas == world.world_size and needed:
+                num_nodes, node_share = world.num_streams, node_share or world.node_share
         # Python ints: products of numpy's narrow integers overflow, depending on its version.
         num_replicas, rank, batch_size = int(num_replicas), int(rank), int(batch_size)
         num_nodes = 1 if num_nodes is None else int(num_nodes)
@@ -120,6 +123,7 @@ class ShardedSampler(DistributedSampler[int]):
         super().__init__(cast("Any", range(order.n)), num_replicas, rank, bool(shuffle), seed, drop_last)
         self.batch_size = batch_size
         self.num_nodes = num_nodes
+        self._node_share = node_share or 0.0
         if num_nodes > 1 and order.num_streams > 1:
             check_locality(order.num_streams, num_nodes, num_replicas, batch_size)
         self.cursor = 0
@@ -138,7 +142,7 @@ class ShardedSampler(DistributedSampler[int]):
     @property
     def node_share(self) -> float:
         """Share of the rows that this rank's node reads, in (0, 1]: below 1 only if streams are local."""
-        return len(self._share.node_streams()) / self.order.num_streams
+        return max(len(self._share.node_streams()) / self.order.num_streams, self._node_share)
 
     @property
     def padding(self) -> int:

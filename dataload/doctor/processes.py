@@ -7,7 +7,8 @@ import os
 
 from dataload.doctor.finding import Case, Finding, ok, problem, warning
 from dataload.errors import ConfigError
-from dataload.world import World, find_contradiction
+from dataload.launchers import find_contradiction
+from dataload.world import World
 
 
 def fork(case: Case) -> Finding:

@@ -147,7 +147,7 @@ def _sampler(
     nodes = 1 if num_streams == 1 else world.num_streams
     streams = num_streams or nodes
     log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), streams)
-    sampler = TrainerSampler(
+    return TrainerSampler(
         dataset.block_lengths,
         world.world_size,
         world.rank,
@@ -155,11 +155,10 @@ def _sampler(
         batch_size=batch_size,
         num_streams=streams,
         num_nodes=nodes,
+        node_share=world.node_share,
         dataset_key=dataset.fingerprint.encode(),
         **order,
     )
-    sampler.share_of_host = world.node_share
-    return sampler
 
 
 def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloader_kwargs: Mapping[str, Any]) -> None:

@@ -75,14 +75,8 @@ class TrainerSampler(ShardedSampler):
     Fabric has been imported.
     """
 
-    share_of_host = 0.0  # part of the rows that this host reads, where it reads the streams of several nodes
     _offset = 0
     _restored = False
-
-    @property
-    def node_share(self) -> float:
-        """Share of the rows that this rank's host reads, in (0, 1]."""
-        return max(super().node_share, self.share_of_host)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position, as in `ShardedSampler`."""

@@ -21,7 +21,7 @@ from dataload.loader.capacity import check_shared_memory, gathered_at_once, rese
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.integrations import PreparedForAccelerate, TrainerSampler, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs, run_ahead
-from dataload.loader.ranks import check_data_parallel, first_of_peers
+from dataload.loader.ranks import check_data_parallel, process_among
 from dataload.loader.worker_transport import unpack
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Served
@@ -144,8 +144,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
         served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight)
         needs = Needs(self._needs(epoch, cursor))
-        stats_dir = self.stats_dir if first_of_peers(self.mesh) else None
-        samples = Samples(stats_dir, sampler.rank, stats, sampler.num_replicas)
+        process = None if self.stats_dir is None else process_among(sampler.num_replicas)
+        samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas, process)
         step, tail = sampler.global_batch_size, (sampler.num_rows - cursor) % sampler.global_batch_size
         # Without padding, accelerate must not cut anything off the last batch.
         remainder, end = (0, sampler.num_rows - tail) if sampler.drop_last else (tail, sampler.num_rows)

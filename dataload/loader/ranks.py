@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dataload.errors import ConfigError
 from dataload.mesh import data_parallel_argument, model_parallel_dims
 from dataload.world import World
@@ -31,8 +33,11 @@ def world_of(world: World | None, mesh: DeviceMesh | None) -> World:
     elif world is None:
         world = World.detect()
         check_data_parallel(world.world_size)
-    if world.num_nodes is None and world.rank == 0 and first_of_peers(mesh):
+    launched = world if mesh is None else World.detect()
+    if world.num_nodes is None and launched.rank == 0:
         _warn_of_unknown_nodes(world.world_size)
+    if launched.num_nodes != 1 and launched.local_rank == 0 and not launched.host_by_host:
+        _warn_of_scattered_ranks(launched)
     return world
 
 
@@ -41,7 +46,8 @@ def check_data_parallel(world_size: int, *, search: bool = True) -> None:
 
     Args:
         world_size: Number of ranks when the loader was made.
-        search: Whether to search for dimensions that are not data-parallel, which takes up to a tenth of a second.
+        search: Whether to search for dimensions that are not data-parallel. Once there is a process group, this takes
+            some hundredths of a second.
     """
     world = World.detect()
     if world.world_size > world_size:
@@ -58,9 +64,13 @@ def check_data_parallel(world_size: int, *, search: bool = True) -> None:
         )
 
 
-def first_of_peers(mesh: DeviceMesh | None) -> bool:
-    """Return whether this process reports for the peers that get the same batches."""
-    return mesh is None or int(mesh.mesh.flatten()[0]) == 0
+def process_among(num_ranks: int) -> int | None:
+    """Return the number of this process; None if there are not more processes than data-parallel ranks."""
+    try:
+        launched = World.detect()
+    except ConfigError:  # The program has passed the world, and the environment says nothing.
+        return None
+    return launched.rank if launched.world_size > num_ranks else None
 
 
 def _missing_argument() -> str | None:
@@ -80,19 +90,20 @@ def _missing_argument() -> str | None:
     meshes = _model_parallel_meshes()
     if not meshes:
         return None
-    whole = max(meshes, key=lambda mesh: mesh.ndim)
-    lightning = "data_parallel" in (whole.mesh_dim_names or ()) and "lightning" in sys.modules
-    return data_parallel_argument(whole, "self.device_mesh" if lightning else "mesh")
+    mesh = max(meshes, key=lambda each: each.ndim)
+    lightning = "data_parallel" in (mesh.mesh_dim_names or ()) and "lightning" in sys.modules
+    return data_parallel_argument(mesh, "self.device_mesh" if lightning else "mesh")
 
 
 def _model_parallel_meshes() -> list[Any]:
     """Return the meshes of this process with dimensions that are not data-parallel.
 
-    torch has no list of meshes, so the garbage collector finds them.
+    torch has no list of meshes, so the garbage collector finds them. A mesh of several ranks needs a process group.
     """
     module = sys.modules.get("torch.distributed.device_mesh")
-    kind = getattr(module, "DeviceMesh", None)
-    meshes = [] if kind is None else [each for each in gc.get_objects() if type(each) is kind]
+    if module is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    meshes = [each for each in gc.get_referrers(module.DeviceMesh) if type(each) is module.DeviceMesh]
     return [mesh for mesh in meshes if model_parallel_dims(mesh)]
 
 
@@ -103,4 +114,15 @@ def _warn_of_unknown_nodes(world_size: int) -> None:
         "dataset: start with torchrun or srun, set LOCAL_WORLD_SIZE to the ranks of each node, or pass "
         "world=World(rank, world_size, local_rank, local_world_size)",
         world_size,
+    )
+
+
+@cache
+def _warn_of_scattered_ranks(world: World) -> None:
+    log.warning(
+        "ranks are not numbered host by host (rank %d is the first on its host of %d), so each host will read the rows "
+        "of several: map ranks to hosts in blocks (mpirun --map-by slot), or pass "
+        "world=World(rank, world_size, local_rank, local_world_size, node_sizes=(1,) * world_size) on all ranks",
+        world.rank,
+        world.local_world_size,
     )

@@ -13,12 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dataload.telemetry.loader_stats import ADVICE, LoaderStats
-from dataload.telemetry.stats_log import Pass
+from dataload.telemetry.stats_log import CLOCKS, Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
 AVERAGED = ("seconds", "wait_seconds")
 LATE = 0.05  # of an epoch: a rank that waits this much longer than the median is a straggler
-CLOCKS = 2.0  # most seconds of skew between hosts' clocks
 
 Floats = npt.NDArray[np.float64]
 

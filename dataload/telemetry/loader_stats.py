@@ -9,6 +9,7 @@ from rich.filesize import decimal
 
 from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
+TRAFFIC = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin", "memory_bytes")
 TIERS = ("local", "cluster", "origin")
 MIN_STALL = 0.05  # stall fraction below which no advice is given
 ADVICE = {

@@ -1,11 +1,11 @@
-"""The statistics log of a run: each rank appends JSON lines to its own file, which `dataload report` reads."""
+"""The statistics log of a run: each process appends JSON lines to its own file, which `dataload report` reads."""
 
 from __future__ import annotations
 
 import json
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from operator import index
 from pathlib import Path
@@ -14,35 +14,41 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from dataload.errors import ConfigError
-from dataload.telemetry.loader_stats import LoaderStats
+from dataload.telemetry.loader_stats import TRAFFIC, LoaderStats
 from dataload.telemetry.wait_timeline import CAUSES
 
 # A sample is due after EVERY seconds, or after 1/FINENESS of the epoch so far if that is longer. A long epoch then has
 # thousands of lines, not millions.
 EVERY = 1.0
 FINENESS = 1000
+CLOCKS = 2.0  # most seconds of skew between hosts' clocks
 MAX_NUMBER = 1e18  # of bytes, rows or seconds; a line with a larger number is damaged
 
 log = logging.getLogger(__name__)
 
 
 class Samples:
-    """A context manager that writes samples of one rank's epoch: once a second, and at the end.
+    """A context manager that writes samples of one process's epoch: once a second, and at the end.
 
     Args:
-        folder: Folder of the file `rank-<rank>.jsonl`. None writes nothing.
-        rank: The rank.
+        folder: Folder of the file `rank-<rank>.jsonl`, or `rank-<rank>-process-<process>.jsonl`. None writes nothing.
+        rank: The data-parallel rank.
         stats: Statistics of the epoch, read when a sample is due.
-        world_size: Number of ranks; 0 if unknown.
+        world_size: Number of data-parallel ranks; 0 if unknown.
+        process: Number of this process if several processes may have the same rank; None if each rank is one process.
 
     Notes:
         The training loop's thread writes, and no file stays open between two samples. If the file cannot be written,
         a warning is logged and the epoch continues without a log.
     """
 
-    def __init__(self, folder: Path | None, rank: int, stats: LoaderStats, world_size: int = 0) -> None:
-        self._path = None if folder is None else folder / f"rank-{rank}.jsonl"
+    def __init__(
+        self, folder: Path | None, rank: int, stats: LoaderStats, world_size: int = 0, process: int | None = None
+    ) -> None:
+        name = f"rank-{rank}.jsonl" if process is None else f"rank-{rank}-process-{process}.jsonl"
+        self._path = None if folder is None else folder / name
         self._origin = {"rank": rank, "world_size": world_size, "host": socket.gethostname(), "began": time()}
+        self._origin["process"] = rank if process is None else process
         self._stats = stats
         self._next_due = EVERY
         self._written = asdict(LoaderStats(stats.epoch))
@@ -90,9 +96,10 @@ class Pass:
     """One rank's iteration over one epoch. A resumed run has several passes of an epoch.
 
     Attributes:
-        rank: The rank.
-        world_size: Number of ranks; 0 if unknown.
-        host: Name of the rank's host.
+        rank: The data-parallel rank.
+        world_size: Number of data-parallel ranks; 0 if unknown.
+        process: Number of the process.
+        host: Name of the process's host.
         began: Start of the pass, in seconds since 1970.
         ended: Whether the pass reached the end of the epoch.
         stats: Statistics of the whole pass.
@@ -101,6 +108,7 @@ class Pass:
 
     rank: int
     world_size: int
+    process: int
     host: str
     began: float
     ended: bool
@@ -116,16 +124,19 @@ class Pass:
 def read(folder: Path) -> list[Pass]:
     """Return the passes of all ranks that wrote into `folder`, oldest first.
 
+    Processes with the same rank, such as tensor-parallel peers, get the same rows. They have one pass: that of the
+    process that waited longest, with the traffic of all.
+
     Damaged lines are skipped. Unreadable files are skipped and logged.
 
     Raises:
         ConfigError: The folder has no statistics.
     """
-    passes: dict[tuple[int, int, float], Pass] = {}
+    passes: dict[tuple[int, int, int, float], Pass] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
         try:
             for latest in _lines(path):
-                key = latest.rank, latest.stats.epoch, latest.began
+                key = latest.rank, latest.process, latest.stats.epoch, latest.began
                 samples = passes[key].samples if key in passes else []
                 samples.append(Sample(latest.stats.seconds, latest.stats.rows))
                 passes[key] = replace(latest, samples=samples)
@@ -136,7 +147,30 @@ def read(folder: Path) -> list[Pass]:
             f"{folder} holds no statistics of a run: pass the folder that make_loader got as stats_dir, or fit as "
             "log_dir"
         )
-    return sorted(passes.values(), key=lambda each: (each.began, each.rank))
+    peers = _peers(sorted(passes.values(), key=lambda each: (each.began, each.rank)))
+    return sorted(map(_one_of, peers), key=lambda each: (each.began, each.rank))
+
+
+def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
+    """Return the passes in groups: those of processes that read the same rows at the same time."""
+    groups: list[list[Pass]] = []
+    latest: dict[tuple[int, int, int], list[Pass]] = {}
+    for each in passes:
+        key = each.rank, each.world_size, each.stats.epoch
+        group = latest.get(key, [])
+        together = each.began <= max((peer.until for peer in group), default=0.0) + CLOCKS
+        if not together or each.process in {peer.process for peer in group}:
+            group = latest[key] = []
+            groups.append(group)
+        group.append(each)
+    return groups
+
+
+def _one_of(peers: Sequence[Pass]) -> Pass:
+    """Return the pass of the peer that waited longest, with the traffic of all."""
+    slowest = max(peers, key=lambda each: each.stats.wait_seconds)
+    traffic = {name: sum(getattr(each.stats, name) for each in peers) for name in TRAFFIC}
+    return replace(slowest, stats=replace(slowest.stats, **traffic))
 
 
 def _lines(path: Path) -> Iterator[Pass]:
@@ -151,7 +185,7 @@ def _lines(path: Path) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`.
+    """Parse a line. Old lines lack `world_size` and `process`.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
@@ -159,9 +193,10 @@ def _pass(line: Any) -> Pass:
     counts = {field.name: _number(line[field.name]) for field in fields(LoaderStats) if field.name != "waits"}
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
     host = str.encode(line["host"], errors="replace").decode()  # JSON may hold lone surrogates, which no file can
-    rank, world_size = (_number(index(number)) for number in (line["rank"], line.get("world_size", 0)))
+    numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
+    rank, world_size, process = (_number(index(number)) for number in numbers)
     began, ended = _number(line["began"]), bool(line["ended"])
-    return Pass(rank, world_size, host, began, ended, LoaderStats(**counts, waits=waits), [])
+    return Pass(rank, world_size, process, host, began, ended, LoaderStats(**counts, waits=waits), [])
 
 
 def _number(value: Any) -> Any:

@@ -192,7 +192,12 @@ def share_buffers(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
 
 def is_first() -> bool:
     """Return whether this process is rank 0, or has no other ranks."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return process_number() == 0
+
+
+def process_number() -> int:
+    """Return the number of this process among all, data-parallel or not."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def on_first(work: Callable[[], T]) -> T:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.train.distributed import gather
 
+T = TypeVar("T")
+
 # Fields of a loader's stats() that are measured here, too. The other fields are summed over ranks.
 MEASURED = {"epoch", "rows", "batches", "seconds", "wait_seconds"}
 
-# Counts that are averaged over ranks: every rank makes every step. The other counts are summed.
+# Counts that are averaged over processes: each makes every step. The other counts are summed.
 AVERAGED = ("seconds", "wait_seconds", "skipped_steps")
 
 FIGURES = ("epoch", "loss", "rows", *AVERAGED, "rows_per_second", "stall_fraction")  # fields of each epoch's dict
@@ -59,18 +61,22 @@ class EpochMetrics:
         counts = {**self.counts, "seconds": perf_counter() - self._started}
         return {"sums": sums, "rows": dict(self.rows), "counts": counts}
 
-    def figures(self, loader: Any, mesh: DeviceMesh | None = None) -> dict[str, Any]:
-        """Return the metrics of the epoch over all data-parallel ranks, which are those of `mesh`.
+    def figures(self, loader: Any, rank: int) -> dict[str, Any]:
+        """Return the metrics of the epoch over all data-parallel ranks. Times and traffic are those of all processes.
+
+        Args:
+            loader: The loader, whose stats are added.
+            rank: The data-parallel rank of this process. Processes with the same rank have the same rows.
 
         Raises:
             ConfigError: No rank had a row (on every rank).
         """
-        ranks = gather({**self.state(), "traffic": _loader_counts(loader)}, mesh)
-        total = sum_ranks(ranks)
+        everyone = gather((rank, {**self.state(), "traffic": _loader_counts(loader)}))
+        total, every = sum_ranks(first_of_each(everyone)), sum_ranks([state for _, state in everyone])
         rows = int(total["counts"].get("rows", 0))  # After a resume with more ranks, rank 0 may have all of them.
         if not rows:
             raise ConfigError("the loader gave no batch: fewer rows than one global batch, or an iterator used up")
-        mean = {name: total["counts"][name] / len(ranks) for name in AVERAGED if name in total["counts"]}
+        mean = {name: every["counts"][name] / len(everyone) for name in AVERAGED if name in every["counts"]}
         if "skipped_steps" in mean:
             mean["skipped_steps"] = round(mean["skipped_steps"])
         return {
@@ -79,8 +85,16 @@ class EpochMetrics:
             **mean,
             "rows_per_second": rows / mean["seconds"],
             "stall_fraction": mean["wait_seconds"] / mean["seconds"],
-            **total["traffic"],
+            **every["traffic"],
         }
+
+
+def first_of_each(everyone: Iterable[tuple[int, T]]) -> list[T]:
+    """Return the value of the first process of each data-parallel rank, in their order, from (rank, value) pairs."""
+    first: dict[int, T] = {}
+    for rank, value in everyone:
+        first.setdefault(rank, value)
+    return [value for _, value in sorted(first.items(), key=itemgetter(0))]
 
 
 def sum_ranks(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:

@@ -20,8 +20,8 @@ from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
 from dataload.train.checkpoint.state import all_equal, rng_state, set_rng_state
-from dataload.train.distributed import agree, gather, share_buffers
-from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, progress_bar, reserved_names, sum_ranks
+from dataload.train.distributed import agree, gather, process_number, share_buffers
+from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, first_of_each, progress_bar, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import evaluating
 from dataload.train.optimizer_step import OptimizerStep
@@ -94,11 +94,13 @@ class TrainingLoop:
         if path is None:
             return
         rest = load(path, self._parts)
-        self.history, self.step, ranks = rest["history"], rest["step"], rest["ranks"]
+        self.history, self.step, processes = rest["history"], rest["step"], rest["processes"]
+        ranks = first_of_each(processes)
         self.evaluated = bool(ranks[0]["so far"])  # Inside an epoch, all earlier epochs have been evaluated.
         self._resume_loader(path, [rank["loader"] for rank in ranks])
         if len(ranks) == self.world.world_size:
-            own = ranks[self.world.rank]
+            alike = gather(self.world.rank) == [rank for rank, _ in processes]
+            own = processes[process_number()][1] if alike else ranks[self.world.rank]
             self._resumed_metrics = own["so far"]
             if self._resumed_metrics:
                 # The saved state is from after the loader drew from the generators at the start of its iteration.
@@ -140,7 +142,7 @@ class TrainingLoop:
             self._train(number, advance)
             # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
             share_buffers(self.model, self.mesh)
-            self.history.append({"epoch": number, **self._tally.figures(self.loader, self.mesh)})
+            self.history.append({"epoch": number, **self._tally.figures(self.loader, self.world.rank)})
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
 
@@ -223,5 +225,6 @@ class TrainingLoop:
             return
         with stage("checkpoint"):
             states = {name: part.state_dict() for name, part in self._parts.items()}
-            ranks = gather({"generators": rng_state(), "so far": metrics, "loader": loader_state}, self.mesh)
-            self.checkpoints.save(states, {"history": self.history, "step": self.step, "ranks": ranks})
+            own = {"generators": rng_state(), "so far": metrics, "loader": loader_state}
+            rest = {"history": self.history, "step": self.step, "processes": gather((self.world.rank, own))}
+            self.checkpoints.save(states, rest)

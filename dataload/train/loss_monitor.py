@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dataload.errors import NonFiniteLoss
-from dataload.train.sharded import whole
+from dataload.train.sharded import full_tensor
 
 
 class LossMonitor:
@@ -83,7 +83,7 @@ class LossMonitor:
             NonFiniteLoss: A parameter is not finite.
         """
         for name, parameter in model.named_parameters():
-            if self._check and parameter.requires_grad and not whole(parameter.detach().isfinite().all()):
+            if self._check and parameter.requires_grad and not full_tensor(parameter.detach().isfinite().all()):
                 raise NonFiniteLoss(
                     f"rank {self._rank}, {where}: parameter {name!r} is not finite although the losses were, so a "
                     "gradient was not. Look for a root, logarithm or division near 0 in the loss, lower the learning "

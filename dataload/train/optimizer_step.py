@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError
 from dataload.telemetry.spans import stage
-from dataload.train.sharded import clip_grad_norm, exchange_gradients, whole
+from dataload.train.sharded import clip_grad_norm, exchange_gradients, full_tensor
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
@@ -107,7 +107,7 @@ class OptimizerStep:
                 loss, scalars = result if isinstance(result, tuple) else (result, {})
             with stage("backward"):
                 torch.autograd.backward(self.scaler.scale(loss * weight))
-        return whole(loss), scalars
+        return full_tensor(loss), scalars
 
     def _step(self, factor: float) -> None:
         """Step the optimizer. `factor` corrects the gradients, whose weights assumed `_nominal_rows` rows."""

@@ -69,7 +69,7 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a plain tensor. For a sharded one, all ranks of its mesh must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -82,7 +82,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], limit: float) -> None:
     if not meshes:
         return
     norms = [
-        whole(nn.utils.get_total_norm([each.grad for each in alike if each.grad is not None]))
+        full_tensor(nn.utils.get_total_norm([each.grad for each in alike if each.grad is not None]))
         for alike in meshes.values()
     ]
     total = norms[0] if len(norms) == 1 else torch.stack(norms).norm()

@@ -92,7 +92,7 @@ def rows_of(seen, number):
 def check_rows(before, checkpoint, after, ranks_before, ranks_after):
     """Check that each epoch has each row exactly once, except for the padding at its end."""
     rest = torch.load(checkpoint / REST, weights_only=True) if checkpoint else None
-    step, state = (rest["step"], rest["ranks"][0]["loader"]) if rest else (0, {"epoch": 0, "cursor": 0})
+    step, state = (rest["step"], rest["processes"][0][1]["loader"]) if rest else (0, {"epoch": 0, "cursor": 0})
     long, longer = -(-N // (BATCH * ranks_before)), -(-N // (BATCH * ranks_after))
     epochs = [Counter() for _ in range(EPOCHS)]
     for number, rows in enumerate(before[:step]):

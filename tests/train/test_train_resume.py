@@ -197,7 +197,8 @@ def test_skipped_steps_are_those_of_all_ranks(tmp_path):
         run(tmp_path, crash_at=4)
     file = tmp_path / "checkpoint-000001" / REST
     rest = torch.load(file, weights_only=True)
-    torch.save({**rest, "ranks": rest["ranks"] * 2}, file)
+    [(_, own)] = rest["processes"]
+    torch.save({**rest, "processes": [(0, own), (1, own)]}, file)
     assert run(tmp_path)["skipped_steps"] == run(None)["skipped_steps"] > 0
 
 

@@ -1,0 +1,185 @@
+"""What launchers such as torchrun, Slurm and MPI say about this process in its environment."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+from dataload.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+class Launcher(NamedTuple):
+    """The variables of a launcher. The first name that is set counts."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...] = ()
+    node: tuple[str, ...] = ()
+    num_nodes: tuple[str, ...] = ()
+
+
+class Launched(NamedTuple):
+    """The arguments of a `World`."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    node_sizes: tuple[int, ...] | None
+    host_ranks: tuple[int, ...] | None
+
+
+# The most trusted launcher first. The variables of the first are those of torchrun; Ray Train and DeepSpeed set some of
+# them (Ray Train NODE_RANK, DeepSpeed LOCAL_SIZE, CROSS_RANK and CROSS_SIZE), and accelerate starts torchrun.
+# Only srun sets Slurm's *step* size: in a bare sbatch script SLURM_PROCID is 0 although the job has many tasks.
+LAUNCHERS = (
+    Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        ("LOCAL_RANK",),
+        ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+        ("GROUP_RANK", "CROSS_RANK", "NODE_RANK"),
+        ("GROUP_WORLD_SIZE", "CROSS_SIZE"),
+    ),
+    Launcher(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        ("SLURM_LOCALID",),
+        node=("SLURM_NODEID",),
+        num_nodes=("SLURM_STEP_NUM_NODES",),
+    ),
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        num_nodes=("OMPI_MCA_orte_num_nodes",),
+    ),
+    Launcher(
+        "MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+    ),
+)
+LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
+
+
+def launched(environ: Mapping[str, str], launcher: Launcher) -> Launched:
+    """Return what a launcher says in `environ`.
+
+    Raises:
+        ConfigError: The launcher does not say the rank of this process, or its numbers contradict each other.
+    """
+    world_size = integer(environ, launcher.world_size) or 1
+    rank, local_rank = integer(environ, launcher.rank), integer(environ, *launcher.local_rank)
+    if rank is None and environ.get("NODE_RANK", "0") == "0":
+        rank = local_rank  # Lightning's own launcher sets no RANK; on the first node it is the local rank.
+    if rank is None and world_size > 1:
+        raise ConfigError(
+            f"{launcher.name} announces {world_size} ranks ({launcher.world_size}={world_size}) but {launcher.rank} is "
+            f"not set: set {launcher.rank}, start with torchrun, or pass world=World(rank, world_size)"
+        )
+    node, num_nodes = integer(environ, *launcher.node), integer(environ, *launcher.num_nodes)
+    local_size, sizes, here = integer(environ, *launcher.local_world_size), None, None
+    if node is not None and local_size is not None and num_nodes is None and node != (rank or 0) // local_size:
+        raise ConfigError(
+            f"rank {rank} is on node {node} of {local_size} ranks: nodes have unequal numbers of ranks, or their ranks "
+            "are not neighbours. Start equally many on each node, or set GROUP_WORLD_SIZE to the number of nodes"
+        )
+    if launcher.name == "Slurm":
+        tasks = _tasks_per_node(environ, world_size, num_nodes)
+        local_size = tasks[node] if tasks and node is not None and node < len(tasks) else None
+        order = environ.get("SLURM_DISTRIBUTION", "block").partition(":")[0]
+        if tasks and order not in ("block", "unknown"):
+            sizes = (1,) * world_size  # Tasks are not numbered node by node, so each reads a stream of its own.
+            if order == "cyclic" and len(set(tasks)) == 1 and rank is not None:
+                here = tuple(range(rank % len(tasks), world_size, len(tasks)))
+        elif len(set(tasks)) > 1:
+            sizes = tasks
+    elif local_size is not None and num_nodes is not None and local_size * num_nodes != world_size:
+        sizes = _unequal(world_size, local_size, node, num_nodes)
+    return Launched(rank or 0, world_size, local_rank, local_size or on_one_host(environ, world_size), sizes, here)
+
+
+def _tasks_per_node(environ: Mapping[str, str], world_size: int, num_nodes: int | None) -> tuple[int, ...]:
+    """Return the tasks on each node of a Slurm step, such as (4, 4, 3) for "4(x2),3"; () if they are unknown."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in text.split(",")]
+    tasks = tuple(int(run[1]) for run in runs if run for _ in range(int(run[2] or 1)))
+    if all(runs) and sum(tasks) == world_size:
+        return tasks
+    return (world_size // num_nodes,) * num_nodes if num_nodes and world_size % num_nodes == 0 else ()
+
+
+def _unequal(world_size: int, local_size: int, node: int | None, num_nodes: int) -> tuple[int, ...]:
+    """Return node sizes on which all ranks agree, although each knows only the size of its own node."""
+    if num_nodes == 2 and node is not None:
+        other = world_size - local_size
+        return (other, local_size) if node else (local_size, other)
+    if num_nodes == 2 or world_size % num_nodes:
+        return (1,) * world_size  # Every rank can tell that nodes are unequal: each reads a stream of its own.
+    _warn_of_unequal_nodes(world_size, local_size, num_nodes)
+    return (world_size // num_nodes,) * num_nodes
+
+
+@cache
+def _warn_of_unequal_nodes(world_size: int, local_size: int, num_nodes: int) -> None:
+    log.warning(
+        "this node has %d of %d ranks, but nodes of %d ranks take all %d nodes for equal: several nodes will read the "
+        "same rows. Start equally many ranks on each node, or pass world=World(..., node_sizes=...)",
+        local_size,
+        world_size,
+        world_size // num_nodes,
+        num_nodes,
+    )
+
+
+def on_one_host(environ: Mapping[str, str], world_size: int) -> int | None:
+    """Return `world_size` if all ranks are on this host, because they meet at a loopback address; else None."""
+    return world_size if LOOPBACK.fullmatch(environ.get("MASTER_ADDR", "")) else None
+
+
+def find_contradiction(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return (contradiction, remedy) if launchers contradict each other in a readable environment, else None.
+
+    Raises:
+        ConfigError: A variable is not a whole number.
+    """
+    announced = []
+    for each in LAUNCHERS:
+        rank, world_size = integer(environ, each.rank), integer(environ, each.world_size)
+        if rank is not None and world_size is not None:
+            announced.append((each.name, rank, world_size))
+    for launcher, rank, world_size in announced[1:]:
+        trusted, own, size = announced[0]
+        if size == world_size and own != rank:
+            return (
+                f"{trusted} says that this is rank {own} of {size}, {launcher} says rank {rank}",
+                f"start with one launcher, or unset the variables of {launcher}: {trusted} is believed",
+            )
+    tasks = integer(environ, "SLURM_NTASKS")
+    if not announced and tasks is not None and tasks > 1:
+        return (
+            f"this is a Slurm job of {tasks} tasks (SLURM_NTASKS), but this process is not one of them",
+            "start the program with srun, or with torchrun",
+        )
+    return None
+
+
+def integer(environ: Mapping[str, str], *names: str) -> int | None:
+    """Return the first of these variables that is set."""
+    name = next((name for name in names if environ.get(name)), None)
+    if name is None:
+        return None
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ConfigError(f"{name}={environ[name]!r} in the environment is not a whole number") from None
