@@ -66,9 +66,13 @@ peers: .venv-peers/.ready
 	PYTHON=$(PYTHON) sh benchmarks/peers.sh
 	touch $@
 
-# Run all examples with the trainers that they are for: DeepSpeed, Ray Train, Hugging Face.
+# Run all examples with the trainers that they are for: DeepSpeed, Ray Train, Hugging Face. DeepSpeed compiles an
+# operator at first use, which would take most of the time that a test has.
+COMPILE := from deepspeed.accelerator import get_accelerator as get; get().create_op_builder('ShareMemCommBuilder').load()
+
 trainers: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
+	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE)"
 	$(BIN)/python -m pytest tests/test_examples.py tests/loader/test_integrations.py
 
 # Open the page of `dataload report` in Chromium; skipped if Chromium is not installed.

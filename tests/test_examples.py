@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from collections import Counter
+from contextlib import suppress
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -60,8 +61,13 @@ def run_all(commands, out):
         outputs = [process.communicate(timeout=DEADLINE)[0] for process in started]
     finally:
         for process in started:
+            process.terminate()  # A launcher then ends its ranks.
+        for process in started:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
             process.kill()
-            process.communicate()
+            process.wait()
+            process.stdout.close()
     assert [process.returncode for process in started] == [0] * len(started), "\n".join(outputs)
     return outputs[0]
 

@@ -42,7 +42,8 @@ def process_group(world: World, device: torch.device, timeout: float | None = No
         timeout: Seconds after which an operation that waits for another rank fails; None for torch's default.
 
     Raises:
-        ConfigError: `timeout` is given, but the caller has started the process group.
+        ConfigError: `timeout` is given, but the caller has started the process group. Or no address is known at which
+            the ranks meet.
     """
     if timeout is not None and dist.is_initialized():
         raise ConfigError(
@@ -54,7 +55,13 @@ def process_group(world: World, device: torch.device, timeout: float | None = No
     # Host values use gloo: over NCCL each exchange would wait for the work that is queued on the GPU.
     backend, only = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
     waits: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size, **waits))
+    try:
+        store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size, **waits))
+    except ValueError as error:
+        raise ConfigError(
+            f"the {world.world_size} ranks do not know where to meet: start with torchrun, or export MASTER_ADDR, the "
+            f"host of rank 0, and MASTER_PORT before srun or mpirun ({error})"
+        ) from None
     # torchrun's store outlives a group, and the keys of an earlier group point to closed connections.
     store = dist.PrefixStore(f"fit-{next(_GROUPS)}", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=only, **waits)

@@ -148,7 +148,52 @@ def test_tasks_per_node_of_slurm(text: str, sizes: tuple[int, ...] | None) -> No
 def test_the_tasks_of_slurm_in_another_order_each_read_a_stream_of_their_own() -> None:
     environ = {**srun((2, 2))[1], "SLURM_DISTRIBUTION": "cyclic:block", "SLURM_NODEID": 1, "SLURM_LOCALID": 0}
     world = read_environment({name: str(value) for name, value in environ.items()})
-    assert world == World(1, 4, 0, 2, (1, 1, 1, 1))
+    assert world == World(1, 4, 0, 2, (1, 1, 1, 1), host_ranks=(1, 3))
+    assert world.node_share == 0.5
+
+
+@pytest.mark.parametrize("distribution", ["cyclic", "plane=1", "arbitrary"])
+def test_a_node_reads_the_streams_of_all_its_tasks(distribution: str) -> None:
+    found = []
+    for rank, own in enumerate(srun(EQUAL)):
+        environ = {**own, "SLURM_DISTRIBUTION": distribution, "SLURM_NODEID": rank % 4, "SLURM_LOCALID": rank // 4}
+        found.append(read_environment({name: str(value) for name, value in environ.items()}).node_share)
+    assert found == [0.25] * 8
+
+
+def test_a_node_of_more_ranks_reads_the_streams_of_several() -> None:
+    assert [world.node_share for world in worlds(torchrun, (4, 1, 1))] == [4 / 6] * 4 + [2 / 6] * 2
+
+
+def test_open_mpi_does_not_say_the_node_of_a_rank() -> None:
+    environs = [{**own, "OMPI_MCA_orte_num_nodes": 2} for own in open_mpi(UNEQUAL)]
+    found = worlds(lambda _: environs, UNEQUAL)
+    assert {world.node_sizes for world in found} == {(1, 1, 1, 1)}
+    assert [world.node_share for world in found] == [0.75, 0.75, 0.75, 0.25]
+
+
+ACROSS = [World(rank, 16, rank // 4, 4) for rank in range(16)]  # rank = local_rank * nodes + node
+
+
+def test_ranks_across_nodes_that_can_tell_read_the_streams_of_all_nodes() -> None:
+    assert [world.rank for world in ACROSS if world.host_by_host] == [0, 5, 10, 15]
+    assert {world.node_share for world in ACROSS if not world.host_by_host} == {1.0}
+
+
+def test_the_ranks_of_a_host_can_be_given() -> None:
+    found = [World(rank, 8, rank // 4, 2, host_ranks=(rank % 4, rank % 4 + 4)) for rank in range(8)]
+    assert {world.node_share for world in found} == {0.5}
+    for ranks_here in ((1,), (0, 8)):
+        with pytest.raises(ConfigError, match="host_ranks=.* must have rank 0 and only ranks of a world of 8"):
+            World(0, 8, 0, 2, host_ranks=ranks_here)
+
+
+def test_a_sampler_of_one_stream_works_on_nodes_of_unknown_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in mpich(UNEQUAL)[0].items():
+        monkeypatch.setenv(name, str(value))
+    assert ShardedSampler([8] * 8).num_nodes == 1
+    with pytest.raises(ConfigError, match="pass num_streams=1"):
+        ShardedSampler([8] * 8, num_streams=4)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +225,23 @@ def test_unknown_nodes_warn_once(dataset_of: Any, bucket: Any, caplog: pytest.Lo
     (record,) = caplog.records
     assert record.message.startswith("the launcher does not say how many nodes the 2 ranks are on, so every node will")
     assert "fetch and cache the whole dataset: start with torchrun or srun, set LOCAL_WORLD_SIZE" in record.message
+
+
+def test_ranks_across_nodes_warn_once_a_host(dataset_of: Any, bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = make_dataset(dataset_of([[8, 8]]), storage_options=bucket.options, cache=None)
+    ranks._warn_of_scattered_ranks.cache_clear()
+    with caplog.at_level(logging.WARNING, ranks.log.name):
+        for world in (*ACROSS, *ACROSS, World(5, 8, 0, 8), *(World(rank, 8, rank % 4, 4) for rank in range(8))):
+            make_loader(dataset, 1, world=world)
+    assert [record.args for record in caplog.records] == [(1, 4), (2, 4), (3, 4)]
+    assert "mpirun --map-by slot" in caplog.text
+
+
+def test_meshes_are_searched_for_once_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.gc, "get_referrers", lambda _: pytest.fail("searched without a process group"))
+    for name, value in torchrun((2,))[0].items():
+        monkeypatch.setenv(name, str(value))
+    assert ranks.world_of(None, None) == World(0, 2, 0, 2)
 
 
 # The bytes of a cluster, counted at the origin.

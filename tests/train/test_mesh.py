@@ -78,7 +78,7 @@ def read(folder, shape, names, local_size, state=None, stop=None, batch=BATCH):
         rows = list(chain(*(each["row_id"].tolist() for each in batches)))
         world = World.from_mesh(mesh)
         return {
-            "world": (world.rank, world.world_size, world.num_streams),
+            "world": (world.rank, world.world_size, world.num_streams, loader.sampler.node_share),
             "hashes": hashes,
             "padding": padding,
             "rows": rows[: len(rows) - (padding if stop is None else 0)],
@@ -103,21 +103,22 @@ def by_rank(answers):
 
 
 @pytest.mark.parametrize(
-    ("shape", "names", "local_size", "streams"),
+    ("shape", "names", "local_size", "streams", "share"),
     [
-        ((8, 1), DP, 8, 1),
-        ((4, 2), DP, 8, 1),
-        ((2, 4), DP, 8, 1),
-        ((2, 2, 2), HSDP, 8, 1),
-        ((4, 2), DP, 4, 2),  # two nodes
-        ((4, 2), DP, 1, 4),  # eight nodes: two for each data-parallel rank
-        ((2, 4), ("tp", "dp"), 4, 1),  # both nodes have all data-parallel ranks
-        ((2, 2, 2), ("dp_replicate", "tp", "dp_shard"), 4, 2),
+        ((8, 1), DP, 8, 1, 1),
+        ((4, 2), DP, 8, 1, 1),
+        ((2, 4), DP, 8, 1, 1),
+        ((2, 2, 2), HSDP, 8, 1, 1),
+        ((4, 2), DP, 4, 2, 1 / 2),  # two nodes
+        ((4, 2), DP, 1, 4, 1 / 4),  # eight nodes: two for each data-parallel rank
+        ((2, 4), ("tp", "dp"), 4, 1, 1),  # both nodes have all data-parallel ranks
+        ((2, 2, 2), ("dp_replicate", "tp", "dp_shard"), 4, 2, 1 / 2),
+        ((3, 2), DP, 3, 3, 2 / 3),  # two nodes, each with a data-parallel rank of its own and one of both
     ],
 )
-def test_peers_get_equal_batches_and_each_row_comes_once(ranks, folder, shape, names, local_size, streams):
-    found = by_rank(ranks(8, read, folder, shape, names, local_size))
-    assert [each["world"] for each in found] == [(rank, len(found), streams) for rank in range(len(found))]
+def test_peers_get_equal_batches_and_each_row_comes_once(ranks, folder, shape, names, local_size, streams, share):
+    found = by_rank(ranks(int(np.prod(shape)), read, folder, shape, names, local_size))
+    assert [each["world"] for each in found] == [(rank, len(found), streams, share) for rank in range(len(found))]
     assert Counter(chain(*(each["rows"] for each in found))) == Counter(range(N))
     assert len({tuple(each["hashes"]) for each in found}) == len(found)
 
@@ -155,18 +156,34 @@ def test_a_mesh_that_is_not_given_or_not_data_parallel(ranks, folder):
         assert "pass one of them" in both
 
 
-def logged(folder, out):
+def logged(folder, out, given):
     def run():
         _, dp = mesh_of((2, 2), DP)
-        list(make_loader(make_dataset(folder, cache=None), BATCH, mesh=dp, stats_dir=out))
+        chosen = {"mesh": dp} if given == "mesh" else {"world": World(dist.get_rank() // 2, 2)}
+        loader = make_loader(make_dataset(folder, cache=None), BATCH, stats_dir=out, **chosen)
+        for _ in range(2):
+            dist.barrier()
+            list(loader)
+        return loader.stats()
 
     return group_ended(run)
 
 
-def test_one_of_the_peers_writes_the_statistics(ranks, folder, tmp_path):
-    assert ranks(4, logged, folder, str(tmp_path)) == [None] * 4
-    found = sorted((each.rank, each.world_size, each.stats.rows) for each in stats_log.read(tmp_path))
-    assert found == [(0, 2, 166), (1, 2, 166)]
+@pytest.mark.parametrize("given", ["mesh", "world"])
+def test_peers_write_their_statistics_to_files_of_their_own(ranks, folder, tmp_path, given):
+    stats = ranks(4, logged, folder, str(tmp_path), given)
+    names = {f"rank-{process // 2}-process-{process}.jsonl" for process in range(4)}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    passes = stats_log.read(tmp_path)
+    assert [(each.rank, each.world_size, each.stats.rows) for each in passes if each.stats.epoch == 0] == [
+        (each.rank, 2, 166) for each in passes if each.stats.epoch == 0
+    ]
+    assert sorted((each.rank, each.stats.epoch) for each in passes) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank, (one, other) in enumerate((stats[:2], stats[2:])):
+        [last] = [each.stats for each in passes if (each.rank, each.stats.epoch) == (rank, 1)]
+        assert last.bytes_local == one.bytes_local + other.bytes_local > 0
+        assert last.rows == one.rows == other.rows
+        assert last.wait_seconds == pytest.approx(max(one.wait_seconds, other.wait_seconds), abs=1e-8)
 
 
 # fit
@@ -247,13 +264,18 @@ def train(folder, shape=None, names=DP, *, batch=4, accumulate=1, epochs=1, chec
     return group_ended(run)
 
 
+@pytest.fixture(scope="module")
+def ddp(ranks, folder):
+    """What four ranks of DDP return, by `accumulate`."""
+    return {accumulate: ranks(4, train, folder, accumulate=accumulate) for accumulate in (1, 3)}
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     ("shape", "names"), [((4,), ("dp_shard",)), ((2, 2), ("dp_replicate", "dp_shard")), ((4, 2), DP), ((2, 2, 2), HSDP)]
 )
-def test_sharded_models_train_like_ddp(ranks, folder, shape, names, accumulate):
-    every = int(np.prod(shape))
-    expected = ranks(4, train, folder, accumulate=accumulate)
+def test_sharded_models_train_like_ddp(ranks, folder, ddp, shape, names, accumulate):
+    every, expected = int(np.prod(shape)), ddp[accumulate]
     found = ranks(every, train, folder, shape, names, accumulate=accumulate)
     errors = [answer for answer in found + expected if isinstance(answer, Exception)]
     assert not errors, errors
@@ -289,6 +311,47 @@ def test_a_killed_run_resumes_on_two_ranks(ranks, folder, tmp_path, shape, names
     assert Counter(chain(*rows)) == Counter(range(N))
     assert resumed[0][0][0]["loss"] == pytest.approx(whole[0][0][0]["loss"], abs=1e-5)
     torch.testing.assert_close(resumed[0][3], whole[0][3], rtol=0, atol=1e-5)
+
+
+class CrashError(Exception):
+    pass
+
+
+def with_noise(folder, checkpoints=None, crash_at=None):
+    """Train on a mesh of 2 x 2. Return the history, a random number of each step, and the loader's stats."""
+    draws = []
+
+    def loss(model, batch):
+        if crash_at == len(draws):
+            raise CrashError
+        draws.append(float(torch.rand(())))
+        return loss_of(model, batch)
+
+    def run():
+        _, dp = mesh_of((2, 2), DP)
+        torch.manual_seed(0)
+        model, loader = Network(), make_loader(make_dataset(folder, cache=None), 4, mesh=dp)
+        torch.manual_seed(dist.get_rank())
+        options = {"checkpoint_dir": checkpoints, "checkpoint_every": 4, "precision": "fp32", "progress": False}
+        history = fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, **options)
+        return history, draws, loader.stats()
+
+    return group_ended(run)
+
+
+def test_the_traffic_and_the_generators_of_peers_count(ranks, folder, tmp_path):
+    whole = ranks(4, with_noise, folder)
+    assert all(history == whole[0][0] for history, _, _ in whole)
+    [epoch] = whole[0][0]
+    assert epoch["rows"] == N
+    for name in ("hits", "misses", "bytes_local", "bytes_origin"):
+        assert epoch[name] == sum(getattr(stats, name) for _, _, stats in whole)
+    assert len({str(draws) for _, draws, _ in whole}) == 4
+    killed = ranks(4, with_noise, folder, str(tmp_path / "checkpoints"), crash_at=10)
+    assert all(isinstance(answer, CrashError) for answer in killed)
+    resumed = ranks(4, with_noise, folder, str(tmp_path / "checkpoints"))
+    assert [draws for _, draws, _ in resumed] == [draws[8:] for _, draws, _ in whole]
+    assert [history[0]["loss"] for history, _, _ in resumed] == [pytest.approx(epoch["loss"], abs=1e-12)] * 4
 
 
 def refused_models(folder):
