@@ -89,7 +89,7 @@ def make_loader(
         cache: A `CacheConfig`, instead of the three arguments above. For no cache, pass a dataset made by
             `make_dataset(..., cache=None)`.
         fill_null: As in `make_dataset`.
-        stats_dir: Folder to which each rank writes its statistics once a second, for `dataload report`. Each loader
+        stats_dir: Folder to which each process writes its statistics once a second, for `dataload report`. Each loader
             needs its own folder. Write errors are logged, not raised.
         world: This rank and the number of data-parallel ranks. None: `World.detect()`.
         mesh: Instead of `world`, a torch DeviceMesh of the data-parallel dimensions only; see `World.from_mesh`. Ranks

@@ -184,7 +184,7 @@ def test_the_ranks_of_a_host_can_be_given() -> None:
     found = [World(rank, 8, rank // 4, 2, host_ranks=(rank % 4, rank % 4 + 4)) for rank in range(8)]
     assert {world.node_share for world in found} == {0.5}
     for ranks_here in ((1,), (0, 8)):
-        with pytest.raises(ConfigError, match="host_ranks=.* must have rank 0 and only ranks of a world of 8"):
+        with pytest.raises(ConfigError, match=r"host_ranks=.* must have rank 0 and only ranks of a world of 8"):
             World(0, 8, 0, 2, host_ranks=ranks_here)
 
 

@@ -27,6 +27,7 @@ from dataload.errors import ConfigError
 from dataload.telemetry import stats_log
 
 N, BATCH = 332, 6  # rows; of a rank's batch. The global batches of 16 rows have no padding
+NEEDS_FSDP = pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 on CPUs needs torch 2.7")
 DP, HSDP = ("dp", "tp"), ("dp_replicate", "dp_shard", "tp")
 
 
@@ -270,6 +271,7 @@ def ddp(ranks, folder):
     return {accumulate: ranks(4, train, folder, accumulate=accumulate) for accumulate in (1, 3)}
 
 
+@NEEDS_FSDP
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
     ("shape", "names"), [((4,), ("dp_shard",)), ((2, 2), ("dp_replicate", "dp_shard")), ((4, 2), DP), ((2, 2, 2), HSDP)]
@@ -291,6 +293,7 @@ def test_sharded_models_train_like_ddp(ranks, folder, ddp, shape, names, accumul
         torch.testing.assert_close(weights, theirs[3], rtol=0, atol=1e-6)
 
 
+@NEEDS_FSDP
 @pytest.mark.parametrize(
     ("shape", "names", "fewer"),
     [((4,), ("dp_shard",), (2,)), ((2, 2), ("dp_replicate", "dp_shard"), (1, 2)), ((2, 2), DP, (1, 2))],
@@ -426,5 +429,6 @@ def exchanges(folder):
     return group_ended(run)
 
 
+@NEEDS_FSDP
 def test_gradients_are_exchanged_once_a_step(ranks, folder):
     assert ranks(2, exchanges, folder) == [[False, False, True] * 3] * 2
