@@ -73,7 +73,7 @@ COMPILE := from deepspeed.accelerator import get_accelerator as get; get().creat
 trainers: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
 	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE)"
-	$(BIN)/python -m pytest tests/test_examples.py tests/loader/test_integrations.py
+	$(BIN)/python -m pytest --timeout 300 tests/test_examples.py tests/loader/test_integrations.py
 
 # Open the page of `dataload report` in Chromium; skipped if Chromium is not installed.
 browser: setup

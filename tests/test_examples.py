@@ -23,7 +23,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.*"))
 SIZES = {"train": 601, "held-out": 101}
-DEADLINE = 100  # seconds
 RUN = [sys.executable, "-m", "torch.distributed.run"]
 # Suppresses the warnings of Lightning and accelerate about this machine.
 QUIET = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -58,7 +57,7 @@ def run_all(commands, out):
         for command in commands
     ]
     try:
-        outputs = [process.communicate(timeout=DEADLINE)[0] for process in started]
+        outputs = [process.communicate()[0] for process in started]  # The timeout of the test interrupts this.
     finally:
         for process in started:
             process.terminate()  # A launcher then ends its ranks.
