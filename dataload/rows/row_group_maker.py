@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import BlobKey, Span
-from dataload.catalog.footer_cache import read_footer
+from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.base import Footer
 from dataload.rows import row_block
@@ -28,7 +28,6 @@ from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import Timeline, doing, waited
 
-FOOTERS_KEPT = 64
 MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
@@ -63,7 +62,7 @@ class RowGroupMaker(ForkAware):
         self._schema = schema
         self._blocks = blocks
         self._fill_null = fill_null
-        self._read_footer = lru_cache(FOOTERS_KEPT)(partial(read_footer, blocks=blocks))
+        self._footers = FooterReader(blocks)
         self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
         self.after_fork_in_child()
         super().__init__()
@@ -176,7 +175,7 @@ class RowGroupMaker(ForkAware):
         return max(self.rank_memory // TRAINER_DIVISOR // 2, len(columns) * COLUMN_BYTES)
 
     def _footer(self, group: RowGroup) -> Footer:
-        return self._read_footer(group.file, group.footer_at)
+        return self._footers.read(group.file, group.footer_at)
 
 
 def _with_constants(table: pa.Table, group: RowGroup, rows: int, schema: pa.Schema) -> pa.Table:
