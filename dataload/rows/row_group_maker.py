@@ -32,7 +32,7 @@ MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups i
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
-SMALL_BYTES = 1 << 20  # of a row group's blobs; the switch to another thread would take longer than decoding them
+SMALL_BYTES = 64 << 10  # of blobs; the switch to another thread would take longer than decoding them
 COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
 
 
