@@ -63,6 +63,10 @@ class Shortage(NamedTuple):
         return cls(used + size - limit, used + size - transient - (limit - region))
 
 
+class RowExistsError(Exception):
+    """The blob to admit has a row already."""
+
+
 class Index(LmdbFile):
     """One row for each blob, and the sums of their sizes, shared by all processes of a host.
 
@@ -145,16 +149,20 @@ class Index(LmdbFile):
                     self._put(txn, row)
 
     def admit(self, row: Row, *, limit: int, region: int, allow_transient: bool) -> Shortage | None:
-        """Enter or replace a row if it fits. Otherwise drop the old row and return the shortage.
+        """Enter a row if it fits. Otherwise return the shortage.
 
         Args:
             row: The row to enter.
             limit: Most bytes of all rows.
             region: Bytes of the limit that are for transient rows.
             allow_transient: Whether to enter the row as transient if it cannot be pinned.
+
+        Raises:
+            RowExistsError: The blob has a row, which accounts for files of an earlier writer.
         """
         with self._transaction(write=True) as txn:
-            self._drop(txn, row.digest)
+            if txn.get(row.digest, db=self._tables[_ROWS]) is not None:
+                raise RowExistsError(row.name)
             used, transient = self._account(txn, _USED), self._account(txn, _TRANSIENT)
             missing = Shortage.of(row.size, used=used, transient=transient, limit=limit, region=region)
             if missing.total > 0 or (missing.pinned > 0 and not allow_transient):

@@ -215,11 +215,11 @@ class LocalTier(ForkAware):
             if timeout:
                 raise
 
-    def reserve(self, folder: CacheFolder, key: BlobKey, size: int) -> bool:
+    def reserve(self, folder: CacheFolder, key: BlobKey, size: int, draft: Path) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
-        self.flush()
         pin, row = self.policy == "pin", Row(key.digest, key.name, size)
-        if folder.reserve(row, limit=self.limit, region=self.region if pin else 0, pin=pin):
+        region = self.region if pin else 0
+        if folder.reserve(row, draft, limit=self.limit, region=region, pin=pin, before_evicting=self.flush):
             return True
         self.counters.add(refused=1)
         if self.health.is_new("full"):

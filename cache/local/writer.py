@@ -82,8 +82,7 @@ class BlobWriter(Draft):
         descriptor = blob_file.create(self._path)
         step("fill: drafted")
         try:
-            folder.clear(digest, self._path)  # a corrupt blob, or the draft of a dead writer
-            if not self._tier.reserve(folder, self.key, self._size):
+            if not self._tier.reserve(folder, self.key, self._size, self._path):
                 return None
             step("fill: reserved")
             os.posix_fallocate(descriptor, 0, self._size)  # A full disk raises here, before anything is fetched.

@@ -7,7 +7,9 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +23,8 @@ from dataload.runtime.executor import DaemonExecutor
 FOOTERS_IN_FLIGHT = 128
 RUN = 64  # files per run, on average
 RUNS_AT_ONCE = 4
+FOOTERS_KEPT = 64  # parsed, by a reader
+RUNS_KEPT = 256  # mapped, by a reader
 
 T = TypeVar("T")
 
@@ -84,6 +88,25 @@ def read_footers(
         ended.set()
 
 
+class FooterReader:
+    """A reader of cached footers that keeps the last ones parsed, and the last runs of footers mapped.
+
+    Args:
+        blocks: Reader of the files, and the cache.
+    """
+
+    def __init__(self, blocks: Blocks) -> None:
+        runs = lru_cache(RUNS_KEPT)(partial(_cached_run, blocks))
+
+        def read(obj: Object, location: FooterLocation) -> Footer:
+            with suppress(KeyError):
+                return parse_footer(_cut(runs(location.run), location.number), obj)
+            return read_footer(obj, location, blocks)
+
+        self.read = lru_cache(FOOTERS_KEPT)(read)
+        """Return a file's footer, as `read_footer` does."""
+
+
 def read_footer(obj: Object, location: FooterLocation, blocks: Blocks) -> Footer:
     """Return the footer of one file. If its run was evicted, fetch the footer again and cache it by itself.
 
@@ -106,6 +129,14 @@ def stored_footer(location: FooterLocation, blocks: Blocks) -> memoryview | None
     key, offset = run_key(location.run, blocks), location.number * _BOUND.itemsize
     bounds = blocks.tier.get(key, (offset, offset + 2 * _BOUND.itemsize))
     return None if bounds is None else blocks.tier.get(key, _bounds(bounds, 0))
+
+
+def _cached_run(blocks: Blocks, run: Object) -> memoryview:
+    """Return the blob of a run of footers. Raise KeyError if this host has not cached it."""
+    found = blocks.tier.get(run_key(run, blocks))
+    if found is None:
+        raise KeyError(run.path)
+    return found
 
 
 def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview | None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import BlobKey, Span
-from dataload.catalog.footer_cache import read_footer
+from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.base import Footer
 from dataload.rows import row_block
@@ -28,11 +28,11 @@ from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import Timeline, doing, waited
 
-FOOTERS_KEPT = 64
 MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
+SMALL_BYTES = 64 << 10  # of blobs; the switch to another thread would take longer than decoding them
 COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
 
 
@@ -63,7 +63,7 @@ class RowGroupMaker(ForkAware):
         self._schema = schema
         self._blocks = blocks
         self._fill_null = fill_null
-        self._read_footer = lru_cache(FOOTERS_KEPT)(partial(read_footer, blocks=blocks))
+        self._footers = FooterReader(blocks)
         self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
         self.after_fork_in_child()
         super().__init__()
@@ -133,20 +133,31 @@ class RowGroupMaker(ForkAware):
     def pack(
         self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], life: RowGroupLife
     ) -> list[memoryview]:
-        """Return the blobs of a row group. A decoder thread makes each of the next item of `columns`."""
+        """Return the blobs of a row group, each made of the next item of `columns`.
+
+        A decoder thread makes them, unless they are so small that this thread makes them sooner.
+        """
         life.enter(State.DECODING)
+        if sum(self._plan.blob_sizes(number)) < SMALL_BYTES:
+            return self._pack(number, keys, columns)
         since, decoding = perf_counter(), Timeline()
-        packed = self._decoders.submit(self._pack, number, keys, columns, decoding)
+        packed = self._decoders.submit(self._pack_elsewhere, number, keys, columns, decoding)
         wait([packed])
         waited(since, decoding, instead=decoding.longest())
         return packed.result()
 
+    def _pack_elsewhere(
+        self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], decoding: Timeline
+    ) -> list[memoryview]:
+        with decoding.here():
+            return self._pack(number, keys, columns)
+
     def _pack(
-        self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]], decoding: Timeline
+        self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]]
     ) -> list[memoryview]:
         location = _location(self._manifest.row_groups[number])
         blobs = []
-        with decoding.here(), doing("decode"):
+        with doing("decode"):
             for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
                 fill = partial(row_block.pack, columns, rows, self._plan.layout, location)
                 blobs.append(self._blocks.tier.get_or_fill(key, fill))
@@ -176,7 +187,7 @@ class RowGroupMaker(ForkAware):
         return max(self.rank_memory // TRAINER_DIVISOR // 2, len(columns) * COLUMN_BYTES)
 
     def _footer(self, group: RowGroup) -> Footer:
-        return self._read_footer(group.file, group.footer_at)
+        return self._footers.read(group.file, group.footer_at)
 
 
 def _with_constants(table: pa.Table, group: RowGroup, rows: int, schema: pa.Schema) -> pa.Table:

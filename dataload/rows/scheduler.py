@@ -159,7 +159,8 @@ class RowGroupScheduler:
 
     def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
         since = perf_counter()
-        if self.decoder is not None:
+        # Another process takes no work from a loop that waits for row groups most of the time.
+        if self.decoder is not None and (self.decoder.started or not self._demand.prevails):
             self.decoder.make(group, self._demand, life.account)
         contents = self._blobs.load(group, life)
         self._spent.add(**life.timeline.seconds(since, perf_counter()))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dataload.benchmarks.cold import IN_FLIGHT, busy
+from dataload.benchmarks.cold.measurement import IN_FLIGHT, busy
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,11 @@ def test_every_system_reads_all_rows(tmp_path: Path) -> None:
         "unlimited",
     ]
     options = ["--megabytes", "4", "--rounds", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    options += ["--cache-share", "2", "--plot", str(tmp_path / "in-flight.svg")]
     subprocess.run([*command, *options], check=True, capture_output=True, timeout=200)
     found = {entry["system"]: entry["runs"][0] for entry in json.loads((tmp_path / "found.json").read_text())}
     assert found.keys() == {"dataload", "pyarrow", "bare GETs", "bare decode"}
     assert found["dataload"]["rows"] == found["pyarrow"]["rows"] > 0
     assert found["dataload"]["bytes"] <= 1.02  # the data and the ends of files with their footers
     assert found["dataload"]["duplicates"] == 0
+    assert (tmp_path / "in-flight.svg").read_text().count("row groups of 1 MB") == 4

@@ -342,16 +342,16 @@ def test_an_index_is_not_dropped_under_others(tmp_path: Path) -> None:
 def test_damage_that_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = LocalTier(tmp_path, LIMIT, "lru")
     put(tier, "x/0")
-    real, first = index.Index.size_of, tier.folder
+    real, first = index.Index.admit, tier.folder
     broken: list[int] = [1]
 
-    def size_of(self: index.Index, digest: bytes) -> Any:
+    def admit(self: index.Index, *given: Any, **options: Any) -> Any:
         if broken:
             broken.pop()
             raise lmdb.CorruptedError("a page is not what it was")
-        return real(self, digest)
+        return real(self, *given, **options)
 
-    monkeypatch.setattr(index.Index, "size_of", size_of)
+    monkeypatch.setattr(index.Index, "admit", admit)
     put(tier, "y/0")
     assert is_kept(tier, "x/0")
     put(tier, "y/0")
@@ -375,10 +375,10 @@ def test_an_index_that_is_damaged_again_and_again_is_left_alone(
 ) -> None:
     tier = LocalTier(tmp_path / "c", LIMIT)
 
-    def damaged(*_: object) -> None:
+    def damaged(*_: object, **__: object) -> None:
         raise lmdb.CorruptedError("damaged")
 
-    monkeypatch.setattr(index.Index, "size_of", damaged)
+    monkeypatch.setattr(index.Index, "admit", damaged)
     for _ in range(READ_FAILURES):
         put(tier, "x/0")
     assert tier.stats()["health"]["state"] == "off"
@@ -595,7 +595,7 @@ def test_accounts_that_are_off_are_found_and_put_right(tmp_path: Path) -> None:
 def test_a_row_entered_twice_counts_once(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c", LIMIT, "lru")
     for _ in range(2):
-        assert tier.reserve(tier.folder, key("x/0"), 1000)
+        assert tier.reserve(tier.folder, key("x/0"), 1000, tmp_path / "draft")
     assert tier.folder.index.used_bytes() == 1000
 
 

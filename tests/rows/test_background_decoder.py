@@ -178,6 +178,7 @@ def test_a_loader_uses_it_for_row_groups_that_are_not_cached(
     dataset: Any, monkeypatch: pytest.MonkeyPatch, cache: CacheConfig
 ) -> None:
     monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
+    monkeypatch.setattr(DemandSignal, "prevails", False)
     loader = make_loader(dataset, 10)
     for _ in range(2):
         assert sorted(np.concatenate([batch["row_id"] for batch in loader]).tolist()) == list(range(200))
@@ -187,6 +188,29 @@ def test_a_loader_uses_it_for_row_groups_that_are_not_cached(
     assert sum(len(batch["row_id"]) for batch in warm) == 200
     assert warm.dataset.rowstore.scheduler.decoder._process is None  # all row groups were cached
     dataset.rowstore.scheduler.decoder.end()
+
+
+def test_a_loop_that_only_waits_starts_no_process(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process would take processor time from the threads that the loop waits for."""
+    monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
+    assert sum(len(batch["row_id"]) for batch in make_loader(dataset, 10)) == 200
+    assert dataset.rowstore.scheduler.decoder._process is None
+
+
+def test_demand_prevails_until_waits_are_less_than_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 10.0, 13.0, 14.9, 15.9, 16.1, 17.0, 30.0, 32.9, 33.1])
+    monkeypatch.setattr("dataload.rows.background_decoder.client.perf_counter", lambda: next(times))
+    demand = DemandSignal()  # at 0 s
+    assert demand.prevails  # before the first wait
+    with demand.waiting():  # at 10 s
+        pass  # until 13 s
+    assert demand.prevails  # 1.9 s without a wait, 3 s in waits
+    assert demand.prevails
+    assert not demand.prevails  # 3.1 s without a wait
+    with demand.waiting():  # at 17 s
+        pass  # until 30 s
+    assert demand.prevails
+    assert demand.prevails
 
 
 def test_a_forked_child_does_not_end_it(decoder: BackgroundDecoder) -> None:
@@ -209,6 +233,7 @@ PROGRAM = """
     from dataload import CacheConfig, make_dataset, make_loader
     from dataload.rows import scheduler
     scheduler.BACKGROUND_BYTES = 0
+    scheduler.DemandSignal.prevails = False
     options = {"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}
     dataset = make_dataset(sys.argv[2], storage_options=options, cache=CacheConfig(sys.argv[3], "1GB"))
     loader = make_loader(dataset, 4)

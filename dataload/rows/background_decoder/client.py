@@ -28,6 +28,7 @@ from dataload.telemetry.wait_timeline import waited
 
 SELDOM_SECONDS = 2.0  # between two checks for the worker's death; each takes the interpreter from the training step
 EXIT_SECONDS = 0.3  # for the worker to exit; then it is killed, which leaves a few files in the cache to remove
+BUSY_SECONDS = 1.0  # without a wait, until it is worth starting the worker, which takes a second of processor time
 MAX_FAILURES = 3
 BACKOFF_SECONDS = 30.0  # after a row group that the cache had no space for
 
@@ -43,11 +44,23 @@ class DemandSignal:
         self._mutex = threading.Lock()
         self._waiting = 0
         self._begun: Future[None] = Future()
+        self._first = self._last = perf_counter()  # begin of the first and of the last wait
+        self._waited: float | None = None  # seconds, without the wait that has not ended; None before the first
 
     @property
     def now(self) -> bool:
         """Whether a thread waits at this moment."""
         return self._waiting > 0
+
+    @property
+    def prevails(self) -> bool:
+        """Whether threads have waited more than half of the time, or too little time has passed to tell."""
+        with self._mutex:
+            if self._waited is None:
+                return True
+            now = perf_counter()
+            waited = self._waited + (now - self._last if self._waiting else 0)
+            return now - self._first - waited < max(waited, BUSY_SECONDS)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -55,6 +68,9 @@ class DemandSignal:
         with self._mutex:
             self._waiting += 1
             if self._waiting == 1:
+                self._last = perf_counter()
+                if self._waited is None:
+                    self._first, self._waited = self._last, 0.0
                 self._begun.set_result(None)
         try:
             yield
@@ -62,6 +78,8 @@ class DemandSignal:
             with self._mutex:
                 self._waiting -= 1
                 if not self._waiting:
+                    assert self._waited is not None
+                    self._waited += perf_counter() - self._last
                     self._begun = Future()
 
     def wait(self, future: Future[Any]) -> None:
@@ -137,6 +155,11 @@ class BackgroundDecoder(ForkAware):
         if not done.cached:  # The cache has no space, so the caller has to make the blobs again.
             self._paused_until = monotonic() + BACKOFF_SECONDS
         return done.cached
+
+    @property
+    def started(self) -> bool:
+        """Whether this process has started a background process."""
+        return self._process is not None
 
     def counts(self) -> Counter[str]:
         """Return the total cost of the row groups that its processes made, by name as in `Ledger`."""

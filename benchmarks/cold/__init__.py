@@ -1,0 +1,1 @@
+"""The benchmark of first epochs: `python -m dataload.benchmarks.cold`."""

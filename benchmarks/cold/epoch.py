@@ -1,0 +1,149 @@
+"""One first epoch of one system, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from threading import Event, Thread
+from typing import Self
+
+import psutil
+import pyarrow.parquet as pq
+
+from dataload.benchmarks.measure import cpu_seconds
+from dataload.benchmarks.origin import s3
+from dataload.benchmarks.origin.wire import Wire
+from dataload.benchmarks.systems.base import BUCKET
+from dataload.benchmarks.systems.floors import RANGE_BYTES
+
+IN_FLIGHT = 16
+SAMPLE_SECONDS = 0.05  # between two samples of memory
+BATCH_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one process reads: a prefix at the origin, the same files on disk, its rank of `ranks`, and its cache."""
+
+    endpoint_url: str
+    prefix: str
+    files: str
+    cache_dir: str
+    rank: int
+    ranks: int
+    cache_bytes: int | None = None
+
+
+def _ours(task: Task) -> Iterator[int]:
+    import dataload
+
+    dataset = dataload.make_dataset(
+        f"s3://{BUCKET}/{task.prefix}",
+        storage_options=s3.storage_options(task.endpoint_url),
+        cache=dataload.CacheConfig(task.cache_dir, task.cache_bytes),
+    )
+    world = dataload.World(task.rank, task.ranks, task.rank, task.ranks)
+    for batch in dataload.make_loader(dataset, BATCH_ROWS, world=world):
+        yield len(next(iter(batch.values())))
+
+
+def _pyarrow(task: Task) -> Iterator[int]:
+    import pyarrow.dataset as ds
+    from pyarrow.fs import S3FileSystem
+
+    store = S3FileSystem(
+        access_key="testing", secret_key="testing", endpoint_override=task.endpoint_url, region="us-east-1"
+    )
+    for batch in ds.dataset(f"{BUCKET}/{task.prefix}", format="parquet", filesystem=store).to_batches():
+        yield len(batch)
+
+
+def _wire(task: Task) -> Iterator[int]:
+    wire = Wire(task.endpoint_url, f"{BUCKET}/{task.prefix}", RANGE_BYTES)
+    ranges = [
+        (path.name, start, min(start + RANGE_BYTES, path.stat().st_size))
+        for path in sorted(Path(task.files).glob("*.parquet"))
+        for start in range(0, path.stat().st_size, RANGE_BYTES)
+    ]
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        yield from pool.map(wire.get, ranges)
+    wire.close()
+
+
+def _decode(task: Task) -> Iterator[int]:
+    groups = [
+        (path, number)
+        for path in sorted(Path(task.files).glob("*.parquet"))
+        for number in range(pq.read_metadata(path).num_row_groups)
+    ]
+
+    def rows(group: tuple[Path, int]) -> int:
+        with pq.ParquetFile(group[0], memory_map=True) as file:
+            return int(file.read_row_group(group[1], use_threads=False).num_rows)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield from pool.map(rows, groups)
+
+
+SYSTEMS = {"dataload": _ours, "pyarrow": _pyarrow, "bare GETs": _wire, "bare decode": _decode}
+
+
+def epoch(system: str, task: str) -> None:
+    """Read one epoch in this process. Print a JSON object of its figures. task: the fields of Task as JSON."""
+    if system == "dataload":  # Imports are not measured.
+        for module in ("s3fs", "obstore", "dataload.dataset", "dataload.loader"):
+            import_module(module)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    sys.stdin.readline()  # until the other ranks are ready
+    peak = _Peak()
+    with peak:
+        started, first, rows, cpu = time.perf_counter(), None, 0, cpu_seconds()
+        for count in SYSTEMS[system](Task(**json.loads(task))):
+            first = first or time.perf_counter() - started
+            rows += count
+        seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
+    figures = {"seconds": seconds, "first": first, "rows": rows, "cpu": cpu, "memory": peak.num_bytes}
+    sys.stdout.write(json.dumps(figures))
+
+
+class _Peak:
+    """Samples the anonymous memory of this process and its children. Attribute `num_bytes`: the most seen."""
+
+    def __enter__(self) -> Self:
+        self.num_bytes, self._end = 0, Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        start = _anonymous()
+        while not self._end.wait(SAMPLE_SECONDS):
+            self.num_bytes = max(self.num_bytes, _anonymous() - start)
+
+
+def _anonymous() -> int:
+    total = 0
+    for process in _processes():
+        try:
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+    return total
+
+
+def _processes() -> list[psutil.Process]:
+    this = psutil.Process()
+    return [this, *this.children(recursive=True)]

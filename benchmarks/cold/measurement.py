@@ -1,0 +1,100 @@
+"""The figures of a first epoch: time, processor time, memory, bytes and requests."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+
+from dataload.benchmarks.cold.epoch import IN_FLIGHT, Task
+from dataload.benchmarks.origin import Origin
+
+
+def measure(
+    system: str, origin: Origin, prefix: str, files: Path, folder: Path, ranks: int, cache_share: float | None
+) -> dict[str, Any]:
+    """Run one epoch of a system with an empty cache, in `ranks` processes. Return the figures of the host.
+
+    Args:
+        system: Name of the system.
+        origin: Serves the dataset.
+        prefix: Prefix of the dataset at the origin.
+        files: The same files on disk.
+        folder: Folder for the cache.
+        ranks: Number of processes.
+        cache_share: Byte limit of the cache, as a share of the bytes of the files; None: the default limit.
+    """
+    origin.reset()
+    server = psutil.Process(origin.pid)
+    before = sum(server.cpu_times()[:2])
+    call = "import sys; from dataload.benchmarks.cold.epoch import epoch; epoch(*sys.argv[1:])"
+    num_bytes = sum(path.stat().st_size for path in files.glob("*.parquet"))
+    limit = None if cache_share is None else int(cache_share * num_bytes)
+    with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
+        tasks = [Task(origin.endpoint_url, prefix, str(files), cache, rank, ranks, limit) for rank in range(ranks)]
+        command = [sys.executable, "-c", call, system]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        running = [subprocess.Popen([*command, json.dumps(asdict(task))], **pipes) for task in tasks]
+        for process in running:
+            assert process.stdout is not None
+            process.stdout.readline()
+        for process in running:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        found = [json.loads(process.communicate()[0]) for process in running]
+    origin_cpu = sum(server.cpu_times()[:2]) - before
+    stats, in_flight = origin.stats(), origin.gets_over_time()
+    return {
+        "seconds": max(figures["seconds"] for figures in found),
+        "first": max(figures["first"] for figures in found),
+        "rows": sum(figures["rows"] for figures in found),
+        "cpu": sum(figures["cpu"] for figures in found),
+        "memory": sum(figures["memory"] for figures in found),
+        "bytes": stats["get_bytes"] / num_bytes,
+        "requests": stats["get_requests"],
+        "duplicates": stats["duplicate_gets"],
+        "in_flight": stats["most_gets_at_once"],
+        "busy": busy(in_flight, origin.behaviour.latency),
+        "origin_cpu": origin_cpu,
+        "over_time": in_flight,
+    }
+
+
+def busy(changes: list[tuple[float, int]], latency: float) -> float:
+    """Return the mean share of `IN_FLIGHT` requests under way, except in the first 0.5 s and the last two latencies.
+
+    It is NaN if the requests do not last that long.
+
+    Args:
+        changes: (seconds, requests under way from then on).
+        latency: Latency of a request in seconds.
+    """
+    begin, end = (changes[0][0] + 0.5, changes[-1][0] - 2 * latency) if changes else (0.0, 0.0)
+    if end <= begin:
+        return math.nan
+    total = 0.0
+    for (at, count), (until, _) in pairwise(changes):
+        total += max(0.0, min(until, end) - max(at, begin)) * min(count, IN_FLIGHT)
+    return total / (IN_FLIGHT * (end - begin))
+
+
+def bound(found: dict[str, dict[str, float]], system: str) -> float:
+    """Return the seconds that the wire, or the processors of this machine, need at least.
+
+    Args:
+        found: The figures of each system.
+        system: The system whose processor time counts, with that of the origin beside it.
+    """
+    cpu = found[system]["cpu"] + found[system]["origin_cpu"]
+    wire = found["bare GETs"]["seconds"] if "bare GETs" in found else 0.0
+    return max(wire, cpu / len(os.sched_getaffinity(0)))
