@@ -93,7 +93,9 @@ class RowGroupMaker(ForkAware):
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
         group = self._manifest.row_groups[number]
         stored = self._plan.stored(group) if columns is None else columns
-        return self._footer(group).fetched(group.number, stored, self._held_limit(stored)) if stored else ([], [])
+        if not stored:
+            return [], []
+        return self._footer(group).fetched(group.number, stored, self._held_limit(number, stored))
 
     def has_capacity(self, number: int) -> bool:
         """Return whether the budget has room for another row group now."""
@@ -125,7 +127,7 @@ class RowGroupMaker(ForkAware):
         stored = self._plan.stored(group)
         if not stored:
             return self.pack(number, keys, self._decoded([pa.table({})] * len(keys), number), life)
-        held_limit = self._held_limit(stored)
+        held_limit = self._held_limit(number, stored)
         with self._footer(group).open_row_group(group.file, group.number, stored, self._blocks, held_limit) as reader:
             tables = reader.tables(int(self._plan.blob_rows[number]))
             return self.pack(number, keys, self._decoded(tables, number), life)
@@ -179,12 +181,17 @@ class RowGroupMaker(ForkAware):
         group = self._manifest.row_groups[number]
         stored = self._plan.stored(group)
         if stored and self._footer(group).streams:
-            held = min(held, self._held_limit(stored))
-        return held + 3 * max(self._plan.blob_sizes(number))
+            held = min(held, self._held_limit(number, stored))
+        return held + self._decoding_bytes(number)
 
-    def _held_limit(self, columns: Sequence[str]) -> int:
+    def _held_limit(self, number: int, columns: Sequence[str]) -> int:
         """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded."""
-        return max(self.rank_memory // TRAINER_DIVISOR // 2, len(columns) * COLUMN_BYTES)
+        total = self.memory.total
+        return max(total - self._decoding_bytes(number), total // 2, len(columns) * COLUMN_BYTES)
+
+    def _decoding_bytes(self, number: int) -> int:
+        """Return the bytes of one blob, three times."""
+        return 3 * max(self._plan.blob_sizes(number))
 
     def _footer(self, group: RowGroup) -> Footer:
         return self._footers.read(group.file, group.footer_at)
