@@ -46,6 +46,8 @@ def make_loader(
     device: torch.device | str | None = None,
     pin_memory: bool | None = None,
     prefetch: int | None = None,
+    row_ids: bool = False,
+    on_error: str = "raise",
     columns: Sequence[str] | None = None,
     filters: Filters | None = None,
     storage_options: dict[str, Any] | None = None,
@@ -80,6 +82,12 @@ def make_loader(
         device: Device of the batches.
         pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
         prefetch: Batches that each worker, or the thread, prepares ahead.
+        row_ids: Add the column "row_id": the number of each row in the dataset, int64 Tensor[B]. `Dataset.locate`
+            returns its file and row group.
+        on_error: "raise" raises an exception of `transform` or `collate_fn`, or of a value that cannot be decoded, with
+            a note that names the rows of the batch. "skip" replaces the rows that raise by other rows of their batch,
+            always the same ones, and counts them in `stats()`: `skipped_rows`, `skipped_row_ids`. It may call the
+            functions several times for such a batch, with parts of its rows and the same `rng`.
         columns: As in `make_dataset`.
         filters: As in `make_dataset`.
         storage_options: As in `make_dataset`.
@@ -117,16 +125,25 @@ def make_loader(
         {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster},
         cache,
     )
-    _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
+    _check_arguments(batch_size, ragged, prefetch, on_error, dataloader_kwargs)
     detected = world is None and mesh is None
     world = world_of(world, mesh)
     _share_host(dataset, world, num_workers)
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
+    maker = BatchMaker(
+        dataset,
+        ragged=ragged,
+        group=group,
+        collate_fn=collate_fn,
+        transform=transform,
+        row_ids=row_ids,
+        skip=on_error == "skip",
+    )
     return Loader(
         dataset,
-        maker=BatchMaker(dataset, ragged=ragged, group=group, collate_fn=collate_fn, transform=transform),
+        maker=maker,
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
@@ -162,9 +179,13 @@ def _sampler(
     return sampler
 
 
-def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloader_kwargs: Mapping[str, Any]) -> None:
+def _check_arguments(
+    batch_size: int, ragged: str, prefetch: int | None, on_error: str, dataloader_kwargs: Mapping[str, Any]
+) -> None:
     if ragged not in ("list", "flat"):
         raise ConfigError(f"ragged={ragged!r} is unknown: use 'list' or 'flat'")
+    if on_error not in ("raise", "skip"):
+        raise ConfigError(f"on_error={on_error!r} is unknown: use 'raise' or 'skip'")
     for name, number in (("batch_size", batch_size), ("prefetch", 1 if prefetch is None else prefetch)):
         if number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
