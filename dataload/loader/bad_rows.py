@@ -30,8 +30,8 @@ def naming_rows(numbers: Array, name: str) -> Iterator[None]:
         first = int(numbers[0])
         error.add_note(
             f"{name} has {len(numbers)} rows of the dataset: {ranges(numbers)}\n"
-            f"To look at them: loader.dataset.locate({first}) returns the file and row group of a row, and "
-            f'loader.dataset[{first}] reads it. make_loader(..., on_error="skip") replaces the rows that raise.'
+            f"To look at them: loader.dataset.locate({first}) returns the file and row group of a row, "
+            f"loader.dataset[{first}] reads it"
         )
         raise
 
@@ -39,10 +39,11 @@ def naming_rows(numbers: Array, name: str) -> Iterator[None]:
 def ranges(numbers: Array, most: int = MOST_CHARACTERS) -> str:
     """Return the numbers in ascending order as text of at most `most` characters, such as "0-3, 7, 9-12"."""
     ordered = np.unique(numbers)
-    borders = np.flatnonzero(np.diff(ordered) != 1) + 1
+    last = np.append(np.diff(ordered) != 1, True)
+    first = np.roll(last, 1)
     texts, left = list[str](), most
-    for run in np.split(ordered, borders):
-        text = f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}"
+    for start, end in zip(ordered[first], ordered[last], strict=True):
+        text = f"{start}" if start == end else f"{start}-{end}"
         left -= len(text) + len(", ")
         if left < len("…"):
             return ", ".join([*texts, "…"])
@@ -54,12 +55,12 @@ def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> 
     """Return the row numbers of a batch with its bad rows replaced.
 
     The good rows work together, and with any other row of the batch they do not. The n-th bad row is replaced by the
-    n-th good one, from the first again if there are more. If no row is good, all are replaced by the first row that
-    works by itself, of those that follow the batch's first row in the dataset.
+    n-th good one, from the first again if there are more. If no row is good, all are replaced by one row: the first of
+    the `MOST_SUBSTITUTES` rows after the batch's greatest row number that works by itself.
 
     Args:
         numbers: Row numbers of a batch that raised, int64 [B].
-        total: Rows of the dataset.
+        total: Rows of the dataset. Its first row follows its last one.
         works: Returns whether a batch of these rows can be made. The same rows always give the same answer.
 
     Returns:
@@ -67,7 +68,7 @@ def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> 
     """
     good = _maximal(range(len(numbers)), lambda positions: works(numbers[positions]))
     if not good:
-        following = ((int(numbers[0]) + step) % total for step in range(1, total))
+        following = ((int(numbers.max()) + step) % total for step in range(1, total))
         candidates = (np.array([row], np.int64) for row in islice(following, MOST_SUBSTITUTES))
         found = next(filter(works, candidates), None)
         return None if found is None else np.repeat(found, len(numbers))
