@@ -140,32 +140,30 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     Args:
         dataset: The rows.
-        ragged: As in `make_loader`.
-        group: As in `make_loader`.
+        shape: The arguments `ragged`, `group` and `row_ids` of `make_loader`.
         collate_fn: As in `make_loader`.
         transform: As in `make_loader`.
-        row_ids: As in `make_loader`.
-        skip: Whether to replace rows that raise.
+        on_error: As in `make_loader`.
 
     Raises:
-        ConfigError: `group` or `row_ids` does not suit the columns.
+        ConfigError: `on_error` is unknown, or `group` or `row_ids` does not suit the columns.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        *,
-        ragged: str,
-        group: Mapping[str, Sequence[str]] | None,
-        collate_fn: Callable[[Rows], Any] | None,
-        transform: Callable[..., Any] | None,
-        row_ids: bool = False,
-        skip: bool = False,
+        shape: Mapping[str, Any],
+        collate_fn: Callable[[Rows], Any] | None = None,
+        transform: Callable[..., Any] | None = None,
+        on_error: str = "raise",
     ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise ConfigError(f"on_error={on_error!r} is unknown: use 'raise' or 'skip'")
         self._dataset = dataset
-        self._shape: dict[str, Any] = {"ragged": ragged, "group": group, "row_ids": row_ids}
+        self._shape = shape
         layout = dataset.rowstore.layout
-        if row_ids and ROW_ID in {*(column.name for column in layout.fields), *(group or {})}:
+        names = {*(column.name for column in layout.fields), *(shape["group"] or ())}
+        if shape["row_ids"] and ROW_ID in names:
             raise ConfigError(
                 f"row_ids=True adds the column {ROW_ID!r}, which the batches have already: leave that one out with "
                 "columns=, or rename it"
@@ -174,7 +172,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._collate = collate_fn
         self._transform = transform
         self._wants_rng = _takes_rng(transform)
-        self._skip = skip
+        self._skip = on_error == "skip"
         self._warned = False
 
     @property

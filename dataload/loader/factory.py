@@ -125,25 +125,18 @@ def make_loader(
         {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster},
         cache,
     )
-    _check_arguments(batch_size, ragged, prefetch, on_error, dataloader_kwargs)
+    _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
     detected = world is None and mesh is None
     world = world_of(world, mesh)
     _share_host(dataset, world, num_workers)
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
-    maker = BatchMaker(
-        dataset,
-        ragged=ragged,
-        group=group,
-        collate_fn=collate_fn,
-        transform=transform,
-        row_ids=row_ids,
-        skip=on_error == "skip",
-    )
     return Loader(
         dataset,
-        maker=maker,
+        maker=BatchMaker(
+            dataset, {"ragged": ragged, "group": group, "row_ids": row_ids}, collate_fn, transform, on_error
+        ),
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
@@ -179,13 +172,9 @@ def _sampler(
     return sampler
 
 
-def _check_arguments(
-    batch_size: int, ragged: str, prefetch: int | None, on_error: str, dataloader_kwargs: Mapping[str, Any]
-) -> None:
+def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloader_kwargs: Mapping[str, Any]) -> None:
     if ragged not in ("list", "flat"):
         raise ConfigError(f"ragged={ragged!r} is unknown: use 'list' or 'flat'")
-    if on_error not in ("raise", "skip"):
-        raise ConfigError(f"on_error={on_error!r} is unknown: use 'raise' or 'skip'")
     for name, number in (("batch_size", batch_size), ("prefetch", 1 if prefetch is None else prefetch)):
         if number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
