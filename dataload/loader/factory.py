@@ -122,8 +122,7 @@ def make_loader(
     dataset = _dataset_of(
         source,
         {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null},
-        {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster},
-        cache,
+        {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache},
     )
     _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
     detected = world is None and mesh is None
@@ -132,11 +131,10 @@ def make_loader(
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
+    shape = {"ragged": ragged, "group": group, "row_ids": row_ids}
     return Loader(
         dataset,
-        maker=BatchMaker(
-            dataset, {"ragged": ragged, "group": group, "row_ids": row_ids}, collate_fn, transform, on_error
-        ),
+        maker=BatchMaker(dataset, shape, collate_fn, transform, on_error),
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
@@ -182,15 +180,11 @@ def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloa
         raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
 
 
-def _dataset_of(
-    source: Source | Dataset,
-    dataset_options: dict[str, Any],
-    cache_options: dict[str, Any],
-    cache: CacheConfig | None,
-) -> Dataset:
+def _dataset_of(source: Source | Dataset, dataset_options: dict[str, Any], cache_options: dict[str, Any]) -> Dataset:
     if isinstance(source, Dataset):
-        _reject({**dataset_options, **cache_options, "cache": cache}, "pass it to make_dataset, not with its dataset")
+        _reject({**dataset_options, **cache_options}, "pass it to make_dataset, not with its dataset")
         return source
+    cache = cache_options.pop("cache")
     if cache is not None:
         _reject(cache_options, "pass it inside cache=CacheConfig(...)")
     return make_dataset(source, cache=cache or CacheConfig(**cache_options), **dataset_options)
