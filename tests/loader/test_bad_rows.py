@@ -17,8 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from torch import nn
 
-from dataload import World, make_dataset, make_loader
+from dataload import World, fit, make_dataset, make_loader
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.loader.bad_rows import MOST_SUBSTITUTES, replacements
@@ -174,19 +175,27 @@ def test_a_transform_that_changes_its_batch_before_it_raises(numbers: Dataset) -
     def half_done(batch: dict[str, Any]) -> dict[str, Any]:
         checked = {"x": batch["x"].clone()}
         batch["x"] += 1
+        batch["row_id"].zero_()
         fails_at(checked, frozenset({3}))
         return batch
 
-    loader = make_loader(numbers, 50, shuffle=False, on_error="skip", transform=half_done)
+    loader = make_loader(numbers, 50, shuffle=False, on_error="skip", row_ids=True, transform=half_done)
     assert x_of(loader)[0] == [1, 2, 3, 1, *range(5, 51)]
 
 
 def test_an_interrupt_is_no_bad_row(numbers: Dataset) -> None:
+    calls = 0
+
     def interrupted(batch: dict[str, Any]) -> dict[str, Any]:
-        raise KeyboardInterrupt
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return batch
 
     with pytest.raises(KeyboardInterrupt):
         list(make_loader(numbers, 50, on_error="skip", transform=interrupted))
+    assert calls == 3
 
 
 def test_the_first_row_is_logged(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,6 +216,14 @@ def test_statistics_list_some_rows_and_count_all(numbers: Dataset, tmp_path: Pat
     assert logged.stats.skipped_row_ids == loader.stats().skipped_row_ids
     line = json.loads((tmp_path / "stats" / "rank-0.jsonl").read_text().splitlines()[-1])
     assert line["skipped_rows"] == 334
+
+
+def test_fit_counts_replaced_rows(dataset: Dataset) -> None:
+    model = nn.Linear(1, 1)
+    loader = make_loader(dataset, 50, on_error="skip")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    [epoch] = fit(model, optimizer, loader, lambda model, batch: model(batch["x"][:, None].float()).mean(), epochs=1)
+    assert (epoch["rows"], epoch["skipped_rows"]) == (N, 2)
 
 
 def test_without_skip_a_bad_row_is_an_error(numbers: Dataset) -> None:
@@ -260,6 +277,14 @@ def test_exactly_the_bad_rows_are_replaced(case: tuple[int, set[int]], more: int
         return
     lost = iter(good * count)
     assert found.tolist() == [row + 7 if row not in bad else next(lost) for row in range(count)]
+
+
+@given(st.integers(3, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))))
+def test_exactly_the_row_that_does_not_suit_the_others_is_replaced(case: tuple[int, int]) -> None:
+    count, odd = case
+    found = replacements(np.arange(count), count, lambda rows: len({row == odd for row in rows.tolist()}) == 1)
+    assert found is not None
+    assert np.flatnonzero(found != np.arange(count)).tolist() == [odd]
 
 
 def test_one_bad_row_of_many_takes_few_calls() -> None:
