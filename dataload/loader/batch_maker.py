@@ -20,7 +20,7 @@ from dataload.errors import ConfigError
 from dataload.loader.bad_rows import naming_rows, replacements
 from dataload.loader.worker_transport import pack
 from dataload.rows.arrow_decode import Array
-from dataload.rows.collate import Batch, Empty, Rows, cut, spans
+from dataload.rows.collate import Batch, Empty, Rows, cut
 from dataload.rows.numbered_rows import ROW_ID, NumberedRows
 from dataload.rows.row_block import Records
 from dataload.runtime.redact import redacted
@@ -81,7 +81,7 @@ class Answer:
     batch: Any
     row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
     making: Timeline = field(default_factory=Timeline)
-    skipped: Sequence[int] = ()
+    skipped: tuple[int, ...] = ()
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
@@ -206,17 +206,18 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         row_groups: dict[int, Mapping[str, float] | None] = {
             group: {} if new else None for group, new in opened.items()
         }
-        if not self.only_gathers:
-            empty = None
-        for span, columns in zip(spans(sizes), self._together(rows, sizes, empty), strict=False):
-            batch, skipped = columns, list[int]()
-            if columns is None or not self.only_gathers:
+        only_gathers, start = self.only_gathers, 0
+        memory = empty if only_gathers else None
+        for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=False):
+            batch: Any = columns
+            skipped: tuple[int, ...] = ()
+            if columns is None or not only_gathers:
                 _, epoch, rank = request.stream
                 name = f"rank {rank}, epoch {epoch}, batch {cursor // request.step}"
-                make = partial(self._made, stream=request.stream, cursor=cursor, empty=empty)
-                batch, skipped = self._checked(rows.part(span), columns, make, name, stop)
-            yield Answer(cursor, span.stop - span.start, batch, row_groups, skipped=skipped)
-            cursor, row_groups = cursor + request.step, {}
+                make = partial(self._made, stream=request.stream, cursor=cursor, empty=memory)
+                batch, skipped = self._checked(rows.part(slice(start, start + size)), columns, make, name, stop)
+            yield Answer(cursor, size, batch, row_groups, skipped=skipped)
+            cursor, start, row_groups = cursor + request.step, start + size, {}
 
     def collate(self, rows: NumberedRows) -> Any:
         """Return the batch of these rows.
@@ -247,7 +248,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         make: Callable[[NumberedRows, Batch | None], Any],
         name: str,
         stop: Future[None] | None = None,
-    ) -> tuple[Any, list[int]]:
+    ) -> tuple[Any, tuple[int, ...]]:
         """Return make(rows, columns), and the numbers of rows that raised and were replaced.
 
         Args:
@@ -274,12 +275,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
         try:
             with naming_rows(rows.numbers, name):
-                return make(rows, columns), []
+                return make(rows, columns), ()
         except Exception as error:
             numbers = replacements(rows.numbers, len(self._dataset), works) if self._skip else None
             if numbers is None:
                 raise
-            skipped: list[int] = rows.numbers[numbers != rows.numbers].tolist()
+            skipped: tuple[int, ...] = tuple(rows.numbers[numbers != rows.numbers].tolist())
             self._warn(skipped, error)
         with naming_rows(numbers, name):
             return make(gathered(numbers), None), skipped

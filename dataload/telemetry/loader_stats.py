@@ -81,9 +81,8 @@ class LoaderStats:
 
     def skip(self, row_ids: Sequence[int]) -> None:
         """Count rows that were replaced, by their numbers."""
-        if row_ids:
-            self.skipped_rows += len(row_ids)
-            self.skipped_row_ids = [*self.skipped_row_ids, *row_ids][:MOST_ROW_IDS]
+        self.skipped_rows += len(row_ids)
+        self.skipped_row_ids = [*self.skipped_row_ids, *row_ids][:MOST_ROW_IDS]
 
     @property
     def stall_fraction(self) -> float:
