@@ -95,6 +95,18 @@ def test_a_plain_dataloader_of_the_loader_s_parts_has_row_ids(dataset: Dataset) 
     assert sorted(check(list(plain))) == list(range(N))
 
 
+def test_row_ids_are_in_the_memory_for_the_device(dataset: Dataset) -> None:
+    made: list[torch.Tensor] = []
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made.append(torch.empty(shape, dtype=dtype))
+        return made[-1]
+
+    batch = dataset.__getitems__([7, 3, 300]).shaped(row_ids=True).batch(empty)
+    assert batch["row_id"].tolist() == [7, 3, 300]
+    assert any(batch["row_id"] is tensor for tensor in made)
+
+
 def test_a_transform_that_changes_the_numbers_changes_no_row(dataset: Dataset) -> None:
     def forget(batch: dict[str, Any]) -> dict[str, Any]:
         batch["row_id"].zero_()
