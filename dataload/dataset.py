@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
+from dataload.catalog.locations import Location, Locator
 from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
 from dataload.catalog.pruning import Filters, narrow
 from dataload.catalog.splits import split as split_manifest
 from dataload.errors import ConfigError
-from dataload.rows.collate import Rows
+from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_store import RowStore
+from dataload.runtime.cached_property import cached_property
 from dataload.samplers.window_size import default_window
 
 
@@ -47,6 +50,8 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         (6, 5)
         >>> dataset.__getitems__([4, 0]).columns["id"].tolist()
         [4, 0]
+        >>> dataset.locate([1, 5])[1]._replace(url="rows.parquet")
+        Location(url='rows.parquet', row_group=2, row=1)
         >>> train, val = dataset.split([0.67, 0.33])
         >>> len(train), len(val)
         (4, 2)
@@ -100,7 +105,7 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
             raise IndexError(f"row {row} of a dataset of {len(self)} rows")
         return self.__getitems__([range(len(self))[row]])[0]
 
-    def __getitems__(self, rows: Any) -> Rows:
+    def __getitems__(self, rows: Any) -> NumberedRows:
         """Return a batch of rows: a sequence of row dicts whose `.columns` is the batch by column.
 
         Args:
@@ -114,12 +119,41 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         numbers = np.asarray(rows, np.int64)
         if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
             raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
-        return Rows(self.rowstore.gather(numbers))
+        return NumberedRows(self.rowstore.gather(numbers), numbers)
+
+    @overload
+    def locate(self, row_ids: int) -> Location: ...
+    @overload
+    def locate(self, row_ids: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> list[Location]: ...
+    def locate(self, row_ids: int | Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Location | list[Location]:
+        """Return the file, the row group and the row in it of rows, such as those of the column "row_id" of a batch.
+
+        Args:
+            row_ids: A row number, or several. A dataset numbers its own rows from 0, in file order, and so does each
+                split of it.
+
+        Returns:
+            The `Location` of one number; a list of them for a sequence or a tensor [n].
+
+        Raises:
+            IndexError: The dataset has no such row.
+            TypeError: The numbers are not integers.
+
+        Notes: a search takes O(log(row groups)) and fetches nothing.
+        """
+        numbers = np.asarray(row_ids.cpu() if isinstance(row_ids, torch.Tensor) else row_ids)
+        found = self._locator.locate(numbers)
+        return found if numbers.ndim else found[0]
+
+    @cached_property
+    def _locator(self) -> Locator:
+        return Locator(self.row_groups, self.blocks.origin.url_of)
 
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
         """Return disjoint datasets of whole row groups that together hold every row.
 
-        Each process gets the same splits. Each split has its own fingerprint.
+        Each process gets the same splits. Each split has its own fingerprint and numbers its own rows from 0; `locate`
+        of the split says where they are.
 
         Args:
             fractions: Share of the rows for each split. Whole row groups approximate it.

@@ -111,6 +111,10 @@ class Origin(ForkAware):
         """Return the path of a URL at this origin, without the protocol."""
         return str(self.filesystem._strip_protocol(url))  # noqa: SLF001 (an extension point of fsspec)
 
+    def url_of(self, path: str) -> str:
+        """Return the URL of a path at this origin."""
+        return str(self.filesystem.unstrip_protocol(path))
+
     def info(self, path: str) -> dict[str, Any]:
         """Fetch the metadata of one object or folder, bypassing caches."""
         with self.metadata_request(path) as filesystem:

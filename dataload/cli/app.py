@@ -11,6 +11,7 @@ from dataload.benchmarks.run import bench
 from dataload.cli.commands.cache import cache
 from dataload.cli.commands.demo import demo
 from dataload.cli.commands.doctor import doctor
+from dataload.cli.commands.head import head
 from dataload.cli.commands.plan import plan
 from dataload.cli.commands.report import report
 from dataload.cli.commands.warm import warm
@@ -38,7 +39,7 @@ def common(
         show_help(context)
 
 
-for command in (plan, warm, doctor, report, demo, bench):
+for command in (head, plan, warm, doctor, report, demo, bench):
     app.command()(command)
 app.add_typer(cache, name="cache")
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -14,13 +17,18 @@ import torch
 
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
+from dataload.loader.bad_rows import naming_rows, replacements
 from dataload.loader.worker_transport import pack
 from dataload.rows.arrow_decode import Array
-from dataload.rows.collate import Empty, Rows, cut, spans, to_batch
+from dataload.rows.collate import Batch, Empty, Rows, cut
+from dataload.rows.numbered_rows import ROW_ID, NumberedRows
 from dataload.rows.row_block import Records
+from dataload.runtime.redact import redacted
 from dataload.samplers.keys import derive_key
 from dataload.samplers.sharded import ShardedSampler
 from dataload.telemetry.wait_timeline import Timeline, doing
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Answer:
         row_groups: The row groups of all rows of the request, in its first answer only. Each has an account, see
             `Ledger`, or None if it was open already. Only the accounts of a worker have entries.
         making: The activities of the worker.
+        skipped: The rows that raised and were replaced.
     """
 
     cursor: int
@@ -72,6 +81,7 @@ class Answer:
     batch: Any
     row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
     making: Timeline = field(default_factory=Timeline)
+    skipped: tuple[int, ...] = ()
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
@@ -130,30 +140,40 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     Args:
         dataset: The rows.
-        ragged: As in `make_loader`.
-        group: As in `make_loader`.
+        shape: The arguments `ragged`, `group` and `row_ids` of `make_loader`.
         collate_fn: As in `make_loader`.
         transform: As in `make_loader`.
+        on_error: As in `make_loader`.
 
     Raises:
-        ConfigError: `group` does not suit the columns.
+        ConfigError: `on_error` is unknown, or `group` or `row_ids` does not suit the columns.
     """
 
     def __init__(
         self,
         dataset: Dataset,
-        *,
-        ragged: str,
-        group: Mapping[str, Sequence[str]] | None,
-        collate_fn: Callable[[Rows], Any] | None,
-        transform: Callable[..., Any] | None,
+        shape: Mapping[str, Any],
+        collate_fn: Callable[[Rows], Any] | None = None,
+        transform: Callable[..., Any] | None = None,
+        on_error: str = "raise",
     ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise ConfigError(f"on_error={on_error!r} is unknown: use 'raise' or 'skip'")
         self._dataset = dataset
-        self._shape: dict[str, Any] = {"ragged": ragged, "group": group}
-        to_batch(Records.none(dataset.rowstore.layout), **self._shape)  # raises for a wrong `group`
+        self._shape = shape
+        layout = dataset.rowstore.layout
+        names = {*(column.name for column in layout.fields), *(shape["group"] or ())}
+        if shape["row_ids"] and ROW_ID in names:
+            raise ConfigError(
+                f"row_ids=True adds the column {ROW_ID!r}, which the batches have already: leave that one out with "
+                "columns=, or rename it"
+            )
+        self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
         self._collate = collate_fn
         self._transform = transform
         self._wants_rng = _takes_rng(transform)
+        self._skip = on_error == "skip"
+        self._warned = False
 
     @property
     def only_gathers(self) -> bool:
@@ -182,15 +202,24 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
         sizes, cursor, opened = request.sizes, request.cursor, dict[int, bool]()
-        records = self._dataset.rowstore.gather(request.rows, stop, opened)
+        rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, opened), request.rows)
         row_groups: dict[int, Mapping[str, float] | None] = {
             group: {} if new else None for group, new in opened.items()
         }
-        for size, batch in zip(sizes, self._collated(records, sizes, empty), strict=True):
-            yield Answer(cursor, size, self._transformed(batch, request.stream, cursor), row_groups)
-            cursor, row_groups = cursor + request.step, {}
+        only_gathers, start = self.only_gathers, 0
+        memory = empty if only_gathers else None
+        for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=False):
+            batch: Any = columns
+            skipped: tuple[int, ...] = ()
+            if columns is None or not only_gathers:
+                _, epoch, rank = request.stream
+                name = f"rank {rank}, epoch {epoch}, batch {cursor // request.step}"
+                make = partial(self._made, stream=request.stream, cursor=cursor, empty=memory)
+                batch, skipped = self._checked(rows.part(slice(start, start + size)), columns, make, name, stop)
+            yield Answer(cursor, size, batch, row_groups, skipped=skipped)
+            cursor, start, row_groups = cursor + request.step, start + size, {}
 
-    def collate(self, rows: Rows) -> Any:
+    def collate(self, rows: NumberedRows) -> Any:
         """Return the batch of these rows.
 
         A plain DataLoader calls this, such as the one that accelerate's `skip_first_batches` makes of a loader.
@@ -200,14 +229,89 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         """
         if self._wants_rng:
             raise ConfigError("transform(batch, rng) needs the loader itself: skip batches by load_state_dict instead")
-        rows = rows.shaped(**self._shape)
-        return self._transformed(rows.columns if self._collate is None else self._collate(rows))
+        return self._checked(rows.shaped(**self._shape), None, self._made, "this batch")[0]
 
-    def _collated(self, records: Records, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
+    def _numbered(self, records: Records, numbers: Array) -> NumberedRows:
+        return NumberedRows(records, numbers, **self._shape)
+
+    def _together(self, rows: NumberedRows, sizes: Sequence[int], empty: Empty | None) -> Iterable[Batch | None]:
+        """Return the columns of several batches, which are cut from one; None for batches that are made one by one."""
         if self._collate is None:
-            memory = empty if self.only_gathers else None
-            return cut(to_batch(records, **self._shape, empty=memory), sizes, memory)
-        return (self._collate(Rows(records[span], **self._shape)) for span in spans(sizes))
+            with suppress(Exception):  # The batch that has the wrong value raises this again.
+                return cut(rows.batch(empty), sizes, empty)
+        return repeat(None)
+
+    def _checked(
+        self,
+        rows: NumberedRows,
+        columns: Batch | None,
+        make: Callable[[NumberedRows, Batch | None], Any],
+        name: str,
+        stop: Future[None] | None = None,
+    ) -> tuple[Any, tuple[int, ...]]:
+        """Return make(rows, columns), and the numbers of rows that raised and were replaced.
+
+        Args:
+            rows: The rows.
+            columns: Their columns, or None.
+            make: Makes a batch.
+            name: Names the batch in errors.
+            stop: As in `RowStore.gather`.
+
+        Raises:
+            Exception: `make` raised it. A note names the rows.
+        """
+
+        def gathered(numbers: Array) -> NumberedRows:
+            return self._numbered(self._dataset.rowstore.gather(numbers, stop), numbers)
+
+        def works(numbers: Array) -> bool:
+            some = gathered(numbers)
+            try:
+                make(some, None)
+            except Exception:  # noqa: BLE001 (any exception of the user's code)
+                return False
+            return True
+
+        try:
+            with naming_rows(rows.numbers, name):
+                return make(rows, columns), ()
+        except Exception as error:
+            numbers = replacements(rows.numbers, len(self._dataset), works) if self._skip else None
+            if numbers is None:
+                raise
+            skipped: tuple[int, ...] = tuple(rows.numbers[numbers != rows.numbers].tolist())
+            self._warn(skipped, error)
+        with naming_rows(numbers, name):
+            return make(gathered(numbers), None), skipped
+
+    def _made(
+        self,
+        rows: NumberedRows,
+        columns: Batch | None,
+        *,
+        stream: tuple[int, ...] = (),
+        cursor: int = 0,
+        empty: Empty | None = None,
+    ) -> Any:
+        """Return the batch of some rows, whose columns may be there already."""
+        if self._collate is not None:
+            return self._transformed(self._collate(rows), stream, cursor)
+        return self._transformed(rows.batch(empty) if columns is None else columns, stream, cursor)
+
+    def _warn(self, skipped: Sequence[int], error: Exception) -> None:
+        """Log the first row that is replaced in this process. The loader's statistics count the others."""
+        if skipped and not self._warned:
+            self._warned = True
+            url, row_group, row = self._dataset.locate(skipped[0])
+            place = f"{redacted(url)} row group {row_group} row {row}"
+            log.warning(
+                'on_error="skip": row %d (%s) raised %s: %s; it is replaced, and stats() counts further ones',
+                skipped[0],
+                place,
+                type(error).__name__,
+                redacted(error),
+            )
 
     def _transformed(self, batch: Any, stream: tuple[int, ...] = (), cursor: int = 0) -> Any:
         if self._transform is None:

@@ -46,6 +46,8 @@ def make_loader(
     device: torch.device | str | None = None,
     pin_memory: bool | None = None,
     prefetch: int | None = None,
+    row_ids: bool = False,
+    on_error: str = "raise",
     columns: Sequence[str] | None = None,
     filters: Filters | None = None,
     storage_options: dict[str, Any] | None = None,
@@ -80,6 +82,12 @@ def make_loader(
         device: Device of the batches.
         pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
         prefetch: Batches that each worker, or the thread, prepares ahead.
+        row_ids: Add the column "row_id": the number of each row in the dataset, int64 Tensor[B]. `Dataset.locate`
+            returns its file and row group.
+        on_error: "raise" raises an exception of `transform` or `collate_fn`, or of a value that cannot be decoded, with
+            a note that names the rows of the batch. "skip" replaces the rows that raise by other rows of their batch,
+            always the same ones, and counts them in `stats()`: `skipped_rows`, `skipped_row_ids`. It may call the
+            functions several times for such a batch, with parts of its rows and the same `rng`.
         columns: As in `make_dataset`.
         filters: As in `make_dataset`.
         storage_options: As in `make_dataset`.
@@ -114,8 +122,7 @@ def make_loader(
     dataset = _dataset_of(
         source,
         {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null},
-        {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster},
-        cache,
+        {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache},
     )
     _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
     detected = world is None and mesh is None
@@ -124,9 +131,10 @@ def make_loader(
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
+    shape = {"ragged": ragged, "group": group, "row_ids": row_ids}
     return Loader(
         dataset,
-        maker=BatchMaker(dataset, ragged=ragged, group=group, collate_fn=collate_fn, transform=transform),
+        maker=BatchMaker(dataset, shape, collate_fn, transform, on_error),
         batch_size=batch_size,
         sampler=sampler,
         drop_last=drop_last,
@@ -171,15 +179,11 @@ def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloa
         raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
 
 
-def _dataset_of(
-    source: Source | Dataset,
-    dataset_options: dict[str, Any],
-    cache_options: dict[str, Any],
-    cache: CacheConfig | None,
-) -> Dataset:
+def _dataset_of(source: Source | Dataset, dataset_options: dict[str, Any], cache_options: dict[str, Any]) -> Dataset:
     if isinstance(source, Dataset):
-        _reject({**dataset_options, **cache_options, "cache": cache}, "pass it to make_dataset, not with its dataset")
+        _reject({**dataset_options, **cache_options}, "pass it to make_dataset, not with its dataset")
         return source
+    cache = cache_options.pop("cache")
     if cache is not None:
         _reject(cache_options, "pass it inside cache=CacheConfig(...)")
     return make_dataset(source, cache=cache or CacheConfig(**cache_options), **dataset_options)

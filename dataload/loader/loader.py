@@ -165,6 +165,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     break
                 stats.rows += answer.rows
                 stats.batches += 1
+                if answer.skipped:
+                    stats.skip(answer.skipped)
                 used = min(answer.cursor + step, sampler.num_rows)
                 if latest:
                     self._yielded = epoch, used

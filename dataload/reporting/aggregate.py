@@ -12,7 +12,7 @@ from statistics import fmean, median_low
 import numpy as np
 import numpy.typing as npt
 
-from dataload.telemetry.loader_stats import ADVICE, LoaderStats
+from dataload.telemetry.loader_stats import ADVICE, MOST_ROW_IDS, LoaderStats
 from dataload.telemetry.stats_log import CLOCKS, Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
@@ -99,9 +99,10 @@ def added(stats: Sequence[LoaderStats]) -> LoaderStats:
     """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
     total = LoaderStats(stats[0].epoch)
     for field in fields(LoaderStats):
-        if field.name not in ("epoch", "waits"):
+        if field.name not in ("epoch", "waits", "skipped_row_ids"):
             values = [getattr(rank_stats, field.name) for rank_stats in stats]
             setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
+    total.skipped_row_ids = [row for rank_stats in stats for row in rank_stats.skipped_row_ids][:MOST_ROW_IDS]
     total.waits = {cause: fmean(rank_stats.waits[cause] for rank_stats in stats) for cause in CAUSES}
     return total
 

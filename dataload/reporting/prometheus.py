@@ -24,6 +24,7 @@ class Run(Collector):
 
     def collect(self) -> Iterator[Metric]:
         rows = CounterMetricFamily("dataload_rows", "Rows handed to the training loop.", labels=["rank"])
+        skipped = CounterMetricFamily("dataload_skipped_rows", "Rows that raised and were replaced.", labels=["rank"])
         seconds = CounterMetricFamily("dataload_seconds", "Time in the loop over the loader.", labels=["rank"])
         waits = CounterMetricFamily("dataload_wait_seconds", "Time waited for batches.", labels=["rank", "cause"])
         read = CounterMetricFamily("dataload_bytes", "Bytes, by the tier that served them.", labels=["rank", "tier"])
@@ -36,6 +37,7 @@ class Run(Collector):
         for rank, passes in self._by_rank.items():
             all_stats, latest = [record.stats for record in passes], passes[-1]
             rows.add_metric([rank], sum(stats.rows for stats in all_stats))
+            skipped.add_metric([rank], sum(stats.skipped_rows for stats in all_stats))
             seconds.add_metric([rank], sum(stats.seconds for stats in all_stats))
             requests.add_metric([rank], sum(stats.requests_origin for stats in all_stats))
             for cause in CAUSES:
@@ -48,7 +50,7 @@ class Run(Collector):
             rate.add_metric([rank], latest.stats.rows_per_second)
             stall.add_metric([rank], latest.stats.stall_fraction)
             sampled.add_metric([rank], latest.until)
-        yield from (rows, seconds, waits, read, requests, reads, epoch, rate, stall, sampled)
+        yield from (rows, skipped, seconds, waits, read, requests, reads, epoch, rate, stall, sampled)
 
 
 def write(passes: Sequence[Pass], path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.filesize import decimal
@@ -11,6 +11,7 @@ from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
 TRAFFIC = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin", "memory_bytes")
 TIERS = ("local", "cluster", "origin")
+MOST_ROW_IDS = 100  # of replaced rows, listed in the statistics
 MIN_STALL = 0.05  # stall fraction below which no advice is given
 ADVICE = {
     "origin": "the origin is the limit: warm the cache first, or add hosts",
@@ -46,6 +47,8 @@ class LoaderStats:
         bytes_origin: Bytes fetched from the origin for the misses.
         requests_origin: Requests to the origin for the misses.
         memory_bytes: Most memory for row groups in flight, held and being decoded, the background decoder's included.
+        skipped_rows: Rows that raised and were replaced (`on_error="skip"`).
+        skipped_row_ids: The numbers of the first `MOST_ROW_IDS` of them.
         waits: `wait_seconds` by cause, one of `dataload.telemetry.wait_timeline.CAUSES`.
     """
 
@@ -61,6 +64,8 @@ class LoaderStats:
     bytes_origin: int = 0
     requests_origin: int = 0
     memory_bytes: int = 0
+    skipped_rows: int = 0
+    skipped_row_ids: list[int] = field(default_factory=list)
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
     def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> None:
@@ -74,6 +79,11 @@ class LoaderStats:
             known = elsewhere() if cause == ELSEWHERE else cause or "collate"
             self.waits[known] += seconds
             self.wait_seconds += seconds
+
+    def skip(self, row_ids: Sequence[int]) -> None:
+        """Count rows that were replaced, by their numbers."""
+        self.skipped_rows += len(row_ids)
+        self.skipped_row_ids = [*self.skipped_row_ids, *row_ids][:MOST_ROW_IDS]
 
     @property
     def stall_fraction(self) -> float:
@@ -92,10 +102,11 @@ class LoaderStats:
 
     def __str__(self) -> str:
         read = f"cache hits {self.hit_rate:.1%}, " if self.hits + self.misses else ""
+        skipped = f"{self.skipped_rows:,} rows that raised are replaced; " if self.skipped_rows else ""
         shared = f"{decimal(int(self.bytes_cluster))} from the cluster, " if self.bytes_cluster else ""
         return (
             f"epoch {self.epoch}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
-            f"{self.stall_fraction:.0%} of it waiting{self._advice()}; "
+            f"{self.stall_fraction:.0%} of it waiting{self._advice()}; {skipped}"
             f"{read}{shared}{decimal(int(self.bytes_origin))} from the origin"
         )
 

@@ -190,13 +190,16 @@ def _pass(line: Any) -> Pass:
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
-    counts = {field.name: _number(line[field.name]) for field in fields(LoaderStats) if field.name != "waits"}
+    names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids"}
+    counts = {name: _number(line[name]) for name in names}
+    row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
     host = str.encode(line["host"], errors="replace").decode()  # JSON may hold lone surrogates, which no file can
     numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
     rank, world_size, process = (_number(index(number)) for number in numbers)
     began, ended = _number(line["began"]), bool(line["ended"])
-    return Pass(rank, world_size, process, host, began, ended, LoaderStats(**counts, waits=waits), [])
+    stats = LoaderStats(**counts, skipped_row_ids=row_ids, waits=waits)
+    return Pass(rank, world_size, process, host, began, ended, stats, [])
 
 
 def _number(value: Any) -> Any:

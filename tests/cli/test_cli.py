@@ -28,6 +28,7 @@ from dataload.cache.local import fsck
 from dataload.catalog.footer_cache import _runs
 from dataload.cli import app
 from dataload.cli.console import Lines, bar, duration, table
+from dataload.formats.detect import tail_bytes
 from dataload.rows.row_group_cache import RowGroupCache
 
 Run = Callable[..., CompletedProcess[str]]
@@ -194,6 +195,9 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["warm", "{bucket}/differ/0.parquet", "--columns", "[1]"], "--columns=[1]"),
         (["bench", "--workers", "a"], "--workers=a"),
         (["bench", "--compare", "/nowhere"], "--compare=/nowhere"),
+        (["head", "{bucket}/nothing"], "no objects at"),
+        (["head", "{bucket}/differ/0.parquet", "--columns", "b"], "column 'b' is not in the dataset"),
+        (["head", "{bucket}/differ/0.parquet", "--rows", "-1"], "--rows"),
         (["plan", "a", "--bandwidth", "fast"], "bandwidth='fast'"),
         (["warm", "a", "--shard", "first"], "--shard=first"),
     ],
@@ -330,7 +334,7 @@ def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         app.main()
 
 
-COMMANDS = ["plan", "warm", "doctor", "report", "demo", "bench", "cache"]
+COMMANDS = ["head", "plan", "warm", "doctor", "report", "demo", "bench", "cache"]
 CACHE_COMMANDS = ["stats", "verify", "evict"]
 
 
@@ -528,3 +532,109 @@ def test_texts_wrap_beside_their_labels(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_durations(seconds: float, says: str) -> None:
     assert duration(seconds) == says
+
+
+# head
+
+
+def put(bucket: Any, name: str, table: pa.Table, **options: Any) -> str:
+    """Write a Parquet file to the bucket. Return its URL."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, **options)
+    bucket.put(name, sink.getvalue().to_pybytes())
+    bucket.server.reset()
+    return str(bucket.url(name))
+
+
+def test_head_shows_columns_and_the_first_rows(at_bucket: Run, dataset_of: Callable[..., str]) -> None:
+    url = dataset_of([[0, 4, 300], [100]])
+    found = json.loads(at_bucket("head", url, "--json").stdout)
+    assert (found["objects"], found["rows"], found["row_groups"]) == (2, 404, 4)
+    assert {column["name"]: column["batch"] for column in found["columns"]} == {
+        "row_id": "Tensor[B] of int64",
+        "half": "Tensor[B] of float64",
+        "vector": "Tensor[B, 3] of float32",
+        "text": "list[str]",
+    }
+    assert found["first_rows"] == [
+        {"row_id": row, "half": row / 2, "vector": [row, row + 1, row + 2], "text": f"row {row}"} for row in range(4)
+    ]
+    text = at_bucket("head", url, "--rows", "1", "--columns", "text,half").stdout
+    assert re.sub(r" +", " ", text).splitlines()[1:] == [
+        "text string: list[str]",
+        "half double: Tensor[B] of float64",
+        "row 0 text=row 0, half=0.0",
+    ]
+
+
+def test_head_of_columns_that_no_batch_can_hold(run: Run, tmp_path: Path) -> None:
+    union = pa.UnionArray.from_dense(
+        pa.array([0, 1], pa.int8()), pa.array([0, 0], pa.int32()), [pa.array([7]), pa.array(["b"])]
+    )
+    table = pa.table({"u": union, "x": [1, None], "s": [{"a": b"\x00" * 20, "b": float("nan")}] * 2})
+    path = tmp_path / "data" / "label=cat" / "x.arrow"
+    path.parent.mkdir(parents=True)
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table)
+    found = json.loads(run("head", str(tmp_path / "data"), "--json").stdout)
+    columns = {column["name"]: column for column in found["columns"]}
+    assert columns["u"]["batch"] is None
+    assert columns["u"]["problem"].startswith("column 'u' has type dense_union<")
+    assert columns["x"] == {"name": "x", "type": "int64", "batch": "Tensor[B] of int64", "problem": None}
+    zeros = f"<20 bytes: {'00' * 16}…>"
+    assert found["first_rows"] == [
+        {"u": 7, "x": 1, "s.a": zeros, "s.b": "nan", "label": "cat"},
+        {"u": "b", "x": None, "s.a": zeros, "s.b": "nan", "label": "cat"},
+    ]
+    shown = run("head", str(tmp_path / "data"))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "column 'u' has type dense_union" in " ".join(shown.stdout.split())
+
+
+def test_head_of_folders_alone_and_of_no_rows(at_bucket: Run, bucket: Any) -> None:
+    put(bucket, "h/label=cat/0.parquet", pa.table({"x": [5]}))
+    url = bucket.url("h")
+    only = json.loads(at_bucket("head", url, "--columns", "label", "--json").stdout)
+    assert only["first_rows"] == [{"label": "cat"}]
+    put(bucket, "empty/0.parquet", pa.table({"x": pa.array([], pa.int64())}))
+    empty = json.loads(at_bucket("head", bucket.url("empty"), "--json").stdout)
+    assert (empty["rows"], empty["first_rows"]) == (0, [])
+
+
+def test_head_fetches_footers_and_ranges_of_the_first_row_group(at_bucket: Run, bucket: Any) -> None:
+    """The row groups are so small that a loader would read them through blocks, with their neighbours."""
+    noise = np.random.default_rng(0)
+    table = pa.table({"x": noise.integers(1 << 60, size=12_000), "wide": [noise.bytes(100) for _ in range(12_000)]})
+    url = put(bucket, "h.parquet", table, row_group_size=4000, compression="none", use_dictionary=False)
+    size = bucket.client.head_object(Bucket=bucket.name, Key="h.parquet")["ContentLength"]
+    tail = tail_bytes(Object("h.parquet", size, "v"))
+
+    assert at_bucket("head", url, "--rows", "0").returncode == 0
+    assert bucket.server.stats()["get_bytes"] == tail
+    chosen = json.loads(at_bucket("head", url, "--columns", "x", "--json").stdout)
+    assert [row["x"] for row in chosen["first_rows"]] == table["x"].to_pylist()[:5]
+    assert 32_000 <= bucket.server.stats()["get_bytes"] - tail <= 33_000  # the footer is cached
+    bucket.server.reset()
+    at_bucket("head", url)
+    assert 448_000 <= bucket.server.stats()["get_bytes"] <= 450_000
+
+
+def test_head_of_a_large_row_group_fetches_its_start(at_bucket: Run, bucket: Any) -> None:
+    noise = np.random.default_rng(0)
+    table = pa.table({"wide": [noise.bytes(1000) for _ in range(12_000)]})
+    url = put(bucket, "h.parquet", table, compression="none", use_dictionary=False)
+    shown = json.loads(at_bucket("head", url, "--json").stdout)
+    assert shown["first_rows"][4]["wide"].startswith(f"<1000 bytes: {table['wide'][4].as_py()[:16].hex()}")
+    assert bucket.server.stats()["get_bytes"] <= 3 << 20
+
+
+def test_head_imports_no_torch(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [5]}), tmp_path / "x.parquet")
+    words = f'"head", "{tmp_path}", "--cache-dir", "{tmp_path / "cache"}"'
+    program = LIGHT.format(words=words).replace(
+        '{"torch", "pyarrow", "numpy", "fsspec", "lmdb", "pandas"}', '{"torch"}'
+    )
+    assert '{"torch"}' in program
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "x=5" in done.stdout

@@ -23,11 +23,11 @@ from runs import BEGAN, SLOW_RANK, write_pass, write_run
 from dataload import ConfigError, World, fit, make_dataset, make_loader
 from dataload.cli import app
 from dataload.reporting import prometheus
-from dataload.reporting.aggregate import epochs, throughput
+from dataload.reporting.aggregate import added, epochs, throughput
 from dataload.reporting.html import html, summary, write
 from dataload.reporting.plots import picture, plots
 from dataload.telemetry import stats_log
-from dataload.telemetry.loader_stats import ADVICE, LoaderStats
+from dataload.telemetry.loader_stats import ADVICE, MOST_ROW_IDS, LoaderStats
 from dataload.telemetry.stats_log import FINENESS, Samples, read
 from dataload.telemetry.wait_timeline import CAUSES
 
@@ -58,6 +58,17 @@ def lines_of(path):
 def test_where_nothing_was_read_nothing_is_said_of_hits():
     assert "hits" not in str(LoaderStats(1, rows=5, seconds=1.0))
     assert "cache hits 75.0%, 0 bytes from the origin" in str(LoaderStats(1, hits=3, misses=1))
+
+
+def test_replaced_rows_of_all_ranks_are_counted_and_some_are_listed():
+    ranks = [LoaderStats(0), LoaderStats(0), LoaderStats(0)]
+    ranks[0].skip(range(80))
+    ranks[2].skip(range(100, 190))
+    total = added(ranks)
+    assert (total.skipped_rows, total.skipped_row_ids) == (170, [*range(80), *range(100, 120)])
+    assert len(total.skipped_row_ids) == MOST_ROW_IDS
+    assert "170 rows that raised are replaced; " in str(total)
+    assert "replaced" not in str(ranks[1])
 
 
 def test_a_sample_a_second_and_one_at_the_end(tmp_path):
@@ -652,6 +663,7 @@ def test_metrics(tmp_path):
         "rows_total": (12_000, 6_000),
         "seconds_total": (8, 8),
         "origin_requests_total": (8, 0),
+        "skipped_rows_total": (0, 0),
         "epoch": (1, 1),
         "rows_per_second": (2000, 1000),
         "stall_ratio": (0, 0.5),

@@ -103,16 +103,24 @@ def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> Cache
     return open_existing(config(cache_dir).folder, allow_network_filesystem=allow_network_filesystem)
 
 
-def open_dataset(
-    url: str, storage_options: str | None, columns: str | None, config: CacheConfig, *, quiet: bool
-) -> tuple[Manifest, RowGroupCache, Blocks]:
-    """Read the footers at `url`. Return the dataset, the cache of its columns, and the reader of its objects."""
+def open_manifest(
+    url: str, storage_options: str | None, config: CacheConfig, *, quiet: bool
+) -> tuple[Manifest, Blocks]:
+    """Read the footers at `url`. Return the dataset and the reader of its objects."""
     from dataload.cache.filesystem import open_source
     from dataload.catalog.manifest import list_objects, manifest_of
-    from dataload.rows.row_group_cache import RowGroupCache
 
     blocks = open_source(url, mapping(storage_options), config)
     objects = list_objects(url, blocks)
     with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:
-        manifest = manifest_of(objects, blocks, lambda _: advance(1))
+        return manifest_of(objects, blocks, lambda _: advance(1)), blocks
+
+
+def open_dataset(
+    url: str, storage_options: str | None, columns: str | None, config: CacheConfig, *, quiet: bool
+) -> tuple[Manifest, RowGroupCache, Blocks]:
+    """Read the footers at `url`. Return the dataset, the cache of its columns, and the reader of its objects."""
+    from dataload.rows.row_group_cache import RowGroupCache
+
+    manifest, blocks = open_manifest(url, storage_options, config, quiet=quiet)
     return manifest, RowGroupCache(manifest, manifest.select(names(columns)), blocks), blocks

@@ -1,0 +1,64 @@
+"""Locations of rows: the file, the row group and the row in it of each row number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dataload.catalog.manifest import RowGroup
+from dataload.samplers.interval_index import IntervalIndex
+
+
+class Location(NamedTuple):
+    """The place of one row.
+
+    Attributes:
+        url: URL of the file.
+        row_group: Number of the row group in the file, from 0.
+        row: Number of the row in the row group, from 0.
+    """
+
+    url: str
+    row_group: int
+    row: int
+
+
+class Locator:
+    """Finds the rows of a dataset in its files, by binary search.
+
+    Args:
+        row_groups: The row groups in file order.
+        url_of: Returns the URL of a file, given its path.
+    """
+
+    def __init__(self, row_groups: Sequence[RowGroup], url_of: Callable[[str], str]) -> None:
+        self._row_groups = row_groups
+        self._url_of = url_of
+        self._starts = np.cumsum([0, *(group.rows for group in row_groups)], dtype=np.int64)
+        self._index = IntervalIndex(self._starts)
+
+    def locate(self, numbers: Any) -> list[Location]:
+        """Return the location of each of these rows, given as an array of integers.
+
+        Raises:
+            IndexError: The dataset has no such row.
+            TypeError: The numbers are not integers.
+        """
+        if not numbers.size:
+            return []
+        if numbers.dtype.kind not in "iuO":  # numpy makes objects of integers that exceed 64 bits
+            raise TypeError(f"row numbers must be integers, not {numbers.dtype}")
+        total = int(self._starts[-1])
+        for outside in (numbers.min(), numbers.max()):
+            if not 0 <= outside < total:
+                raise IndexError(f"row {outside} of a dataset of {total} rows: row numbers count from 0")
+        rows = numbers.astype(np.int64).ravel()
+        groups = self._index.find(rows)
+        within = (rows - self._starts[groups]).tolist()
+        urls = {number: self._url_of(self._row_groups[number].file.path) for number in np.unique(groups).tolist()}
+        return [
+            Location(urls[group], self._row_groups[group].number, row)
+            for group, row in zip(groups.tolist(), within, strict=True)
+        ]

@@ -1,0 +1,84 @@
+"""The first rows of a dataset, and the form of each column in a batch. Needs no torch and decodes one row group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from dataload.cache.blocks.reader import Blocks
+from dataload.cache.memory import MemoryTier
+from dataload.catalog.footer_cache import read_footer
+from dataload.catalog.manifest import Manifest
+from dataload.errors import DataError
+from dataload.formats.schema import Field, fields_of, storage
+
+COLUMN_BYTES = 1 << 20  # to fetch of each column at first: a large row group is not fetched for its first rows
+RAGGED = {"string": "list[str]", "binary": "list[memoryview]"}
+
+
+@dataclass(frozen=True)
+class PreviewColumn:
+    """A column of a dataset.
+
+    Attributes:
+        name: Name, dotted for a member of a struct.
+        type: Arrow type.
+        batch: Its form in a batch of B rows; None: no batch can hold it.
+        problem: The reason why not, or None.
+    """
+
+    name: str
+    type: str
+    batch: str | None
+    problem: str | None
+
+
+def preview_columns(schema: pa.Schema) -> list[PreviewColumn]:
+    """Return each column of a flat schema with its form in a batch."""
+    columns = []
+    for field in schema:
+        form, problem = None, None
+        try:
+            form = _form(*fields_of(pa.schema([field])))
+        except DataError as error:
+            problem = str(error)
+        columns.append(PreviewColumn(field.name, str(field.type), form, problem))
+    return columns
+
+
+def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count: int) -> list[dict[str, Any]]:
+    """Return the first rows as dicts of Python values: `count` of them, if the first row group with rows has as many.
+
+    Nothing but the footer and byte ranges of these columns in that row group is fetched.
+
+    Raises:
+        OriginError: The origin failed.
+        DataError: The row group cannot be decoded.
+    """
+    group = next((group for group in manifest.row_groups if group.rows), None)
+    if group is None or not count:
+        return []
+    constants = {name: value for name, value in group.constants if name in columns}
+    stored = [name for name in columns if name not in constants]
+    rows: list[dict[str, Any]] = [{} for _ in range(min(count, group.rows))]
+    if stored:
+        direct = Blocks(blocks.origin, MemoryTier(0), blocks.block_bytes)
+        direct.tier.region = 1  # No block stays, so that byte ranges are fetched instead of blocks.
+        footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
+        with footer.open_row_group(group.file, group.number, stored, direct, capacity) as reader:
+            table = next(iter(reader.tables(len(rows))))
+        while any(pa.types.is_struct(storage(kind)) for kind in table.schema.types):
+            table = table.flatten()
+        rows = table.slice(0, len(rows)).to_pylist()
+    return [{name: constants.get(name, row.get(name)) for name in columns} for row in rows]
+
+
+def _form(field: Field) -> str:
+    if field.kind == "dense":
+        return f"Tensor[{', '.join(['B', *map(str, field.shape)])}] of {field.dtype}"
+    if field.kind == "list":
+        return f"list[Tensor] of {field.dtype}"
+    return RAGGED.get(field.kind, "list of Python values")

@@ -1,0 +1,85 @@
+"""`dataload head`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.filesize import decimal
+
+from dataload.cli.commands.options import (
+    AllowNetworkFilesystem,
+    CacheBytes,
+    CacheDir,
+    Columns,
+    Json,
+    StorageOptions,
+    config,
+    names,
+    open_manifest,
+)
+from dataload.cli.console import show, table
+
+SHOWN_BYTES = 16  # of a binary value
+SHOWN_CHARACTERS = 60  # of a value in text
+
+
+def head(
+    url: str,
+    rows: Annotated[int, typer.Option(min=0, help="Rows to show, at most those of the first row group.")] = 5,
+    columns: Columns = None,
+    cache_dir: CacheDir = None,
+    cache_bytes: CacheBytes = None,
+    allow_network_filesystem: AllowNetworkFilesystem = False,
+    storage_options: StorageOptions = None,
+    as_json: Json = False,
+) -> None:
+    """Show columns, their form in batches, and the first rows."""
+    import pyarrow as pa
+
+    from dataload.catalog.preview import first_rows, preview_columns
+
+    cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
+    manifest, blocks = open_manifest(url, storage_options, cache_config, quiet=as_json)
+    chosen = manifest.select(names(columns))
+    described = preview_columns(pa.schema([manifest.schema.field(name) for name in chosen]))
+    first = [{name: _plain(value) for name, value in row.items()} for row in first_rows(manifest, chosen, blocks, rows)]
+    figures = {
+        "objects": len({group.file for group in manifest.row_groups}),
+        "bytes": sum(group.bytes for group in manifest.row_groups),
+        "rows": manifest.num_rows,
+        "row_groups": len(manifest.row_groups),
+    }
+    shape = f"{figures['rows']:,} rows in {figures['row_groups']:,} row groups"
+    lines = [("dataset", f"{figures['objects']:,} objects, {decimal(figures['bytes'])}; {shape}")]
+    lines += [(column.name, f"{column.type}: {column.batch or column.problem}") for column in described]
+    lines += [(f"row {number}", _text(row)) for number, row in enumerate(first)]
+    show(
+        {**figures, "columns": [asdict(column) for column in described], "first_rows": first},
+        table(lines),
+        as_json=as_json,
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON can hold."""
+    if isinstance(value, (bytes, memoryview)):
+        start = bytes(value[:SHOWN_BYTES]).hex()
+        return f"<{len(value)} bytes: {start}{'…' * (len(value) > SHOWN_BYTES)}>"
+    if isinstance(value, dict):
+        return {str(name): _plain(member) for name, member in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(member) for member in value]
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return value if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def _text(row: dict[str, Any]) -> str:
+    texts = []
+    for name, value in row.items():
+        text = value if isinstance(value, str) else repr(value)
+        texts.append(f"{name}={text[:SHOWN_CHARACTERS]}{'…' * (len(text) > SHOWN_CHARACTERS)}")
+    return ", ".join(texts)

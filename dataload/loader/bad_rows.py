@@ -1,0 +1,101 @@
+"""Rows of a batch that raise: their numbers in an error, and their replacement with `on_error="skip"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+
+import numpy as np
+
+from dataload.rows.arrow_decode import Array
+
+MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
+MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
+
+Works = Callable[[list[int]], bool]
+
+
+@contextmanager
+def naming_rows(numbers: Array, name: str) -> Iterator[None]:
+    """Add a note with the rows of a batch to each exception of the block.
+
+    Args:
+        numbers: Row numbers, int64 [B].
+        name: Names the batch.
+    """
+    try:
+        yield
+    except Exception as error:
+        first = int(numbers[0])
+        error.add_note(
+            f"{name} has {len(numbers)} rows of the dataset: {ranges(numbers)}\n"
+            f"To look at them: loader.dataset.locate({first}) returns the file and row group of a row, "
+            f"loader.dataset[{first}] reads it"
+        )
+        raise
+
+
+def ranges(numbers: Array, most: int = MOST_CHARACTERS) -> str:
+    """Return the numbers in ascending order as text of at most `most` characters, such as "0-3, 7, 9-12"."""
+    ordered = np.unique(numbers)
+    last = np.append(np.diff(ordered) != 1, True)
+    first = np.roll(last, 1)
+    texts, left = list[str](), most
+    for start, end in zip(ordered[first], ordered[last], strict=True):
+        text = f"{start}" if start == end else f"{start}-{end}"
+        left -= len(text) + len(", ")
+        if left < len("…"):
+            return ", ".join([*texts, "…"])
+        texts.append(text)
+    return ", ".join(texts)
+
+
+def replacements(numbers: Array, total: int, works: Callable[[Array], bool]) -> Array | None:
+    """Return the row numbers of a batch with its bad rows replaced.
+
+    The good rows work together, and with any other row of the batch they do not. The n-th bad row is replaced by the
+    n-th good one, from the first again if there are more. If no row is good, all are replaced by one row: the first of
+    the `MOST_SUBSTITUTES` rows after the batch's greatest row number that works by itself.
+
+    Args:
+        numbers: Row numbers of a batch that raised, int64 [B].
+        total: Rows of the dataset. Its first row follows its last one.
+        works: Returns whether a batch of these rows can be made. The same rows always give the same answer.
+
+    Returns:
+        Row numbers, int64 [B]; None if no row works.
+    """
+    good = _maximal(range(len(numbers)), lambda positions: works(numbers[positions]))
+    if not good:
+        following = ((int(numbers.max()) + step) % total for step in range(1, total))
+        candidates = (np.array([row], np.int64) for row in islice(following, MOST_SUBSTITUTES))
+        found = next(filter(works, candidates), None)
+        return None if found is None else np.repeat(found, len(numbers))
+    bad = np.setdiff1d(np.arange(len(numbers)), good)
+    replaced = numbers.copy()
+    replaced[bad] = np.resize(numbers[good], len(bad))
+    return replaced
+
+
+def _maximal(positions: Sequence[int], works: Works) -> list[int]:
+    """Return positions that work together, such that with any other position they do not."""
+    good = _by_halves(list(positions), works)
+    for position in sorted({*positions} - {*good}) if good else []:
+        if works([position]) and works(sorted([*good, position])):
+            good = sorted([*good, position])
+    return good
+
+
+def _by_halves(positions: list[int], works: Works) -> list[int]:
+    """Return positions that work together: all but one after about 4 log2(n) calls if that one is bad."""
+    if works(positions):
+        return positions
+    if len(positions) == 1:
+        return []
+    middle = len(positions) // 2
+    left, right = _by_halves(positions[:middle], works), _by_halves(positions[middle:], works)
+    together = [*left, *right]
+    if left and right and (together == positions or not works(together)):
+        return max(left, right, key=len)  # Some rows do not suit the others, such as arrays of another shape.
+    return together

@@ -1,0 +1,313 @@
+"""`on_error="skip"`: rows that raise are replaced by others, always the same ones, and counted."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
+from torch import nn
+
+from dataload import World, fit, make_dataset, make_loader
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError
+from dataload.loader.bad_rows import MOST_SUBSTITUTES, replacements
+from dataload.telemetry.loader_stats import MOST_ROW_IDS
+from dataload.telemetry.stats_log import read
+
+N = 1000
+POISONED = 70_123
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    """Row i has x == i; the text of rows 300 and 301 is not UTF-8."""
+    texts = pa.array([b"\xff" if row in (300, 301) else b"row %d" % row for row in range(N)]).view(pa.string())
+    pq.write_table(pa.table({"x": np.arange(N), "text": texts}), tmp_path / "a.parquet", row_group_size=100)
+    return make_dataset(tmp_path, cache=None)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """100,000 rows in three files; the text of one of them is not UTF-8."""
+    folder = tmp_path_factory.mktemp("large")
+    for number, (first, last) in enumerate([(0, 40_000), (40_000, 75_000), (75_000, 100_000)]):
+        texts = pa.array([b"\xc3(" if row == POISONED else b"%d" % row for row in range(first, last)]).view(pa.string())
+        table = pa.table({"x": np.arange(first, last), "text": texts})
+        pq.write_table(table, folder / f"{number}.parquet", row_group_size=8000)
+    return str(folder)
+
+
+def fails_at(batch: dict[str, Any], rows: frozenset[int] = frozenset()) -> dict[str, Any]:
+    if bad := rows & {*batch["x"].tolist()}:
+        raise LookupError(f"cannot read {min(bad)}")
+    return batch
+
+
+def loader_of(dataset: Dataset, *bad: int, **options: Any) -> Any:
+    options = {"batch_size": 50, "shuffle": False, "row_ids": True, "on_error": "skip", **options}
+    transform = functools.partial(fails_at, rows=frozenset(bad))
+    return make_loader(dataset, options.pop("batch_size"), transform=transform, **options)
+
+
+def x_of(batches: Any) -> list[list[int]]:
+    return [batch["x"].tolist() for batch in batches]
+
+
+@pytest.fixture
+def numbers(dataset: Dataset, tmp_path: Path) -> Dataset:
+    return make_dataset(tmp_path, columns=["x"], cache=None)
+
+
+# Rows in real batches
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_rows_are_replaced_by_good_ones_of_their_batch(numbers: Dataset, workers: int) -> None:
+    loader = loader_of(numbers, 7, 8, 9, 120, num_workers=workers)
+    batches = list(loader)
+    assert x_of(batches)[0] == [*range(7), 0, 1, 2, *range(10, 50)]
+    assert x_of(batches)[2] == [*range(100, 120), 100, *range(121, 150)]
+    assert x_of(batches)[3:] == [[*range(first, first + 50)] for first in range(150, N, 50)]
+    assert all(torch.equal(batch["row_id"], batch["x"]) for batch in batches)
+    assert (loader.stats().skipped_rows, loader.stats().skipped_row_ids) == (4, [7, 8, 9, 120])
+    assert "4 rows that raised are replaced" in str(loader.stats())
+    assert loader.stats().rows == N
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 2, "transform": dict}, {"collate_fn": lambda rows: rows.columns}]
+)
+def test_values_that_cannot_be_decoded_are_replaced(dataset: Dataset, options: Any) -> None:
+    loader = make_loader(dataset, 50, shuffle=False, on_error="skip", **options)
+    batches = list(loader)
+    assert x_of(batches)[6] == [302, 303, *range(302, 350)]
+    assert batches[6]["text"][:3] == ["row 302", "row 303", "row 302"]
+    assert [len(batch["text"]) for batch in batches] == [50] * 20
+    assert loader.stats().skipped_row_ids == [300, 301]
+
+
+def test_the_same_seed_and_epoch_give_the_same_replacements(numbers: Dataset) -> None:
+    bad = range(0, N, 17)
+    runs = [loader_of(numbers, *bad, shuffle=True, seed=5, num_workers=workers) for workers in (0, 0, 2)]
+    found = [[x_of(loader) for _ in range(2)] for loader in runs]
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] != found[0][1]
+    for epoch in found[0]:
+        rows = [row for batch in epoch for row in batch]
+        assert len(rows) == N
+        assert set(rows) == {*range(N)} - {*bad}
+    assert {loader.stats().skipped_rows for loader in runs} == {len(bad)}
+
+
+def test_a_resumed_epoch_has_the_same_replacements(numbers: Dataset) -> None:
+    bad = range(0, N, 17)
+    whole = x_of(loader_of(numbers, *bad, shuffle=True))
+    loader, resumed = (loader_of(numbers, *bad, shuffle=True) for _ in range(2))
+    batches = iter(loader)
+    first = x_of([next(batches) for _ in range(7)])
+    batches.close()
+    resumed.load_state_dict(loader.state_dict())
+    assert first + x_of(resumed) == whole
+
+
+def noisy(batch: dict[str, Any], rng: np.random.Generator, bad: int = -1) -> dict[str, Any]:
+    noise = rng.random(len(batch["x"]))
+    return {**fails_at(batch, frozenset({bad})), "noise": noise, "next": rng.random()}
+
+
+def test_the_random_numbers_are_those_without_errors(numbers: Dataset) -> None:
+    def noise(bad: int) -> list[Any]:
+        transform = functools.partial(noisy, bad=bad)
+        loader = make_loader(numbers, 50, shuffle=True, on_error="skip", transform=transform)
+        return [(batch["noise"].tolist(), batch["next"]) for batch in loader]
+
+    assert noise(-1) == noise(333)
+
+
+def test_a_batch_without_a_good_row_gets_the_next_row_of_the_dataset(numbers: Dataset) -> None:
+    loader = loader_of(numbers, *range(50, 103))
+    found = x_of(loader)
+    assert found[1] == [103] * 50
+    assert found[2] == [103, 104, 105, *range(103, 150)]
+    assert loader.stats().skipped_rows == 53
+    assert x_of(loader_of(numbers, N - 1, batch_size=1))[-1] == [0]
+
+
+def test_if_every_row_raises_the_exception_is_raised(numbers: Dataset) -> None:
+    calls = 0
+
+    def wrong(batch: dict[str, Any]) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        raise LookupError("no such column")
+
+    loader = make_loader(numbers, 50, shuffle=False, on_error="skip", transform=wrong)
+    with pytest.raises(LookupError, match="no such column") as caught:
+        list(loader)
+    assert "rank 0, epoch 0, batch 0 has 50 rows of the dataset: 0-49\n" in caught.value.__notes__[0]
+    assert calls < 200
+
+
+def stacked(batch: dict[str, Any]) -> torch.Tensor:
+    """Raise RuntimeError unless all images have one shape. Row 333 has another."""
+    return torch.stack([torch.zeros(3 if row == 333 else 4) + row for row in batch["x"]])
+
+
+def test_a_row_that_does_not_suit_the_others_is_replaced(numbers: Dataset) -> None:
+    loader = make_loader(numbers, 50, shuffle=True, on_error="skip", transform=stacked)
+    assert [batch.shape for batch in loader] == [(50, 4)] * 20
+    assert loader.stats().skipped_row_ids == [333]
+
+
+def test_a_transform_that_changes_its_batch_before_it_raises(numbers: Dataset) -> None:
+    def half_done(batch: dict[str, Any]) -> dict[str, Any]:
+        checked = {"x": batch["x"].clone()}
+        batch["x"] += 1
+        batch["row_id"].zero_()
+        fails_at(checked, frozenset({3}))
+        return batch
+
+    loader = make_loader(numbers, 50, shuffle=False, on_error="skip", row_ids=True, transform=half_done)
+    assert x_of(loader)[0] == [1, 2, 3, 1, *range(5, 51)]
+
+
+def test_an_interrupt_is_no_bad_row(numbers: Dataset) -> None:
+    calls = 0
+
+    def interrupted(batch: dict[str, Any]) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return batch
+
+    with pytest.raises(KeyboardInterrupt):
+        list(make_loader(numbers, 50, on_error="skip", transform=interrupted))
+    assert calls == 3
+
+
+def test_the_first_row_is_logged(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "dataload"):
+        x_of(loader_of(numbers, 120, 555))
+    [record] = [record.getMessage() for record in caplog.records if "on_error" in record.getMessage()]
+    assert "row 120 (file://" in record
+    assert "a.parquet row group 1 row 20) raised LookupError: cannot read 120;" in record
+
+
+def test_statistics_list_some_rows_and_count_all(numbers: Dataset, tmp_path: Path) -> None:
+    loader = loader_of(numbers, *range(0, N, 3), stats_dir=tmp_path / "stats")
+    x_of(loader)
+    assert loader.stats().skipped_rows == 334
+    assert loader.stats().skipped_row_ids == list(range(0, N, 3))[:MOST_ROW_IDS]
+    [logged] = read(tmp_path / "stats")
+    assert logged.stats.skipped_rows == 334
+    assert logged.stats.skipped_row_ids == loader.stats().skipped_row_ids
+    line = json.loads((tmp_path / "stats" / "rank-0.jsonl").read_text().splitlines()[-1])
+    assert line["skipped_rows"] == 334
+
+
+def test_fit_counts_replaced_rows(dataset: Dataset) -> None:
+    model = nn.Linear(1, 1)
+    loader = make_loader(dataset, 50, on_error="skip")
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    [epoch] = fit(model, optimizer, loader, lambda model, batch: model(batch["x"][:, None].float()).mean(), epochs=1)
+    assert (epoch["rows"], epoch["skipped_rows"]) == (N, 2)
+
+
+def test_without_skip_a_bad_row_is_an_error(numbers: Dataset) -> None:
+    with pytest.raises(LookupError):
+        x_of(loader_of(numbers, 7, on_error="raise"))
+    with pytest.raises(ConfigError, match="on_error='ignore' is unknown: use 'raise' or 'skip'"):
+        loader_of(numbers, 7, on_error="ignore")
+
+
+# One of 100,000
+
+
+def test_one_poisoned_row_is_located(large: str) -> None:
+    dataset = make_dataset(large, cache=None)
+    loader = make_loader(dataset, 256, on_error="skip", row_ids=True)
+    rows = Counter(row for batch in loader for row in batch["row_id"].tolist())
+    assert loader.stats().skipped_row_ids == [POISONED]
+    assert {*range(100_000)} - rows.keys() == {POISONED}
+    url, row_group, row = dataset.locate(loader.stats().skipped_row_ids)[0]
+    value = pq.ParquetFile(url.removeprefix("file://")).read_row_group(row_group)["text"][row]
+    assert value.as_buffer().to_pybytes() == b"\xc3("
+
+
+def counted(folder: str) -> tuple[int, list[int], int, list[int]]:
+    loader = make_loader(make_dataset(folder, cache=None), 256, on_error="skip", transform=dict, num_workers=1)
+    sizes = [len(batch["text"]) for batch in loader]
+    return World.detect().rank, sizes, loader.stats().skipped_rows, loader.stats().skipped_row_ids
+
+
+def test_four_ranks_end_with_equal_counts(ranks: Any, large: str) -> None:
+    answers = ranks(4, counted, large)
+    assert [answer[0] for answer in answers] == [0, 1, 2, 3]
+    assert [answer[1] for answer in answers] == [answers[0][1]] * 4
+    assert sum(sum(answer[1]) for answer in answers) == 100_000
+    assert sum(answer[2] for answer in answers) == 1
+    assert [row for answer in answers for row in answer[3]] == [POISONED]
+
+
+# The search for bad rows
+
+
+@given(st.integers(1, 60).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, n - 1)))), st.integers(0, 90))
+def test_exactly_the_bad_rows_are_replaced(case: tuple[int, set[int]], more: int) -> None:
+    count, bad = case
+    numbers, total = np.arange(count) + 7, count + 7 + more
+    found = replacements(numbers, total, lambda rows: not {row - 7 for row in rows.tolist()} & bad)
+    good = [row + 7 for row in range(count) if row not in bad]
+    assert found is not None
+    if not good:
+        assert found.tolist() == [(count + 7) % total] * count
+        return
+    lost = iter(good * count)
+    assert found.tolist() == [row + 7 if row not in bad else next(lost) for row in range(count)]
+
+
+@given(st.integers(3, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n - 1))))
+def test_exactly_the_row_that_does_not_suit_the_others_is_replaced(case: tuple[int, int]) -> None:
+    count, odd = case
+    found = replacements(np.arange(count), count, lambda rows: len({row == odd for row in rows.tolist()}) == 1)
+    assert found is not None
+    assert np.flatnonzero(found != np.arange(count)).tolist() == [odd]
+
+
+def test_one_bad_row_of_many_takes_few_calls() -> None:
+    sizes = []
+
+    def works(rows: Any) -> bool:
+        sizes.append(len(rows))
+        return 700 not in rows
+
+    found = replacements(np.arange(1024), 1024, works)
+    assert found is not None
+    assert np.flatnonzero(found != np.arange(1024)).tolist() == [700]
+    assert len(sizes) <= 4 * 10
+    assert sum(sizes) <= 5 * 1024
+
+
+def test_no_row_works() -> None:
+    tried = []
+
+    def works(rows: Any) -> bool:
+        tried.append(rows.tolist())
+        return False
+
+    assert replacements(np.arange(4), 1000, works) is None
+    assert tried[-MOST_SUBSTITUTES:] == [[row] for row in range(4, 4 + MOST_SUBSTITUTES)]
+    assert replacements(np.zeros(1, np.int64), 1, works) is None
