@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from dataload.errors import ConfigError, DataError
-from dataload.formats.schema import Field
+from dataload.formats.schema import Field, is_bytes, is_list, is_text, number
 from dataload.rows.arrow_decode import Array
+from dataload.rows.arrow_memory import bounds, numbers, valid
+from dataload.rows.nested import elements
 from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
 
@@ -21,14 +24,15 @@ Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Flat(NamedTuple):
-    """A ragged column as two tensors. Row i is values[offsets[i]:offsets[i + 1]].
+    """A ragged column as values and offsets. Row i is values[offsets[i]:offsets[i + 1]]; a null is an empty row.
 
     Attributes:
-        values: The values of all rows, [total].
+        values: The values of all rows: a Tensor [total] of numbers or bytes, list[str], a `Flat` for lists of lists,
+            or a dict of these for structs (by member) and maps ("key" and "value").
         offsets: Where each row starts, int64 [B + 1].
     """
 
-    values: torch.Tensor
+    values: Any
     offsets: torch.Tensor
 
 
@@ -41,18 +45,18 @@ def to_batch(
 ) -> Batch:
     """Return the rows as a batch: a dict of columns.
 
-    Numbers become Tensor[B], fixed-size lists Tensor[B, k], binary values list[memoryview], strings list[str], and
-    lists of numbers list[Tensor].
+    Numbers become Tensor[B], fixed-size lists Tensor[B, k], binary values list[memoryview], strings list[str], lists of
+    numbers list[Tensor], and all others Python values. In lists, a null is None.
 
     Args:
         records: The rows.
-        ragged: "list" as above, or "flat" to return binary values and lists as `Flat`.
+        ragged: "list" as above, or "flat" to return binary values and lists, also nested ones, as `Flat`.
         group: Columns of one dtype to return as one Tensor[B, k], by the name of the group.
         empty: Allocates the memory that the values of all tensors are copied to. Each tensor is contiguous then.
 
     Raises:
         ConfigError: A group has the name of a column, or its columns are not numbers of one dtype.
-        DataError: A string is not UTF-8. It names the column.
+        DataError: A string is not UTF-8, or a nested value with nulls cannot be a tensor. It names the column.
 
     Notes:
         Without `empty`, arrays, and groups of columns that are adjacent in a record, are views of the records, with
@@ -92,15 +96,18 @@ def spans(sizes: Sequence[int]) -> list[slice]:
 def _cut(column: Any, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
     if isinstance(column, torch.Tensor):
         return torch.split(column, list(sizes))
-    if isinstance(column, list):
-        return [column[span] for span in spans(sizes)]
-    return [_flat_part(column, span, empty) for span in spans(sizes)]
+    return [_part(column, span, empty) for span in spans(sizes)]
 
 
-def _flat_part(column: Flat, span: slice, empty: Empty | None) -> Flat:
-    offsets = column.offsets[span.start : span.stop + 1]
-    from_zero = torch.sub(offsets, offsets[0], out=None if empty is None else empty(offsets.shape, offsets.dtype))
-    return Flat(column.values[offsets[0] : offsets[-1]], from_zero)
+def _part(column: Any, span: slice, empty: Empty | None = None) -> Any:
+    """Return rows [start, stop) of a column, or of the values of a `Flat`. The bounds do not wrap around."""
+    if isinstance(column, Flat):
+        offsets = column.offsets[span.start : span.stop + 1]
+        from_zero = torch.sub(offsets, offsets[0], out=None if empty is None else empty(offsets.shape, offsets.dtype))
+        return Flat(_part(column.values, slice(int(offsets[0]), int(offsets[-1])), empty), from_zero)
+    if isinstance(column, dict):
+        return {name: _part(member, span, empty) for name, member in column.items()}
+    return column[span]
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -183,7 +190,7 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
 def _row_value(column: Any, row: int) -> Any:
     """Return the value at `row`, at least 0: the bounds of a `Flat` do not wrap around."""
     if isinstance(column, Flat):
-        return column.values[column.offsets[row] : column.offsets[row + 1]]
+        return _part(column.values, slice(int(column.offsets[row]), int(column.offsets[row + 1])))
     value = column[row]
     return bytes(value) if isinstance(value, memoryview) else value  # torch cannot collate views of bytes
 
@@ -195,19 +202,54 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
             return _copied(dense, empty)
         # Copy single numbers: a caller that keeps the labels of each batch must not keep whole records alive.
         return torch.from_numpy(dense if field.shape else dense.copy())
+    if field.kind == "nested":
+        array = records.nested(field)
+        return _decoded(field, lambda: _flat(array, field, empty) if ragged == "flat" else array.to_pylist())
     if field.kind == "string":
-        return _strings(records, field)
+        return _decoded(field, lambda: records.strings(field))
     if ragged == "list" and field.kind == "binary":
         return records.views(field)
     column = records.ragged(field)
     values = _copied(column.values, empty)
     offsets = _copied(column.offsets, empty if ragged == "flat" else None)
-    return Flat(values, offsets) if ragged == "flat" else list(torch.split(values, np.diff(column.offsets).tolist()))
+    if ragged == "flat":
+        return Flat(values, offsets)
+    vectors: list[torch.Tensor | None] = list(torch.split(values, np.diff(column.offsets).tolist()))
+    if column.valid is not None:
+        for row in np.flatnonzero(~column.valid).tolist():
+            vectors[row] = None
+    return vectors
 
 
-def _strings(records: Records, field: Field) -> list[str]:
+def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
+    """Return nested values as tensors, lists of strings, `Flat`s and dicts of these."""
+    kind, types = array.type, pa.types
+    if types.is_dictionary(kind):
+        return _flat(array.dictionary.take(array.indices), field, empty)
+    if types.is_struct(kind):
+        members = zip(kind, array.flatten(), strict=True)  # A null struct makes its members null.
+        return {member.name: _flat(values, field, empty) for member, values in members}
+    if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+        lengths, inner = elements(array)
+        return Flat(_flat(inner, field, empty), _copied(np.concatenate(([0], np.cumsum(lengths))), empty))
+    if is_bytes(kind) and not is_text(kind):
+        starts, data = bounds(array.fill_null(b"").cast(pa.large_binary()))
+        return Flat(_copied(data[starts[0] : starts[-1]].copy(), empty), _copied(starts - starts[0], empty))
+    dtype = number(kind)
+    if dtype is None:
+        return array.to_pylist()
+    values = numbers(array).copy()
+    if array.null_count and dtype.kind != "f":
+        raise DataError(f"column {field.name!r} has nulls of {kind} inside, which ragged='flat' cannot hold: use 'list'")
+    if array.null_count:
+        values[~valid(array)] = np.nan
+    return _copied(values, empty)
+
+
+def _decoded(field: Field, values: Callable[[], Any]) -> Any:
+    """Return values(). Raise DataError, naming the column, for a string that is not UTF-8."""
     try:
-        return records.strings(field)
+        return values()
     except UnicodeDecodeError as error:
         raise DataError(
             f"column {field.name!r} has a string that is not UTF-8 ({error}): write it as binary"

@@ -44,7 +44,7 @@ class RowGroupMaker(ForkAware):
         plan: Names, lengths and sizes of the blobs.
         schema: The columns to store.
         blocks: Reader of the dataset's files, and the cache.
-        fill_null: Replacement of nulls, for all columns or, as a mapping, by column. None makes nulls an error.
+        fill_null: Replacement of nulls, for all columns or, as a mapping, by column; or None.
 
     Attributes:
         rank_memory: Bytes of row groups in flight, held and being decoded, for this rank: this process and its

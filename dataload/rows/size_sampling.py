@@ -9,14 +9,13 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.footer_cache import get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
-from dataload.rows.arrow_decode import Ragged, decode
+from dataload.rows.arrow_decode import Nested, Ragged, decode
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 
 SAMPLES = 4  # row groups
 READS_IN_FLIGHT = 16
-VERSION = 1  # of the cached sizes
-NULL = ""  # A null counts no bytes. Its replacement is not known here.
+VERSION = 2  # of the cached sizes
 BATCH_ROWS = 1 << 14  # decoded at a time
 HELD_BYTES = 32 << 20  # stored bytes of a column to hold in memory
 
@@ -84,9 +83,11 @@ class ValueSizes:
         where = f"{group.file.path} row group {group.number}"
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
             for table in reader.tables(BATCH_ROWS):
-                column = decode(table, [field], NULL, where)[field.name]
-                assert isinstance(column, Ragged)
-                yield int(column.offsets[-1] - column.offsets[0])
+                column = decode(table, [field], None, where)[field.name]  # A null counts no bytes.
+                if isinstance(column, Ragged):
+                    yield int(column.offsets[-1] - column.offsets[0])
+                elif isinstance(column, Nested):
+                    yield int(column.values.nbytes)
 
 
 class Aside(Blocks):

@@ -1,0 +1,69 @@
+"""Nested values: Arrow arrays that Arrow can gather."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataload.formats.schema import is_list
+from dataload.rows.arrow_memory import Array, stored
+
+def plain(array: pa.Array) -> pa.Array:
+    """Return the array with types that Arrow can gather: without views of bytes, runs, and extensions but Arrow's own.
+
+    Extension types of others are replaced by their storage: not every process of a job knows them.
+    """
+    kind, types = array.type, pa.types
+    if kind == pa.string_view():
+        return array.cast(pa.large_string())
+    if kind == pa.binary_view():
+        return array.cast(pa.large_binary())
+    if types.is_run_end_encoded(kind):
+        return plain(pc.run_end_decode(array))
+    if isinstance(kind, pa.BaseExtensionType) and not kind.extension_name.startswith("arrow."):
+        return plain(array.storage)
+    if types.is_dictionary(kind):
+        values = plain(array.dictionary)
+        has_members = kind.value_type.num_fields > 0
+        return values.take(array.indices) if has_members or values.type != kind.value_type else array
+    if types.is_struct(kind):
+        return _plain_struct(array)
+    if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+        return _plain_list(array)
+    return array
+
+
+def _plain_struct(array: pa.Array) -> pa.Array:
+    members = [plain(array.field(number)) for number in range(array.type.num_fields)]
+    fields = [field.with_type(member.type) for field, member in zip(array.type, members, strict=True)]
+    if pa.struct(fields) == array.type:
+        return array
+    return pa.StructArray.from_arrays(members, fields=fields, mask=array.is_null())
+
+
+def _plain_list(array: pa.Array) -> pa.Array:
+    kind, types = array.type, pa.types
+    values = plain(array.values)
+    field = kind.field(0).with_type(values.type)
+    if field.type == kind.field(0).type:
+        return array
+    own = 2  # buffers, without those of the values
+    if types.is_fixed_size_list(kind):
+        own, other = 1, pa.list_(field, kind.list_size)
+    elif types.is_map(kind):
+        key, item = values.type
+        other = pa.map_(key, item)
+    elif types.is_list_view(kind) or types.is_large_list_view(kind):
+        own, other = 3, pa.list_view(field) if types.is_list_view(kind) else pa.large_list_view(field)
+    else:
+        other = pa.list_(field) if types.is_list(kind) else pa.large_list(field)
+    return pa.Array.from_buffers(other, len(array), array.buffers()[:own], offset=array.offset, children=[values])
+
+
+def elements(array: pa.Array) -> tuple[Array, pa.Array]:
+    """Return the lengths of lists or maps, int64 [n], and their elements one after the other. A null has length 0."""
+    if pa.types.is_map(array.type):
+        array = array.cast(pa.list_(array.type.field(0)))
+    lengths = pc.list_value_length(array)
+    return stored(pc.fill_null(lengths, 0) if lengths.null_count else lengths).astype(np.int64), array.flatten()
