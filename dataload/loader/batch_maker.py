@@ -16,7 +16,7 @@ from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.loader.worker_transport import pack
 from dataload.rows.arrow_decode import Array
-from dataload.rows.collate import Empty, Rows, cut, spans, to_batch
+from dataload.rows.collate import Empty, Rows, batches, spans, to_batch
 from dataload.rows.row_block import Records
 from dataload.samplers.keys import derive_key
 from dataload.samplers.sharded import ShardedSampler
@@ -160,6 +160,11 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         """Whether batches are made without code of the user."""
         return self._collate is None and self._transform is None
 
+    @property
+    def makes_objects(self) -> bool:
+        """Whether batches hold Python objects of nested values, which are made batch by batch."""
+        return any(field.kind == "nested" for field in self._dataset.rowstore.layout.fields)
+
     def __getitem__(self, request: Request) -> Answer:
         """Return the answer to a request of one batch, packed: torch calls this in a worker."""
         making = Timeline(usually="collate")
@@ -206,7 +211,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def _collated(self, records: Records, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
         if self._collate is None:
             memory = empty if self.only_gathers else None
-            return cut(to_batch(records, **self._shape, empty=memory), sizes, memory)
+            return batches(records, sizes, **self._shape, empty=memory)
         return (self._collate(Rows(records[span], **self._shape)) for span in spans(sizes))
 
     def _transformed(self, batch: Any, stream: tuple[int, ...] = (), cursor: int = 0) -> Any:

@@ -62,6 +62,33 @@ def to_batch(
         Without `empty`, arrays, and groups of columns that are adjacent in a record, are views of the records, with
         gaps between rows. Binary values are read-only views of the cache. Other values are copied.
     """
+    return next(batches(records, [len(records)], ragged=ragged, group=group, empty=empty))
+
+
+def batches(
+    records: Records,
+    sizes: Sequence[int],
+    *,
+    ragged: str = "list",
+    group: Mapping[str, Sequence[str]] | None = None,
+    empty: Empty | None = None,
+) -> Iterator[Batch]:
+    """Return consecutive batches of these sizes. The Python objects of a batch are made when it is taken.
+
+    Args:
+        records: The rows of all batches.
+        sizes: Rows of each batch.
+        ragged: As for `to_batch`.
+        group: As for `to_batch`.
+        empty: As for `to_batch`.
+    """
+    return cut(_columns(records, ragged, group, empty), sizes, empty)
+
+
+def _columns(
+    records: Records, ragged: str, group: Mapping[str, Sequence[str]] | None, empty: Empty | None
+) -> dict[str, Any]:
+    """Return a batch in which nested columns are still Arrow arrays."""
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields}
     if clash := groups.keys() & fields.keys():
@@ -74,16 +101,18 @@ def to_batch(
 
 
 def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
-    """Split a batch into smaller ones, as views of it.
+    """Split a batch into smaller ones, as views of it. Arrow arrays become lists of Python objects.
 
     Args:
         batch: The batch.
         sizes: Rows of each smaller batch.
         empty: Allocates the offsets of `Flat` columns, which cannot be views.
     """
+    parts: list[Iterable[Any]]
     if len(sizes) == 1:
-        return iter([batch])
-    parts = [_cut(column, sizes, empty) for column in batch.values()]
+        parts = [[_pylist(column, name)] if isinstance(column, pa.Array) else [column] for name, column in batch.items()]
+    else:
+        parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
     return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
 
 
@@ -93,10 +122,17 @@ def spans(sizes: Sequence[int]) -> list[slice]:
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _cut(column: Any, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
+def _cut(column: Any, name: str, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
     if isinstance(column, torch.Tensor):
         return torch.split(column, list(sizes))
+    if isinstance(column, pa.Array):  # Converted later: a few young objects cost the garbage collector less than many.
+        return (_pylist(column[span], name) for span in spans(sizes))
     return [_part(column, span, empty) for span in spans(sizes)]
+
+
+def _pylist(array: pa.Array, name: str) -> list[Any]:
+    values: list[Any] = _decoded(name, array.to_pylist)
+    return values
 
 
 def _part(column: Any, span: slice, empty: Empty | None = None) -> Any:
@@ -204,9 +240,9 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
         return torch.from_numpy(dense if field.shape else dense.copy())
     if field.kind == "nested":
         array = records.nested(field)
-        return _decoded(field, lambda: _flat(array, field, empty) if ragged == "flat" else array.to_pylist())
+        return array if ragged == "list" else _decoded(field.name, lambda: _flat(array, field, empty))
     if field.kind == "string":
-        return _decoded(field, lambda: records.strings(field))
+        return _decoded(field.name, lambda: records.strings(field))
     if ragged == "list" and field.kind == "binary":
         return records.views(field)
     column = records.ragged(field)
@@ -246,13 +282,13 @@ def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
     return _copied(values, empty)
 
 
-def _decoded(field: Field, values: Callable[[], Any]) -> Any:
+def _decoded(name: str, values: Callable[[], Any]) -> Any:
     """Return values(). Raise DataError, naming the column, for a string that is not UTF-8."""
     try:
         return values()
     except UnicodeDecodeError as error:
         raise DataError(
-            f"column {field.name!r} has a string that is not UTF-8 ({error}): write it as binary"
+            f"column {name!r} has a string that is not UTF-8 ({error}): write it as binary"
         ) from error
 
 

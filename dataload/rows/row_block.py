@@ -183,13 +183,13 @@ class Records:
         return self._with_nulls(field, strings)
 
     def nested(self, field: Field) -> pa.Array:
-        """Return a nested column."""
-        arrays = [blob.nested(field) for blob in self.blobs]
-        if not arrays:
+        """Return a nested column as an Arrow array."""
+        if not self.blobs:
             return plain(pa.nulls(0, field.type))
         order = np.argsort(self.which, kind="stable")
-        parts = np.split(self.rows[field.name][order], np.cumsum(np.bincount(self.which, minlength=len(arrays)))[:-1])
-        taken = [array.take(pa.array(part)) for array, part in zip(arrays, parts, strict=True)]
+        stops = np.cumsum(np.bincount(self.which, minlength=len(self.blobs)))
+        parts = np.split(self.rows[field.name][order], stops[:-1])
+        taken = [blob.nested(field).take(pa.array(part)) for blob, part in zip(self.blobs, parts, strict=True)]
         places = np.empty(len(order), np.int64)
         places[order] = np.arange(len(order))
         return pa.concat_arrays(taken).take(pa.array(places))
