@@ -269,7 +269,7 @@ def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
         lengths, inner = elements(array)
         return Flat(_flat(inner, field, empty), _copied(np.concatenate(([0], np.cumsum(lengths))), empty))
     if is_bytes(kind) and not is_text(kind):
-        starts, data = bounds(array.fill_null(b"").cast(pa.large_binary()))
+        starts, data = bounds(array.cast(pa.large_binary()).fill_null(b""))
         return Flat(_copied(data[starts[0] : starts[-1]].copy(), empty), _copied(starts - starts[0], empty))
     dtype = number(kind)
     if dtype is None:
