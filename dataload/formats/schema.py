@@ -93,7 +93,8 @@ class Layout:
     def describe(self) -> list[Any]:
         """Return a JSON-able description for cache keys; different layouts have different ones."""
         return [
-            [field.name, field.kind, np.dtype(field.dtype).str, field.shape] + [str(field.type)] * (field.type is not None)
+            [field.name, field.kind, np.dtype(field.dtype).str, field.shape]
+            + [str(field.type)] * (field.type is not None)
             for field in self.fields
         ]
 

@@ -103,7 +103,9 @@ def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str)
         by_column = isinstance(fill_null, Mapping)
         filling = fill_null.get(field.name) if by_column else fill_null
         mask = mask_name(field) if needs_mask(field) and mask_name(field) in names else None
-        decoder = _Decoder(field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None)
+        decoder = _Decoder(
+            field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None
+        )
         columns[field.name], nulls = decoder.decode(table[field.name])
         if mask is not None:
             columns[mask] = Dense(np.zeros(len(table), np.bool_) if nulls is None else nulls)

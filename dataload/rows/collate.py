@@ -110,7 +110,9 @@ def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Itera
     """
     parts: list[Iterable[Any]]
     if len(sizes) == 1:
-        parts = [[_pylist(column, name)] if isinstance(column, pa.Array) else [column] for name, column in batch.items()]
+        parts = [
+            [_pylist(column, name)] if isinstance(column, pa.Array) else [column] for name, column in batch.items()
+        ]
     else:
         parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
     return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
@@ -276,7 +278,9 @@ def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
         return array.to_pylist()
     values = numbers(array).copy()
     if array.null_count and dtype.kind != "f":
-        raise DataError(f"column {field.name!r} has nulls of {kind} inside, which ragged='flat' cannot hold: use 'list'")
+        raise DataError(
+            f"column {field.name!r} has nulls of {kind} inside, which ragged='flat' cannot hold: use 'list'"
+        )
     if array.null_count:
         values[~valid(array)] = np.nan
     return _copied(values, empty)
@@ -287,9 +291,7 @@ def _decoded(name: str, values: Callable[[], Any]) -> Any:
     try:
         return values()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"column {name!r} has a string that is not UTF-8 ({error}): write it as binary"
-        ) from error
+        raise DataError(f"column {name!r} has a string that is not UTF-8 ({error}): write it as binary") from error
 
 
 def _copied(array: Array, empty: Empty | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pyarrow.compute as pc
 from dataload.formats.schema import is_list
 from dataload.rows.arrow_memory import Array, stored
 
+
 def plain(array: pa.Array) -> pa.Array:
     """Return the array with types that Arrow can gather: without views of bytes, runs, and extensions but Arrow's own.
 

@@ -19,11 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataload.errors import ConfigError, DataError
-from dataload.formats.schema import Layout, fields_of, flatten
+from dataload.formats.schema import fields_of, flatten
 from dataload.rows.arrow_decode import Dense, decode
-from dataload.rows.collate import Batch, Flat, Rows, cut, map_tensors, to_batch
-from dataload.rows.open_row_groups import OpenRowGroups
-from dataload.rows.row_block import Records, pack
+from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
 
 NUMBERS = [
     pa.int8(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from datetime import UTC, date, datetime, time, timedelta
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from decoded import gather, plain, whole
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
 
 from dataload import CacheConfig, make_dataset, make_loader
-from dataload.dataset import Dataset
 from dataload.errors import DataError
-from dataload.formats.schema import fields_of, flatten
+from dataload.formats.schema import fields_of
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows import row_group_plan
-from dataload.rows.collate import Flat, cut, map_tensors, to_batch
+from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
 from dataload.train.batch_size import find_batch_size
 
 EXAMPLES = 2000 if NIGHTLY else 100
@@ -68,7 +67,9 @@ def nested(depth: int, *, views: bool) -> st.SearchStrategy[pa.DataType]:
         leaves,
         st.builds(lambda make, kind: make(kind), st.sampled_from(lists), inner),
         st.builds(lambda kind, size: pa.list_(kind, size), inner, sizes),
-        st.builds(lambda kinds: pa.struct(list(zip("abc", kinds, strict=False))), st.lists(inner, min_size=1, max_size=3)),
+        st.builds(
+            lambda kinds: pa.struct(list(zip("abc", kinds, strict=False))), st.lists(inner, min_size=1, max_size=3)
+        ),
         st.builds(pa.map_, st.sampled_from(KEYS), inner),
     )
 
@@ -76,9 +77,9 @@ def nested(depth: int, *, views: bool) -> st.SearchStrategy[pa.DataType]:
 def columns(depth: int, *, views: bool) -> st.SearchStrategy[pa.DataType]:
     """Return types of columns of Python values."""
     kinds = nested(depth - 1, views=views)
-    return st.one_of(kinds.map(pa.list_), kinds.map(pa.large_list), kinds.map(lambda kind: pa.map_(pa.string(), kind))).filter(
-        lambda kind: fields_of(pa.schema([("c", kind)]))[0].kind == "nested"
-    )
+    return st.one_of(
+        kinds.map(pa.list_), kinds.map(pa.large_list), kinds.map(lambda kind: pa.map_(pa.string(), kind))
+    ).filter(lambda kind: fields_of(pa.schema([("c", kind)]))[0].kind == "nested")
 
 
 def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
@@ -107,7 +108,9 @@ def columns_with_rows(*, views: bool) -> st.SearchStrategy[pa.Table]:
         arrays = []
         for kind in kinds:
             rows = draw(st.lists(values_of(kind), min_size=count + start, max_size=count + start))
-            parts = [pa.array(rows[:1], kind), pa.array(rows[1:], kind)] if draw(st.booleans()) else [pa.array(rows, kind)]
+            parts = (
+                [pa.array(rows[:1], kind), pa.array(rows[1:], kind)] if draw(st.booleans()) else [pa.array(rows, kind)]
+            )
             arrays.append(pa.chunked_array(parts, kind))
         return pa.table(arrays, [f"c{number}" for number in range(len(kinds))]).slice(start)
 
@@ -130,7 +133,7 @@ def test_a_batch_is_to_pylist_of_take(table: pa.Table, data: st.DataObject) -> N
     try:
         flat = to_batch(records, ragged="flat")
     except DataError as error:
-        assert "ragged='flat' cannot hold" in str(error)  # noqa: PT017 (most examples have no error)
+        assert "ragged='flat' cannot hold" in str(error)
     else:
         sizes = [1, len(rows) - 1] if len(rows) > 1 else [len(rows)]
         parts = list(zip(cut(flat, sizes), sizes, strict=True))
@@ -194,3 +197,204 @@ def test_files_are_read_like_arrow_reads_them(tmp_path_factory: pytest.TempPathF
     assert [{name: value for name, value in row.items()} for row in found] == [
         table.slice(row, 1).to_pylist()[0] for row in rows
     ]
+
+
+CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def chat_table(rows: int) -> pa.Table:
+    """Return conversations, tags and numbers with nulls, each a function of `id`."""
+    ids = range(rows)
+    messages = [
+        None if row % 7 == 3 else [{"role": "user", "content": None if turn else f"{row}é"} for turn in range(row % 4)]
+        for row in ids
+    ]
+    tags = [None if row % 5 == 2 else [f"t{tag}" for tag in range(row % 3)] for row in ids]
+    pairs = [[(f"k{row}", [row, row + 1])] * (row % 2) for row in ids]
+    vectors = [None if row % 6 == 1 else [0.5] * (row % 3) for row in ids]
+    names = [None if row % 4 == 1 else f"row {row}" for row in ids]
+    columns = {"id": ids, "chat": pa.array(messages, CHAT), "tags": tags, "vector": vectors, "name": names}
+    return pa.table(columns | {"map": pa.array(pairs, pa.map_(pa.string(), pa.list_(pa.int32())))})
+
+
+def reversed_tags(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "tags": [None if tags is None else tags[::-1] for tags in batch["tags"]]}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"ragged": "flat"}, {"ragged": "flat", "num_workers": 1}], ids=str
+)
+def test_a_loader_of_nested_columns(tmp_path: Path, options: dict[str, Any]) -> None:
+    """On a thread and from a worker, each row has its values, also in batches that are gathered together."""
+    table = chat_table(100)
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=30)
+    transform = reversed_tags if options == {"num_workers": 1} else None
+    if options.get("ragged") and options.get("num_workers"):
+        transform = dict
+    loader = make_loader(
+        str(tmp_path / "x.parquet"),
+        8,
+        cache_dir=str(tmp_path / "cache"),
+        cache_bytes="1GB",
+        transform=transform,
+        **options,
+    )
+    found = {}
+    for batch in loader:
+        size = len(batch["id"])
+        values = {
+            name: unflattened(column, size) if options.get("ragged") else [plain(value) for value in column]
+            for name, column in batch.items()
+        }
+        found |= {
+            row["id"]: row
+            for row in (dict(zip(values, each, strict=True)) for each in zip(*values.values(), strict=True))
+        }
+    expected = {row["id"]: row for row in table.to_pylist()}
+    if transform is reversed_tags:
+        expected = {number: row | {"tags": row["tags"] and row["tags"][::-1]} for number, row in expected.items()}
+    if options.get("ragged"):
+        kinds = {name: table.schema.field(name).type for name in table.column_names}
+        expected = {number: {name: emptied(row[name], kinds[name]) for name in row} for number, row in expected.items()}
+    assert found == expected
+
+
+def test_a_batch_of_nested_values_crosses_to_another_process_and_device() -> None:
+    batch = whole(chat_table(20))
+    flat = whole(chat_table(20), ragged="flat")
+    moved = map_tensors(unpack(pack(batch)), lambda tensor: tensor.clone())
+    assert moved.keys() == batch.keys()
+    assert all([plain(a) for a in moved[name]] == [plain(b) for b in batch[name]] for name in batch)
+    moved = map_tensors(unpack(pack(flat)), lambda tensor: tensor.clone())
+    assert all(unflattened(moved[name], 20) == unflattened(flat[name], 20) for name in flat)
+
+
+def test_null_bytes_cross_to_another_process() -> None:
+    batch = whole(pa.table({"b": [b"ab", None, b"", b"c"]}))
+    assert [plain(value) for value in unpack(pack(batch))["b"]] == [b"ab", None, b"", b"c"]
+
+
+@pytest.mark.parametrize("ragged", ["list", "flat"])
+def test_the_search_for_a_batch_size_repeats_nested_rows(ragged: str) -> None:
+    batch = whole(chat_table(5), ragged=ragged)
+    expected = [
+        unflattened(column, 5) if ragged == "flat" else [plain(value) for value in column] for column in batch.values()
+    ]
+    model, seen = torch.nn.Linear(1, 1), []
+
+    def loss(model: torch.nn.Module, repeated: dict[str, Any]) -> torch.Tensor:
+        size = len(repeated["id"])
+        seen.append(size)
+        rows = [
+            unflattened(column, size) if ragged == "flat" else [plain(value) for value in column]
+            for column in repeated.values()
+        ]
+        assert rows == [[column[row % 5] for row in range(size)] for column in expected]
+        return model(torch.ones(size, 1)).sum()
+
+    find_batch_size(model, torch.optim.SGD(model.parameters()), batch, loss, start=7, limit=14, gain=-1, device="cpu")
+    assert set(seen) == {7, 14}
+
+
+def test_rows_of_a_flat_batch_are_indexed() -> None:
+    table = pa.table({"c": [[["a"], []], None, [["b", "c"]]]})
+    [first, second, third] = gather_rows(table, "flat")
+    assert (unflattened(first["c"], 2), third["c"].values) == ([["a"], []], ["b", "c"])
+    assert second["c"].offsets.tolist() == [0]
+
+
+def gather_rows(table: pa.Table, ragged: str) -> Rows:
+
+    return Rows(gather([table], np.zeros(len(table), np.int64), np.arange(len(table))), ragged)
+
+
+def test_columns_of_nested_rows_come_from_the_rows_of_all_columns(tmp_path: Path) -> None:
+    """A dataset of few columns takes them from cached rows, without a request; so does one of joined blobs."""
+    table = chat_table(50)
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=25)
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    everything = make_dataset(str(tmp_path / "x.parquet"), cache=cache)
+    assert everything.__getitems__(range(50)).columns["chat"] == table["chat"].to_pylist()
+    fetched = everything.blocks.stats()["bytes_origin"]
+    few = make_dataset(str(tmp_path / "x.parquet"), columns=["chat", "name", "vector"], cache=cache)
+    batch = few.__getitems__(range(50)).columns
+    assert batch["chat"] == table["chat"].to_pylist()
+    assert batch["name"] == table["name"].to_pylist()
+    assert [plain(value) for value in batch["vector"]] == table["vector"].to_pylist()
+    assert few.blocks.stats()["requests_origin"] == 0 or few.blocks.stats()["bytes_origin"] <= fetched
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (pa.dense_union([pa.field("a", pa.int8()), pa.field("b", pa.string())]), "a union"),
+        (pa.list_(pa.sparse_union([pa.field("a", pa.int8())])), "a union"),
+        (pa.map_(pa.string(), pa.list_(pa.dense_union([pa.field("a", pa.int8())]))), "a union"),
+        (pa.list_(pa.struct([("a", pa.int8()), ("a", pa.string())])), "two members of one name"),
+    ],
+    ids=str,
+)
+def test_an_unsupported_type_raises_an_error_that_names_the_column(kind: pa.DataType, reason: str) -> None:
+    with pytest.raises(DataError, match=f"column 'odd' has type .* with {reason}: leave it out with columns="):
+        fields_of(pa.schema([("fine", pa.int8()), ("odd", kind)]))
+
+
+def test_text_inside_lists_that_is_not_utf_8() -> None:
+    broken = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
+    table = pa.table({"c": pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), broken)})
+    for ragged in ("list", "flat"):
+        with pytest.raises(DataError, match="column 'c' has a string that is not UTF-8"):
+            whole(table, ragged=ragged)
+
+
+def test_nulls_that_flat_tensors_cannot_hold() -> None:
+    for values in ([[[1, None]]], [[{"a": 1}, None]]):
+        with pytest.raises(DataError, match=r"column 'c' has nulls of int64 inside, which ragged='flat' cannot hold"):
+            whole(pa.table({"c": values}), ragged="flat")
+
+
+def test_extension_types() -> None:
+    identities = [uuid.UUID(int=1), None, uuid.UUID(int=2)]
+    tensor = pa.fixed_shape_tensor(pa.float32(), (2, 3), permutation=[1, 0])
+    values = np.arange(12, dtype=np.float32)
+    tensors = tensor.wrap_array(pa.FixedSizeListArray.from_arrays(pa.array(values), 6))
+    raw = [None if each is None else each.bytes for each in identities]
+    table = pa.table(
+        {
+            "id": pa.uuid().wrap_array(pa.array(raw, pa.binary(16))),
+            "ids": pa.array([[each] for each in raw], pa.list_(pa.binary(16))).cast(pa.list_(pa.uuid())),
+            "flag": pa.bool8().wrap_array(pa.array([1, 0, 2], pa.int8())),
+        }
+    )
+    batch = whole(table)
+    assert batch["id"] == identities
+    assert batch["ids"] == table["ids"].to_pylist()
+    assert batch["flag"].tolist() == [True, False, True]
+    assert batch["flag"].dtype == torch.bool
+    batch = whole(pa.table({"t": tensors}))
+    assert batch["t"].shape == (2, 3, 2)
+    np.testing.assert_array_equal(batch["t"].numpy(), tensors.to_numpy_ndarray())
+    if hasattr(pa, "json_"):
+        assert whole(pa.table({"j": pa.json_().wrap_array(pa.array(['{"a": 1}', None]))}))["j"] == ['{"a": 1}', None]
+
+
+def test_runs_are_decoded() -> None:
+    runs = pc.run_end_encode(pa.array([1, 1, 2], pa.int32()))
+    texts = pc.run_end_encode(pa.array(["a", None, None]))
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 3], pa.int32()), texts)
+    batch = whole(pa.table({"r": runs, "t": texts}))
+    assert (batch["r"].tolist(), batch["t"]) == ([1, 1, 2], ["a", None, None])
+    assert whole(pa.table({"l": lists}))["l"] == [["a", None], [None]]
+
+
+def test_nested_rows_have_a_size(tmp_path: Path) -> None:
+    """The estimate for the plan of the cache is measured where dictionary codes hide the sizes."""
+    rows = [["a long tag that repeats" * 20] * 3] * 2000
+    pq.write_table(pa.table({"tags": rows}), tmp_path / "x.parquet")
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=None)
+    blobs = dataset.rowstore.blobs
+    before = blobs.num_bytes
+    blobs.measure()
+    actual = sum(len(blob) for blob in blobs.load(0))
+    assert before < actual / 10
+    assert actual / 1.2 < blobs.num_bytes < actual * 1.2

@@ -47,9 +47,12 @@ def column_of(kind: pa.DataType, present: list[bool]) -> pa.Array:
     elif pa.types.is_null(kind):
         values = None
     elif kind in INTEGERS:
-        return pa.array([1 if here else None for here in present], pa.int8()).cast(pa.int32()).cast(
-            pa.int32() if kind.bit_width == 32 else pa.int64()
-        ).cast(kind)
+        return (
+            pa.array([1 if here else None for here in present], pa.int8())
+            .cast(pa.int32())
+            .cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+            .cast(kind)
+        )
     else:
         values = "ab"
     if pa.types.is_binary_view(kind) or pa.types.is_binary(kind) or pa.types.is_fixed_size_binary(kind):
@@ -103,7 +106,12 @@ def test_nulls_of_lists_of_numbers(rows: list[Any], kind: Any, start: int) -> No
     """A null list is None, or an empty row; a null in a list of floats is NaN, in one of integers zero with a mask."""
     rows = rows[min(start, len(rows) - 1) :]
     table = pa.table({"i": pa.array([None] * start + rows, kind(pa.int32()))[start:]})
-    table = table.append_column("f", table["i"].cast(pa.list_(pa.float32())) if kind in (pa.list_, pa.large_list) else pa.array(rows, kind(pa.float32())))
+    table = table.append_column(
+        "f",
+        table["i"].cast(pa.list_(pa.float32()))
+        if kind in (pa.list_, pa.large_list)
+        else pa.array(rows, kind(pa.float32())),
+    )
     batch = whole(table, null_masks=True)
     zeros = [None if row is None else [value or 0 for value in row] for row in rows]
     nans = [None if row is None else [math.nan if value is None else value for value in row] for row in rows]
@@ -143,7 +151,9 @@ def test_a_null_without_a_replacement_names_file_row_group_and_column() -> None:
 
 def test_one_replacement_is_for_the_columns_that_can_hold_it() -> None:
     """A replacement by column must fit: the caller meant that column."""
-    table = pa.table({"i": pa.array([None], pa.int8()), "s": pa.array([None], pa.string()), "f": pa.nulls(1, pa.float32())})
+    table = pa.table(
+        {"i": pa.array([None], pa.int8()), "s": pa.array([None], pa.string()), "f": pa.nulls(1, pa.float32())}
+    )
     batch = whole(table, -1)
     assert (batch["i"].tolist(), batch["s"], batch["f"].tolist()) == ([-1], [None], [-1.0])
     batch = whole(table, "?", null_masks=True)
@@ -239,7 +249,13 @@ def test_a_loader_with_masks(tmp_path: Path) -> None:
     for batch in loader:
         assert batch.keys() == {"i", "i.is_null", "d", "d.is_null", "s", "id", "id.is_null"}
         assert not batch["id.is_null"].any()
-        found |= dict(zip(batch["id"].tolist(), zip(batch["i"].tolist(), batch["i.is_null"].tolist(), batch["s"], strict=True), strict=True))
+        found |= dict(
+            zip(
+                batch["id"].tolist(),
+                zip(batch["i"].tolist(), batch["i.is_null"].tolist(), batch["s"], strict=True),
+                strict=True,
+            )
+        )
     assert found == {row: (row, False, str(row)) if row % 3 else (0, True, None) for row in range(100)}
     fetched = loader.dataset.blocks.stats()["bytes_origin"]
     few = make_dataset(str(tmp_path / "x.parquet"), columns=["i"], cache=cache, null_masks=True)
