@@ -113,18 +113,10 @@ def make_loader(
                 train_step(batch["image"], batch["label"])
         ```
     """
-    dataset = _dataset_of(
-        source,
-        {
-            "columns": columns,
-            "filters": filters,
-            "storage_options": storage_options,
-            "fill_null": fill_null,
-            "null_masks": null_masks or None,
-        },
-        {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster},
-        cache,
-    )
+    options = {"columns": columns, "filters": filters, "storage_options": storage_options}
+    nulls = {"fill_null": fill_null, "null_masks": null_masks or None}
+    cache_options = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster}
+    dataset = _dataset_of(source, {**options, **nulls}, cache_options, cache)
     _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
     detected = world is None and mesh is None
     world = world_of(world, mesh)

@@ -146,9 +146,9 @@ class _Decoder:
         if is_list(column.type):  # an array of Hugging Face datasets
             column = column.cast(_fixed_lists(column.type, self._field.shape))
         values, nulls = self._dense(column)
-        rows = None
+        rows: Array | None = None
         if nulls is not None:
-            rows = nulls.reshape(len(column), -1).any(axis=1)
+            rows = np.logical_or.reduce(nulls.reshape(len(column), -1), axis=1)
             values = self._without_nulls(values, nulls, column, "nulls" if nulls.ndim == 1 else "rows with nulls")
         if isinstance(kind, pa.FixedShapeTensorType):
             axes = [1 + axis for axis in kind.permutation or range(len(kind.shape))]

@@ -11,7 +11,7 @@ import torch
 
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import Field, is_bytes, is_list, is_text, number
-from dataload.rows.arrow_decode import Array
+from dataload.rows.arrow_decode import Array, Ragged
 from dataload.rows.arrow_memory import bounds, numbers, valid
 from dataload.rows.nested import elements
 from dataload.rows.row_block import Records
@@ -245,14 +245,15 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
         return array if ragged == "list" else _decoded(field.name, lambda: _flat(array, field, empty))
     if field.kind == "string":
         return _decoded(field.name, lambda: records.strings(field))
-    if ragged == "list" and field.kind == "binary":
-        return records.views(field)
+    if ragged == "list":
+        return records.views(field) if field.kind == "binary" else _vectors(records.ragged(field), empty)
     column = records.ragged(field)
-    values = _copied(column.values, empty)
-    offsets = _copied(column.offsets, empty if ragged == "flat" else None)
-    if ragged == "flat":
-        return Flat(values, offsets)
-    vectors: list[torch.Tensor | None] = list(torch.split(values, np.diff(column.offsets).tolist()))
+    return Flat(_copied(column.values, empty), _copied(column.offsets, empty))
+
+
+def _vectors(column: Ragged, empty: Empty | None) -> list[torch.Tensor | None]:
+    lengths = np.diff(column.offsets).tolist()
+    vectors: list[torch.Tensor | None] = list(torch.split(_copied(column.values, empty), lengths))
     if column.valid is not None:
         for row in np.flatnonzero(~column.valid).tolist():
             vectors[row] = None

@@ -9,6 +9,8 @@ import pyarrow.compute as pc
 from dataload.formats.schema import is_list
 from dataload.rows.arrow_memory import Array, stored
 
+_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
 
 def plain(array: pa.Array) -> pa.Array:
     """Return the array with types that Arrow can gather: without views of bytes, runs, and extensions but Arrow's own.
@@ -16,14 +18,11 @@ def plain(array: pa.Array) -> pa.Array:
     Extension types of others are replaced by their storage: not every process of a job knows them.
     """
     kind, types = array.type, pa.types
-    if kind == pa.string_view():
-        return array.cast(pa.large_string())
-    if kind == pa.binary_view():
-        return array.cast(pa.large_binary())
-    if types.is_run_end_encoded(kind):
-        return plain(pc.run_end_decode(array))
-    if isinstance(kind, pa.BaseExtensionType) and not kind.extension_name.startswith("arrow."):
-        return plain(array.storage)
+    is_run_end_encoded = types.is_run_end_encoded(kind)
+    if kind in _VIEWS:
+        return array.cast(_VIEWS[kind])
+    if is_run_end_encoded or _is_foreign(kind):
+        return plain(pc.run_end_decode(array) if is_run_end_encoded else array.storage)
     if types.is_dictionary(kind):
         values = plain(array.dictionary)
         has_members = kind.value_type.num_fields > 0
@@ -33,6 +32,10 @@ def plain(array: pa.Array) -> pa.Array:
     if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
         return _plain_list(array)
     return array
+
+
+def _is_foreign(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.BaseExtensionType) and not kind.extension_name.startswith("arrow.")
 
 
 def _plain_struct(array: pa.Array) -> pa.Array:

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 import duckdb
 import numpy as np
-import polars
+import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -97,7 +97,7 @@ WRITERS = {
     "arrow": with_arrow,
     "legacy lists": lambda path: with_arrow(path, use_compliant_nested_type=False, version="1.0", store_schema=False),
     "datasets": lambda path: datasets.Dataset.from_list(ROWS).to_parquet(str(path / "x.parquet")),
-    "polars": lambda path: polars.from_arrow(pa.Table.from_pylist(ROWS, SCHEMA)).write_parquet(path / "x.parquet"),
+    "polars": lambda path: pl.from_arrow(pa.Table.from_pylist(ROWS, SCHEMA)).write_parquet(path / "x.parquet"),
     "duckdb": with_duckdb,
     "spark": lambda path: with_spark(path, legacy=False),
     "legacy spark": lambda path: with_spark(path, legacy=True),

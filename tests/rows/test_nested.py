@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -148,7 +149,7 @@ def unflattened(column: Any, count: int) -> list[Any]:
         total = int(column.offsets[-1])
         values = unflattened(column.values, total)
         bounds = column.offsets.tolist()
-        return [values[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [values[start:stop] for start, stop in itertools.pairwise(bounds)]
     if isinstance(column, dict):
         members = {name: unflattened(values, count) for name, values in column.items()}
         return [{name: values[row] for name, values in members.items()} for row in range(count)]
@@ -194,9 +195,7 @@ def test_files_are_read_like_arrow_reads_them(tmp_path_factory: pytest.TempPathF
         patch.setattr(row_group_plan, "BLOB_ROWS", data.draw(st.sampled_from([1, 2, 1 << 16])))
         dataset = make_dataset(str(folder), cache=None)
     found = dataset.__getitems__(rows)
-    assert [{name: value for name, value in row.items()} for row in found] == [
-        table.slice(row, 1).to_pylist()[0] for row in rows
-    ]
+    assert [dict(row.items()) for row in found] == [table.slice(row, 1).to_pylist()[0] for row in rows]
 
 
 CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
