@@ -15,8 +15,8 @@ import torch
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.loader.worker_transport import pack
-from dataload.rows.arrow_decode import Array
 from dataload.rows.collate import Empty, Rows, batches, spans, to_batch
+from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.samplers.keys import derive_key
 from dataload.samplers.sharded import ShardedSampler

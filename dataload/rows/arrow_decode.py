@@ -3,75 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.schema import Field, is_bytes, is_list, is_text, mask_name, needs_mask, storage
-from dataload.rows.arrow_memory import bounds, numbers, valid
-from dataload.rows.nested import plain
+from dataload.formats.schema import NULL, Field, is_bytes, is_list, is_text, mask_name, needs_mask, storage
+from dataload.rows.arrow_arrays import bounds, numbers, plain, valid
+from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of
 
-Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A column with one value, or one array of fixed shape, per row.
-
-    Attributes:
-        values: The values, [rows, …] of the column's dtype.
-    """
-
-    values: Array
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """A column with a varying number of values per row. Row i is values[offsets[i]:offsets[i + 1]].
-
-    Attributes:
-        values: Numbers, or bytes as uint8, [total].
-        offsets: Where each row starts, int64 [rows + 1].
-        valid: Which rows are not null, bool [rows]; None: all. A null has no values.
-    """
-
-    values: Array
-    offsets: Array
-    valid: Array | None = None
-
-
-@dataclass(frozen=True)
-class Nested:
-    """A column of nested values.
-
-    Attributes:
-        values: An Arrow array that can be gathered, see `plain`.
-    """
-
-    values: pa.Array
-
-
-Column = Dense | Ragged | Nested
-
-
-def concatenate(parts: Sequence[Column]) -> Column:
-    """Return the rows of several columns of one class as one column. There is at least one."""
-    nested = [part.values for part in parts if isinstance(part, Nested)]
-    if nested:
-        return Nested(pa.concat_arrays(nested))
-    values = np.concatenate([part.values for part in parts])
-    ragged = [part for part in parts if isinstance(part, Ragged)]
-    if not ragged:
-        return Dense(values)
-    lengths = np.concatenate([np.diff(part.offsets) for part in ragged])
-    masks = [np.ones(len(part.offsets) - 1, np.bool_) if part.valid is None else part.valid for part in ragged]
-    has_nulls = any(part.valid is not None for part in ragged)
-    return Ragged(values, np.concatenate(([0], np.cumsum(lengths))), np.concatenate(masks) if has_nulls else None)
+MIN_SHARING = 2  # A dictionary is kept if its values have at most one byte for so many bytes of the rows.
 
 
 def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str) -> dict[str, Column]:
@@ -218,7 +161,9 @@ class _Decoder:
             raise self._no_filling(kind)
         return None
 
-    def _ragged(self, chunks: pa.ChunkedArray) -> tuple[Ragged, Array | None]:
+    def _ragged(self, chunks: pa.ChunkedArray) -> tuple[Column, Array | None]:
+        if (coded := self._coded(chunks)) is not None:
+            return coded, None
         column = _whole(_plain_column(chunks))
         rows = ~valid(column) if column.null_count else None
         found = None
@@ -238,6 +183,20 @@ class _Decoder:
             rows = np.zeros(len(column), np.bool_) if rows is None else rows
             rows[np.searchsorted(offsets, np.flatnonzero(nulls), side="right") - 1] = True
         return Ragged(values, offsets, found), rows
+
+    def _coded(self, chunks: pa.ChunkedArray) -> Coded | None:
+        """Return the column with its dictionary, or None if it has none, or if this would not be much smaller."""
+        kind = chunks.type
+        if not (pa.types.is_dictionary(kind) and is_bytes(kind.value_type)) or not chunks.num_chunks:
+            return None
+        is_filled = self._filling is not None and chunks.null_count > 0
+        if is_filled or any(chunk.dictionary.null_count for chunk in chunks.chunks):
+            return None
+        coded = concatenate([_coded(chunk) for chunk in chunks.chunks])
+        assert isinstance(coded, Coded)
+        counts = coded.spans[:, 1].astype(np.int64)
+        pays = coded.values.nbytes * MIN_SHARING <= counts[counts != NULL].sum()
+        return coded if pays else None
 
     def _filled(self, column: pa.Array) -> pa.Array:
         """Return the column with nulls replaced; the column itself if its nulls stay."""
@@ -270,6 +229,16 @@ def _plain_column(column: Any) -> Any:
     if pa.types.is_run_end_encoded(kind):
         return _plain_column(pc.run_end_decode(column))
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
+
+
+def _coded(chunk: pa.DictionaryArray) -> Coded:
+    starts, data = bounds(_plain_column(chunk.dictionary))
+    distinct = Ragged(data[starts[0] : starts[-1]], starts)
+    spans = np.zeros((len(chunk), 2), np.uint32)
+    spans[:, 1] = NULL
+    present = valid(chunk.indices)
+    spans[present] = spans_of(distinct)[numbers(chunk.indices)[present]]
+    return Coded(distinct.values, spans)
 
 
 def _fixed_lists(kind: pa.DataType, shape: Sequence[int]) -> pa.DataType:

@@ -11,9 +11,8 @@ import torch
 
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import Field, is_bytes, is_list, is_text, number
-from dataload.rows.arrow_decode import Array, Ragged
-from dataload.rows.arrow_memory import bounds, numbers, valid
-from dataload.rows.nested import elements
+from dataload.rows.arrow_arrays import bounds, elements, numbers, valid
+from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
 

@@ -16,8 +16,8 @@ import pyarrow as pa
 
 from dataload.errors import DataError
 from dataload.formats.schema import NULL, Field, Layout
-from dataload.rows.arrow_decode import Array, Column, Dense, Nested, Ragged
-from dataload.rows.nested import plain
+from dataload.rows.arrow_arrays import plain
+from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, spans_of
 
 VERSION = 1
 _ALIGN = 64
@@ -54,10 +54,7 @@ def pack(
         elif isinstance(column, Nested):
             records[field.name] = np.arange(rows)
         else:
-            records[field.name][:, 0] = column.offsets[:-1] - column.offsets[0]
-            records[field.name][:, 1] = np.diff(column.offsets)
-            if column.valid is not None:
-                records[field.name][~column.valid, 1] = NULL
+            records[field.name] = spans_of(column)
     for start, heap in zip(starts, heaps, strict=True):
         heap.write(memory[start : start + heap.nbytes])
     memory[end:].view(_WORD)[:] = starts
@@ -73,6 +70,23 @@ def packed_bytes(rows: int, heaps: Iterable[int], layout: Layout) -> int:
     """
     sizes = [_aligned(size) for size in heaps]
     return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + len(sizes) * _WORD.itemsize
+
+
+class _Texts(dict[int, str | None]):
+    """The strings of a heap by span, made when they are first looked up. A span is read as one integer.
+
+    Args:
+        heap: The UTF-8 bytes of the strings.
+    """
+
+    def __init__(self, heap: memoryview) -> None:
+        self._heap = heap
+
+    def __missing__(self, span: int) -> str | None:
+        start, count = span & NULL, span >> 32
+        text = None if count == NULL else str(self._heap[start : start + count], "utf-8")
+        self[span] = text
+        return text
 
 
 class Blob:
@@ -92,6 +106,8 @@ class Blob:
         self.records = blob[: rows * layout.dtype.itemsize]
         self._heaps: dict[str, memoryview] = {}
         self._nested: dict[str, pa.Array] = {}
+        self._shares: dict[str, bool] = {}
+        self._texts: dict[str, _Texts] = {}
         if layout.ragged:
             starts = np.frombuffer(blob[-len(layout.ragged) * _WORD.itemsize :], _WORD).tolist()
             ends = [*starts[1:], len(blob) - len(starts) * _WORD.itemsize]
@@ -105,10 +121,27 @@ class Blob:
         values = np.frombuffer(self.records, self._layout.dtype)[field.name]
         if not field.ragged:
             return Dense(values)
+        if self.shares_values(field):
+            return Coded(np.frombuffer(self._heaps[field.name], np.uint8), values)
         lengths, valid = _lengths(values)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         heap = self._heaps[field.name][: offsets[-1] * np.dtype(field.dtype).itemsize]
         return Ragged(np.frombuffer(heap, field.dtype), offsets, valid)
+
+    def shares_values(self, field: Field) -> bool:
+        """Return whether rows of a column of strings or bytes share values, see `Coded`."""
+        found = self._shares.get(field.name)
+        if found is None:
+            lengths, _ = _lengths(np.frombuffer(self.records, self._layout.dtype)[field.name])
+            found = field.kind != "list" and int(lengths.sum()) > len(self._heaps[field.name])
+            self._shares[field.name] = found
+        return found
+
+    def texts(self, field: Field) -> _Texts:
+        """Return the strings of a column by span. Those that rows share are kept, so that they are made once."""
+        if not self.shares_values(field):
+            return _Texts(self._heaps[field.name])
+        return self._texts.setdefault(field.name, _Texts(self._heaps[field.name]))
 
     def heap(self, field: Field) -> memoryview:
         """Return the values of a ragged column: bytes, or numbers of its dtype."""
@@ -179,6 +212,10 @@ class Records:
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
         """
+        if any(blob.shares_values(field) for blob in self.blobs):
+            texts = [blob.texts(field) for blob in self.blobs]
+            spans = np.ascontiguousarray(self.rows[field.name]).view("<u8")[:, 0].tolist()
+            return [texts[blob][span] for blob, span in zip(self.which.tolist(), spans, strict=True)]
         strings: list[str | None] = [str(heap[start:stop], "utf-8") for heap, start, stop in self._spans(field)]
         return self._with_nulls(field, strings)
 
@@ -240,7 +277,9 @@ class _Heap:
             self._write_to(sink)
             self.nbytes = int(sink.size())
             return
-        used = column.values[column.offsets[0] : column.offsets[-1]]
+        used = column.values
+        if isinstance(column, Ragged):
+            used = used[column.offsets[0] : column.offsets[-1]]
         if len(used) >= _HEAP_ELEMENTS:
             raise DataError(f"{where} has {len(used)} elements in a few thousand rows: write smaller row groups")
         self._values = np.ascontiguousarray(used)

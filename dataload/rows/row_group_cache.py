@@ -16,7 +16,7 @@ from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
-from dataload.rows.arrow_decode import Column, concatenate
+from dataload.rows.columns import Column, concatenate
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_maker import RowGroupMaker

@@ -18,7 +18,8 @@ from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.base import Footer
 from dataload.rows import row_block
-from dataload.rows.arrow_decode import Column, decode
+from dataload.rows.arrow_decode import decode
+from dataload.rows.columns import Column
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.runtime.counters import charge

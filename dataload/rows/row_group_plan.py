@@ -13,7 +13,7 @@ import pyarrow as pa
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Layout, fields_of
 from dataload.rows import row_block
-from dataload.rows.arrow_decode import Array
+from dataload.rows.columns import Array
 
 # Bounds of a blob. The footers give the bytes; the rows have a bound of their own, because a dictionary in a file may
 # hide how large the values are.

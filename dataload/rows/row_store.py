@@ -13,7 +13,7 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.formats.schema import Layout
-from dataload.rows.arrow_decode import Array
+from dataload.rows.columns import Array
 from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records
 from dataload.rows.row_group_cache import RowGroupCache

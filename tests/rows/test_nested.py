@@ -58,7 +58,8 @@ KEYS = [pa.string(), pa.int64(), pa.large_string()]
 
 def nested(depth: int, *, views: bool) -> st.SearchStrategy[pa.DataType]:
     """Return types of at most this depth, with or without the types of lists that Parquet lacks."""
-    leaves = st.sampled_from(list(LEAVES))
+    # Arrow cannot write slices of views of bytes to Parquet, and no views of lists.
+    leaves = st.sampled_from([kind for kind in LEAVES if views or kind not in (pa.string_view(), pa.binary_view())])
     if depth == 0:
         return leaves
     inner = nested(depth - 1, views=views)
