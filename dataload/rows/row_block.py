@@ -138,7 +138,7 @@ class Blob:
         return found
 
     def texts(self, field: Field) -> _Texts:
-        """Return the strings of a column by span. Those that rows share are kept, so that they are made once."""
+        """Return the strings of a column by span. Shared strings are kept, so each is made once."""
         if not self.shares_values(field):
             return _Texts(self._heaps[field.name])
         return self._texts.setdefault(field.name, _Texts(self._heaps[field.name]))

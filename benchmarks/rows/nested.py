@@ -1,4 +1,4 @@
-"""Warm epochs of nested and shared values: `python -m dataload.benchmarks.nested [--part NAME] [--before CHECKOUT]`.
+"""Warm epochs of nested and shared values: `python -m dataload.benchmarks.rows.nested [--part NAME] [--before CHECKOUT]`.
 
 Each part prints a table of figures that were measured in turns.
 
@@ -115,7 +115,7 @@ def rate(batches: Iterable[Any], column: str) -> float:
 
 def in_turns(name: str, source: Path, caches: Path, before: Path | None, table: Table | None = None) -> Table:
     """Return a table of the rates of processes that run this code and the code of another checkout in turns."""
-    here = Path(__file__).resolve().parents[1]
+    here = Path(__file__).resolve().parents[2]
     trees = {"now": here} | ({} if before is None else {"before": before.resolve()})
     table = table or Table("part", *(f"{tree}, rows/s" for tree in trees), "ratio")
     ratios = []
