@@ -116,9 +116,8 @@ class ParquetFooter:
     @cached_property
     def _texts(self) -> frozenset[str]:
         """The columns of strings and bytes that are no members of structs."""
-        variable = (
-            field for field in self.schema if is_bytes(field.type) and not pa.types.is_fixed_size_binary(field.type)
-        )
+        plain = (field for field in self.schema if storage(field.type) == field.type)
+        variable = (field for field in plain if is_bytes(field.type) and not pa.types.is_fixed_size_binary(field.type))
         return frozenset(field.name for field in variable)
 
     @cached_property

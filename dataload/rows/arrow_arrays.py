@@ -16,8 +16,6 @@ from dataload.formats.schema import is_list, number
 
 Array = npt.NDArray[Any]
 
-_VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-
 
 def numbers(column: pa.Array) -> Array:
     """Return the numbers as the dtype of batches. The number of a null is undefined."""
@@ -65,8 +63,8 @@ def plain(array: pa.Array) -> pa.Array:
     """
     kind, types = array.type, pa.types
     is_run_end_encoded = types.is_run_end_encoded(kind)
-    if kind in _VIEWS:
-        return array.cast(_VIEWS[kind])
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return array.cast(pa.large_string() if types.is_string_view(kind) else pa.large_binary())
     if is_run_end_encoded or _is_foreign(kind):
         return plain(pc.run_end_decode(array) if is_run_end_encoded else array.storage)
     if types.is_dictionary(kind):

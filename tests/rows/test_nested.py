@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
+from collections.abc import Iterator
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -376,6 +377,45 @@ def test_extension_types() -> None:
     np.testing.assert_array_equal(batch["t"].numpy(), tensors.to_numpy_ndarray())
     if hasattr(pa, "json_"):
         assert whole(pa.table({"j": pa.json_().wrap_array(pa.array(['{"a": 1}', None]))}))["j"] == ['{"a": 1}', None]
+
+
+def test_dictionaries_of_lists() -> None:
+    tables = [
+        pa.table({"c": pa.DictionaryArray.from_arrays(pa.array([1, None, 0], pa.int8()), pa.array(values))})
+        for values in ([["a", None], []], [["b"], None])
+    ]
+    batch = to_batch(gather(tables, np.array([1, 0, 0, 1]), np.array([2, 0, 1, 0])))
+    assert batch["c"] == [["b"], [], None, None]
+
+
+class Celsius(pa.ExtensionType):
+    """A type that only this process knows."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.float32(), "tests.celsius")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialized: bytes) -> Celsius:
+        return cls()
+
+
+@pytest.fixture
+def celsius() -> Iterator[None]:
+    pa.register_extension_type(Celsius())
+    yield
+    pa.unregister_extension_type("tests.celsius")
+
+
+def test_a_type_of_this_process_is_its_storage(celsius: None) -> None:
+    values = pa.ExtensionArray.from_storage(Celsius(), pa.array([1.0, None, 2.0], pa.float32()))
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 3], pa.int32()), pa.StructArray.from_arrays([values], ["t"]))
+    records = gather([pa.table({"l": lists})], np.zeros(2, int), np.arange(2))
+    assert to_batch(records)["l"] == [[{"t": 1.0}, {"t": None}], [{"t": 2.0}]]
+    assert records.nested(records.layout.fields[0]).type == pa.list_(pa.struct([("t", pa.float32())]))
+    assert whole(pa.table({"t": values}))["t"].tolist()[2] == 2.0
 
 
 def test_runs_are_decoded() -> None:

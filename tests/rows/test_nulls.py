@@ -268,6 +268,13 @@ def test_a_loader_with_masks(tmp_path: Path) -> None:
         make_dataset(str(tmp_path / "x.parquet"), columns=["i"], cache=cache)[0]
 
 
+def test_masked_values_are_zeros_whatever_the_file_holds() -> None:
+    validity, values = pa.py_buffer(b"\x05"), pa.py_buffer(np.array([1, 99, 3], np.int32))
+    column = pa.Array.from_buffers(pa.int32(), 3, [validity, values])
+    assert column.to_pylist() == [1, None, 3]
+    assert whole(pa.table({"c": column}), null_masks=True)["c"].tolist() == [1, 0, 3]
+
+
 def test_nulls_among_gathered_rows() -> None:
     tables = [table_with_nulls(9).select(["s"]), table_with_nulls(5).select(["s"])]
     which, rows = np.array([1, 0, 0, 1]), np.array([0, 3, 4, 4])

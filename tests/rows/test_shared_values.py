@@ -38,7 +38,8 @@ def test_values_of_dictionaries_are_those_of_arrow(rows: list[Any], kind: pa.Dat
     own = list(dict.fromkeys(value for value in values if value is not None))
     codes = [None if value is None else own.index(value) for value in values]
     first = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int16()), pa.array(own, kind))
-    other = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int16()), pa.array(own, kind))
+    turned = [None if code is None else len(own) - 1 - code for code in codes]
+    other = pa.DictionaryArray.from_arrays(pa.array(turned, pa.int16()), pa.array(own[::-1], kind))
     column = pa.chunked_array([first.slice(min(start, len(first) - 1)), other])
     table = pa.table({"c": column})
     expected = values[min(start, len(first) - 1) :] + values
@@ -66,6 +67,14 @@ def test_a_dictionary_that_does_not_pay_is_stored_plain() -> None:
     assert stored(distinct) == stored(distinct * 1) == 6016
     assert stored(distinct * 9) == 6016
     assert stored(["same " * 9] * 100) == 64
+    unused = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array(distinct))
+    assert len(gather([pa.table({"c": unused})], np.zeros(1, int), np.zeros(1, int)).blobs[0].heap(field)) == 64
+
+
+def test_a_null_inside_a_dictionary() -> None:
+    codes = pa.array([0, 1, 1, 0, None] * 9, pa.int8())
+    column = pa.DictionaryArray.from_arrays(codes, pa.array([LONG[0], None]))
+    assert whole(pa.table({"c": column}))["c"] == [LONG[0], None, None, LONG[0], None] * 9
 
 
 @pytest.mark.parametrize("nulls", [False, True])
@@ -91,6 +100,15 @@ def test_text_of_a_file_is_stored_and_made_once(
     assert few.__getitems__(order).columns["text"] == batch["text"]
     filled = make_dataset(str(tmp_path / "x.parquet"), columns=["text"], cache=cache, fill_null="?")
     assert filled.__getitems__(order).columns["text"] == [text or "?" for text in batch["text"]]
+
+
+def test_the_plan_knows_how_large_members_of_structs_are(tmp_path: Path) -> None:
+    """Their codes are not kept: each row has its text."""
+    rows = pa.array([{"text": text} for text in texts(30_000)])
+    pq.write_table(pa.table({"s": rows}), tmp_path / "x.parquet")
+    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=None).rowstore.blobs
+    blobs.measure()
+    assert blobs.num_bytes == pytest.approx(sum(map(len, blobs.load(0))), rel=0.01)
 
 
 def test_the_plan_knows_how_small_shared_values_are(tmp_path: Path) -> None:
