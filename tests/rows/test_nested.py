@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from decoded import gather, plain, whole
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
 
@@ -180,6 +180,15 @@ def emptied(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
+def is_valid(path: Path) -> bool:
+    """Return whether Arrow accepts its own file: under null structs it may write codes that no dictionary has."""
+    try:
+        pa.ipc.open_file(path).read_all().validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
 @settings(max_examples=EXAMPLES)
 @given(data=st.data())
 def test_files_are_read_like_arrow_reads_them(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -193,6 +202,7 @@ def test_files_are_read_like_arrow_reads_them(tmp_path_factory: pytest.TempPathF
     else:
         with pa.ipc.new_file(folder / "x.arrow", table.schema) as file:
             file.write_table(table.combine_chunks(), max_chunksize=half)
+        assume(is_valid(folder / "x.arrow"))
     rows = data.draw(st.lists(st.integers(0, len(table) - 1), min_size=1, max_size=6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_group_plan, "BLOB_ROWS", data.draw(st.sampled_from([1, 2, 1 << 16])))
