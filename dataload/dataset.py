@@ -59,18 +59,24 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     """
 
     def __init__(
-        self, manifest: Manifest, blocks: Blocks, columns: Sequence[str] | None = None, fill_null: Any = None
+        self,
+        manifest: Manifest,
+        blocks: Blocks,
+        columns: Sequence[str] | None = None,
+        fill_null: Any = None,
+        null_masks: bool = False,
     ) -> None:
         if columns is not None and (isinstance(columns, str) or not columns):
             raise ConfigError(f"columns={columns!r} must be a list of at least one name")
         self.manifest = manifest
         self.blocks = blocks
         self.fill_null = fill_null
+        self.null_masks = null_masks
         self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in manifest.select(columns)])
         self.block_lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         # From the bytes of whole row groups: the order must not depend on the chosen columns.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
-        self.rowstore = RowStore(manifest, self.schema.names, blocks, 2 * self.window, fill_null)
+        self.rowstore = RowStore(manifest, self.schema.names, blocks, 2 * self.window, fill_null, null_masks)
 
     @property
     def num_rows(self) -> int:
@@ -163,7 +169,7 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
             ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
         """
         splits = split_manifest(self.manifest, fractions, seed)
-        return [Dataset(part, self.blocks, self.schema.names, self.fill_null) for part in splits]
+        return [Dataset(part, self.blocks, self.schema.names, self.fill_null, self.null_masks) for part in splits]
 
 
 def make_dataset(
@@ -174,6 +180,7 @@ def make_dataset(
     storage_options: dict[str, Any] | None = None,
     cache: CacheConfig | None = CacheConfig(),  # noqa: B008 (frozen)
     fill_null: Any = None,
+    null_masks: bool = False,
 ) -> Dataset:
     """Return the dataset at `source`.
 
@@ -186,7 +193,11 @@ def make_dataset(
             matches no predicate.
         storage_options: Options of the URL's filesystem, as fsspec takes them.
         cache: The host's cache; None: cache nothing outside this process's memory.
-        fill_null: Replacement for nulls, for all columns or by column; None: a null raises a DataError.
+        fill_null: Replacement for nulls, for all columns that can hold it or by column. Without one, nulls of strings,
+            bytes and nested values are None, those of floats are NaN, and those of integers, booleans and times raise
+            a DataError.
+        null_masks: Instead of that error, make these nulls zeros, and add "<column>.is_null": a bool Tensor[B] of the
+            rows that have nulls. Each column of integers, booleans or times, or of lists of these, has a mask.
 
     Raises:
         ConfigError: An argument cannot work, the filters leave no row, or a filter may match only some rows of a row
@@ -216,4 +227,4 @@ def make_dataset(
     manifest = resolve(source, blocks)
     if filters is not None:
         manifest = narrow(manifest, blocks, filters)
-    return Dataset(manifest, blocks, columns, fill_null)
+    return Dataset(manifest, blocks, columns, fill_null, null_masks)

@@ -17,7 +17,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import RangeStream, pieces
-from dataload.formats.schema import flatten, is_list, number, storage
+from dataload.formats.schema import flatten, is_bytes, is_list, number, storage
 from dataload.runtime.cached_property import cached_property
 
 MAGIC = b"PAR1"
@@ -95,7 +95,9 @@ class ParquetFooter:
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
             buffer = 0 if stream.held else BUFFER_BYTES
-            with stream, pq.ParquetFile(stream, metadata=self._metadata, buffer_size=buffer, pre_buffer=False) as file:
+            coded = [name for name in self.coded(number, columns) if name in self._texts]
+            arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
+            with stream, pq.ParquetFile(stream, metadata=self._metadata, **arguments) as file:
                 stream.wait()
                 yield _Reader(file, number, list(columns))
 
@@ -110,6 +112,13 @@ class ParquetFooter:
         lists = ((field.name, storage(field.type)) for field in flatten(self.schema))
         found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
         return {name: dtype for name, dtype in found if dtype is not None}
+
+    @cached_property
+    def _texts(self) -> frozenset[str]:
+        """The columns of strings and bytes that are no members of structs."""
+        plain = (field for field in self.schema if storage(field.type) == field.type)
+        variable = (field for field in plain if is_bytes(field.type) and not pa.types.is_fixed_size_binary(field.type))
+        return frozenset(field.name for field in variable)
 
     @cached_property
     def _leaves(self) -> dict[str, range]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,11 @@ _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # o
 MOST_VALUE_BYTES = 1 << 30  # numpy counts a record's bytes in 31 bits
 SPAN = np.dtype((np.uint32, (2,)))
 """The position of a value of varying length in its column's heap: (first element, number of elements)."""
+NULL = 2**32 - 1
+"""The number of elements of a null."""
+ROW = np.dtype(np.uint32)
+"""The position of a nested value in its column's heap, which is an Arrow array of all rows."""
+_TENSOR_OF_DATASETS = re.compile(r"datasets\..*Array[2-5]DExtensionType")
 
 
 @dataclass(frozen=True)
@@ -28,21 +35,31 @@ class Field:
 
     Args:
         name: Name of the column, dotted for a member of a struct.
-        kind: "dense" for one value or array of a fixed shape per row; "list" (of numbers), "binary" or "string" for
-            values of varying length.
+        kind: "dense" for one value or array of a fixed shape per row; "mask" for the rows of another column that have
+            nulls; "list" (of numbers), "binary" or "string" for values of varying length; "nested" for all others,
+            which become Python values.
         dtype: Type of one element.
         shape: Shape of a dense value.
+        type: Arrow type of a nested value.
     """
 
     name: str
     kind: str
     dtype: npt.DTypeLike
     shape: tuple[int, ...] = ()
+    type: pa.DataType | None = None
 
     @property
     def ragged(self) -> bool:
         """Whether the values vary in length."""
-        return self.kind != "dense"
+        return self.kind not in ("dense", "mask")
+
+    @property
+    def in_record(self) -> np.dtype[Any]:
+        """The dtype of the column in a record."""
+        if self.kind == "nested":
+            return ROW
+        return SPAN if self.ragged else np.dtype((self.dtype, self.shape))
 
 
 class Layout:
@@ -53,8 +70,8 @@ class Layout:
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Structured numpy dtype with the columns' names, a multiple of 8 bytes. A ragged column is a `SPAN`."""
-        formats = {field.name: SPAN if field.ragged else np.dtype((field.dtype, field.shape)) for field in self.fields}
+        """Structured numpy dtype with the columns' names, a multiple of 8 bytes."""
+        formats = {field.name: field.in_record for field in self.fields}
         names = sorted(formats, key=lambda name: -formats[name].base.itemsize)
         ends = np.cumsum([formats[name].itemsize for name in names]).tolist()
         size = max(RECORD_ALIGN, -(-ends[-1] // RECORD_ALIGN) * RECORD_ALIGN)
@@ -75,7 +92,11 @@ class Layout:
 
     def describe(self) -> list[Any]:
         """Return a JSON-able description for cache keys; different layouts have different ones."""
-        return [[field.name, field.kind, np.dtype(field.dtype).str, field.shape] for field in self.fields]
+        return [
+            [field.name, field.kind, np.dtype(field.dtype).str, field.shape]
+            + [str(field.type)] * (field.type is not None)
+            for field in self.fields
+        ]
 
 
 def flatten(schema: pa.Schema) -> pa.Schema:
@@ -87,17 +108,41 @@ def flatten(schema: pa.Schema) -> pa.Schema:
     return pa.schema(fields)
 
 
-def fields_of(schema: pa.Schema) -> tuple[Field, ...]:
-    """Return the columns of a flat schema. Raise DataError, naming the column, if batches cannot hold its type."""
-    return tuple(_field(field) for field in schema)
+def fields_of(schema: pa.Schema, *, null_masks: bool = False) -> tuple[Field, ...]:
+    """Return the columns of a flat schema.
+
+    Args:
+        schema: The schema.
+        null_masks: Add a column "<name>.is_null" for each column whose batches cannot represent a null.
+
+    Raises:
+        DataError: Batches cannot hold the type of a column, or a mask has the name of a column. It names the column.
+    """
+    fields = [_field(field) for field in schema]
+    if null_masks:
+        masks = [Field(mask_name(field), "mask", np.bool_) for field in fields if needs_mask(field)]
+        if taken := {mask.name for mask in masks} & set(schema.names):
+            raise DataError(f"null_masks=True adds a column {min(taken)!r}, which the dataset has: rename it")
+        fields += masks
+    return tuple(fields)
+
+
+def mask_name(field: Field) -> str:
+    """Return the name of the column that tells which rows of a column have nulls."""
+    return f"{field.name}.is_null"
+
+
+def needs_mask(field: Field) -> bool:
+    """Return whether batches cannot represent a null of this column: integers, booleans and times have none."""
+    return field.kind in ("dense", "list") and np.dtype(field.dtype).kind != "f"
 
 
 def storage(kind: pa.DataType) -> pa.DataType:
-    """Return the storage type of an extension type, the value type of a dictionary, or else the type itself."""
+    """Return the type of the values of an extension type, a dictionary or runs, or else the type itself."""
     while True:
         if isinstance(kind, pa.BaseExtensionType):
-            kind = kind.storage_type
-        elif pa.types.is_dictionary(kind):
+            kind = pa.bool_() if kind.extension_name == "arrow.bool8" else kind.storage_type
+        elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
             kind = kind.value_type
         else:
             return kind
@@ -137,6 +182,42 @@ def number(kind: pa.DataType) -> np.dtype[Any] | None:
     return None
 
 
+def fixed_shape(field: pa.Field) -> tuple[tuple[int, ...], pa.DataType]:
+    """Return the shape of a column's values in batches, and the type of one element.
+
+    Fixed-size lists, `arrow.fixed_shape_tensor` and the Array2D to Array5D features of Hugging Face datasets have a
+    shape.
+    """
+    kind = field.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        shape = tuple(kind.shape)
+        return tuple(shape[axis] for axis in kind.permutation or range(len(shape))), storage(kind.value_type)
+    shape, kind = _shape_of_datasets(field), storage(kind)
+    if shape:
+        for _ in shape:
+            kind = storage(kind.value_type)
+        return shape, kind
+    while pa.types.is_fixed_size_list(kind):
+        shape = (*shape, kind.list_size)
+        kind = storage(kind.value_type)
+    return shape, kind
+
+
+def _shape_of_datasets(field: pa.Field) -> tuple[int, ...]:
+    """Return the shape of an Array2D to Array5D feature of Hugging Face datasets; () for others and for varying ones.
+
+    With `datasets` imported, the type is an extension. Otherwise the metadata of the field describe it.
+    """
+    kind, metadata = field.type, field.metadata or {}
+    name, content = metadata.get(b"ARROW:extension:name", b"").decode(), metadata.get(b"ARROW:extension:metadata", b"")
+    if isinstance(kind, pa.ExtensionType):
+        name, content = kind.extension_name, kind.__arrow_ext_serialize__()
+    if not _TENSOR_OF_DATASETS.fullmatch(name):
+        return ()
+    shape, _ = json.loads(content)
+    return () if None in shape else tuple(shape)
+
+
 def _leaves(field: pa.Field) -> Iterable[pa.Field]:
     kind = storage(field.type)
     if not pa.types.is_struct(kind):
@@ -146,21 +227,28 @@ def _leaves(field: pa.Field) -> Iterable[pa.Field]:
 
 def _field(field: pa.Field) -> Field:
     kind = storage(field.type)
-    shape: tuple[int, ...] = ()
-    if is_bytes(kind):
+    shape, element = fixed_shape(field)
+    dtype = number(element)
+    is_uuid = isinstance(field.type, pa.BaseExtensionType) and field.type.extension_name == "arrow.uuid"
+    if is_bytes(kind) and not is_uuid:
         return Field(field.name, "string" if is_text(kind) else "binary", np.uint8)
-    if is_list(kind):
-        dtype = number(storage(kind.value_type))
-        if dtype is not None:
-            return Field(field.name, "list", dtype)
-    while pa.types.is_fixed_size_list(kind):
-        shape = (*shape, kind.list_size)
-        kind = storage(kind.value_type)
-    dtype = number(kind)
-    if dtype is None:
-        raise DataError(
-            f"column {field.name!r} has type {field.type}, which batches cannot hold: leave it out with columns="
-        )
+    if is_list(kind) and not shape and (elements := number(storage(kind.value_type))) is not None:
+        return Field(field.name, "list", elements)
+    if dtype is None or is_uuid:
+        if reason := _unsupported(kind):
+            raise DataError(f"column {field.name!r} has type {field.type} with {reason}: leave it out with columns=")
+        return Field(field.name, "nested", np.uint8, type=field.type)
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) > MOST_VALUE_BYTES:
         raise DataError(f"column {field.name!r} has arrays of {shape} in its rows: leave it out with columns=")
     return Field(field.name, "dense", dtype, shape)
+
+
+def _unsupported(kind: pa.DataType) -> str | None:
+    """Return the part of a type that Python values cannot hold."""
+    kind = storage(kind)
+    if pa.types.is_union(kind):
+        return "a union"
+    members = [kind.field(number) for number in range(kind.num_fields)]
+    if pa.types.is_struct(kind) and len({member.name for member in members}) < len(members):
+        return "two members of one name"
+    return next(filter(None, (_unsupported(member.type) for member in members)), None)

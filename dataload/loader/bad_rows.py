@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from dataload.rows.arrow_decode import Array
+from dataload.rows.columns import Array
 
 MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad

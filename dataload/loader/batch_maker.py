@@ -19,8 +19,8 @@ from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.loader.bad_rows import naming_rows, replacements
 from dataload.loader.worker_transport import pack
-from dataload.rows.arrow_decode import Array
-from dataload.rows.collate import Batch, Empty, Rows, cut
+from dataload.rows.collate import Batch, Empty, Rows
+from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import ROW_ID, NumberedRows
 from dataload.rows.row_block import Records
 from dataload.runtime.redact import redacted
@@ -180,6 +180,11 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         """Whether batches are made without code of the user."""
         return self._collate is None and self._transform is None
 
+    @property
+    def makes_objects(self) -> bool:
+        """Whether batches hold Python objects of nested values, which are made batch by batch."""
+        return any(field.kind == "nested" for field in self._dataset.rowstore.layout.fields)
+
     def __getitem__(self, request: Request) -> Answer:
         """Return the answer to a request of one batch, packed: torch calls this in a worker."""
         making = Timeline(usually="collate")
@@ -208,7 +213,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         }
         only_gathers, start = self.only_gathers, 0
         memory = empty if only_gathers else None
-        for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=False):
+        for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
             batch: Any = columns
             skipped: tuple[int, ...] = ()
             if columns is None or not only_gathers:
@@ -234,12 +239,15 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def _numbered(self, records: Records, numbers: Array) -> NumberedRows:
         return NumberedRows(records, numbers, **self._shape)
 
-    def _together(self, rows: NumberedRows, sizes: Sequence[int], empty: Empty | None) -> Iterable[Batch | None]:
-        """Return the columns of several batches, which are cut from one; None for batches that are made one by one."""
+    def _together(self, rows: NumberedRows, sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch | None]:
+        """Yield the columns of several batches, which are cut from one; None for batches that are made one by one."""
+        left = len(sizes)
         if self._collate is None:
             with suppress(Exception):  # The batch that has the wrong value raises this again.
-                return cut(rows.batch(empty), sizes, empty)
-        return repeat(None)
+                for columns in rows.batches(sizes, empty):
+                    left -= 1
+                    yield columns
+        yield from repeat(None, left)
 
     def _checked(
         self,

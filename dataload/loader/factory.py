@@ -56,6 +56,7 @@ def make_loader(
     cluster: str | None = None,
     cache: CacheConfig | None = None,
     fill_null: Any = None,
+    null_masks: bool = False,
     stats_dir: str | os.PathLike[str] | None = None,
     world: World | None = None,
     mesh: DeviceMesh | None = None,
@@ -75,7 +76,7 @@ def make_loader(
         num_workers: Processes that run `transform` and `collate_fn`. With 0, or with neither of them, a thread makes
             the batches.
         group: Name -> columns of one dtype that are returned together as one Tensor[B, k].
-        ragged: "list", or "flat" for values and offsets as two tensors (`dataload.rows.collate.Flat`).
+        ragged: "list", or "flat" for values and offsets (`dataload.rows.collate.Flat`), nested where the lists are.
         transform: Called as transform(batch), or as transform(batch, rng=numpy Generator) if it has a parameter `rng`.
             The generator is the same for the same batch, with any number of workers and after a resume.
         collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch.
@@ -97,6 +98,7 @@ def make_loader(
         cache: A `CacheConfig`, instead of the three arguments above. For no cache, pass a dataset made by
             `make_dataset(..., cache=None)`.
         fill_null: As in `make_dataset`.
+        null_masks: As in `make_dataset`.
         stats_dir: Folder to which each process writes its statistics once a second, for `dataload report`. Each loader
             needs its own folder. Write errors are logged, not raised.
         world: This rank and the number of data-parallel ranks. None: `World.detect()`.
@@ -119,11 +121,10 @@ def make_loader(
                 train_step(batch["image"], batch["label"])
         ```
     """
-    dataset = _dataset_of(
-        source,
-        {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null},
-        {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache},
-    )
+    options = {"columns": columns, "filters": filters, "storage_options": storage_options}
+    nulls = {"fill_null": fill_null, "null_masks": null_masks or None}
+    cache_options = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
+    dataset = _dataset_of(source, {**options, **nulls}, cache_options)
     _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
     detected = world is None and mesh is None
     world = world_of(world, mesh)
@@ -186,7 +187,8 @@ def _dataset_of(source: Source | Dataset, dataset_options: dict[str, Any], cache
     cache = cache_options.pop("cache")
     if cache is not None:
         _reject(cache_options, "pass it inside cache=CacheConfig(...)")
-    return make_dataset(source, cache=cache or CacheConfig(**cache_options), **dataset_options)
+    given = {name: value for name, value in dataset_options.items() if value is not None}
+    return make_dataset(source, cache=cache or CacheConfig(**cache_options), **given)
 
 
 def _reject(arguments: Mapping[str, Any], advice: str) -> None:

@@ -238,6 +238,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Yield batches made on a thread. Small ones are gathered, and without user code also passed on, together."""
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
         together = at_once if self.maker.only_gathers else 1
+        passed_on = 1 if self.maker.makes_objects else together
 
         def make() -> Iterator[list[Answer]]:
             for request in self._requests.start_at(epoch, cursor, at_once):
@@ -245,7 +246,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 answers = self.maker.make(request, stop, None if memory is None else memory.empty)
                 if memory is not None and not self.maker.only_gathers:
                     answers = _prepared(answers, memory)
-                while chunk := list(islice(answers, together)):
+                while chunk := list(islice(answers, passed_on)):
                     yield chunk
 
         with closing(run_ahead(make(), max(2, self.prefetch // together), stop, waiting)) as chunks:

@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.schema import Field, is_bytes, is_text, number, storage
+from dataload.formats.schema import NULL, Field, is_bytes, is_list, is_text, mask_name, needs_mask, storage
+from dataload.rows.arrow_arrays import bounds, numbers, plain, valid
+from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of
 
-Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A column with one value, or one array of fixed shape, per row.
-
-    Attributes:
-        values: The values, [rows, …] of the column's dtype.
-    """
-
-    values: Array
-
-
-@dataclass(frozen=True)
-class Ragged:
-    """A column with a varying number of values per row. Row i is values[offsets[i]:offsets[i + 1]].
-
-    Attributes:
-        values: Numbers, or bytes as uint8, [total].
-        offsets: Where each row starts, int64 [rows + 1].
-    """
-
-    values: Array
-    offsets: Array
-
-
-Column = Dense | Ragged
-
-
-def concatenate(parts: Sequence[Column]) -> Column:
-    """Return the rows of several columns as one column. All are `Dense` or all are `Ragged`; there is at least one."""
-    values = np.concatenate([part.values for part in parts])
-    lengths = [np.diff(part.offsets) for part in parts if isinstance(part, Ragged)]
-    if not lengths:
-        return Dense(values)
-    return Ragged(values, np.concatenate(([0], np.cumsum(np.concatenate(lengths)))))
+MIN_SHARING = 2  # A dictionary is kept if its values have at most one byte for so many bytes of the rows.
 
 
 def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str) -> dict[str, Column]:
@@ -58,20 +22,36 @@ def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str)
 
     Args:
         table: The table.
-        fields: The columns to decode. A member of a struct has a dotted name.
-        fill_null: Replacement of nulls, for all columns or, as a mapping, by column. None makes nulls an error.
+        fields: The columns to decode. A member of a struct has a dotted name. With the mask of a column, its nulls
+            become zeros.
+        fill_null: Replacement of nulls, for all columns that can hold it or, as a mapping, by column; or None.
         where: File and row group, for errors.
 
     Raises:
-        DataError: A column has nulls without a replacement, or the replacement has the wrong type. It names `where`
-            and the column.
+        DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
+            `where` and the column.
     """
     while any(pa.types.is_struct(storage(kind)) for kind in table.schema.types):
-        table = _plain(table).flatten()
-    columns = {}
+        structs = [pa.types.is_struct(storage(column.type)) for column in table.columns]
+        plain_columns = [
+            _plain_column(column) if is_struct else column
+            for column, is_struct in zip(table.columns, structs, strict=True)
+        ]
+        table = pa.table(plain_columns, table.column_names).flatten()
+    columns: dict[str, Column] = {}
+    names = {field.name for field in fields}
     for field in fields:
-        filling = fill_null.get(field.name) if isinstance(fill_null, Mapping) else fill_null
-        columns[field.name] = _Decoder(field, filling, f"{where} column {field.name!r}").decode(table[field.name])
+        if field.kind == "mask":
+            continue
+        by_column = isinstance(fill_null, Mapping)
+        filling = fill_null.get(field.name) if by_column else fill_null
+        mask = mask_name(field) if needs_mask(field) and mask_name(field) in names else None
+        decoder = _Decoder(
+            field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None
+        )
+        columns[field.name], nulls = decoder.decode(table[field.name])
+        if mask is not None:
+            columns[mask] = Dense(np.zeros(len(table), np.bool_) if nulls is None else nulls)
     return columns
 
 
@@ -80,47 +60,90 @@ class _Decoder:
 
     Args:
         field: The column.
-        filling: Replacement of nulls, or None.
         where: File, row group and column, for errors.
+        filling: Replacement of nulls, or None.
+        must_fill: Whether a replacement that the column cannot hold is an error, also where a null needs none.
+        masks: Whether nulls become zeros that a mask marks.
     """
 
-    def __init__(self, field: Field, filling: Any, where: str) -> None:
+    def __init__(self, field: Field, where: str, filling: Any, *, must_fill: bool, masks: bool) -> None:
         self._field = field
-        self._filling = filling
         self._where = where
+        self._filling = filling
+        self._must_fill = must_fill
+        self._masks = masks
 
-    def decode(self, chunks: pa.ChunkedArray) -> Column:
+    def decode(self, chunks: pa.ChunkedArray) -> tuple[Column, Array | None]:
+        """Return the column, and the rows that have nulls, bool [rows]; None: no row."""
+        try:
+            if self._field.kind == "nested":
+                arrays = [plain(chunk) for chunk in chunks.chunks] or [plain(pa.nulls(0, chunks.type))]
+                return Nested(pa.concat_arrays(arrays)), None
+            return self._ragged(chunks) if self._field.ragged else self._fixed(chunks)
+        except pa.ArrowException as error:
+            raise DataError(f"{self._where} cannot be decoded: {error}") from error
+
+    def _fixed(self, chunks: pa.ChunkedArray) -> tuple[Dense, Array | None]:
+        kind = chunks.type
         column = _whole(_plain_column(chunks))
-        if column.null_count and self._filling is None:
-            raise DataError(f"{self._where} has {column.null_count} nulls: pass fill_null= to replace them")
-        if not self._field.ragged:
-            values = self._dense(column)
-            if column.null_count:
-                values = values.copy()
-                values[~_valid(column)] = self._filling_of(column.type)
-            return Dense(values)
-        if column.null_count:
-            column = self._filled(column)
-        if is_bytes(column.type):
-            return _bytes(column)
-        values = _plain_column(column.flatten())
-        self._check_no_nulls(values.null_count)
-        lengths = _stored(pc.list_value_length(column))
-        return Ragged(_numbers(values), np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
+        if is_list(column.type):  # an array of Hugging Face datasets
+            column = column.cast(_fixed_lists(column.type, self._field.shape))
+        values, nulls = self._dense(column)
+        rows: Array | None = None
+        if nulls is not None:
+            rows = np.logical_or.reduce(nulls.reshape(len(column), -1), axis=1)
+            values = self._without_nulls(values, nulls, column, "nulls" if nulls.ndim == 1 else "rows with nulls")
+        if isinstance(kind, pa.FixedShapeTensorType):
+            axes = [1 + axis for axis in kind.permutation or range(len(kind.shape))]
+            values = values.reshape(len(column), *kind.shape).transpose(0, *axes)
+        return Dense(values), rows
 
-    def _dense(self, column: pa.Array) -> Array:
-        """Return the values, [rows, …]. The value of a null row is undefined."""
+    def _dense(self, column: pa.Array) -> tuple[Array, Array | None]:
+        """Return the values, and which of them are null, [rows, …]; None: no value. That of a null is undefined."""
         if not pa.types.is_fixed_size_list(column.type):
-            return _numbers(column)
+            return numbers(column), ~valid(column) if column.null_count else None
         size, count = column.type.list_size, len(column)
         inner = _plain_column(column.values.slice(column.offset * size, count * size))
-        if inner.null_count:
-            self._check_no_nulls(int(np.count_nonzero(~_valid(inner).reshape(count, size)[_valid(column)])))
-        values = self._dense(inner)
-        return values.reshape(count, size, *values.shape[1:])
+        values, nulls = self._dense(inner)
+        values = values.reshape(count, size, *values.shape[1:])
+        if nulls is not None:
+            nulls = nulls.reshape(values.shape)
+        if column.null_count:
+            nulls = np.zeros(values.shape, np.bool_) if nulls is None else nulls
+            nulls[~valid(column)] = True
+        return values, nulls
+
+    def _without_nulls(self, values: Array, nulls: Array, column: pa.Array, what: str) -> Array:
+        """Return the values with nulls replaced.
+
+        Args:
+            values: The values, [rows, …].
+            nulls: Which of them are null, of the same shape.
+            column: The column that holds them.
+            what: Names the nulls in errors.
+        """
+        values, filling = values.copy(), self._filling_of(column.type)
+        if filling is not None and np.ndim(filling):  # a whole row
+            rows = ~valid(column)
+            values[rows] = filling
+            nulls = nulls.copy()
+            nulls[rows] = False
+        elif filling is not None:
+            values[nulls] = filling
+            return values
+        if values.dtype.kind == "f":
+            values[nulls] = np.nan
+        elif self._masks:
+            values[nulls] = 0
+        elif count := int(nulls.reshape(len(nulls), -1).any(axis=1).sum()):
+            ways = "pass fill_null= to replace them, or null_masks=True to mark them"
+            raise DataError(f"{self._where} has {count} {what}: {ways}")
+        return values
 
     def _filling_of(self, kind: pa.DataType) -> Any:
-        """Return the replacement of a null dense value: a value, or one number for all of its elements."""
+        """Return the replacement of a null dense value: a value, one number for all of its elements, or None."""
+        if self._filling is None:
+            return None
         kinds = [kind]
         while pa.types.is_fixed_size_list(kinds[-1]):
             kinds.append(storage(kinds[-1].value_type))
@@ -128,84 +151,110 @@ class _Decoder:
             kinds.append(pa.float64())
         for candidate in kinds:
             try:
-                value = self._dense(_plain_column(pa.array([self._filling], candidate)))[0]
+                value = self._dense(_plain_column(pa.array([self._filling], candidate)))[0][0]
             except (pa.ArrowException, TypeError, ValueError):
                 continue
             if pa.types.is_integer(candidate) and value != self._filling:  # Arrow truncates fractions.
                 continue
             return value
-        raise self._no_filling(kind)
+        if self._must_fill or not (self._masks or pa.types.is_floating(kinds[-1])):
+            raise self._no_filling(kind)
+        return None
+
+    def _ragged(self, chunks: pa.ChunkedArray) -> tuple[Column, Array | None]:
+        if (coded := self._coded(chunks)) is not None:
+            return coded, None
+        column = _whole(_plain_column(chunks))
+        rows = ~valid(column) if column.null_count else None
+        found = None
+        if rows is not None:
+            filled = self._filled(column)
+            found = None if filled is not column else ~rows
+            column = filled if found is None else _emptied(column)
+        if is_bytes(column.type):
+            starts, data = bounds(column)
+            return Ragged(data, starts, found), None
+        elements = _plain_column(column.flatten())
+        offsets = np.concatenate(([0], np.cumsum(numbers(pc.list_value_length(column)), dtype=np.int64)))
+        values = numbers(elements)
+        if elements.null_count:
+            nulls = ~valid(elements)
+            values = self._without_nulls(values, nulls, elements, "nulls inside its lists")
+            rows = np.zeros(len(column), np.bool_) if rows is None else rows
+            rows[np.searchsorted(offsets, np.flatnonzero(nulls), side="right") - 1] = True
+        return Ragged(values, offsets, found), rows
+
+    def _coded(self, chunks: pa.ChunkedArray) -> Coded | None:
+        """Return the column with its dictionary, or None if it has none, or if this would not be much smaller."""
+        kind = chunks.type
+        if not (pa.types.is_dictionary(kind) and is_bytes(kind.value_type)) or not chunks.num_chunks:
+            return None
+        is_filled = self._filling is not None and chunks.null_count > 0
+        if is_filled or any(chunk.dictionary.null_count for chunk in chunks.chunks):
+            return None
+        coded = concatenate([_coded(chunk) for chunk in chunks.chunks])
+        assert isinstance(coded, Coded)
+        counts = coded.spans[:, 1].astype(np.int64)
+        pays = coded.values.nbytes * MIN_SHARING <= counts[counts != NULL].sum()
+        return coded if pays else None
 
     def _filled(self, column: pa.Array) -> pa.Array:
+        """Return the column with nulls replaced; the column itself if its nulls stay."""
+        if self._filling is None:
+            return column
         try:
             return pc.fill_null(column, pa.scalar(self._filling, column.type))
         except (pa.ArrowException, TypeError, ValueError) as error:
-            raise self._no_filling(column.type) from error
+            if self._must_fill:
+                raise self._no_filling(column.type) from error
+            return column
 
     def _no_filling(self, kind: pa.DataType) -> DataError:
         return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}")
 
-    def _check_no_nulls(self, count: int) -> None:
-        if count:
-            raise DataError(f"{self._where} has nulls inside its lists, which cannot be filled: rewrite it")
-
-
-def _plain(table: pa.Table) -> pa.Table:
-    return pa.table([_plain_column(column) for column in table.columns], table.column_names)
-
 
 def _plain_column(column: Any) -> Any:
-    """Return the column with extension types replaced by their storage, and dictionary codes by their values."""
-    while column.type != (kind := storage(column.type)):
-        if isinstance(column.type, pa.BaseExtensionType):
-            column = _storage_of(column)
-        else:
-            column = column.cast(column.type.value_type)
-    # Use 64-bit offsets: a column may have more than 2 GiB.
+    """Return the column with the values of extension types, dictionaries and runs, and with strings of 64-bit offsets.
+
+    Strings of 32-bit offsets could not be joined: a column may have more than 2 GiB.
+    """
+    if isinstance(column, pa.ChunkedArray):
+        return pa.chunked_array([_plain_column(chunk) for chunk in column.chunks or [pa.nulls(0, column.type)]])
+    kind = column.type
+    if isinstance(kind, pa.BaseExtensionType):
+        values = column.storage
+        return _plain_column(values.cast(pa.bool_()) if kind.extension_name == "arrow.bool8" else values)
+    if pa.types.is_dictionary(kind):
+        return _plain_column(column.dictionary).take(column.indices)
+    if pa.types.is_run_end_encoded(kind):
+        return _plain_column(pc.run_end_decode(column))
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
 
 
-def _storage_of(column: Any) -> Any:
-    if isinstance(column, pa.ChunkedArray):
-        return pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
-    return column.storage
+def _coded(chunk: pa.DictionaryArray) -> Coded:
+    starts, data = bounds(_plain_column(chunk.dictionary))
+    distinct = Ragged(data[starts[0] : starts[-1]], starts)
+    spans = np.zeros((len(chunk), 2), np.uint32)
+    spans[:, 1] = NULL
+    present = valid(chunk.indices)
+    spans[present] = spans_of(distinct)[numbers(chunk.indices)[present]]
+    return Coded(distinct.values, spans)
+
+
+def _fixed_lists(kind: pa.DataType, shape: Sequence[int]) -> pa.DataType:
+    """Return the type of nested lists with fixed sizes."""
+    for _ in shape:
+        kind = storage(kind.value_type)
+    for size in reversed(shape):
+        kind = pa.list_(kind, size)
+    return kind
 
 
 def _whole(chunks: pa.ChunkedArray) -> pa.Array:
     return chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
 
 
-def _valid(column: pa.Array) -> Array:
-    return _stored(column.is_valid())
-
-
-def _numbers(column: pa.Array) -> Array:
-    """Return the numbers as numpy's dtype. The number of a null is undefined."""
-    kind = column.type
-    if pa.types.is_decimal(kind):
-        column = column.cast(pa.float64())
-    elif pa.types.is_temporal(kind):
-        column = column.view(pa.int32() if kind.bit_width == 32 else pa.int64())
-    return _stored(column).astype(number(kind), copy=False)
-
-
-def _stored(column: pa.Array) -> Array:
-    """Return a view of a number column's memory. Arrow's `to_numpy` would import pandas first, which is slow."""
-    dtype, first, count = number(column.type), column.offset, len(column)
-    assert dtype is not None
-    if not count:
-        return np.empty(0, dtype)
-    data = column.buffers()[1]
-    if dtype == np.bool_:
-        bits = np.frombuffer(data, np.uint8)[first // 8 : -(-(first + count) // 8)]
-        return np.unpackbits(bits, count=first % 8 + count, bitorder="little")[first % 8 :].view(np.bool_)
-    values: Array = np.frombuffer(data, dtype, first + count)
-    return values[first:]
-
-
-def _bytes(column: pa.Array) -> Ragged:
-    _, offsets, data = column.buffers()
-    bounds = np.zeros(1, np.int64)
-    if len(column):
-        bounds = np.frombuffer(offsets, np.int64, column.offset + len(column) + 1)[column.offset :]
-    return Ragged(np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8), bounds)
+def _emptied(column: pa.Array) -> pa.Array:
+    """Return the column of strings, bytes or lists with an empty value in place of each null."""
+    empty: Any = [] if is_list(column.type) else ""
+    return pc.fill_null(column, pa.scalar(empty, column.type))

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from dataload.errors import ConfigError, DataError
-from dataload.formats.schema import Field
-from dataload.rows.arrow_decode import Array
+from dataload.formats.schema import Field, is_bytes, is_list, is_text, number
+from dataload.rows.arrow_arrays import bounds, elements, numbers, valid
+from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
 
@@ -21,14 +23,15 @@ Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 class Flat(NamedTuple):
-    """A ragged column as two tensors. Row i is values[offsets[i]:offsets[i + 1]].
+    """A ragged column as values and offsets. Row i is values[offsets[i]:offsets[i + 1]]; a null is an empty row.
 
     Attributes:
-        values: The values of all rows, [total].
+        values: The values of all rows: a Tensor [total] of numbers or bytes, list[str], a `Flat` for lists of lists,
+            or a dict of these for structs (by member) and maps ("key" and "value").
         offsets: Where each row starts, int64 [B + 1].
     """
 
-    values: torch.Tensor
+    values: Any
     offsets: torch.Tensor
 
 
@@ -41,23 +44,34 @@ def to_batch(
 ) -> Batch:
     """Return the rows as a batch: a dict of columns.
 
-    Numbers become Tensor[B], fixed-size lists Tensor[B, k], binary values list[memoryview], strings list[str], and
-    lists of numbers list[Tensor].
+    Numbers become Tensor[B], fixed-size lists Tensor[B, k], binary values list[memoryview], strings list[str], lists of
+    numbers list[Tensor], and all others Python values. In lists, a null is None.
 
     Args:
         records: The rows.
-        ragged: "list" as above, or "flat" to return binary values and lists as `Flat`.
+        ragged: "list" as above, or "flat" to return binary values and lists, also nested ones, as `Flat`.
         group: Columns of one dtype to return as one Tensor[B, k], by the name of the group.
         empty: Allocates the memory that the values of all tensors are copied to. Each tensor is contiguous then.
 
     Raises:
         ConfigError: A group has the name of a column, or its columns are not numbers of one dtype.
-        DataError: A string is not UTF-8. It names the column.
+        DataError: A string is not UTF-8, or a nested value with nulls cannot be a tensor. It names the column.
 
     Notes:
         Without `empty`, arrays, and groups of columns that are adjacent in a record, are views of the records, with
         gaps between rows. Binary values are read-only views of the cache. Other values are copied.
     """
+    return next(cut(columns_of(records, ragged=ragged, group=group, empty=empty), [len(records)], empty))
+
+
+def columns_of(
+    records: Records,
+    *,
+    ragged: str = "list",
+    group: Mapping[str, Sequence[str]] | None = None,
+    empty: Empty | None = None,
+) -> Batch:
+    """Return what `to_batch` returns, but with nested columns as Arrow arrays, which `cut` makes Python objects of."""
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields}
     if clash := groups.keys() & fields.keys():
@@ -70,16 +84,20 @@ def to_batch(
 
 
 def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
-    """Split a batch into smaller ones, as views of it.
+    """Split a batch into smaller ones, as views of it. Arrow arrays become lists of Python objects.
 
     Args:
         batch: The batch.
         sizes: Rows of each smaller batch.
         empty: Allocates the offsets of `Flat` columns, which cannot be views.
     """
+    parts: list[Iterable[Any]]
     if len(sizes) == 1:
-        return iter([batch])
-    parts = [_cut(column, sizes, empty) for column in batch.values()]
+        parts = [
+            [_pylist(column, name)] if isinstance(column, pa.Array) else [column] for name, column in batch.items()
+        ]
+    else:
+        parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
     return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
 
 
@@ -89,18 +107,28 @@ def spans(sizes: Sequence[int]) -> list[slice]:
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _cut(column: Any, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
+def _cut(column: Any, name: str, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
     if isinstance(column, torch.Tensor):
         return torch.split(column, list(sizes))
-    if isinstance(column, list):
-        return [column[span] for span in spans(sizes)]
-    return [_flat_part(column, span, empty) for span in spans(sizes)]
+    if isinstance(column, pa.Array):  # Converted later: a few young objects cost the garbage collector less than many.
+        return (_pylist(column[span], name) for span in spans(sizes))
+    return [_part(column, span, empty) for span in spans(sizes)]
 
 
-def _flat_part(column: Flat, span: slice, empty: Empty | None) -> Flat:
-    offsets = column.offsets[span.start : span.stop + 1]
-    from_zero = torch.sub(offsets, offsets[0], out=None if empty is None else empty(offsets.shape, offsets.dtype))
-    return Flat(column.values[offsets[0] : offsets[-1]], from_zero)
+def _pylist(array: pa.Array, name: str) -> list[Any]:
+    values: list[Any] = _decoded(name, array.to_pylist)
+    return values
+
+
+def _part(column: Any, span: slice, empty: Empty | None = None) -> Any:
+    """Return rows [start, stop) of a column, or of the values of a `Flat`. The bounds do not wrap around."""
+    if isinstance(column, Flat):
+        offsets = column.offsets[span.start : span.stop + 1]
+        from_zero = torch.sub(offsets, offsets[0], out=None if empty is None else empty(offsets.shape, offsets.dtype))
+        return Flat(_part(column.values, slice(int(offsets[0]), int(offsets[-1])), empty), from_zero)
+    if isinstance(column, dict):
+        return {name: _part(member, span, empty) for name, member in column.items()}
+    return column[span]
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -183,7 +211,7 @@ def map_values(container: Any, function: Callable[[Any], Any]) -> Any:
 def _row_value(column: Any, row: int) -> Any:
     """Return the value at `row`, at least 0: the bounds of a `Flat` do not wrap around."""
     if isinstance(column, Flat):
-        return column.values[column.offsets[row] : column.offsets[row + 1]]
+        return _part(column.values, slice(int(column.offsets[row]), int(column.offsets[row + 1])))
     value = column[row]
     return bytes(value) if isinstance(value, memoryview) else value  # torch cannot collate views of bytes
 
@@ -195,23 +223,59 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
             return _copied(dense, empty)
         # Copy single numbers: a caller that keeps the labels of each batch must not keep whole records alive.
         return torch.from_numpy(dense if field.shape else dense.copy())
+    if field.kind == "nested":
+        array = records.nested(field)
+        return array if ragged == "list" else _decoded(field.name, lambda: _flat(array, field, empty))
     if field.kind == "string":
-        return _strings(records, field)
-    if ragged == "list" and field.kind == "binary":
-        return records.views(field)
+        return _decoded(field.name, lambda: records.strings(field))
+    if ragged == "list":
+        return records.views(field) if field.kind == "binary" else _vectors(records.ragged(field), empty)
     column = records.ragged(field)
-    values = _copied(column.values, empty)
-    offsets = _copied(column.offsets, empty if ragged == "flat" else None)
-    return Flat(values, offsets) if ragged == "flat" else list(torch.split(values, np.diff(column.offsets).tolist()))
+    return Flat(_copied(column.values, empty), _copied(column.offsets, empty))
 
 
-def _strings(records: Records, field: Field) -> list[str]:
-    try:
-        return records.strings(field)
-    except UnicodeDecodeError as error:
+def _vectors(column: Ragged, empty: Empty | None) -> list[torch.Tensor | None]:
+    lengths = np.diff(column.offsets).tolist()
+    vectors: list[torch.Tensor | None] = list(torch.split(_copied(column.values, empty), lengths))
+    if column.valid is not None:
+        for row in np.flatnonzero(~column.valid).tolist():
+            vectors[row] = None
+    return vectors
+
+
+def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
+    """Return nested values as tensors, lists of strings, `Flat`s and dicts of these."""
+    kind, types = array.type, pa.types
+    if types.is_dictionary(kind):
+        return _flat(array.dictionary.take(array.indices), field, empty)
+    if types.is_struct(kind):
+        members = zip(kind, array.flatten(), strict=True)  # A null struct makes its members null.
+        return {member.name: _flat(values, field, empty) for member, values in members}
+    if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+        lengths, inner = elements(array)
+        return Flat(_flat(inner, field, empty), _copied(np.concatenate(([0], np.cumsum(lengths))), empty))
+    if is_bytes(kind) and not is_text(kind):
+        starts, data = bounds(array.cast(pa.large_binary()).fill_null(b""))
+        return Flat(_copied(data[starts[0] : starts[-1]].copy(), empty), _copied(starts - starts[0], empty))
+    dtype = number(kind)
+    if dtype is None:
+        return array.to_pylist()
+    values = numbers(array).copy()
+    if array.null_count and dtype.kind != "f":
         raise DataError(
-            f"column {field.name!r} has a string that is not UTF-8 ({error}): write it as binary"
-        ) from error
+            f"column {field.name!r} has nulls of {kind} inside, which ragged='flat' cannot hold: use 'list'"
+        )
+    if array.null_count:
+        values[~valid(array)] = np.nan
+    return _copied(values, empty)
+
+
+def _decoded(name: str, values: Callable[[], Any]) -> Any:
+    """Return values(). Raise DataError, naming the column, for a string that is not UTF-8."""
+    try:
+        return values()
+    except UnicodeDecodeError as error:
+        raise DataError(f"column {name!r} has a string that is not UTF-8 ({error}): write it as binary") from error
 
 
 def _copied(array: Array, empty: Empty | None) -> torch.Tensor:

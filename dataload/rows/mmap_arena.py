@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dataload.rows.arrow_decode import Array
+from dataload.rows.columns import Array
 from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, libc, os_error
 
 _WORD = np.dtype(np.int64)

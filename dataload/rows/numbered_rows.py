@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from dataload.rows.arrow_decode import Array
-from dataload.rows.collate import Batch, Empty, Rows, to_batch
+from dataload.rows.collate import Batch, Empty, Rows, columns_of, cut
+from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
 
@@ -41,14 +42,18 @@ class NumberedRows(Rows):
 
     def batch(self, empty: Empty | None = None) -> Batch:
         """Return the rows as a batch, in memory that `empty` allocates. See `to_batch`."""
-        batch = to_batch(self._records, **self._shape, empty=empty)
+        return next(self.batches([len(self)], empty))
+
+    def batches(self, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
+        """Return consecutive batches of these sizes. The Python objects of a batch are made when it is taken."""
+        batch = columns_of(self._records, **self._shape, empty=empty)
         if self._row_ids:
             # A copy: a transform that changes the column must not change the order of the rows.
             size, dtype = (len(self),), torch.int64
             column = torch.empty(size, dtype=dtype) if empty is None else empty(size, dtype)
             column.numpy()[...] = self.numbers
             batch[ROW_ID] = column
-        return batch
+        return cut(batch, sizes, empty)
 
     def shaped(self, *, row_ids: bool = False, **shape: Any) -> NumberedRows:
         """Return the same rows with other arguments of `to_batch`, with or without their numbers."""

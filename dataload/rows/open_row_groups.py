@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from dataload.formats.schema import Layout
-from dataload.rows.arrow_decode import Array
+from dataload.rows.columns import Array
 from dataload.rows.mmap_arena import MmapArena
 from dataload.rows.row_block import Blob, Records
 

@@ -1,24 +1,28 @@
 """Records: decoded rows as bytes of fixed length, which a gather copies without interpreting them.
 
 A blob has three sections, each aligned to 64 bytes: the records, one `Layout.dtype` per row; for each ragged column a
-heap, the values of all rows one after the other; and the offset of each heap, as int64.
+heap, the values of all rows one after the other; and the offset of each heap, as int64. The heap of a nested column is
+an Arrow stream of one array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from dataload.errors import DataError
-from dataload.formats.schema import Field, Layout
-from dataload.rows.arrow_decode import Array, Column, Dense, Ragged
+from dataload.formats.schema import NULL, Field, Layout
+from dataload.rows.arrow_arrays import plain
+from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, spans_of
 
-VERSION = 0
+VERSION = 1
 _ALIGN = 64
 _WORD = np.dtype(np.int64)
-_HEAP_ELEMENTS = 2**32  # The offsets and lengths in a record have 32 bits.
+_HEAP_ELEMENTS = NULL  # The offsets and lengths in a record have 32 bits.
 
 
 def pack(
@@ -36,10 +40,9 @@ def pack(
     Raises:
         DataError: A ragged column has more values than 32 bits can count. It names `where` and the column.
     """
-    heaps = [columns[field.name] for field in layout.ragged]
-    values = [_used(heap, field, where) for field, heap in zip(layout.ragged, heaps, strict=True)]
+    heaps = [_Heap(columns[field.name], f"{where} column {field.name!r}") for field in layout.ragged]
     starts, end = [], _aligned(rows * layout.dtype.itemsize)
-    for heap in values:
+    for heap in heaps:
         starts.append(end)
         end = _aligned(end + heap.nbytes)
     memory = np.frombuffer(allocate(end + len(starts) * _WORD.itemsize), np.uint8)
@@ -48,11 +51,12 @@ def pack(
         column = columns[field.name]
         if isinstance(column, Dense):
             records[field.name] = column.values
+        elif isinstance(column, Nested):
+            records[field.name] = np.arange(rows)
         else:
-            records[field.name][:, 0] = column.offsets[:-1] - column.offsets[0]
-            records[field.name][:, 1] = np.diff(column.offsets)
-    for start, heap in zip(starts, values, strict=True):
-        memory[start : start + heap.nbytes] = heap.view(np.uint8)
+            records[field.name] = spans_of(column)
+    for start, heap in zip(starts, heaps, strict=True):
+        heap.write(memory[start : start + heap.nbytes])
     memory[end:].view(_WORD)[:] = starts
 
 
@@ -66,6 +70,23 @@ def packed_bytes(rows: int, heaps: Iterable[int], layout: Layout) -> int:
     """
     sizes = [_aligned(size) for size in heaps]
     return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + len(sizes) * _WORD.itemsize
+
+
+class _Texts(dict[int, str | None]):
+    """The strings of a heap by span, made when they are first looked up. A span is read as one integer.
+
+    Args:
+        heap: The UTF-8 bytes of the strings.
+    """
+
+    def __init__(self, heap: memoryview) -> None:
+        self._heap = heap
+
+    def __missing__(self, span: int) -> str | None:
+        start, count = span & NULL, span >> 32
+        text = None if count == NULL else str(self._heap[start : start + count], "utf-8")
+        self[span] = text
+        return text
 
 
 class Blob:
@@ -84,6 +105,9 @@ class Blob:
         self._layout = layout
         self.records = blob[: rows * layout.dtype.itemsize]
         self._heaps: dict[str, memoryview] = {}
+        self._nested: dict[str, pa.Array] = {}
+        self._shares: dict[str, bool] = {}
+        self._texts: dict[str, _Texts] = {}
         if layout.ragged:
             starts = np.frombuffer(blob[-len(layout.ragged) * _WORD.itemsize :], _WORD).tolist()
             ends = [*starts[1:], len(blob) - len(starts) * _WORD.itemsize]
@@ -92,16 +116,44 @@ class Blob:
 
     def column(self, field: Field) -> Column:
         """Return all values of a column, as they were packed."""
+        if field.kind == "nested":
+            return Nested(self.nested(field))
         values = np.frombuffer(self.records, self._layout.dtype)[field.name]
         if not field.ragged:
             return Dense(values)
-        offsets = np.concatenate(([0], np.cumsum(values[:, 1], dtype=np.int64)))
+        if self.shares_values(field):
+            return Coded(np.frombuffer(self._heaps[field.name], np.uint8), values)
+        lengths, valid = _lengths(values)
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
         heap = self._heaps[field.name][: offsets[-1] * np.dtype(field.dtype).itemsize]
-        return Ragged(np.frombuffer(heap, field.dtype), offsets)
+        return Ragged(np.frombuffer(heap, field.dtype), offsets, valid)
+
+    def shares_values(self, field: Field) -> bool:
+        """Return whether rows of a column of strings or bytes share values, see `Coded`."""
+        found = self._shares.get(field.name)
+        if found is None:
+            lengths, _ = _lengths(np.frombuffer(self.records, self._layout.dtype)[field.name])
+            found = field.kind != "list" and int(lengths.sum()) > len(self._heaps[field.name])
+            self._shares[field.name] = found
+        return found
+
+    def texts(self, field: Field) -> _Texts:
+        """Return the strings of a column by span. Shared strings are kept, so each is made once."""
+        if not self.shares_values(field):
+            return _Texts(self._heaps[field.name])
+        return self._texts.setdefault(field.name, _Texts(self._heaps[field.name]))
 
     def heap(self, field: Field) -> memoryview:
         """Return the values of a ragged column: bytes, or numbers of its dtype."""
         return self._heaps[field.name]
+
+    def nested(self, field: Field) -> pa.Array:
+        """Return a nested column, which is a view of the blob."""
+        array = self._nested.get(field.name)
+        if array is None:
+            [array] = pa.ipc.open_stream(pa.py_buffer(self._heaps[field.name])).read_next_batch().columns
+            self._nested[field.name] = array
+        return array
 
 
 @dataclass(frozen=True)
@@ -149,40 +201,110 @@ class Records:
         as_bytes = self.rows.view(np.uint8).reshape(len(self), self.layout.dtype.itemsize)
         return as_bytes[:, first : first + dtype.itemsize * len(fields)].view(dtype)
 
-    def views(self, field: Field) -> list[memoryview]:
-        """Return the values of a ragged column as views of their bytes. Nothing is copied."""
-        return [heap[start:stop] for heap, start, stop in self._spans(field)]
+    def views(self, field: Field) -> list[memoryview | None]:
+        """Return the values of a ragged column as views of their bytes; None for a null. Nothing is copied."""
+        views: list[memoryview | None] = [heap[start:stop] for heap, start, stop in self._spans(field)]
+        return self._with_nulls(field, views)
 
-    def strings(self, field: Field) -> list[str]:
-        """Return the values of a string column.
+    def strings(self, field: Field) -> list[str | None]:
+        """Return the values of a string column; None for a null.
 
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
         """
-        return [str(heap[start:stop], "utf-8") for heap, start, stop in self._spans(field)]
+        if any(blob.shares_values(field) for blob in self.blobs):
+            texts = [blob.texts(field) for blob in self.blobs]
+            spans = np.ascontiguousarray(self.rows[field.name]).view("<u8")[:, 0].tolist()
+            return [texts[blob][span] for blob, span in zip(self.which.tolist(), spans, strict=True)]
+        strings: list[str | None] = [str(heap[start:stop], "utf-8") for heap, start, stop in self._spans(field)]
+        return self._with_nulls(field, strings)
+
+    def nested(self, field: Field) -> pa.Array:
+        """Return a nested column as an Arrow array."""
+        if not self.blobs:
+            return plain(pa.nulls(0, field.type))
+        order = np.argsort(self.which, kind="stable")
+        stops = np.cumsum(np.bincount(self.which, minlength=len(self.blobs)))
+        parts = np.split(self.rows[field.name][order], stops[:-1])
+        taken = [blob.nested(field).take(pa.array(part)) for blob, part in zip(self.blobs, parts, strict=True)]
+        places = np.empty(len(order), np.int64)
+        places[order] = np.arange(len(order))
+        return pa.concat_arrays(taken).take(pa.array(places))
+
+    def nulls(self, field: Field) -> Array:
+        """Return which values of a ragged column are null, bool [n]."""
+        found: Array = self.rows[field.name][:, 1] == NULL
+        return found
+
+    def _with_nulls(self, field: Field, values: list[Any]) -> list[Any]:
+        for row in np.flatnonzero(self.nulls(field)).tolist():
+            values[row] = None
+        return values
 
     def _spans(self, field: Field) -> Iterable[tuple[memoryview, int, int]]:
         """Return (heap, first byte, end) of each value of a ragged column."""
-        spans = self.rows[field.name].astype(np.int64) * np.dtype(field.dtype).itemsize
+        rows, size = self.rows[field.name], np.dtype(field.dtype).itemsize
+        lengths, _ = _lengths(rows)
+        starts = rows[:, 0].astype(np.int64) * size
         heaps = [blob.heap(field) for blob in self.blobs]
-        return zip([heaps[blob] for blob in self.which.tolist()], spans[:, 0].tolist(), spans.sum(axis=1).tolist())  # noqa: B905 (of one length)
+        return zip([heaps[blob] for blob in self.which.tolist()], starts.tolist(), (starts + lengths * size).tolist())  # noqa: B905 (of one length)
 
     def ragged(self, field: Field) -> Ragged:
         """Return copies of the values of a ragged column, one after the other."""
-        lengths = self.rows[field.name][:, 1].astype(np.int64)
+        lengths, valid = _lengths(self.rows[field.name])
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        joined = b"".join(self.views(field))
-        return Ragged(np.frombuffer(bytearray(joined), field.dtype), offsets)
+        joined = b"".join([heap[start:stop] for heap, start, stop in self._spans(field)])
+        return Ragged(np.frombuffer(bytearray(joined), field.dtype), offsets, valid)
 
 
-def _used(heap: Column, field: Field, where: str) -> Array:
-    assert isinstance(heap, Ragged)
-    used = heap.values[heap.offsets[0] : heap.offsets[-1]]
-    if len(used) >= _HEAP_ELEMENTS:
-        raise DataError(
-            f"{where} column {field.name!r} has {len(used)} elements in a few thousand rows: write smaller row groups"
-        )
-    return np.ascontiguousarray(used)
+class _Heap:
+    """The values of a ragged column as bytes.
+
+    Args:
+        column: The column.
+        where: File, row group and column, for errors.
+
+    Attributes:
+        nbytes: Number of bytes.
+    """
+
+    def __init__(self, column: Column, where: str) -> None:
+        assert not isinstance(column, Dense)
+        self._values: Any
+        if isinstance(column, Nested):
+            self._values = pa.record_batch([column.values], ["values"])
+            sink = pa.MockOutputStream()
+            self._write_to(sink)
+            self.nbytes = int(sink.size())
+            return
+        used = column.values
+        if isinstance(column, Ragged):
+            used = used[column.offsets[0] : column.offsets[-1]]
+        if len(used) >= _HEAP_ELEMENTS:
+            raise DataError(f"{where} has {len(used)} elements in a few thousand rows: write smaller row groups")
+        self._values = np.ascontiguousarray(used)
+        self.nbytes = self._values.nbytes
+
+    def write(self, memory: Array) -> None:
+        """Write the values to memory of `nbytes` bytes."""
+        if isinstance(self._values, pa.RecordBatch):
+            self._write_to(pa.FixedSizeBufferWriter(pa.py_buffer(memory)))
+        else:
+            memory[:] = self._values.view(np.uint8)
+
+    def _write_to(self, sink: Any) -> None:
+        with sink, pa.ipc.new_stream(sink, self._values.schema) as stream:
+            stream.write_batch(self._values)
+
+
+def _lengths(spans: Array) -> tuple[Array, Array | None]:
+    """Return the number of elements of each span, int64 [n], and which are not null; None: all."""
+    lengths = spans[:, 1].astype(np.int64)
+    nulls = lengths == NULL
+    if not nulls.any():
+        return lengths, None
+    lengths[nulls] = 0
+    return lengths, ~nulls
 
 
 def _aligned(size: int) -> int:

@@ -16,7 +16,7 @@ from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
-from dataload.rows.arrow_decode import Column, concatenate
+from dataload.rows.columns import Column, concatenate
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_maker import RowGroupMaker
@@ -34,7 +34,8 @@ class RowGroupCache:
         manifest: The dataset.
         columns: Names of the columns to store.
         blocks: Reader of the dataset's files, and the cache.
-        fill_null: Replacement of nulls, for all columns or, as a mapping, by column. None makes nulls an error.
+        fill_null: Replacement of nulls, for all columns or, as a mapping, by column; or None.
+        null_masks: Whether to store masks of nulls, see `fields_of`.
 
     Attributes:
         plan: Names, lengths and sizes of the blobs.
@@ -44,13 +45,21 @@ class RowGroupCache:
         Any thread may call it.
     """
 
-    def __init__(self, manifest: Manifest, columns: Sequence[str], blocks: Blocks, fill_null: Any = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        columns: Sequence[str],
+        blocks: Blocks,
+        fill_null: Any = None,
+        null_masks: bool = False,
+    ) -> None:
         self._manifest = manifest
         self._columns = tuple(columns)
         self._blocks = blocks
         self._fill_null = fill_null
+        self._null_masks = null_masks
         self._measured = False
-        self.plan = RowGroupPlan(manifest, columns, fill_null)
+        self.plan = RowGroupPlan(manifest, columns, fill_null, null_masks=null_masks)
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.maker = RowGroupMaker(manifest, self.plan, schema, blocks, fill_null)
         # Row groups are fetched and decoded in the order of the calls, all byte ranges of one before the next one's.
@@ -59,7 +68,7 @@ class RowGroupCache:
     def __reduce__(self) -> tuple[Any, ...]:
         return (
             RowGroupCache,
-            (self._manifest, self._columns, self._blocks, self._fill_null),
+            (self._manifest, self._columns, self._blocks, self._fill_null, self._null_masks),
             {"rank_memory": self.maker.rank_memory},
         )
 
@@ -197,7 +206,7 @@ class RowGroupCache:
         if set(names) == set(self._columns):
             return None
         try:
-            return RowGroupCache(self._manifest, names, self._blocks, self._fill_null)
+            return RowGroupCache(self._manifest, names, self._blocks, self._fill_null, self._null_masks)
         except DataError:
             return None
 

@@ -18,7 +18,8 @@ from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.base import Footer
 from dataload.rows import row_block
-from dataload.rows.arrow_decode import Column, decode
+from dataload.rows.arrow_decode import decode
+from dataload.rows.columns import Column
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.runtime.counters import charge
@@ -44,7 +45,7 @@ class RowGroupMaker(ForkAware):
         plan: Names, lengths and sizes of the blobs.
         schema: The columns to store.
         blocks: Reader of the dataset's files, and the cache.
-        fill_null: Replacement of nulls, for all columns or, as a mapping, by column. None makes nulls an error.
+        fill_null: Replacement of nulls, for all columns or, as a mapping, by column; or None.
 
     Attributes:
         rank_memory: Bytes of row groups in flight, held and being decoded, for this rank: this process and its

@@ -13,7 +13,7 @@ import pyarrow as pa
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Layout, fields_of
 from dataload.rows import row_block
-from dataload.rows.arrow_decode import Array
+from dataload.rows.columns import Array
 
 # Bounds of a blob. The footers give the bytes; the rows have a bound of their own, because a dictionary in a file may
 # hide how large the values are.
@@ -27,6 +27,7 @@ class RowGroupPlan:
         manifest: The dataset.
         columns: Names of the columns to store.
         fill_null: The replacement of nulls, which is part of the names of the blobs.
+        null_masks: Whether the layout has masks of nulls, see `fields_of`.
 
     Attributes:
         layout: Layout of a record.
@@ -37,11 +38,14 @@ class RowGroupPlan:
         most_of_a_group: Blobs of the row group that has most.
     """
 
-    def __init__(self, manifest: Manifest, columns: Sequence[str], fill_null: Any = None) -> None:
+    def __init__(
+        self, manifest: Manifest, columns: Sequence[str], fill_null: Any = None, *, null_masks: bool = False
+    ) -> None:
         self._manifest = manifest
         self._columns = tuple(columns)
         self._mean_sizes: Mapping[str, float] = {}
-        self.layout = Layout(fields_of(pa.schema([manifest.schema.field(name) for name in columns])))
+        schema = pa.schema([manifest.schema.field(name) for name in columns])
+        self.layout = Layout(fields_of(schema, null_masks=null_masks))
         self.blob_rows = self._rows_per_blob()
         lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         counts = np.maximum(1, -(-lengths // self.blob_rows))

@@ -13,7 +13,7 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.formats.schema import Layout
-from dataload.rows.arrow_decode import Array
+from dataload.rows.columns import Array
 from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records
 from dataload.rows.row_group_cache import RowGroupCache
@@ -36,6 +36,7 @@ class RowStore(ForkAware):
         capacity: Row groups that this process keeps open. The row group that was opened first is closed first, because
             row groups are requested and finished in the order of need.
         fill_null: As for `RowGroupCache`.
+        null_masks: As for `RowGroupCache`.
         rank_memory: As for `RowGroupCache`; None: its default.
 
     Attributes:
@@ -57,17 +58,18 @@ class RowStore(ForkAware):
         blocks: Blocks,
         capacity: int,
         fill_null: Any = None,
+        null_masks: bool = False,
         rank_memory: int | None = None,
     ) -> None:
         self.capacity = capacity
         self.ahead = capacity // 2
         self.further = 0
         self._has_loader = False
-        self.blobs = RowGroupCache(manifest, columns, blocks, fill_null)
+        self.blobs = RowGroupCache(manifest, columns, blocks, fill_null, null_masks)
         if rank_memory is not None:
             self.blobs.maker.use_memory(rank_memory)
         self._settings = manifest, columns, blocks
-        self._fill_null = fill_null
+        self._nulls = fill_null, null_masks
         plan = self.blobs.plan
         self._group_of_blob = np.repeat(np.arange(len(manifest.row_groups)), np.diff(plan.group_starts))
         self._blob_index = IntervalIndex(plan.row_starts)
@@ -81,7 +83,7 @@ class RowStore(ForkAware):
         self.scheduler = RowGroupScheduler(self.blobs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowStore, (*self._settings, self.capacity, self._fill_null, self.blobs.maker.rank_memory)
+        return RowStore, (*self._settings, self.capacity, *self._nulls, self.blobs.maker.rank_memory)
 
     def serve(self, drawn_on: int, ahead: int, further: int = 0) -> None:
         """Set the capacity for a loader. With several loaders, the largest needs apply.

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.footer_cache import get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
-from dataload.rows.arrow_decode import Ragged, decode
+from dataload.rows.arrow_decode import decode
+from dataload.rows.columns import Coded, Nested, Ragged
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 
 SAMPLES = 4  # row groups
 READS_IN_FLIGHT = 16
-VERSION = 1  # of the cached sizes
-NULL = ""  # A null counts no bytes. Its replacement is not known here.
+VERSION = 2  # of the cached sizes
 BATCH_ROWS = 1 << 14  # decoded at a time
 HELD_BYTES = 32 << 20  # stored bytes of a column to hold in memory
 
@@ -50,7 +49,9 @@ class ValueSizes:
         return [field.name for field in self._coded_fields]
 
     def means(self) -> dict[str, float]:
-        """Return the mean bytes of a value, by name of the coded column.
+        """Return the mean bytes of a value, by name of the coded column, in the sample in which it is the largest.
+
+        A cache of exactly the mean size would be too small by chance.
 
         Raises:
             OriginError: The origin does not answer, or a file does not exist.
@@ -58,11 +59,10 @@ class ValueSizes:
         """
         reads = [(group, field) for field in self._coded_fields for group in self._groups]
         sizes = DaemonExecutor(READS_IN_FLIGHT, "dataload-sizes").map(self._size, reads)
-        totals: Counter[str] = Counter()
-        for (_, field), size in zip(reads, sizes, strict=True):
-            totals[field.name] += size
-        rows = sum(group.rows for group in self._groups)
-        return {name: totals[name] / max(1, rows) for name in self.coded}
+        means = dict.fromkeys(self.coded, 0.0)
+        for (group, field), size in zip(reads, sizes, strict=True):
+            means[field.name] = max(means[field.name], size / max(1, group.rows))
+        return means
 
     @cached_property
     def _coded_fields(self) -> list[Field]:
@@ -84,9 +84,11 @@ class ValueSizes:
         where = f"{group.file.path} row group {group.number}"
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
             for table in reader.tables(BATCH_ROWS):
-                column = decode(table, [field], NULL, where)[field.name]
-                assert isinstance(column, Ragged)
-                yield int(column.offsets[-1] - column.offsets[0])
+                column = decode(table, [field], None, where)[field.name]  # A null counts no bytes.
+                if isinstance(column, Ragged):
+                    yield int(column.offsets[-1] - column.offsets[0])
+                elif isinstance(column, (Coded, Nested)):
+                    yield int(column.values.nbytes)
 
 
 class Aside(Blocks):

@@ -146,6 +146,17 @@ def _has_entries(column: Any, rows: int) -> bool:
 
 
 def _take_flat_rows(column: Flat, index: Tensor) -> Flat:
-    starts, ends = column.offsets[:-1][index], column.offsets[1:][index]
-    values = torch.cat([column.values[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)])
-    return Flat(values, torch.cat([column.offsets.new_zeros(1), (ends - starts).cumsum(0)]))
+    starts, lengths = column.offsets[:-1][index], column.offsets.diff()[index]
+    ends = lengths.cumsum(0)
+    elements = torch.arange(int(lengths.sum()), device=lengths.device) + torch.repeat_interleave(
+        starts - ends + lengths, lengths
+    )
+    return Flat(_take_values(column.values, elements), torch.cat([column.offsets.new_zeros(1), ends]))
+
+
+def _take_values(values: Any, index: Tensor) -> Any:
+    if isinstance(values, Flat):
+        return _take_flat_rows(values, index)
+    if isinstance(values, dict):
+        return {name: _take_values(member, index) for name, member in values.items()}
+    return values[index] if isinstance(values, Tensor) else [values[row] for row in index.tolist()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import subprocess
 import sys
@@ -13,18 +12,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from decoded import gather, plain, whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataload.errors import ConfigError, DataError
-from dataload.formats.schema import Layout, fields_of, flatten
-from dataload.rows.arrow_decode import Dense, decode
-from dataload.rows.collate import Batch, Flat, Rows, cut, map_tensors, to_batch
-from dataload.rows.open_row_groups import OpenRowGroups
-from dataload.rows.row_block import Records, pack
+from dataload.formats.schema import fields_of, flatten
+from dataload.rows.arrow_decode import decode
+from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
+from dataload.rows.columns import Dense
 
 NUMBERS = [
     pa.int8(),
@@ -87,44 +85,6 @@ TYPES = [
     pa.dictionary(pa.int8(), pa.string()),
     pa.dictionary(pa.int16(), pa.float32()),
 ]
-
-
-def packed(table: pa.Table, fill_null: Any = None) -> memoryview:
-    """Return the blob of a table."""
-    layout = Layout(fields_of(flatten(table.schema)))
-    memory = bytearray()
-
-    def allocate(size: int) -> memoryview:
-        memory.extend(b"\xaa" * size)
-        return memoryview(memory)
-
-    pack(decode(table, layout.fields, fill_null, "here"), len(table), layout, "here", allocate)
-    return memoryview(memory).toreadonly()
-
-
-def gather(tables: list[pa.Table], which: Any, rows: Any, fill_null: Any = None) -> Records:
-    """Return row rows[i] of tables[which[i]], for each i."""
-    starts = np.concatenate(([0], np.cumsum([len(table) for table in tables])))
-    layout = Layout(fields_of(flatten(tables[0].schema)))
-    open_row_groups = OpenRowGroups(len(tables), np.arange(len(tables) + 1), starts, layout)
-    for number, table in enumerate(tables):
-        open_row_groups.put(number, [packed(table, fill_null)], keep=())
-    found = open_row_groups.take(starts[which] + rows, which)
-    assert found is not None
-    return found
-
-
-def whole(table: pa.Table, fill_null: Any = None, **shape: Any) -> Batch:
-    """Return all rows of a table as a batch."""
-    rows = np.arange(len(table))
-    return to_batch(gather([table], np.zeros_like(rows), rows, fill_null), **shape)
-
-
-def plain(value: Any) -> Any:
-    """Return a value of a batch as a Python object."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    return bytes(value) if isinstance(value, memoryview) else value
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
@@ -204,14 +164,6 @@ def test_structs_are_dotted_columns() -> None:
 def test_names_that_collide() -> None:
     with pytest.raises(DataError, match=r"two columns come to be called 's\.x'"):
         flatten(pa.schema([("s", pa.struct([("x", pa.int8())])), ("s.x", pa.int8())]))
-
-
-def test_extension_types_are_their_storage() -> None:
-    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(6, dtype=np.float32).reshape(2, 3))
-    table = pa.table({"t": tensors, "id": pa.array([b"0" * 16, b"1" * 16], pa.uuid())})
-    batch = whole(table)
-    assert batch["t"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert [bytes(value) for value in batch["id"]] == [b"0" * 16, b"1" * 16]
 
 
 def test_a_batch_is_of_views(tmp_path: Any) -> None:
@@ -310,71 +262,6 @@ def test_group() -> None:
     for members in (["a", "c"], ["a", "d"], ["a", "nothing"]):
         with pytest.raises(ConfigError, match="'x'"):
             to_batch(columns, group={"x": members})
-
-
-@pytest.mark.parametrize(
-    ("kind", "filling", "expected"),
-    [(pa.int32(), -1, [1, -1]), (pa.string(), "?", ["1", "?"]), (pa.float32(), 0, [1, 0])],
-)
-def test_nulls(kind: pa.DataType, filling: Any, expected: list[Any]) -> None:
-    table = pa.table({"c": pa.array([1 if filling != "?" else "1", None], kind)})
-    with pytest.raises(DataError, match=r"x\.parquet row group 3 column 'c' has 1 nulls: pass fill_null"):
-        decode(table, fields_of(table.schema), None, "x.parquet row group 3")
-    for fill_null in (filling, {"c": filling}):
-        column = whole(table, fill_null)["c"]
-        assert (column.tolist() if isinstance(column, torch.Tensor) else column) == expected
-    with pytest.raises(DataError, match="'c' has 1 nulls"):
-        whole(table, {"other": 0})
-
-
-def test_a_null_replacement_of_another_type() -> None:
-    with pytest.raises(DataError, match="'c': fill_null='text' is no int64"):
-        whole(pa.table({"c": pa.array([None], pa.int64())}), "text")
-
-
-@pytest.mark.parametrize(("kind", "filling"), [(pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")])
-def test_a_null_replacement_that_would_be_changed(kind: pa.DataType, filling: Any) -> None:
-    with pytest.raises(DataError, match=r"fill_null=.* is no"):
-        whole(pa.table({"c": pa.array([None], kind)}), filling)
-
-
-def test_decimals_are_filled_by_decimals_and_floats() -> None:
-    table = pa.table({"c": pa.array([None, Decimal("1.25")], pa.decimal128(10, 2))})
-    assert whole(table, Decimal("3.5"))["c"].tolist() == [3.5, 1.25]
-    assert whole(table, 3.5)["c"].tolist() == [3.5, 1.25]
-
-
-def test_nulls_inside_lists() -> None:
-    with pytest.raises(DataError, match="'c' has nulls inside"):
-        whole(pa.table({"c": [[1, None]]}), 0)
-
-
-@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 26, reason="pyarrow reads these from Parquet from 26 on")
-def test_nulls_of_fixed_size_lists_survive_parquet() -> None:
-    file = io.BytesIO()
-    pq.write_table(pa.table({"c": pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2))}), file)
-    table = pq.read_table(file)
-    with pytest.raises(DataError, match="'c' has 1 nulls"):
-        whole(table)
-    assert whole(table, [9, 9])["c"].tolist() == [[1, 2], [9, 9], [3, 4]]
-    assert whole(table, 7)["c"].tolist() == [[1, 2], [7, 7], [3, 4]]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.list_(pa.string()),
-        pa.list_(pa.list_(pa.int8())),
-        pa.list_(pa.struct([("x", pa.int64())])),
-        pa.map_(pa.string(), pa.int8()),
-        pa.month_day_nano_interval(),
-        pa.null(),
-    ],
-    ids=str,
-)
-def test_an_unsupported_type_raises_an_error_that_names_the_column(kind: pa.DataType) -> None:
-    with pytest.raises(DataError, match="column 'odd' has type"):
-        fields_of(pa.schema([("fine", pa.int8()), ("odd", kind)]))
 
 
 def test_map_tensors_reaches_everything() -> None:

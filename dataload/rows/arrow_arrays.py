@@ -1,0 +1,117 @@
+"""Arrow arrays: views of their memory, and arrays of types that Arrow can gather.
+
+Arrow's own `to_numpy` would import pandas first, which is slow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dataload.formats.schema import is_list, number
+
+Array = npt.NDArray[Any]
+
+
+def numbers(column: pa.Array) -> Array:
+    """Return the numbers as the dtype of batches. The number of a null is undefined."""
+    kind = column.type
+    if pa.types.is_decimal(kind):
+        column = column.cast(pa.float64())
+    elif pa.types.is_temporal(kind):
+        column = column.view(pa.int32() if kind.bit_width == 32 else pa.int64())
+    return stored(column).astype(number(kind), copy=False)
+
+
+def stored(column: pa.Array) -> Array:
+    """Return a view of the memory of a column of numbers."""
+    dtype, first, count = number(column.type), column.offset, len(column)
+    assert dtype is not None
+    if not count:
+        return np.empty(0, dtype)
+    data = column.buffers()[1]
+    if dtype == np.bool_:
+        bits = np.frombuffer(data, np.uint8)[first // 8 : -(-(first + count) // 8)]
+        return np.unpackbits(bits, count=first % 8 + count, bitorder="little")[first % 8 :].view(np.bool_)
+    values: Array = np.frombuffer(data, dtype, first + count)
+    return values[first:]
+
+
+def valid(column: pa.Array) -> Array:
+    """Return which values are not null."""
+    return stored(column.is_valid())
+
+
+def bounds(column: pa.Array) -> tuple[Array, Array]:
+    """Return where each string or binary value starts, [n + 1], and the bytes of all values."""
+    _, offsets, data = column.buffers()
+    dtype = np.int64 if column.type in (pa.large_string(), pa.large_binary()) else np.int32
+    starts = np.zeros(1, dtype)
+    if len(column):
+        starts = np.frombuffer(offsets, dtype, column.offset + len(column) + 1)[column.offset :]
+    return starts, np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Return the array with types that Arrow can gather: without views of bytes, runs, and extensions but Arrow's own.
+
+    Extension types of others are replaced by their storage: not every process of a job knows them.
+    """
+    kind, types = array.type, pa.types
+    is_run_end_encoded = types.is_run_end_encoded(kind)
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return array.cast(pa.large_string() if types.is_string_view(kind) else pa.large_binary())
+    if is_run_end_encoded or _is_foreign(kind):
+        return plain(pc.run_end_decode(array) if is_run_end_encoded else array.storage)
+    if types.is_dictionary(kind):
+        values = plain(array.dictionary)
+        has_members = kind.value_type.num_fields > 0
+        return values.take(array.indices) if has_members or values.type != kind.value_type else array
+    if types.is_struct(kind):
+        return _plain_struct(array)
+    if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
+        return _plain_list(array)
+    return array
+
+
+def _is_foreign(kind: pa.DataType) -> bool:
+    return isinstance(kind, pa.BaseExtensionType) and not kind.extension_name.startswith("arrow.")
+
+
+def _plain_struct(array: pa.Array) -> pa.Array:
+    members = [plain(array.field(number)) for number in range(array.type.num_fields)]
+    fields = [field.with_type(member.type) for field, member in zip(array.type, members, strict=True)]
+    if pa.struct(fields) == array.type:
+        return array
+    return pa.StructArray.from_arrays(members, fields=fields, mask=array.is_null())
+
+
+def _plain_list(array: pa.Array) -> pa.Array:
+    kind, types = array.type, pa.types
+    values = plain(array.values)
+    field = kind.field(0).with_type(values.type)
+    if field.type == kind.field(0).type:
+        return array
+    own = 2  # buffers, without those of the values
+    if types.is_fixed_size_list(kind):
+        own, other = 1, pa.list_(field, kind.list_size)
+    elif types.is_map(kind):
+        key, item = values.type
+        other = pa.map_(key, item)
+    elif types.is_list_view(kind) or types.is_large_list_view(kind):
+        own, other = 3, pa.list_view(field) if types.is_list_view(kind) else pa.large_list_view(field)
+    else:
+        other = pa.list_(field) if types.is_list(kind) else pa.large_list(field)
+    return pa.Array.from_buffers(other, len(array), array.buffers()[:own], offset=array.offset, children=[values])
+
+
+def elements(array: pa.Array) -> tuple[Array, pa.Array]:
+    """Return the lengths of lists or maps, int64 [n], and their elements one after the other. A null has length 0."""
+    if pa.types.is_map(array.type):
+        array = array.cast(pa.list_(array.type.field(0)))
+    lengths = pc.list_value_length(array)
+    return stored(pc.fill_null(lengths, 0) if lengths.null_count else lengths).astype(np.int64), array.flatten()

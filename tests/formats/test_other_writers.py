@@ -1,0 +1,199 @@
+"""Parquet of Hugging Face datasets, polars, duckdb and Spark opens without arguments, and all writers agree."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import datasets
+import duckdb
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import tqdm
+from decoded import plain
+from PIL import Image
+
+from dataload import make_dataset
+from dataload.errors import DataError
+
+ROWS = [
+    {
+        "id": row,
+        "chat": [{"role": "user", "content": f"{row}é"}, {"role": "assistant", "content": None}][: row % 3],
+        "tags": None if row == 1 else [f"t{tag}" for tag in range(row)],
+        "lists": [[row], [], [row, row]],
+        "name": None if row == 2 else f"row {row}",
+        "score": None if row == 3 else row / 2,
+    }
+    for row in range(4)
+]
+SCHEMA = pa.schema(
+    [
+        ("id", pa.int64()),
+        ("chat", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+        ("tags", pa.list_(pa.string())),
+        ("lists", pa.list_(pa.list_(pa.int64()))),
+        ("name", pa.string()),
+        ("score", pa.float64()),
+    ]
+)
+
+SPARK = """
+import json, sys
+from pyspark.sql import SparkSession
+rows, folder, legacy = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").config(
+    "spark.sql.parquet.writeLegacyFormat", legacy).getOrCreate()
+schema = ("id long, chat array<struct<role: string, content: string>>, tags array<string>, "
+          "lists array<array<long>>, name string, score double")
+spark.createDataFrame(rows, schema).coalesce(1).write.parquet(folder)
+spark.stop()
+"""
+
+
+def with_arrow(path: Path, **options: Any) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS, SCHEMA), path / "x.parquet", **options)
+
+
+def with_spark(path: Path, *, legacy: bool) -> None:
+    """Write with Spark where it runs, else print why not, and write what pyarrow calls its flavor."""
+    reason = "there is no Java"
+    if shutil.which("java") is not None:
+        arguments = [sys.executable, "-c", SPARK, json.dumps(ROWS), str(path / "spark"), str(legacy).lower()]
+        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            for part in (path / "spark").glob("part-*.parquet"):
+                part.rename(path / "x.parquet")
+            shutil.rmtree(path / "spark")
+            return
+        reason = done.stderr.strip().rpartition("\n")[2]
+    print(f"written by pyarrow in the flavor of Spark: {reason}")
+    with_arrow(path, flavor="spark", use_compliant_nested_type=not legacy)
+
+
+def with_duckdb(path: Path) -> None:
+    rows = pa.Table.from_pylist(ROWS, SCHEMA)
+    with duckdb.connect() as connection:
+        connection.register("rows", rows)
+        connection.execute(f"copy (select * from rows) to '{path / 'x.parquet'}' (format parquet)")
+
+
+@pytest.fixture(autouse=True)
+def bars_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+
+
+WRITERS = {
+    "arrow": with_arrow,
+    "legacy lists": lambda path: with_arrow(path, use_compliant_nested_type=False, version="1.0", store_schema=False),
+    "datasets": lambda path: datasets.Dataset.from_list(ROWS).to_parquet(str(path / "x.parquet")),
+    "polars": lambda path: pl.from_arrow(pa.Table.from_pylist(ROWS, SCHEMA)).write_parquet(path / "x.parquet"),
+    "duckdb": with_duckdb,
+    "spark": lambda path: with_spark(path, legacy=False),
+    "legacy spark": lambda path: with_spark(path, legacy=True),
+}
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    dataset = make_dataset(str(path), cache=None)
+    return [{name: plain(value) for name, value in row.items()} for row in dataset.__getitems__(range(len(dataset)))]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_files_of_every_writer_agree(writer: str, tmp_path: Path) -> None:
+    WRITERS[writer](tmp_path)
+    found = rows_of(tmp_path)
+    missing = found[3].pop("score")
+    assert missing != missing  # noqa: PLR0124 (NaN)
+    assert found == [{name: row[name] for name in row if row["id"] != 3 or name != "score"} for row in ROWS]
+
+
+def test_features_of_hugging_face_datasets(tmp_path: Path) -> None:
+    picture = io.BytesIO()
+    Image.fromarray(np.zeros((2, 3, 3), np.uint8)).save(picture, "png")
+    cubes = np.arange(36, dtype=np.float32).reshape(3, 2, 3, 2)
+    features = datasets.Features(
+        {
+            "image": datasets.Image(decode=False),
+            "audio": {"bytes": datasets.Value("binary"), "path": datasets.Value("string")},
+            "cube": datasets.Array3D((2, 3, 2), "float32"),
+            "tall": datasets.Array2D((None, 2), "int32"),
+            "pair": datasets.Sequence(datasets.Value("int32"), length=2),
+            "words": datasets.Sequence(datasets.Value("string")),
+            "boxes": datasets.Sequence({"label": datasets.Value("string"), "at": datasets.Value("int64")}),
+            "label": datasets.ClassLabel(names=["cat", "dog"]),
+        }
+    )
+    rows = {
+        "image": [{"bytes": picture.getvalue(), "path": None}, None, {"bytes": b"x", "path": "a.png"}],
+        "audio": [{"bytes": b"RIFF", "path": "a.wav"}] * 3,
+        "cube": cubes.tolist(),
+        "tall": [[[1, 2]], [[3, 4], [5, 6]], []],
+        "pair": [[1, 2], [3, 4], [5, 6]],
+        "words": [["a"], [], ["b", "c"]],
+        "boxes": [{"label": ["l"], "at": [1]}, {"label": [], "at": []}, {"label": ["m", "n"], "at": [2, 3]}],
+        "label": ["cat", "dog", "cat"],
+    }
+    made = datasets.Dataset.from_dict(rows, features).cast_column("audio", datasets.Audio(decode=False))
+    made.to_parquet(str(tmp_path / "x.parquet"))
+    batch = make_dataset(str(tmp_path), cache=None).__getitems__(range(3)).columns
+    assert [plain(value) for value in batch["image.bytes"]] == [picture.getvalue(), None, b"x"]
+    assert batch["image.path"] == [None, None, "a.png"]
+    assert [plain(value) for value in batch["audio.bytes"]] == [b"RIFF"] * 3
+    assert batch["cube"].dtype == torch.float32
+    assert batch["cube"].tolist() == cubes.tolist()
+    assert batch["tall"] == rows["tall"]
+    assert batch["pair"].tolist() == rows["pair"]
+    assert batch["words"] == rows["words"]
+    assert batch["label"].tolist() == [0, 1, 0]
+    assert batch.get("boxes.label", batch.get("boxes")) == (
+        [box["label"] for box in rows["boxes"]] if "boxes.label" in batch else made["boxes"][:]
+    )
+
+
+@pytest.mark.parametrize("first", ["import datasets", "pass"])
+def test_arrays_of_hugging_face_are_tensors_with_and_without_its_package(first: str, tmp_path: Path) -> None:
+    """`import datasets` registers extension types, which change how Arrow reads the same file."""
+    cube = np.arange(12, dtype=np.uint8).reshape(1, 2, 3, 2)
+    features = datasets.Features({"cube": datasets.Array3D((2, 3, 2), "uint8")})
+    made = datasets.Dataset.from_dict({"cube": cube.tolist()}, features)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made.to_parquet(str(tmp_path / "x.parquet"))
+    with pa.ipc.new_file(tmp_path / "y.arrow", made.data.schema) as file:
+        file.write_table(made.data.table)
+    program = f"""
+{first}
+from dataload import make_dataset
+for name in ("x.parquet", "y.arrow"):
+    cube = make_dataset({str(tmp_path)!r} + "/" + name, cache=None).__getitems__([0]).columns["cube"]
+    print(tuple(cube.shape), cube.dtype, cube.flatten().tolist() == list(range(12)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["(1, 2, 3, 2) torch.uint8 True"] * 2, done.stderr
+
+
+def test_an_array_of_another_shape_than_its_type_says(tmp_path: Path) -> None:
+    metadata = {b"ARROW:extension:name": b"datasets.features.features.Array2DExtensionType"}
+    metadata[b"ARROW:extension:metadata"] = b'[[2, 2], "int8"]'
+    field = pa.field("cube", pa.list_(pa.list_(pa.int8())), metadata=metadata)
+    kept = pa.table({"cube": pa.array([[[1, 2], [3]]], field.type)}, pa.schema([field]))
+    program = f"""
+import sys, pyarrow as pa, pyarrow.parquet as pq
+from dataload import make_dataset
+make_dataset({str(tmp_path / "x.parquet")!r}, cache=None)[0]
+"""
+    pq.write_table(kept, tmp_path / "x.parquet")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert DataError.__name__ in done.stderr
+    assert "column 'cube' cannot be decoded: ListType can only be casted to FixedSizeListType" in done.stderr

@@ -1,0 +1,453 @@
+"""Batches of nested columns equal `to_pylist()`; with ragged="flat" they are the same values, flat."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Iterator
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+from decoded import gather, plain, whole
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from nightly import NIGHTLY
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.errors import DataError
+from dataload.formats import parquet
+from dataload.formats.schema import fields_of
+from dataload.loader.worker_transport import pack, unpack
+from dataload.rows import row_group_plan
+from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
+from dataload.train.batch_size import find_batch_size
+
+EXAMPLES = 2000 if NIGHTLY else 100
+
+LEAVES: dict[pa.DataType, st.SearchStrategy[Any]] = {
+    pa.null(): st.none(),
+    pa.bool_(): st.booleans(),
+    pa.int8(): st.integers(-128, 127),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.uint64(): st.integers(0, 2**64 - 1),
+    pa.float32(): st.floats(allow_nan=False, width=32),
+    pa.float64(): st.floats(allow_nan=False),
+    pa.string(): st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    pa.large_string(): st.text("aé€😀", max_size=20),
+    pa.string_view(): st.text("aé€😀", max_size=20),
+    pa.binary(): st.binary(max_size=5),
+    pa.large_binary(): st.binary(max_size=5),
+    pa.binary_view(): st.binary(max_size=20),
+    pa.binary(3): st.binary(min_size=3, max_size=3),
+    pa.dictionary(pa.int8(), pa.string()): st.sampled_from(["a", "b", "ccc"]),
+    pa.date32(): st.dates(date(1900, 1, 1), date(2100, 1, 1)),
+    pa.time64("us"): st.times(),
+    pa.timestamp("us"): st.datetimes(datetime(1900, 1, 1), datetime(2100, 1, 1)),  # noqa: DTZ001 (the type has no zone)
+    pa.timestamp("ms", "UTC"): st.integers(-(10**12), 10**12),
+    pa.duration("us"): st.timedeltas(timedelta(-9999), timedelta(9999)),
+    pa.decimal128(9, 3): st.integers(-(10**8), 10**8).map(lambda number: Decimal(number) / 1000),
+}
+KEYS = [pa.string(), pa.int64(), pa.large_string()]
+
+
+def nested(depth: int, *, views: bool) -> st.SearchStrategy[pa.DataType]:
+    """Return types of at most this depth, with or without the types of lists that Parquet lacks."""
+    # Arrow cannot write slices of views of bytes to Parquet, and no views of lists.
+    leaves = st.sampled_from([kind for kind in LEAVES if views or kind not in (pa.string_view(), pa.binary_view())])
+    if depth == 0:
+        return leaves
+    inner = nested(depth - 1, views=views)
+    lists = [pa.list_, pa.large_list, *([pa.list_view, pa.large_list_view] if views else [])]
+    sizes = st.integers(1, 2)
+    return st.one_of(
+        leaves,
+        st.builds(lambda make, kind: make(kind), st.sampled_from(lists), inner),
+        st.builds(lambda kind, size: pa.list_(kind, size), inner, sizes),
+        st.builds(
+            lambda kinds: pa.struct(list(zip("abc", kinds, strict=False))), st.lists(inner, min_size=1, max_size=3)
+        ),
+        st.builds(pa.map_, st.sampled_from(KEYS), inner),
+    )
+
+
+def columns(depth: int, *, views: bool) -> st.SearchStrategy[pa.DataType]:
+    """Return types of columns of Python values."""
+    kinds = nested(depth - 1, views=views)
+    return st.one_of(
+        kinds.map(pa.list_), kinds.map(pa.large_list), kinds.map(lambda kind: pa.map_(pa.string(), kind))
+    ).filter(lambda kind: fields_of(pa.schema([("c", kind)]))[0].kind == "nested")
+
+
+def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
+    """Return values of a type, as pyarrow accepts them, with nulls at every depth."""
+    types = pa.types
+    if types.is_struct(kind):
+        found = st.fixed_dictionaries({field.name: values_of(field.type) for field in kind})
+    elif types.is_map(kind):
+        found = st.lists(st.tuples(LEAVES[kind.key_type], values_of(kind.item_type)), max_size=2)
+    elif types.is_fixed_size_list(kind):
+        found = st.lists(values_of(kind.value_type), min_size=kind.list_size, max_size=kind.list_size)
+    elif kind in LEAVES:
+        found = LEAVES[kind]
+    else:
+        found = st.lists(values_of(kind.value_type), max_size=3)
+    return st.none() | found
+
+
+def columns_with_rows(*, views: bool) -> st.SearchStrategy[pa.Table]:
+    """Return tables of one or two nested columns, which may be slices and may have several chunks."""
+
+    @st.composite
+    def draw(draw: Any) -> pa.Table:
+        kinds = draw(st.lists(columns(4, views=views), min_size=1, max_size=2))
+        count, start = draw(st.integers(1, 6)), draw(st.integers(0, 2))
+        arrays = []
+        for kind in kinds:
+            rows = draw(st.lists(values_of(kind), min_size=count + start, max_size=count + start))
+            parts = (
+                [pa.array(rows[:1], kind), pa.array(rows[1:], kind)] if draw(st.booleans()) else [pa.array(rows, kind)]
+            )
+            arrays.append(pa.chunked_array(parts, kind))
+        return pa.table(arrays, [f"c{number}" for number in range(len(kinds))]).slice(start)
+
+    return draw()
+
+
+@settings(max_examples=EXAMPLES)
+@given(table=columns_with_rows(views=True), data=st.data())
+def test_a_batch_is_to_pylist_of_take(table: pa.Table, data: st.DataObject) -> None:
+    """Rows of two blobs, also flat; cut into two batches as a loader does it."""
+    tables = [table, table.slice(1)] if len(table) > 1 else [table]
+    rows = data.draw(st.lists(st.integers(0, len(tables[-1]) - 1), max_size=6))
+    which = data.draw(st.lists(st.integers(0, len(tables) - 1), min_size=len(rows), max_size=len(rows)))
+    expected = [tables[part].slice(row, 1).to_pylist()[0] for part, row in zip(which, rows, strict=True)]
+    records = gather(tables, np.array(which, np.int64), np.array(rows, np.int64))
+    batch = to_batch(records)
+    assert {name: list(values) for name, values in batch.items()} == {
+        name: [row[name] for row in expected] for name in table.column_names
+    }
+    try:
+        flat = to_batch(records, ragged="flat")
+    except DataError as error:
+        assert "ragged='flat' cannot hold" in str(error)
+    else:
+        sizes = [1, len(rows) - 1] if len(rows) > 1 else [len(rows)]
+        parts = list(zip(cut(flat, sizes), sizes, strict=True))
+        for name in table.column_names:
+            found = [row for part, size in parts for row in unflattened(part[name], size)]
+            assert found == [emptied(row[name], table.schema.field(name).type) for row in expected]
+
+
+def unflattened(column: Any, count: int) -> list[Any]:
+    """Return the rows of a flat column as lists and dicts."""
+    if isinstance(column, Flat):
+        total = int(column.offsets[-1])
+        values = unflattened(column.values, total)
+        bounds = column.offsets.tolist()
+        return [values[start:stop] for start, stop in itertools.pairwise(bounds)]
+    if isinstance(column, dict):
+        members = {name: unflattened(values, count) for name, values in column.items()}
+        return [{name: values[row] for name, values in members.items()} for row in range(count)]
+    return [str(value) if isinstance(value, float) else value for value in plain(column)]
+
+
+def emptied(value: Any, kind: pa.DataType) -> Any:
+    """Return what a flat batch holds of a value: empty lists and bytes for nulls, counts for times, NaN for floats."""
+    types = pa.types
+    if types.is_struct(kind):
+        return {field.name: emptied(value and value[field.name], field.type) for field in kind}
+    if types.is_map(kind):
+        return [{"key": key, "value": emptied(item, kind.item_type)} for key, item in value or []]
+    if types.is_nested(kind):
+        return [emptied(element, kind.value_type) for element in value or []]
+    if types.is_dictionary(kind):
+        return value
+    if kind in (pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(3)):
+        return list(value or b"")
+    if types.is_decimal(kind) or types.is_floating(kind):  # Arrow does not round decimals to the nearest float.
+        return "nan" if value is None else str(pa.scalar(value, kind).cast(pa.float64()).as_py())
+    if types.is_temporal(kind):
+        scalar = pa.scalar(value, kind)
+        return scalar.cast(pa.int64() if kind.bit_width == 64 else pa.int32()).as_py()
+    return value
+
+
+def is_valid(path: Path) -> bool:
+    """Return whether Arrow accepts its own file: under null structs it may write codes that no dictionary has."""
+    try:
+        pa.ipc.open_file(path).read_all().validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+@settings(max_examples=EXAMPLES)
+@given(data=st.data())
+def test_files_are_read_like_arrow_reads_them(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("nested")
+    as_parquet = data.draw(st.booleans())
+    table = data.draw(columns_with_rows(views=not as_parquet))
+    half = -(-len(table) // 2)
+    if as_parquet:
+        pq.write_table(table, folder / "x.parquet", row_group_size=half)
+        table = pq.read_table(folder / "x.parquet")
+    else:
+        with pa.ipc.new_file(folder / "x.arrow", table.schema) as file:
+            file.write_table(table.combine_chunks(), max_chunksize=half)
+        assume(is_valid(folder / "x.arrow"))
+    rows = data.draw(st.lists(st.integers(0, len(table) - 1), min_size=1, max_size=6))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_group_plan, "BLOB_ROWS", data.draw(st.sampled_from([1, 2, 1 << 16])))
+        dataset = make_dataset(str(folder), cache=None)
+    found = dataset.__getitems__(rows)
+    assert [dict(row.items()) for row in found] == [table.slice(row, 1).to_pylist()[0] for row in rows]
+
+
+CHAT = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def chat_table(rows: int) -> pa.Table:
+    """Return conversations, tags and numbers with nulls, each a function of `id`."""
+    ids = range(rows)
+    messages = [
+        None if row % 7 == 3 else [{"role": "user", "content": None if turn else f"{row}é"} for turn in range(row % 4)]
+        for row in ids
+    ]
+    tags = [None if row % 5 == 2 else [f"t{tag}" for tag in range(row % 3)] for row in ids]
+    pairs = [[(f"k{row}", [row, row + 1])] * (row % 2) for row in ids]
+    vectors = [None if row % 6 == 1 else [0.5] * (row % 3) for row in ids]
+    names = [None if row % 4 == 1 else f"row {row}" for row in ids]
+    columns = {"id": ids, "chat": pa.array(messages, CHAT), "tags": tags, "vector": vectors, "name": names}
+    return pa.table(columns | {"map": pa.array(pairs, pa.map_(pa.string(), pa.list_(pa.int32())))})
+
+
+def reversed_tags(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "tags": [None if tags is None else tags[::-1] for tags in batch["tags"]]}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1}, {"ragged": "flat"}, {"ragged": "flat", "num_workers": 1}], ids=str
+)
+def test_a_loader_of_nested_columns(tmp_path: Path, options: dict[str, Any]) -> None:
+    """On a thread and from a worker, each row has its values, also in batches that are gathered together."""
+    table = chat_table(100)
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=30)
+    transform = reversed_tags if options == {"num_workers": 1} else None
+    if options.get("ragged") and options.get("num_workers"):
+        transform = dict
+    loader = make_loader(
+        str(tmp_path / "x.parquet"),
+        8,
+        cache_dir=str(tmp_path / "cache"),
+        cache_bytes="1GB",
+        transform=transform,
+        **options,
+    )
+    found = {}
+    for batch in loader:
+        size = len(batch["id"])
+        values = {
+            name: unflattened(column, size) if options.get("ragged") else [plain(value) for value in column]
+            for name, column in batch.items()
+        }
+        found |= {
+            row["id"]: row
+            for row in (dict(zip(values, each, strict=True)) for each in zip(*values.values(), strict=True))
+        }
+    expected = {row["id"]: row for row in table.to_pylist()}
+    if transform is reversed_tags:
+        expected = {number: row | {"tags": row["tags"] and row["tags"][::-1]} for number, row in expected.items()}
+    if options.get("ragged"):
+        kinds = {name: table.schema.field(name).type for name in table.column_names}
+        expected = {number: {name: emptied(row[name], kinds[name]) for name in row} for number, row in expected.items()}
+    assert found == expected
+
+
+def test_a_batch_of_nested_values_crosses_to_another_process_and_device() -> None:
+    batch = whole(chat_table(20))
+    flat = whole(chat_table(20), ragged="flat")
+    moved = map_tensors(unpack(pack(batch)), lambda tensor: tensor.clone())
+    assert moved.keys() == batch.keys()
+    assert all([plain(a) for a in moved[name]] == [plain(b) for b in batch[name]] for name in batch)
+    moved = map_tensors(unpack(pack(flat)), lambda tensor: tensor.clone())
+    assert all(unflattened(moved[name], 20) == unflattened(flat[name], 20) for name in flat)
+
+
+def test_null_bytes_cross_to_another_process() -> None:
+    batch = whole(pa.table({"b": [b"ab", None, b"", b"c"]}))
+    assert [plain(value) for value in unpack(pack(batch))["b"]] == [b"ab", None, b"", b"c"]
+
+
+@pytest.mark.parametrize("ragged", ["list", "flat"])
+def test_the_search_for_a_batch_size_repeats_nested_rows(ragged: str) -> None:
+    batch = whole(chat_table(5), ragged=ragged)
+    expected = [
+        unflattened(column, 5) if ragged == "flat" else [plain(value) for value in column] for column in batch.values()
+    ]
+    model, seen = torch.nn.Linear(1, 1), []
+
+    def loss(model: torch.nn.Module, repeated: dict[str, Any]) -> torch.Tensor:
+        size = len(repeated["id"])
+        seen.append(size)
+        rows = [
+            unflattened(column, size) if ragged == "flat" else [plain(value) for value in column]
+            for column in repeated.values()
+        ]
+        assert rows == [[column[row % 5] for row in range(size)] for column in expected]
+        return model(torch.ones(size, 1)).sum()
+
+    find_batch_size(model, torch.optim.SGD(model.parameters()), batch, loss, start=7, limit=14, gain=-1, device="cpu")
+    assert set(seen) == {7, 14}
+
+
+def test_rows_of_a_flat_batch_are_indexed() -> None:
+    table = pa.table({"c": [[["a"], []], None, [["b", "c"]]]})
+    [first, second, third] = gather_rows(table, "flat")
+    assert (unflattened(first["c"], 2), third["c"].values) == ([["a"], []], ["b", "c"])
+    assert second["c"].offsets.tolist() == [0]
+
+
+def gather_rows(table: pa.Table, ragged: str) -> Rows:
+
+    return Rows(gather([table], np.zeros(len(table), np.int64), np.arange(len(table))), ragged)
+
+
+def test_columns_of_nested_rows_come_from_the_rows_of_all_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataset of few columns takes them from cached rows, without a request; so does one of joined blobs."""
+    monkeypatch.setattr(parquet, "SHARED_BYTES", 0)  # no bytes of the file are cached
+    table = chat_table(50)
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=25)
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    everything = make_dataset(str(tmp_path / "x.parquet"), cache=cache)
+    assert everything.__getitems__(range(50)).columns["chat"] == table["chat"].to_pylist()
+    few = make_dataset(str(tmp_path / "x.parquet"), columns=["chat", "name", "vector"], cache=cache)
+    (tmp_path / "x.parquet").unlink()
+    batch = few.__getitems__(range(50)).columns
+    assert batch["chat"] == table["chat"].to_pylist()
+    assert batch["name"] == table["name"].to_pylist()
+    assert [plain(value) for value in batch["vector"]] == table["vector"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (pa.dense_union([pa.field("a", pa.int8()), pa.field("b", pa.string())]), "a union"),
+        (pa.list_(pa.sparse_union([pa.field("a", pa.int8())])), "a union"),
+        (pa.map_(pa.string(), pa.list_(pa.dense_union([pa.field("a", pa.int8())]))), "a union"),
+        (pa.list_(pa.struct([("a", pa.int8()), ("a", pa.string())])), "two members of one name"),
+    ],
+    ids=str,
+)
+def test_an_unsupported_type_raises_an_error_that_names_the_column(kind: pa.DataType, reason: str) -> None:
+    with pytest.raises(DataError, match=f"column 'odd' has type .* with {reason}: leave it out with columns="):
+        fields_of(pa.schema([("fine", pa.int8()), ("odd", kind)]))
+
+
+def test_text_inside_lists_that_is_not_utf_8() -> None:
+    broken = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 1], np.int32)), pa.py_buffer(b"\xff"))
+    table = pa.table({"c": pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), broken)})
+    for ragged in ("list", "flat"):
+        with pytest.raises(DataError, match="column 'c' has a string that is not UTF-8"):
+            whole(table, ragged=ragged)
+
+
+def test_nulls_that_flat_tensors_cannot_hold() -> None:
+    for values in ([[[1, None]]], [[{"a": 1}, None]]):
+        with pytest.raises(DataError, match=r"column 'c' has nulls of int64 inside, which ragged='flat' cannot hold"):
+            whole(pa.table({"c": values}), ragged="flat")
+
+
+def test_extension_types() -> None:
+    identities = [uuid.UUID(int=1), None, uuid.UUID(int=2)]
+    tensor = pa.fixed_shape_tensor(pa.float32(), (2, 3), permutation=[1, 0])
+    values = np.arange(12, dtype=np.float32)
+    tensors = tensor.wrap_array(pa.FixedSizeListArray.from_arrays(pa.array(values), 6))
+    raw = [None if each is None else each.bytes for each in identities]
+    table = pa.table(
+        {
+            "id": pa.uuid().wrap_array(pa.array(raw, pa.binary(16))),
+            "ids": pa.array([[each] for each in raw], pa.list_(pa.binary(16))).cast(pa.list_(pa.uuid())),
+            "flag": pa.bool8().wrap_array(pa.array([1, 0, 2], pa.int8())),
+        }
+    )
+    batch = whole(table)
+    assert batch["id"] == identities
+    assert batch["ids"] == table["ids"].to_pylist()
+    assert batch["flag"].tolist() == [True, False, True]
+    assert batch["flag"].dtype == torch.bool
+    batch = whole(pa.table({"t": tensors}))
+    assert batch["t"].shape == (2, 3, 2)
+    np.testing.assert_array_equal(batch["t"].numpy(), tensors.to_numpy_ndarray())
+    if hasattr(pa, "json_"):
+        assert whole(pa.table({"j": pa.json_().wrap_array(pa.array(['{"a": 1}', None]))}))["j"] == ['{"a": 1}', None]
+
+
+def test_dictionaries_of_lists() -> None:
+    tables = [
+        pa.table({"c": pa.DictionaryArray.from_arrays(pa.array([1, None, 0], pa.int8()), pa.array(values))})
+        for values in ([["a", None], []], [["b"], None])
+    ]
+    batch = to_batch(gather(tables, np.array([1, 0, 0, 1]), np.array([2, 0, 1, 0])))
+    assert batch["c"] == [["b"], [], None, None]
+
+
+class Celsius(pa.ExtensionType):
+    """A type that only this process knows."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.float32(), "tests.celsius")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: pa.DataType, serialized: bytes) -> Celsius:
+        return cls()
+
+
+@pytest.fixture
+def celsius() -> Iterator[None]:
+    pa.register_extension_type(Celsius())
+    yield
+    pa.unregister_extension_type("tests.celsius")
+
+
+def test_a_type_of_this_process_is_its_storage(celsius: None) -> None:
+    values = pa.ExtensionArray.from_storage(Celsius(), pa.array([1.0, None, 2.0], pa.float32()))
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 3], pa.int32()), pa.StructArray.from_arrays([values], ["t"]))
+    records = gather([pa.table({"l": lists})], np.zeros(2, int), np.arange(2))
+    assert to_batch(records)["l"] == [[{"t": 1.0}, {"t": None}], [{"t": 2.0}]]
+    assert records.nested(records.layout.fields[0]).type == pa.list_(pa.struct([("t", pa.float32())]))
+    assert whole(pa.table({"t": values}))["t"].tolist()[2] == 2.0
+
+
+def test_runs_are_decoded() -> None:
+    runs = pc.run_end_encode(pa.array([1, 1, 2], pa.int32()))
+    texts = pc.run_end_encode(pa.array(["a", None, None]))
+    lists = pa.ListArray.from_arrays(pa.array([0, 2, 3], pa.int32()), texts)
+    batch = whole(pa.table({"r": runs, "t": texts}))
+    assert (batch["r"].tolist(), batch["t"]) == ([1, 1, 2], ["a", None, None])
+    assert whole(pa.table({"l": lists}))["l"] == [["a", None], [None]]
+
+
+def test_nested_rows_have_a_size(tmp_path: Path) -> None:
+    """The estimate for the plan of the cache is measured where dictionary codes hide the sizes."""
+    rows = [["a long tag that repeats" * 20] * 3] * 2000
+    pq.write_table(pa.table({"tags": rows}), tmp_path / "x.parquet")
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=None)
+    blobs = dataset.rowstore.blobs
+    before = blobs.num_bytes
+    blobs.measure()
+    actual = sum(len(blob) for blob in blobs.load(0))
+    assert before < actual / 10
+    assert actual / 1.2 < blobs.num_bytes < actual * 1.2

@@ -1,0 +1,284 @@
+"""Nulls of every type: as batches represent them, replaced, marked by masks, or an error that names the ways out."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from datetime import date, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from decoded import gather, plain, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.errors import DataError
+from dataload.formats import parquet
+from dataload.formats.schema import fields_of
+from dataload.rows.arrow_decode import decode
+from dataload.rows.collate import Flat, to_batch
+
+WAYS_OUT = "pass fill_null= to replace them, or null_masks=True to mark them"
+
+INTEGERS = [pa.bool_(), pa.int8(), pa.uint64(), pa.date32(), pa.timestamp("ns"), pa.time32("s"), pa.duration("us")]
+FLOATS = [pa.float16(), pa.float32(), pa.float64(), pa.decimal128(9, 2)]
+NONE = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.binary(2), pa.binary_view(), pa.null()]
+NONE += [pa.dictionary(pa.int8(), pa.string()), pa.list_(pa.string()), pa.map_(pa.string(), pa.int8())]
+
+
+def column_of(kind: pa.DataType, present: list[bool]) -> pa.Array:
+    """Return a column with a value of the type where `present`, else null."""
+    values: Any
+    if pa.types.is_map(kind):
+        values = [("a", 1)]
+    elif pa.types.is_list(kind):
+        values = ["a", None]
+    elif pa.types.is_decimal(kind):
+        values = Decimal("1.25")
+    elif pa.types.is_floating(kind):
+        values = np.float16(1.5)
+    elif pa.types.is_null(kind):
+        values = None
+    elif kind in INTEGERS:
+        return (
+            pa.array([1 if here else None for here in present], pa.int8())
+            .cast(pa.int32())
+            .cast(pa.int32() if kind.bit_width == 32 else pa.int64())
+            .cast(kind)
+        )
+    else:
+        values = "ab"
+    if pa.types.is_binary_view(kind) or pa.types.is_binary(kind) or pa.types.is_fixed_size_binary(kind):
+        values = b"ab"
+    return pa.array([values if here else None for here in present], kind)
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Compare values; NaN equals NaN."""
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if isinstance(expected, float) and math.isnan(expected):
+        return bool(math.isnan(found))
+    return bool(found == expected)
+
+
+@settings(max_examples=200)
+@given(
+    kind=st.sampled_from([*INTEGERS, *FLOATS, *NONE]),
+    present=st.lists(st.booleans(), min_size=1, max_size=9),
+    start=st.integers(0, 3),
+)
+def test_nulls_are_those_of_arrow(kind: pa.DataType, present: list[bool], start: int) -> None:
+    column = column_of(kind, present)[min(start, len(present) - 1) :]
+    table = pa.table({"c": column})
+    nulls = column.is_null().to_pylist()
+    if kind in NONE:
+        assert [plain(value) for value in whole(table)["c"]] == column.to_pylist()
+    elif kind in FLOATS:
+        expected = [math.nan if value is None else float(value) for value in column.to_pylist()]
+        assert same(whole(table)["c"].tolist(), expected)
+    elif any(nulls):
+        with pytest.raises(DataError, match=f"here column 'c' has {sum(nulls)} nulls: {WAYS_OUT}"):
+            whole(table)
+    batch = whole(table, null_masks=True)
+    if kind in INTEGERS:
+        assert batch["c.is_null"].tolist() == nulls
+        assert batch["c.is_null"].dtype == torch.bool
+        assert [int(value) for value in batch["c"]] == [int(not null) for null in nulls]
+    else:
+        assert batch.keys() == {"c"}
+
+
+@settings(max_examples=100)
+@given(
+    rows=st.lists(st.none() | st.lists(st.none() | st.integers(-9, 9), max_size=3), min_size=1, max_size=6),
+    kind=st.sampled_from([pa.list_, pa.large_list, pa.list_view, pa.large_list_view]),
+    start=st.integers(0, 2),
+)
+def test_nulls_of_lists_of_numbers(rows: list[Any], kind: Any, start: int) -> None:
+    """A null list is None, or an empty row; a null in a list of floats is NaN, in one of integers zero with a mask."""
+    rows = rows[min(start, len(rows) - 1) :]
+    table = pa.table({"i": pa.array([None] * start + rows, kind(pa.int32()))[start:]})
+    table = table.append_column(
+        "f",
+        table["i"].cast(pa.list_(pa.float32()))
+        if kind in (pa.list_, pa.large_list)
+        else pa.array(rows, kind(pa.float32())),
+    )
+    batch = whole(table, null_masks=True)
+    zeros = [None if row is None else [value or 0 for value in row] for row in rows]
+    nans = [None if row is None else [math.nan if value is None else value for value in row] for row in rows]
+    assert [plain(value) for value in batch["i"]] == zeros
+    assert same([plain(value) for value in batch["f"]], nans)
+    assert batch["i.is_null"].tolist() == [row is None or None in row for row in rows]
+    flat = whole(table, null_masks=True, ragged="flat")["i"]
+    assert flat.values.tolist() == [value for row in zeros for value in row or []]
+    assert flat.offsets.diff().tolist() == [len(row or []) for row in rows]
+    inside = sum(value is None for row in rows for value in row or [])
+    if inside:
+        with pytest.raises(DataError, match=f"here column 'i' has {inside} nulls inside its lists: {WAYS_OUT}"):
+            whole(table)
+        filled = whole(table, {"i": 7})["i"] if None not in rows else None
+        assert filled is None or [plain(value) for value in filled] == [
+            [7 if value is None else value for value in row] for row in rows
+        ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "filling", "expected"),
+    [(pa.int32(), -1, [1, -1]), (pa.string(), "?", ["1", "?"]), (pa.float32(), 0, [1, 0])],
+)
+def test_nulls_are_replaced(kind: pa.DataType, filling: Any, expected: list[Any]) -> None:
+    table = pa.table({"c": pa.array([1 if filling != "?" else "1", None], kind)})
+    for fill_null in (filling, {"c": filling}):
+        column = whole(table, fill_null)["c"]
+        assert (column.tolist() if isinstance(column, torch.Tensor) else column) == expected
+
+
+def test_a_null_without_a_replacement_names_file_row_group_and_column() -> None:
+    table = pa.table({"c": pa.array([1, None])})
+    for fill_null in (None, {"other": 0}):
+        with pytest.raises(DataError, match=rf"x\.parquet row group 3 column 'c' has 1 nulls: {WAYS_OUT}"):
+            decode(table, fields_of(table.schema), fill_null, "x.parquet row group 3")
+
+
+def test_one_replacement_is_for_the_columns_that_can_hold_it() -> None:
+    """A replacement by column must fit: the caller meant that column."""
+    table = pa.table(
+        {"i": pa.array([None], pa.int8()), "s": pa.array([None], pa.string()), "f": pa.nulls(1, pa.float32())}
+    )
+    batch = whole(table, -1)
+    assert (batch["i"].tolist(), batch["s"], batch["f"].tolist()) == ([-1], [None], [-1.0])
+    batch = whole(table, "?", null_masks=True)
+    assert (batch["i"].tolist(), batch["i.is_null"].tolist(), batch["s"]) == ([0], [True], ["?"])
+    assert math.isnan(batch["f"].item())
+    for name, filling, kind in (("s", -1, "large_string"), ("f", "?", "float"), ("i", 1.5, "int8")):
+        with pytest.raises(DataError, match=re.escape(f"'{name}': fill_null={filling!r} is no {kind}")):
+            whole(table.select([name]), {name: filling})
+
+
+def test_a_null_replacement_of_another_type() -> None:
+    with pytest.raises(DataError, match="'c': fill_null='text' is no int64"):
+        whole(pa.table({"c": pa.array([None], pa.int64())}), "text")
+
+
+@pytest.mark.parametrize(("kind", "filling"), [(pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")])
+def test_a_null_replacement_that_would_be_changed(kind: pa.DataType, filling: Any) -> None:
+    with pytest.raises(DataError, match=r"fill_null=.* is no"):
+        whole(pa.table({"c": pa.array([None], kind)}), filling)
+
+
+def test_a_replacement_keeps_the_mask() -> None:
+    batch = whole(pa.table({"c": pa.array([1, None])}), 9, null_masks=True)
+    assert (batch["c"].tolist(), batch["c.is_null"].tolist()) == ([1, 9], [False, True])
+
+
+def test_decimals_are_filled_by_decimals_and_floats() -> None:
+    table = pa.table({"c": pa.array([None, Decimal("1.25")], pa.decimal128(10, 2))})
+    assert whole(table, Decimal("3.5"))["c"].tolist() == [3.5, 1.25]
+    assert whole(table, 3.5)["c"].tolist() == [3.5, 1.25]
+
+
+@pytest.mark.skipif(int(pa.__version__.split(".")[0]) < 26, reason="pyarrow reads these from Parquet from 26 on")
+def test_nulls_of_fixed_size_lists_survive_parquet() -> None:
+    file = io.BytesIO()
+    pq.write_table(pa.table({"c": pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int32(), 2))}), file)
+    table = pq.read_table(file)
+    with pytest.raises(DataError, match=f"'c' has 1 rows with nulls: {WAYS_OUT}"):
+        whole(table)
+    assert whole(table, [9, 9])["c"].tolist() == [[1, 2], [9, 9], [3, 4]]
+    assert whole(table, 7)["c"].tolist() == [[1, 2], [7, 7], [3, 4]]
+
+
+def test_nulls_in_fixed_size_lists() -> None:
+    rows = [[[1, None], [3, 4]], None, [[5, 6], None], [[7, 8], [9, 10]]]
+    table = pa.table({"c": pa.array(rows, pa.list_(pa.list_(pa.int16(), 2), 2))})
+    batch = whole(table, null_masks=True)
+    assert batch["c"].tolist() == [[[1, 0], [3, 4]], [[0, 0], [0, 0]], [[5, 6], [0, 0]], [[7, 8], [9, 10]]]
+    assert batch["c.is_null"].tolist() == [True, True, True, False]
+    assert whole(table, 2)["c"].tolist() == [[[1, 2], [3, 4]], [[2, 2], [2, 2]], [[5, 6], [2, 2]], [[7, 8], [9, 10]]]
+    with pytest.raises(DataError, match="'c' has 3 rows with nulls"):
+        whole(table)
+    floats = whole(pa.table({"c": pa.array([[1, None], None], pa.list_(pa.float64(), 2))}))["c"].tolist()
+    assert same(floats, [[1, math.nan], [math.nan, math.nan]])
+
+
+def test_a_null_struct_makes_its_members_null() -> None:
+    kind = pa.struct([("x", pa.int64()), ("deep", pa.struct([("y", pa.string())]))])
+    table = pa.table({"s": pa.array([{"x": 1, "deep": {"y": "a"}}, None, {"x": 2, "deep": None}], kind)})
+    with pytest.raises(DataError, match=r"'s\.x' has 1 nulls"):
+        whole(table)
+    batch = whole(table, null_masks=True)
+    assert batch["s.x"].tolist() == [1, 0, 2]
+    assert batch["s.x.is_null"].tolist() == [False, True, False]
+    assert batch["s.deep.y"] == ["a", None, None]
+    assert whole(table, {"s.x": -1, "s.deep.y": "?"})["s.deep.y"] == ["a", "?", "?"]
+
+
+def test_a_mask_that_has_the_name_of_a_column() -> None:
+    with pytest.raises(DataError, match=r"null_masks=True adds a column 'a\.is_null', which the dataset has"):
+        fields_of(pa.schema([("a", pa.int8()), ("a.is_null", pa.int8())]), null_masks=True)
+
+
+def test_a_null_in_bytes_is_an_empty_row_of_flat() -> None:
+    flat = whole(pa.table({"c": [b"ab", None, b"", b"c"]}), ragged="flat")["c"]
+    assert isinstance(flat, Flat)
+    assert (bytes(flat.values.tolist()), flat.offsets.tolist()) == (b"abc", [0, 2, 2, 2, 3])
+
+
+def table_with_nulls(rows: int) -> pa.Table:
+    numbers = [None if row % 3 == 0 else row for row in range(rows)]
+    days = [None if number is None else date(2020, 1, 1) + timedelta(number) for number in numbers]
+    texts = [None if number is None else str(number) for number in numbers]
+    return pa.table({"i": pa.array(numbers, pa.int64()), "d": days, "s": texts, "id": range(rows)})
+
+
+def test_a_loader_with_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch has the masks, also of datasets of few columns, which are made from the rows of all columns."""
+    monkeypatch.setattr(parquet, "SHARED_BYTES", 0)  # no bytes of the file are cached
+    pq.write_table(table_with_nulls(100), tmp_path / "x.parquet", row_group_size=30)
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    loader = make_loader(str(tmp_path / "x.parquet"), 8, cache=cache, null_masks=True)
+    found = {}
+    for batch in loader:
+        assert batch.keys() == {"i", "i.is_null", "d", "d.is_null", "s", "id", "id.is_null"}
+        assert not batch["id.is_null"].any()
+        found |= dict(
+            zip(
+                batch["id"].tolist(),
+                zip(batch["i"].tolist(), batch["i.is_null"].tolist(), batch["s"], strict=True),
+                strict=True,
+            )
+        )
+    assert found == {row: (row, False, str(row)) if row % 3 else (0, True, None) for row in range(100)}
+    few = make_dataset(str(tmp_path / "x.parquet"), columns=["i"], cache=cache, null_masks=True)
+    content = (tmp_path / "x.parquet").read_bytes()
+    (tmp_path / "x.parquet").unlink()  # The rows of all columns are cached.
+    batch = few.__getitems__(range(100)).columns
+    assert batch["i"].tolist() == [row if row % 3 else 0 for row in range(100)]
+    assert batch["i.is_null"].tolist() == [row % 3 == 0 for row in range(100)]
+    (tmp_path / "x.parquet").write_bytes(content)
+    assert [part.null_masks for part in few.split([0.5, 0.5])] == [True, True]
+    with pytest.raises(DataError, match=rf"x\.parquet row group 0 column 'i' has 10 nulls: {WAYS_OUT}"):
+        make_dataset(str(tmp_path / "x.parquet"), columns=["i"], cache=cache)[0]
+
+
+def test_masked_values_are_zeros_whatever_the_file_holds() -> None:
+    validity, values = pa.py_buffer(b"\x05"), pa.py_buffer(np.array([1, 99, 3], np.int32))
+    column = pa.Array.from_buffers(pa.int32(), 3, [validity, values])
+    assert column.to_pylist() == [1, None, 3]
+    assert whole(pa.table({"c": column}), null_masks=True)["c"].tolist() == [1, 0, 3]
+
+
+def test_nulls_among_gathered_rows() -> None:
+    tables = [table_with_nulls(9).select(["s"]), table_with_nulls(5).select(["s"])]
+    which, rows = np.array([1, 0, 0, 1]), np.array([0, 3, 4, 4])
+    assert to_batch(gather(tables, which, rows))["s"] == [None, None, "4", "4"]
