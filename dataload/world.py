@@ -106,6 +106,8 @@ class World:
     def node_share(self) -> float:
         """Part of the rows that this rank's node reads, in (0, 1]: the streams of all ranks on it."""
         nodes = self.num_nodes or 1
+        if self.node_sizes is None and self.host_ranks is None:
+            return 1 / nodes
         sizes = self.node_sizes or (self.world_size // nodes,) * nodes
         ends = list(accumulate(sizes))
         return sum(sizes[node] for node in {bisect_right(ends, rank) for rank in _host_ranks(self)}) / self.world_size
@@ -179,9 +181,6 @@ def _host_ranks(world: World) -> Iterable[int]:
         return world.host_ranks
     if world.local_rank is None or world.local_world_size is None:
         return (world.rank,)
-    if not world.host_by_host:
-        nodes = world.world_size // world.local_world_size
-        return range(world.rank % nodes, world.world_size, nodes)  # the usual other order: across the nodes
     first = max(0, world.rank - world.local_rank)
     return range(first, min(first + world.local_world_size, world.world_size))
 

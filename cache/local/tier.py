@@ -219,6 +219,8 @@ class LocalTier(ForkAware):
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
         pin, row = self.policy == "pin", Row(key.digest, key.name, size)
         region = self.region if pin else 0
+        if self._touched and time.monotonic() >= self._flush_at:
+            self.flush(timeout=0)
         if folder.reserve(row, draft, limit=self.limit, region=region, pin=pin, before_evicting=self.flush):
             return True
         self.counters.add(refused=1)

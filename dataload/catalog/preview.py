@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +71,34 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
         footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
         with footer.open_row_group(group.file, group.number, stored, direct, capacity) as reader:
             table = next(iter(reader.tables(len(rows))))
+        table = table.slice(0, len(rows))
         while any(pa.types.is_struct(storage(kind)) for kind in table.schema.types):
-            table = table.flatten()
-        rows = table.slice(0, len(rows)).to_pylist()
+            table = pa.table([_struct(column) for column in table.columns], table.column_names).flatten()
+        values = [[_value(scalar) for scalar in column] for column in table.columns]
+        rows = [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
     return [{name: constants.get(name, row.get(name)) for name in columns} for row in rows]
+
+
+def _struct(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column of structs without the extension types and dictionaries around it; others as they are."""
+    while column.type != (kind := storage(column.type)) and pa.types.is_struct(kind):
+        is_coded = pa.types.is_dictionary(column.type)
+        chunks = [chunk.dictionary.take(chunk.indices) if is_coded else chunk.storage for chunk in column.chunks]
+        column = pa.chunked_array(chunks, column.type.value_type if is_coded else column.type.storage_type)
+    return column
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    """Return a value for Python. Text that is not UTF-8 becomes bytes; a time outside of Python's range, text."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        with suppress(pa.ArrowException):  # a nested value
+            return scalar.cast(pa.large_binary()).as_py()
+    except (ValueError, OverflowError):
+        with suppress(pa.ArrowException):
+            return scalar.cast(pa.string()).as_py()
+    return "a value that Python cannot hold"
 
 
 def _form(field: Field) -> str:

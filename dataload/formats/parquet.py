@@ -68,7 +68,7 @@ class ParquetFooter:
 
     def _shares_blocks(self, number: int) -> bool:
         """Return whether a row group is so small that it is read through cached blocks, with its neighbours."""
-        return self._metadata.num_row_groups > 1 and self.stored_bytes(number) < SHARED_BYTES
+        return self.stored_bytes(number) < SHARED_BYTES
 
     def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
         statistics = self._metadata.row_group(number).column(self._leaves[column].start).statistics

@@ -309,7 +309,13 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     def _warn(self, skipped: Sequence[int], error: Exception) -> None:
         """Log the first row that is replaced in this process. The loader's statistics count the others."""
-        if skipped and not self._warned:
+        if not skipped:
+            log.warning(
+                'on_error="skip": a batch raised %s: %s; it was made again, without an error',
+                type(error).__name__,
+                redacted(error),
+            )
+        elif not self._warned:
             self._warned = True
             url, row_group, row = self._dataset.locate(skipped[0])
             place = f"{redacted(url)} row group {row_group} row {row}"

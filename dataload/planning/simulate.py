@@ -62,7 +62,7 @@ class Costs:
         self.blobs = blobs
         self.block_bytes = blocks.block_bytes
         self.footer_bytes = _footer_bytes(manifest, blocks)
-        self.row_bytes = blobs.num_bytes // max(1, manifest.num_rows)
+        self.row_bytes = blobs.row_bytes
         self.groups = [
             Cost(group.file, *blobs.maker.sources(number), blobs.sizes_on_disk(number))
             for number, group in enumerate(manifest.row_groups)

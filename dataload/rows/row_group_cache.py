@@ -59,6 +59,7 @@ class RowGroupCache:
         self._fill_null = fill_null
         self._null_masks = null_masks
         self._measured = False
+        self._shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
         self.plan = RowGroupPlan(manifest, columns, fill_null, null_masks=null_masks)
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.maker = RowGroupMaker(manifest, self.plan, schema, blocks, fill_null)
@@ -121,7 +122,9 @@ class RowGroupCache:
             DataError: A row group cannot be decoded.
         """
         if not self._measured:
-            self.plan.use_mean_sizes(self.value_sizes.means())
+            means = self.value_sizes.means()
+            self.plan.use_mean_sizes({name: mean.cached for name, mean in means.items()})
+            self._shared_bytes = sum(mean.whole - mean.cached for mean in means.values())
             self._measured = True
             vars(self).pop("num_bytes", None)
 
@@ -143,6 +146,12 @@ class RowGroupCache:
     def num_bytes(self) -> int:
         """Estimate of the bytes of the blobs of all row groups."""
         return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
+
+    @property
+    def row_bytes(self) -> int:
+        """Estimate of the mean bytes of a row in batches, at least 1."""
+        rows = max(1, int(self.plan.row_starts[-1]))
+        return max(1, int(self.num_bytes / rows + self._shared_bytes))
 
     @property
     def keeps(self) -> bool:

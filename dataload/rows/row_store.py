@@ -105,8 +105,8 @@ class RowStore(ForkAware):
 
     @property
     def row_bytes(self) -> int:
-        """Estimate of the mean bytes of a row, at least 1."""
-        return max(1, self.blobs.num_bytes // max(1, int(self.blobs.plan.row_starts[-1])))
+        """Estimate of the mean bytes of a row in batches, at least 1."""
+        return self.blobs.row_bytes
 
     def gather(self, rows: Array, stop: Future[None] | None = None, opened: dict[int, bool] | None = None) -> Records:
         """Return rows by their numbers, in the order given.

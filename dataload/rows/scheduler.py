@@ -62,7 +62,7 @@ class RowGroupScheduler:
             self._started = True
             self._threads.submit(self._blobs.touch)
             if self._blobs.shared and self._blobs.num_bytes >= BACKGROUND_BYTES:
-                self.decoder = BackgroundDecoder(self._blobs)
+                self.decoder, self._demand = BackgroundDecoder(self._blobs), DemandSignal()
 
     def request(self, group: int, most: int, *, counted: bool = True, own_thread: bool = False) -> RowGroupLife:
         """Return the life of a row group that is not mapped. Plan the row group if it has none.

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.footer_cache import get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.formats.schema import Field, Layout
+from dataload.formats.schema import NULL, Field, Layout
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Coded, Nested, Ragged
 from dataload.runtime.cached_property import cached_property
@@ -15,9 +18,21 @@ from dataload.runtime.executor import DaemonExecutor
 
 SAMPLES = 4  # row groups
 READS_IN_FLIGHT = 16
-VERSION = 2  # of the cached sizes
+VERSION = 3  # of the cached sizes
 BATCH_ROWS = 1 << 14  # decoded at a time
 HELD_BYTES = 32 << 20  # stored bytes of a column to hold in memory
+
+
+class MeanSize(NamedTuple):
+    """The mean size of a column's values in bytes.
+
+    Attributes:
+        cached: In the cache, where rows share equal values.
+        whole: In a batch, where each row has its value.
+    """
+
+    cached: float
+    whole: float
 
 
 class ValueSizes:
@@ -48,8 +63,8 @@ class ValueSizes:
         """Names of the columns that are dictionary-coded in all samples. See `Footer.coded`."""
         return [field.name for field in self._coded_fields]
 
-    def means(self) -> dict[str, float]:
-        """Return the mean bytes of a value, by name of the coded column, in the sample in which it is the largest.
+    def means(self) -> dict[str, MeanSize]:
+        """Return the mean sizes of a value, by name of the coded column, in the sample in which they are the largest.
 
         A cache of exactly the mean size would be too small by chance.
 
@@ -59,9 +74,10 @@ class ValueSizes:
         """
         reads = [(group, field) for field in self._coded_fields for group in self._groups]
         sizes = DaemonExecutor(READS_IN_FLIGHT, "dataload-sizes").map(self._size, reads)
-        means = dict.fromkeys(self.coded, 0.0)
-        for (group, field), size in zip(reads, sizes, strict=True):
-            means[field.name] = max(means[field.name], size / max(1, group.rows))
+        means = dict.fromkeys(self.coded, MeanSize(0.0, 0.0))
+        for (group, field), (cached, whole) in zip(reads, sizes, strict=True):
+            rows, largest = max(1, group.rows), means[field.name]
+            means[field.name] = MeanSize(max(largest.cached, cached / rows), max(largest.whole, whole / rows))
         return means
 
     @cached_property
@@ -73,22 +89,31 @@ class ValueSizes:
             fields = [field for field in fields if field.name in coded]
         return fields
 
-    def _size(self, read: tuple[RowGroup, Field]) -> int:
-        """Return the bytes of a column's values in a row group."""
+    def _size(self, read: tuple[RowGroup, Field]) -> tuple[int, int]:
+        """Return the bytes of a column's values in a row group: in the cache, and if no rows shared values."""
         group, field = read
         key = self._blocks.key(group.file, f"size {VERSION} {group.number} {field.name}")
-        return int(bytes(get_or_make(self._blocks, key, lambda: str(sum(self._read(group, field))).encode())))
+        found = bytes(get_or_make(self._blocks, key, lambda: " ".join(map(str, self._sum(group, field))).encode()))
+        cached, whole = map(int, found.split())
+        return cached, whole
 
-    def _read(self, group: RowGroup, field: Field) -> Iterator[int]:
+    def _sum(self, group: RowGroup, field: Field) -> tuple[int, int]:
+        sizes = list(self._read(group, field))
+        return sum(cached for cached, _ in sizes), sum(whole for _, whole in sizes)
+
+    def _read(self, group: RowGroup, field: Field) -> Iterator[tuple[int, int]]:
         footer = read_footer(group.file, group.footer_at, self._blocks)
         where = f"{group.file.path} row group {group.number}"
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
             for table in reader.tables(BATCH_ROWS):
                 column = decode(table, [field], None, where)[field.name]  # A null counts no bytes.
                 if isinstance(column, Ragged):
-                    yield int(column.offsets[-1] - column.offsets[0])
-                elif isinstance(column, (Coded, Nested)):
-                    yield int(column.values.nbytes)
+                    yield (int(column.offsets[-1] - column.offsets[0]),) * 2
+                elif isinstance(column, Coded):
+                    counts = column.spans[:, 1].astype(np.int64)
+                    yield int(column.values.nbytes), int(counts[counts != NULL].sum())
+                elif isinstance(column, Nested):
+                    yield (int(column.values.nbytes),) * 2
 
 
 class Aside(Blocks):

@@ -311,3 +311,17 @@ def test_no_row_works() -> None:
     assert replacements(np.arange(4), 1000, works) is None
     assert tried[-MOST_SUBSTITUTES:] == [[row] for row in range(4, 4 + MOST_SUBSTITUTES)]
     assert replacements(np.zeros(1, np.int64), 1, works) is None
+
+
+def test_an_error_that_does_not_come_again_is_logged(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    errors = [OSError("disk hiccup")]
+
+    def hiccup(batch: dict[str, Any]) -> dict[str, Any]:
+        if errors:
+            raise errors.pop()
+        return batch
+
+    loader = make_loader(dataset.split([0.2, 0.8])[0], 50, shuffle=False, on_error="skip", transform=hiccup)
+    assert sum(len(batch["x"]) for batch in loader) == 200
+    assert loader.stats().skipped_rows == 0
+    assert "disk hiccup; it was made again" in caplog.text

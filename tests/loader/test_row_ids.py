@@ -57,7 +57,7 @@ def sees_row_id(batch: dict[str, Any]) -> dict[str, Any]:
         {"pin_memory": False, "device": "cpu"},
         {"collate_fn": lambda rows: rows.columns},
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_batches_have_the_numbers_of_their_rows(
     dataset: Dataset, shuffle: Any, drop_last: bool, options: dict[str, Any]

@@ -198,19 +198,28 @@ def test_a_loop_that_only_waits_starts_no_process(dataset: Any, monkeypatch: pyt
 
 
 def test_demand_prevails_until_waits_are_less_than_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([0.0, 10.0, 13.0, 14.9, 15.9, 16.1, 17.0, 30.0, 32.9, 33.1])
+    times = iter([0.0, 0.9, 1.0, 4.0, 5.9, 6.1, 7.0, 20.0, 20.1])
     monkeypatch.setattr("dataload.rows.background_decoder.client.perf_counter", lambda: next(times))
     demand = DemandSignal()  # at 0 s
-    assert demand.prevails  # before the first wait
-    with demand.waiting():  # at 10 s
-        pass  # until 13 s
-    assert demand.prevails  # 1.9 s without a wait, 3 s in waits
-    assert demand.prevails
+    assert demand.prevails  # too early to tell
+    with demand.waiting():  # at 1 s
+        pass  # until 4 s
+    assert demand.prevails  # 2.9 s without a wait, 3 s in waits
     assert not demand.prevails  # 3.1 s without a wait
-    with demand.waiting():  # at 17 s
-        pass  # until 30 s
+    with demand.waiting():  # at 7 s
+        pass  # until 20 s
     assert demand.prevails
-    assert demand.prevails
+
+
+def test_a_loop_whose_workers_gather_starts_it(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread of the training process waits for row groups then."""
+    monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
+    monkeypatch.setattr("dataload.rows.background_decoder.client.BUSY_SECONDS", 0)
+    loader = make_loader(dataset, 5, window=1, shuffle=False, num_workers=1, transform=dict)
+    assert sum(len(batch["row_id"]) for batch in loader) == 200
+    decoder = dataset.rowstore.scheduler.decoder
+    assert decoder._process is not None
+    decoder.end()
 
 
 def test_a_forked_child_does_not_end_it(decoder: BackgroundDecoder) -> None:

@@ -103,8 +103,8 @@ def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
         manifest = manifest_of(dict(islice(store.objects.items(), 1)), store.blocks)
         blobs = RowGroupCache(manifest, manifest.select(columns), store.blocks)
         blobs.measure()
-        return blobs.num_bytes // max(1, manifest.num_rows)
     except ConfigError:
         raise
     except Exception:  # noqa: BLE001 (stores raise errors of many types)
         return None
+    return blobs.row_bytes

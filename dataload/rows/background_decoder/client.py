@@ -44,8 +44,8 @@ class DemandSignal:
         self._mutex = threading.Lock()
         self._waiting = 0
         self._begun: Future[None] = Future()
-        self._first = self._last = perf_counter()  # begin of the first and of the last wait
-        self._waited: float | None = None  # seconds, without the wait that has not ended; None before the first
+        self._begin = self._last = perf_counter()  # of this record, and of the last wait
+        self._waited = 0.0  # seconds, without the wait that has not ended
 
     @property
     def now(self) -> bool:
@@ -56,11 +56,9 @@ class DemandSignal:
     def prevails(self) -> bool:
         """Whether threads have waited more than half of the time, or too little time has passed to tell."""
         with self._mutex:
-            if self._waited is None:
-                return True
             now = perf_counter()
             waited = self._waited + (now - self._last if self._waiting else 0)
-            return now - self._first - waited < max(waited, BUSY_SECONDS)
+            return now - self._begin - waited < max(waited, BUSY_SECONDS)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -69,8 +67,6 @@ class DemandSignal:
             self._waiting += 1
             if self._waiting == 1:
                 self._last = perf_counter()
-                if self._waited is None:
-                    self._first, self._waited = self._last, 0.0
                 self._begun.set_result(None)
         try:
             yield
@@ -78,7 +74,6 @@ class DemandSignal:
             with self._mutex:
                 self._waiting -= 1
                 if not self._waiting:
-                    assert self._waited is not None
                     self._waited += perf_counter() - self._last
                     self._begun = Future()
 
