@@ -174,7 +174,7 @@ class CacheFolder:
         mark.unlink(missing_ok=True)
 
     def reserve(
-        self, row: Row, draft: Path, *, limit: int, region: int, pin: bool, before_evicting: Callable[[], None]
+        self, row: Row, draft: Path, limit: int, region: int, *, pin: bool, before_evicting: Callable[[], None]
     ) -> bool:
         """Enter a row, evicting as many blobs as it takes. Return whether it fits.
 

@@ -44,9 +44,8 @@ class LocalTier(ForkAware):
     """A cache tier on a local disk, shared by all processes of a host that use the same folder.
 
     The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without
-    reading the index, so no other process can block it. Each process verifies the checksums of a blob on first read,
-    in segments of 64 KiB. Disk errors (full, failing, removed) are counted and logged, never raised.
-    `stats()["health"]` reports the state.
+    reading the index, so no other process can block it. Each process verifies the checksums of a blob on first read, in
+    segments of 64 KiB. Disk errors are counted and logged, never raised; `stats()["health"]` reports the state.
 
     Args:
         path: The cache folder.
@@ -218,10 +217,9 @@ class LocalTier(ForkAware):
     def reserve(self, folder: CacheFolder, key: BlobKey, size: int, draft: Path) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
         pin, row = self.policy == "pin", Row(key.digest, key.name, size)
-        region = self.region if pin else 0
         if self._touched and time.monotonic() >= self._flush_at:
             self.flush(timeout=0)
-        if folder.reserve(row, draft, limit=self.limit, region=region, pin=pin, before_evicting=self.flush):
+        if folder.reserve(row, draft, self.limit, self.region * pin, pin=pin, before_evicting=self.flush):
             return True
         self.counters.add(refused=1)
         if self.health.is_new("full"):
