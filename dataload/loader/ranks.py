@@ -121,7 +121,7 @@ def _warn_of_unknown_nodes(world_size: int) -> None:
 def _warn_of_scattered_ranks(world: World) -> None:
     log.warning(
         "ranks are not numbered host by host (rank %d is the first on its host of %d), so each host will read the rows "
-        "of several: map ranks to hosts in blocks (mpirun --map-by slot), or pass "
+        "of several: map ranks to hosts in blocks (mpirun --map-by slot), or, without mesh=, pass "
         "world=World(rank, world_size, local_rank, local_world_size, node_sizes=(1,) * world_size) on all ranks",
         world.rank,
         world.local_world_size,

@@ -19,7 +19,7 @@ from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
 from dataload.telemetry.spans import stage
-from dataload.train import epoch_metrics, evaluate_over, fit, rank_batches, tensorboard
+from dataload.train import distributed, epoch_metrics, evaluate_over, fit, rank_batches, tensorboard
 from dataload.world import World
 
 STAGES = {"wait for batch", "copy to device", "forward", "backward", "optimizer", "checkpoint", "decode"}
@@ -337,3 +337,12 @@ def test_without_a_profile_stages_cost_nothing():
     assert stage("forward") is not None
     with pytest.raises(ZeroDivisionError), stage("forward"):
         1 / 0  # noqa: B018
+
+
+def test_ranks_that_do_not_know_where_to_meet(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with (
+        pytest.raises(ConfigError, match="2 ranks do not know where to meet: .* export MASTER_ADDR"),
+        distributed.process_group(World(1, 2), torch.device("cpu"), None),
+    ):
+        pass
