@@ -342,7 +342,7 @@ def test_without_a_profile_stages_cost_nothing():
 def test_ranks_that_do_not_know_where_to_meet(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with (
-        pytest.raises(ConfigError, match="2 ranks do not know where to meet: .* export MASTER_ADDR"),
+        pytest.raises(ConfigError, match=r"2 ranks do not know where to meet: .* export MASTER_ADDR"),
         distributed.process_group(World(1, 2), torch.device("cpu"), None),
     ):
         pass
