@@ -33,7 +33,6 @@ MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups i
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
-SMALL_BYTES = 64 << 10  # of blobs; the switch to another thread would take longer than decoding them
 COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
 
 
@@ -136,31 +135,20 @@ class RowGroupMaker(ForkAware):
     def pack(
         self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], life: RowGroupLife
     ) -> list[memoryview]:
-        """Return the blobs of a row group, each made of the next item of `columns`.
-
-        A decoder thread makes them, unless they are so small that this thread makes them sooner.
-        """
+        """Return the blobs of a row group. A decoder thread makes each of the next item of `columns`."""
         life.enter(State.DECODING)
-        if sum(self._plan.blob_sizes(number)) < SMALL_BYTES:
-            return self._pack(number, keys, columns)
         since, decoding = perf_counter(), Timeline()
-        packed = self._decoders.submit(self._pack_elsewhere, number, keys, columns, decoding)
+        packed = self._decoders.submit(self._pack, number, keys, columns, decoding)
         wait([packed])
         waited(since, decoding, instead=decoding.longest())
         return packed.result()
 
-    def _pack_elsewhere(
-        self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], decoding: Timeline
-    ) -> list[memoryview]:
-        with decoding.here():
-            return self._pack(number, keys, columns)
-
     def _pack(
-        self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]]
+        self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]], decoding: Timeline
     ) -> list[memoryview]:
         location = _location(self._manifest.row_groups[number])
         blobs = []
-        with doing("decode"):
+        with decoding.here(), doing("decode"):
             for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
                 fill = partial(row_block.pack, columns, rows, self._plan.layout, location)
                 blobs.append(self._blocks.tier.get_or_fill(key, fill))
