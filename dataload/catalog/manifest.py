@@ -25,7 +25,7 @@ from dataload.formats.schema import fields_of, flatten
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
-VERSION = 3
+VERSION = 4
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

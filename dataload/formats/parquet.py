@@ -32,15 +32,18 @@ class ParquetFooter:
 
     streams = True
 
-    def __init__(self, metadata: pq.FileMetaData) -> None:
+    def __init__(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
         self._metadata = metadata
-        self.schema: pa.Schema = metadata.schema.to_arrow_schema().remove_metadata()
+        self.schema = schema.remove_metadata()
 
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
         with as_data_error(f"{obj.path} has a Parquet footer that cannot be read"):
-            return cls(pq.read_metadata(pa.BufferReader(pa.py_buffer(data))))
+            metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
+            # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
+            with pq.ParquetFile(pa.BufferReader(b""), metadata=metadata) as file:
+                return cls(metadata, file.schema_arrow)
 
     @property
     def lengths(self) -> list[int]:

@@ -57,7 +57,7 @@ def bounds(column: pa.Array) -> tuple[Array, Array]:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Return the array with types that Arrow can gather: without views of bytes, runs, and extensions but Arrow's own.
+    """Return the array with types that Arrow can gather: no views of bytes, runs, dictionaries, and foreign extensions.
 
     Extension types of others are replaced by their storage: not every process of a job knows them.
     """
@@ -68,9 +68,7 @@ def plain(array: pa.Array) -> pa.Array:
     if is_run_end_encoded or _is_foreign(kind):
         return plain(pc.run_end_decode(array) if is_run_end_encoded else array.storage)
     if types.is_dictionary(kind):
-        values = plain(array.dictionary)
-        has_members = kind.value_type.num_fields > 0
-        return values.take(array.indices) if has_members or values.type != kind.value_type else array
+        return plain(array.dictionary).take(array.indices)  # A gather would join the dictionaries of all row groups.
     if types.is_struct(kind):
         return _plain_struct(array)
     if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):

@@ -271,11 +271,16 @@ def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
 
 
 def _decoded(name: str, values: Callable[[], Any]) -> Any:
-    """Return values(). Raise DataError, naming the column, for a string that is not UTF-8."""
+    """Return values(). Raise DataError, naming the column, for a value that Python cannot hold."""
     try:
         return values()
     except UnicodeDecodeError as error:
         raise DataError(f"column {name!r} has a string that is not UTF-8 ({error}): write it as binary") from error
+    except DataError:
+        raise
+    except (pa.ArrowException, ValueError, OverflowError) as error:  # times of nanoseconds, years after 9999
+        ways = "leave it out with columns=, or read it with ragged='flat'"
+        raise DataError(f"column {name!r} has a value that Python cannot hold ({error}): {ways}") from error
 
 
 def _copied(array: Array, empty: Empty | None) -> torch.Tensor:

@@ -20,6 +20,7 @@ from dataload.rows.arrow_arrays import plain
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, spans_of
 
 VERSION = 1
+KEPT_USES = 8  # of a string, from which on it is kept in memory as a Python object
 _ALIGN = 64
 _WORD = np.dtype(np.int64)
 _HEAP_ELEMENTS = NULL  # The offsets and lengths in a record have 32 bits.
@@ -106,7 +107,7 @@ class Blob:
         self.records = blob[: rows * layout.dtype.itemsize]
         self._heaps: dict[str, memoryview] = {}
         self._nested: dict[str, pa.Array] = {}
-        self._shares: dict[str, bool] = {}
+        self._uses: dict[str, float] = {}
         self._texts: dict[str, _Texts] = {}
         if layout.ragged:
             starts = np.frombuffer(blob[-len(layout.ragged) * _WORD.itemsize :], _WORD).tolist()
@@ -130,16 +131,20 @@ class Blob:
 
     def shares_values(self, field: Field) -> bool:
         """Return whether rows of a column of strings or bytes share values, see `Coded`."""
-        found = self._shares.get(field.name)
+        return field.kind != "list" and self._uses_of(field) > 1
+
+    def _uses_of(self, field: Field) -> float:
+        """Return how many rows use a byte of a ragged column on average."""
+        found = self._uses.get(field.name)
         if found is None:
             lengths, _ = _lengths(np.frombuffer(self.records, self._layout.dtype)[field.name])
-            found = field.kind != "list" and int(lengths.sum()) > len(self._heaps[field.name])
-            self._shares[field.name] = found
+            found = int(lengths.sum()) / max(1, len(self._heaps[field.name]))
+            self._uses[field.name] = found
         return found
 
     def texts(self, field: Field) -> _Texts:
-        """Return the strings of a column by span. Shared strings are kept, so each is made once."""
-        if not self.shares_values(field):
+        """Return the strings of a column by span. Strings that many rows share are kept, so each is made once."""
+        if self._uses_of(field) < KEPT_USES:
             return _Texts(self._heaps[field.name])
         return self._texts.setdefault(field.name, _Texts(self._heaps[field.name]))
 

@@ -300,8 +300,7 @@ def test_bounds_that_are_none_prove_nothing(
     manifest, blocks = stored([table(x=[1.0])])
     statistics = SimpleNamespace(has_null_count=True, null_count=0, has_min_max=True, min=low, max=high)
     group = SimpleNamespace(num_columns=1, column=lambda _: SimpleNamespace(statistics=statistics))
-    schema = SimpleNamespace(to_arrow_schema=lambda: pa.schema([("x", pa.float64())]))
-    footer = ParquetFooter(SimpleNamespace(schema=schema, row_group=lambda _: group))
+    footer = ParquetFooter(SimpleNamespace(row_group=lambda _: group), pa.schema([("x", pa.float64())]))
     monkeypatch.setattr("dataload.catalog.pruning.read_footer", lambda *_: footer)
     for sign in (">", "<", "=", "!="):
         assert left_of(manifest, blocks, [("x", sign, 5.0)]) is None

@@ -451,3 +451,50 @@ def test_nested_rows_have_a_size(tmp_path: Path) -> None:
     actual = sum(len(blob) for blob in blobs.load(0))
     assert before < actual / 10
     assert actual / 1.2 < blobs.num_bytes < actual * 1.2
+
+
+@pytest.mark.parametrize("write", ["parquet", "arrow"])
+def test_lists_of_codes_of_other_dictionaries_join(tmp_path: Path, write: str) -> None:
+    """More distinct values than the codes of one dictionary could name."""
+    kind, expected = pa.list_(pa.dictionary(pa.int8(), pa.string())), []
+    for number in range(2):
+        values = [[f"{number} {row}"] for row in range(100)]
+        table = pa.table({"tags": pa.array(values, kind)})
+        if write == "parquet":
+            pq.write_table(table, tmp_path / f"{number}.parquet")
+        else:
+            with pa.ipc.new_file(tmp_path / f"{number}.arrow", table.schema) as file:
+                file.write(table)
+        expected += values
+    loader = make_loader(str(tmp_path), 200, shuffle=False, cache_dir=str(tmp_path / "cache"))
+    assert [row for batch in loader for row in batch["tags"]] == expected
+
+
+def test_uuids_of_other_writers_are_those_of_arrow(tmp_path: Path) -> None:
+    """Other writers store no Arrow schema, so the type comes from Parquet's own schema."""
+    ids = [uuid.UUID(int=number) for number in range(3)]
+    one = pa.array([each.bytes for each in ids], pa.uuid())
+    table = pa.table({"one": one, "some": pa.ListArray.from_arrays(pa.array([0, 1, 2, 3]), one)})
+    pq.write_table(table, tmp_path / "x.parquet", store_schema=False)
+    [batch] = make_loader(str(tmp_path / "x.parquet"), 3, shuffle=False, cache_dir=str(tmp_path / "cache"))
+    expected = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    assert [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)] == expected
+
+
+def test_values_that_python_cannot_hold_name_their_column(tmp_path: Path) -> None:
+    late = pa.array([[[10**15]]], pa.list_(pa.list_(pa.timestamp("ms"))))
+    rows = gather_rows(pa.table({"late": late}), "list")
+    with pytest.raises(DataError, match=r"'late' has a value that Python cannot hold .* ragged='flat'"):
+        rows.columns  # noqa: B018 (made on access)
+
+
+def test_few_shared_strings_are_not_kept(tmp_path: Path) -> None:
+    """A string that two rows share is made for each batch: all strings of a blob would take much memory."""
+    values = [f"text {row // 2}" for row in range(2000)]
+    pq.write_table(pa.table({"text": values}), tmp_path / "x.parquet")
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache")))
+    records = dataset.rowstore.gather(np.arange(2000))
+    [field] = records.layout.fields
+    assert records.strings(field) == values
+    assert records.blobs[0].shares_values(field)
+    assert not records.blobs[0]._texts
