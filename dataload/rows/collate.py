@@ -246,8 +246,6 @@ def _vectors(column: Ragged, empty: Empty | None) -> list[torch.Tensor | None]:
 def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
     """Return nested values as tensors, lists of strings, `Flat`s and dicts of these."""
     kind, types = array.type, pa.types
-    if types.is_dictionary(kind):
-        return _flat(array.dictionary.take(array.indices), field, empty)
     if types.is_struct(kind):
         members = zip(kind, array.flatten(), strict=True)  # A null struct makes its members null.
         return {member.name: _flat(values, field, empty) for member, values in members}
