@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +15,16 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.locations import Location, Locator
 from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
-from dataload.catalog.pruning import Filters, narrow
 from dataload.catalog.splits import split as split_manifest
+from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.window_size import default_window
+
+if TYPE_CHECKING:
+    from dataload.catalog.filters import Filters
 
 
 class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
@@ -73,7 +76,7 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.fill_null = fill_null
         self.null_masks = null_masks
         self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in manifest.select(columns)])
-        self.block_lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
+        self.block_lengths = manifest.block_lengths
         # From the bytes of whole row groups: the order must not depend on the chosen columns.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
         self.rowstore = RowStore(manifest, self.schema.names, blocks, 2 * self.window, fill_null, null_masks)
@@ -147,13 +150,13 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
 
         Notes: a search takes O(log(row groups)) and fetches nothing.
         """
-        numbers = np.asarray(row_ids.cpu() if isinstance(row_ids, torch.Tensor) else row_ids)
+        numbers = _array(row_ids)
         found = self._locator.locate(numbers)
         return found if numbers.ndim else found[0]
 
     @cached_property
     def _locator(self) -> Locator:
-        return Locator(self.row_groups, self.blocks.origin.url_of)
+        return Locator(self.manifest, self.blocks.origin.url_of)
 
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
         """Return disjoint datasets of whole row groups that together hold every row.
@@ -168,8 +171,49 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         Raises:
             ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
         """
-        splits = split_manifest(self.manifest, fractions, seed)
-        return [Dataset(part, self.blocks, self.schema.names, self.fill_null, self.null_masks) for part in splits]
+        return [self._of(part) for part in split_manifest(self.manifest, fractions, seed)]
+
+    def filter(self, filters: Filters) -> Dataset:
+        """Return the dataset of the rows that match, in file order.
+
+        The columns that the filter reads need not be columns of the dataset. Each host fetches them once, of the row
+        groups about which partition keys and statistics tell nothing. The new dataset has its own fingerprint and
+        numbers its own rows from 0. It shares cached row groups with this one.
+
+        Args:
+            filters: As in `make_dataset`.
+
+        Raises:
+            ConfigError: The filters are malformed, or no row matches.
+            OriginError: The origin failed.
+            DataError: A row group cannot be decoded.
+        """
+        return self._of(_narrowed(self.manifest, self.blocks, filters))
+
+    def select(self, rows: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Dataset:
+        """Return the dataset of some rows, in file order.
+
+        Args:
+            rows: Row numbers, each at most once, in any order: integers [n]. Or which rows to keep: bool [len(self)].
+
+        Raises:
+            ConfigError: There are no rows, a number comes twice, or the mask is not as long as the dataset.
+            IndexError: The dataset has no such row.
+        """
+        return self._of(subset(self.manifest, _array(rows)))
+
+    def _of(self, manifest: Manifest) -> Dataset:
+        return Dataset(manifest, self.blocks, self.schema.names, self.fill_null, self.null_masks)
+
+
+def _narrowed(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
+    from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
+
+    return narrow(manifest, blocks, filters)
+
+
+def _array(numbers: Any) -> npt.NDArray[Any]:
+    return np.asarray(numbers.cpu() if isinstance(numbers, torch.Tensor) else numbers)
 
 
 def make_dataset(
@@ -188,9 +232,9 @@ def make_dataset(
         source: URL or path of a Parquet or Arrow IPC file, a folder or a glob; or a list of them.
         columns: Names of the columns to read, in this order; None: all. The name of a struct selects all its members.
             Keys in folder names (`label=cat/…`) are columns, too.
-        filters: Row groups to read, by partition keys and footer statistics, in pyarrow's form. All predicates of
-            [("label", "=", "cat"), ("year", ">=", 2020)] must hold; of a list of such lists, one must hold. A null
-            matches no predicate.
+        filters: Rows to read, in pyarrow's form. All predicates of [("label", "=", "cat"), ("year", ">=", 2020)] must
+            hold; of a list of such lists, one must hold; a null matches no predicate. Or an expression of
+            `pyarrow.compute`, such as `field("year") > 2020`. See `Dataset.filter`.
         storage_options: Options of the URL's filesystem, as fsspec takes them.
         cache: The host's cache; None: cache nothing outside this process's memory.
         fill_null: Replacement for nulls, for all columns that can hold it or by column. Without one, nulls of strings,
@@ -200,8 +244,7 @@ def make_dataset(
             rows that have nulls. Each column of integers, booleans or times, or of lists of these, has a mask.
 
     Raises:
-        ConfigError: An argument cannot work, the filters leave no row, or a filter may match only some rows of a row
-            group.
+        ConfigError: An argument cannot work, or the filters leave no row.
         OriginNotFound: There is no object at `source`.
         DataError: An object is neither Parquet nor Arrow IPC, schemas differ, or batches cannot hold a column's type.
 
@@ -226,5 +269,6 @@ def make_dataset(
     blocks = open_source(source_paths(source)[0], storage_options, cache)
     manifest = resolve(source, blocks)
     if filters is not None:
-        manifest = narrow(manifest, blocks, filters)
+        manifest.select(columns)  # raises before the filter fetches anything
+        manifest = _narrowed(manifest, blocks, filters)
     return Dataset(manifest, blocks, columns, fill_null, null_masks)

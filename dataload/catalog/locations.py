@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dataload.catalog.manifest import RowGroup
+from dataload.catalog.manifest import Manifest
 from dataload.samplers.interval_index import IntervalIndex
 
 
@@ -29,14 +29,16 @@ class Locator:
     """Finds the rows of a dataset in its files, by binary search.
 
     Args:
-        row_groups: The row groups in file order.
+        manifest: The dataset.
         url_of: Returns the URL of a file, given its path.
     """
 
-    def __init__(self, row_groups: Sequence[RowGroup], url_of: Callable[[str], str]) -> None:
-        self._row_groups = row_groups
+    def __init__(self, manifest: Manifest, url_of: Callable[[str], str]) -> None:
+        self._row_groups = manifest.row_groups
+        self._selection = manifest.selection
+        self._num_rows = manifest.num_rows
         self._url_of = url_of
-        self._starts = np.cumsum([0, *(group.rows for group in row_groups)], dtype=np.int64)
+        self._starts = np.cumsum([0, *(group.rows for group in manifest.row_groups)], dtype=np.int64)
         self._index = IntervalIndex(self._starts)
 
     def locate(self, numbers: Any) -> list[Location]:
@@ -50,11 +52,12 @@ class Locator:
             return []
         if numbers.dtype.kind not in "iuO":  # numpy makes objects of integers that exceed 64 bits
             raise TypeError(f"row numbers must be integers, not {numbers.dtype}")
-        total = int(self._starts[-1])
         for outside in (numbers.min(), numbers.max()):
-            if not 0 <= outside < total:
-                raise IndexError(f"row {outside} of a dataset of {total} rows: row numbers count from 0")
+            if not 0 <= outside < self._num_rows:
+                raise IndexError(f"row {outside} of a dataset of {self._num_rows} rows: row numbers count from 0")
         rows = numbers.astype(np.int64).ravel()
+        if self._selection is not None:
+            rows = self._selection.rows_of(rows)
         groups = self._index.find(rows)
         within = (rows - self._starts[groups]).tolist()
         urls = {number: self._url_of(self._row_groups[number].file.path) for number in np.unique(groups).tolist()}

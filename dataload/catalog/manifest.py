@@ -10,14 +10,17 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from fsspec.core import has_magic
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.footer_cache import FooterLocation, get_or_make, read_footers
+from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, keys_of, partition_columns
@@ -60,18 +63,27 @@ class Manifest:
     Args:
         schema: The flat schema that all objects share: struct members are dotted columns. Partition keys come last.
         row_groups: Row groups in file order, of the objects in order of path.
-        fingerprint: Hex digest of the objects' paths, sizes, versions and partition keys. It does not depend on the
-            endpoint, so it is the same on every host that sees the same objects.
+        fingerprint: Hex digest of the objects' paths, sizes, versions and partition keys, and of the selection. It does
+            not depend on the endpoint, so it is the same on every host that sees the same objects.
+        selection: The rows of these row groups that belong to the dataset; None: all.
     """
 
     schema: pa.Schema
     row_groups: tuple[RowGroup, ...]
     fingerprint: str
+    selection: Selection | None = None
+
+    @cached_property
+    def block_lengths(self) -> npt.NDArray[np.int64]:
+        """Rows of the dataset in each row group: int64 [row groups]."""
+        if self.selection is not None:
+            return self.selection.counts
+        return np.array([group.rows for group in self.row_groups], np.int64)
 
     @cached_property
     def num_rows(self) -> int:
         """Number of rows."""
-        return sum(group.rows for group in self.row_groups)
+        return int(self.block_lengths.sum())
 
     @cached_property
     def ragged(self) -> tuple[str, ...]:
@@ -120,11 +132,25 @@ class Manifest:
         chosen = sorted(set(map(int, numbers)))
         if len(chosen) == len(self.row_groups):
             return self
-        digest = hashlib.blake2b(json.dumps([self.fingerprint, chosen]).encode(), digest_size=16, person=b"part")
-        return Manifest(self.schema, tuple(self.row_groups[number] for number in chosen), digest.hexdigest())
+        row_groups = tuple(self.row_groups[number] for number in chosen)
+        selection = None if self.selection is None else self.selection.only(chosen)
+        return Manifest(self.schema, row_groups, _digest([self.fingerprint, chosen]), selection)
+
+    def selected(self, selection: Selection) -> Manifest:
+        """Return the manifest of the rows that both selections have, without row groups that have none of them."""
+        if self.selection is not None:
+            selection = self.selection.common(selection)
+            if selection.digest == self.selection.digest:
+                return self
+        kept = np.flatnonzero(selection.counts)
+        part = replace(self, selection=None).only(kept)
+        selection = selection if len(kept) == len(self.row_groups) else selection.only(kept)
+        if selection.is_whole:
+            return part
+        return replace(part, fingerprint=_digest([part.fingerprint, selection.digest]), selection=selection)
 
     def to_bytes(self) -> bytes:
-        """Return the manifest as JSON. Files and runs appear once."""
+        """Return the manifest as JSON, without a selection. Files and runs appear once."""
         files: dict[Object, tuple[int, int, Constants, list[Any]]] = {}
         runs: dict[Object, int] = {}
         for group in self.row_groups:
@@ -157,6 +183,10 @@ class Manifest:
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
         return cls(schema, tuple(groups), content["fingerprint"])
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"part").hexdigest()
 
 
 def resolve(source: Source, blocks: Blocks) -> Manifest:

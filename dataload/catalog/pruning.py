@@ -1,193 +1,126 @@
-"""Filters in pyarrow's form that prune whole row groups, by partition keys and footer statistics.
-
-For each row group, partition keys and statistics tell whether some rows may match and whether some may not. If both are
-possible, the row group can be neither kept nor dropped, and the filters raise a ConfigError.
-"""
+"""Row groups of which a filter keeps all rows or none, as partition keys and footer statistics tell."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import groupby
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from itertools import chain, combinations, groupby
+from operator import and_
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+from pyarrow.fs import LocalFileSystem
 
 from dataload.cache.blocks.reader import Blocks
+from dataload.catalog.filters import Filter, paths_of
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.errors import ConfigError
-from dataload.formats.base import Bounds, Footer
-from dataload.formats.schema import is_bytes, number, storage
+from dataload.formats.base import Footer
+from dataload.formats.hive_partitions import Constants
 from dataload.runtime.executor import DaemonExecutor
 
-ORDERS: dict[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt,
-    ">": operator.gt,
-    "<=": operator.le,
-    ">=": operator.ge,
-}
-OPERATORS = ("=", "==", "!=", *ORDERS, "in", "not in")
-
-Filters = Sequence[Any]
-"""Predicates (column, operator, value) that must all hold; or a list of such lists, of which one must hold."""
+MOST_NANS = 4  # columns that may be NaN in a row that matches: all combinations of them are tried
 
 
-@dataclass(frozen=True)
-class Predicate:
-    """One predicate of a filter.
+def decide(manifest: Manifest, blocks: Blocks, chosen: Filter) -> list[bool | None]:
+    """Return for each row group whether the filter keeps all its rows (True) or none (False); None: unknown.
 
-    Args:
-        clause: (column, operator, value) as the caller wrote it.
-        kind: Storage type of the column.
-        values: The value, or the members of a set, as the column's statistics represent them.
+    Footers are read only where partition keys do not decide.
     """
+    files = [list(file) for _, file in groupby(manifest.row_groups, lambda group: group.file)]
+    nans = _may_be_nan(chosen)
 
-    clause: tuple[str, str, Any]
-    kind: pa.DataType
-    values: frozenset[Any]
+    def decide_file(item: tuple[list[RowGroup], bool | None]) -> list[bool | None]:
+        (first, *_), decision = groups, _ = item
+        if decision is not None:
+            return [decision] * len(groups)
+        footer = read_footer(first.file, first.footer_at, blocks)
+        return list(_by_statistics(footer, groups, chosen, nans))
 
-    @property
-    def column(self) -> str:
-        return self.clause[0]
+    items = zip(files, _by_keys([file[0].constants for file in files], chosen), strict=True)
+    decisions = chain.from_iterable(DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers").map(decide_file, items))
+    # A row group without rows has none to keep.
+    return [decision if group.rows else False for group, decision in zip(manifest.row_groups, decisions, strict=True)]
 
 
-def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
-    """Return the manifest of the row groups that match. A null matches nothing, NaN only `!=` and `not in`.
+def _by_keys(files: Sequence[Constants], chosen: Filter) -> list[bool | None]:
+    """Return the decision for each file by its partition keys."""
+    keys = [dict(constants) for constants in files]
+    if keys and keys[0].keys() >= set(chosen.columns):
+        rows = [{name: constants[name] for name in chosen.columns} for constants in keys]
+        table = pa.Table.from_pylist(rows, chosen.schema) if chosen.columns else pa.table({"": rows})
+        return list(map(bool, chosen.mask(table)))
+    possible = _satisfiable(chosen, [_guarantee(constants, chosen) for constants in files])
+    return [None if number in possible else False for number in range(len(files))]
 
-    Footers are read only if partition keys do not decide.
 
-    Raises:
-        ConfigError: The filters are malformed or leave no row, or a row group has rows that may match and rows that may
-            not. The message names the row group.
+def _by_statistics(
+    footer: Footer, groups: Sequence[RowGroup], chosen: Filter, nans: Sequence[pc.Expression]
+) -> Iterator[bool | None]:
+    """Yield the decision for each row group of a file by its statistics.
+
+    Statistics ignore NaN. So the expression is tried with the bounds of each column, and with NaN in the columns by
+    which a row with NaN may match. It never holds for all floats.
     """
-    choices = parse(filters, manifest)
-
-    def keep(file: Iterable[tuple[int, RowGroup]]) -> list[int]:
-        groups = list(file)
-        first = groups[0][1]
-        footer = cache(lambda: read_footer(first.file, first.footer_at, blocks))
-        return [number for number, group in groups if group.rows and _matches(choices, group, footer)]
-
-    files = [list(file) for _, file in groupby(enumerate(manifest.row_groups), lambda item: item[1].file)]
-    threads = DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers")
-    kept = [number for numbers in threads.map(keep, files) for number in numbers]
-    if not kept:
-        raise ConfigError(f"filters={filters!r} leave none of {manifest.num_rows} rows")
-    return manifest.only(kept)
-
-
-def parse(filters: Filters, manifest: Manifest) -> list[list[Predicate]]:
-    """Return lists of predicates; all predicates of one list must hold. Those on partition keys come first.
-
-    Raises:
-        ConfigError: A predicate is malformed, names no column, or has a value of another type.
-    """
-    if not _is_list(filters) or not filters or not all(_is_list(part) and part for part in filters):
-        raise ConfigError(f"filters={filters!r} must be a list of (column, operator, value), or a list of such lists")
-    keys = dict(manifest.row_groups[0].constants) if manifest.row_groups else {}
-    choices = [filters] if isinstance(filters[0][0], str) else filters
-    parsed = [[_predicate(part, manifest) for part in choice] for choice in choices]
-    return [sorted(choice, key=lambda predicate: predicate.column not in keys) for choice in parsed]
+    guarantee = _guarantee(groups[0].constants, chosen)
+    footers = footer.for_statistics(guarantee)
+    if footers is None or len(nans) > MOST_NANS:
+        yield from [None] * len(groups)
+        return
+    possible = _kept(footers, chosen.expression, chosen.schema)
+    failing = _kept(footers, ~chosen.expression, chosen.schema)
+    for count in range(1, len(nans) + 1):
+        for some in combinations(nans, count):
+            with_nan = footer.for_statistics(reduce(and_, some, guarantee))
+            possible |= _kept(with_nan, chosen.expression, chosen.schema)
+    constants = dict(groups[0].constants)
+    stored = [name for name in chosen.columns if name not in constants]
+    proves = not list(_floats(chosen)) and None not in (constants.get(name, "") for name in chosen.columns)
+    for group in groups:
+        if group.number not in possible:
+            yield False
+        elif proves and group.number not in failing and footer.is_without_nulls(group.number, stored):
+            yield True
+        else:
+            yield None
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
+def _kept(footers: pads.ParquetFileFragment, expression: pc.Expression, schema: pa.Schema) -> set[int]:
+    """Return the row groups for which statistics do not prove that the expression is false or null in all rows."""
+    return {info.id for info in footers.subset(expression, schema=schema).row_groups}
 
 
-def _predicate(clause: Any, manifest: Manifest) -> Predicate:
-    if not _is_list(clause) or len(clause) != 3 or not isinstance(clause[0], str) or clause[1] not in OPERATORS:
-        raise ConfigError(f"filters: {clause!r} must be (column, operator, value), the operator one of {OPERATORS}")
-    column, sign, value = clause
-    if manifest.select([column]) != [column]:
-        raise ConfigError(f"filters: {column!r} is a struct, name one of its members: {manifest.select([column])}")
-    kind = storage(manifest.schema.field(column).type)
-    if number(kind) is None and not is_bytes(kind):
-        raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
-    if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
-        raise ConfigError(f"filters: {clause!r} needs a list of values")
-    values = list(value) if sign in {"in", "not in"} else [value]
-    try:
-        return Predicate((column, sign, value), kind, frozenset(_comparable(member, kind) for member in values))
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"filters: {clause!r} cannot be compared: column {column!r} has type {kind}, give a value of it"
-        ) from error
-
-
-def _comparable(value: Any, kind: pa.DataType) -> Any:
-    """Return the value as statistics of this type represent it. Raise ValueError if it is no value of this type."""
-    # Floats are compared as float64, as pyarrow does: 0.1 is not the nearest float32.
-    scalar = pa.scalar(value, pa.float64() if pa.types.is_floating(kind) else kind)
-    if value is None or scalar.as_py() != value:
-        raise ValueError(value)
-    return scalar.value if pa.types.is_temporal(kind) else scalar.as_py()
-
-
-def _matches(choices: list[list[Predicate]], group: RowGroup, footer: Callable[[], Footer]) -> bool:
-    constants = dict(group.constants)
-
-    def known(predicate: Predicate) -> Bounds:
-        if predicate.column in constants:
-            value = constants[predicate.column]
-            return Bounds(value, value, 0 if value is not None else group.rows)
-        return footer().bounds(group.number, predicate.column, predicate.kind)
-
-    doubts = []
-    for choice in choices:
-        match, doubt = _all_hold(choice, known, group.rows)
-        if match and doubt is None:
-            return True
-        doubts += [doubt] if doubt else []
-    if not doubts:
-        return False
-    raise ConfigError(
-        f"{group.file.path} row group {group.number}: by its statistics some of its {group.rows} rows may match "
-        f"{doubts[0].clause!r} and some may not (statistics ignore NaN, which matches nothing, so those of floats "
-        f"prove no match): filter by a partition key, sort the data by {doubts[0].column!r} before writing it, or "
-        "filter in a transform"
+def _guarantee(constants: Constants, chosen: Filter) -> pc.Expression:
+    """Return an expression that holds in all rows of a file, by its partition keys."""
+    known = [(pc.field(name), value) for name, value in constants if name in chosen.columns]
+    return reduce(
+        and_, (field.is_null() if value is None else field == value for field, value in known), pc.scalar(True)
     )
 
 
-def _all_hold(
-    choice: list[Predicate], known: Callable[[Predicate], Bounds], rows: int
-) -> tuple[bool, Predicate | None]:
-    """Return whether rows may match all predicates, and if so the first predicate that some rows may fail."""
-    doubt = None
-    for predicate in choice:
-        match, fail = _outcomes(predicate, known(predicate), rows)
-        if not match:
-            return False, None
-        doubt = doubt or (predicate if fail else None)
-    return True, doubt
+def _may_be_nan(chosen: Filter) -> list[pc.Expression]:
+    """Return, for each column of floats by which a row with NaN may match, the expression that it is NaN."""
+    nans = [field == pa.scalar(math.nan, kind) for field, kind in _floats(chosen)]
+    possible = _satisfiable(chosen, nans)
+    return [nan for number, nan in enumerate(nans) if number in possible]
 
 
-def _outcomes(predicate: Predicate, known: Bounds, rows: int) -> tuple[bool, bool]:
-    """Return whether some rows may match, and whether some may not."""
-    if known.nulls == rows:
-        return False, True
-    if known.low is None:
-        return True, True
-    sign = predicate.clause[1]
-    if sign in ORDERS:
-        (value,) = predicate.values
-        best, worst = (known.low, known.high) if sign in {"<", "<="} else (known.high, known.low)
-        match, fail = ORDERS[sign](best, value), not ORDERS[sign](worst, value)
-    else:
-        match = any(known.low <= value <= known.high for value in predicate.values)
-        fail = not _covers(predicate.values, known.low, known.high)
-    negated = sign in {"!=", "not in"}
-    if negated:
-        match, fail = fail, match
-    # Statistics of floats ignore NaN: there may be any number of them.
-    nan = pa.types.is_floating(predicate.kind)
-    return match or (nan and negated), fail or known.nulls != 0 or (nan and not negated)
+def _floats(chosen: Filter) -> Iterable[tuple[pc.Expression, pa.DataType]]:
+    for path, kind in paths_of(chosen.schema).values():
+        if pa.types.is_floating(kind):
+            yield pc.field(*path), kind
 
 
-def _covers(values: frozenset[Any], low: Any, high: Any) -> bool:
-    """Return whether `values` contains everything between the bounds."""
-    if isinstance(low, int):
-        return all(value in values for value in range(low, high + 1))
-    return bool(low == high) and low in values
+def _satisfiable(chosen: Filter, guarantees: Sequence[pc.Expression]) -> set[int]:
+    """Return the numbers of the guarantees that do not prove that the filter is false or null."""
+    files, parquet = LocalFileSystem(), pads.ParquetFileFormat()
+    fragments = [
+        parquet.make_fragment(str(number), files, partition_expression=guarantee)  # Nothing opens it.
+        for number, guarantee in enumerate(guarantees)
+    ]
+    if not fragments:
+        return set()
+    known = pads.FileSystemDataset(fragments, chosen.schema, parquet, files)
+    return {int(fragment.path) for fragment in known.get_fragments(chosen.expression)}

@@ -27,7 +27,8 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     if not fractions or not all(fraction > 0 for fraction in fractions) or abs(math.fsum(fractions) - 1) > TOLERANCE:
         raise ConfigError(f"fractions={fractions} must be positive and sum to 1, not {math.fsum(fractions):g}")
     groups = manifest.row_groups
-    filled = [number for number, group in enumerate(groups) if group.rows]
+    lengths = manifest.block_lengths
+    filled = np.flatnonzero(lengths).tolist()
     if len(filled) < len(fractions):
         raise ConfigError(
             f"fractions={fractions} need {len(fractions)} row groups with rows, and the dataset has {len(filled)}: "
@@ -36,8 +37,8 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     keys = {number: derive_key("split", seed, groups[number].file.path, groups[number].number) for number in filled}
     order = sorted(filled, key=lambda number: (keys[number], number))
     # Row groups without rows go to the last split.
-    order += [number for number, group in enumerate(groups) if not group.rows]
-    borders = _borders([groups[number].rows for number in order[: len(filled)]], fractions)
+    order += np.flatnonzero(lengths == 0).tolist()
+    borders = _borders(lengths[order[: len(filled)]].tolist(), fractions)
     spans = zip([0, *borders], [*borders, len(order)], strict=True)
     return [manifest.only(order[start:stop]) for start, stop in spans]
 

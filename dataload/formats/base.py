@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import pyarrow as pa
 
@@ -13,23 +12,12 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.errors import DataError, DataloadError
 
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
+    import pyarrow.dataset as pads
+
 SHARED_BYTES = 512 << 10  # row groups with fewer bytes are not worth a request each
 GAP_BYTES = 256 << 10  # smaller gaps between ranges are fetched, which is cheaper than another request
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Statistics of one column in one row group; None: unknown.
-
-    Args:
-        low: Least value.
-        high: Greatest value.
-        nulls: Number of nulls.
-    """
-
-    low: Any
-    high: Any
-    nulls: int | None
 
 
 class RowGroupReader(Protocol):
@@ -72,8 +60,15 @@ class Footer(Protocol):
         Each range of the second list is one request, unless cached blocks hold it.
         """
 
-    def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
-        """Return the statistics of a column whose storage type is `kind`."""
+    def for_statistics(self, guarantee: pc.Expression) -> pads.ParquetFileFragment | None:
+        """Return the footer as a fragment of an Arrow dataset that has no data; None: it has no statistics.
+
+        Args:
+            guarantee: An expression that holds in all rows of the file.
+        """
+
+    def is_without_nulls(self, number: int, columns: Collection[str]) -> bool:
+        """Return whether statistics prove that these columns have no nulls in a row group."""
 
     def open_row_group(
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int

@@ -59,6 +59,15 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
     return fields, [tuple((name, lists[name][number]) for name in names) for number in range(len(values))]
 
 
+def with_constants(table: pa.Table, constants: Constants, rows: int, schema: pa.Schema) -> pa.Table:
+    """Return a table of `rows` rows with the columns of `schema` that are constants."""
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    for name, value in constants:
+        if name in schema.names:
+            columns[name] = pa.repeat(pa.scalar(value, schema.field(name).type), rows)
+    return pa.table(columns)
+
+
 def _typed(values: Sequence[str | None]) -> Any:
     present = [value for value in values if value is not None]
     if present and all(map(_is_int64, present)):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +15,14 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
-from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, as_data_error, joined
+from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import RangeStream, pieces
 from dataload.formats.schema import flatten, is_bytes, is_list, number, storage
 from dataload.runtime.cached_property import cached_property
+
+if TYPE_CHECKING:
+    import pyarrow.compute as pc
+    import pyarrow.dataset as pads
 
 MAGIC = b"PAR1"
 BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
@@ -32,7 +36,8 @@ class ParquetFooter:
 
     streams = True
 
-    def __init__(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
+    def __init__(self, data: memoryview, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
+        self._data = data
         self._metadata = metadata
         self.schema = schema.remove_metadata()
 
@@ -43,7 +48,7 @@ class ParquetFooter:
             metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
             with pq.ParquetFile(pa.BufferReader(b""), metadata=metadata) as file:
-                return cls(metadata, file.schema_arrow)
+                return cls(data, metadata, file.schema_arrow)
 
     @property
     def lengths(self) -> list[int]:
@@ -73,18 +78,14 @@ class ParquetFooter:
         """Return whether a row group is so small that it is read through cached blocks, with its neighbours."""
         return self.stored_bytes(number) < SHARED_BYTES
 
-    def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:
-        statistics = self._metadata.row_group(number).column(self._leaves[column].start).statistics
-        if statistics is None:
-            return Bounds(None, None, None)
-        nulls = cast("int", statistics.null_count) if statistics.has_null_count else None
-        if not statistics.has_min_max or pa.types.is_float16(kind):
-            return Bounds(None, None, nulls)
-        # Raw integers, in the unit of the type: Python's times have no nanoseconds.
-        raw = pa.types.is_temporal(kind)
-        low, high = (statistics.min_raw, statistics.max_raw) if raw else (statistics.min, statistics.max)
-        # Some writers put NaN into the bounds of floats, although the format forbids it.
-        return Bounds(low, high, nulls) if low <= high else Bounds(None, None, nulls)
+    def for_statistics(self, guarantee: pc.Expression) -> pads.ParquetFileFragment:
+        import pyarrow.dataset as pads  # slow, and only filters need it
+
+        return pads.ParquetFileFormat().make_fragment(pa.py_buffer(self._data), partition_expression=guarantee)
+
+    def is_without_nulls(self, number: int, columns: Collection[str]) -> bool:
+        known = [chunk.statistics for chunk in self._chunks(number, columns)]
+        return all(each is not None and each.has_null_count and each.null_count == 0 for each in known)
 
     @contextmanager
     def open_row_group(

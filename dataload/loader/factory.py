@@ -6,14 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.cache.config import CacheConfig
 from dataload.catalog.manifest import Source
-from dataload.catalog.pruning import Filters
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.loader.batch_maker import BatchMaker
@@ -22,6 +21,9 @@ from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.ranks import world_of
 from dataload.samplers.order import Shuffle
 from dataload.world import World
+
+if TYPE_CHECKING:
+    from dataload.catalog.filters import Filters
 
 FETCHING_PROCESSES_PER_RANK = 2  # the rank itself and its background decoder
 MAX_RANKS_PER_HOST = 8  # assumed where the launcher does not set LOCAL_WORLD_SIZE

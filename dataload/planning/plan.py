@@ -115,7 +115,7 @@ def plan(
         latency: Seconds that a request waits.
         price: Price of 10**9 bytes.
     """
-    lengths = [group.rows for group in manifest.row_groups]
+    lengths = manifest.block_lengths.tolist()
     sizes = [group.bytes for group in manifest.row_groups]
     files = {group.file for group in manifest.row_groups}
     limit = blocks.tier.limit if blocks.tier.shared else 0

@@ -58,7 +58,7 @@ def part_of(
 
 def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, num_streams: int = 1) -> Order:
     """Return the order in which a loader delivers a dataset. window: None: the default."""
-    lengths = [group.rows for group in manifest.row_groups]
+    lengths = manifest.block_lengths
     if window is None:
         window = default_window(lengths, [group.bytes for group in manifest.row_groups])
     key = manifest.fingerprint.encode()

@@ -17,6 +17,7 @@ from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.base import Footer
+from dataload.formats.hive_partitions import with_constants
 from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Column
@@ -158,7 +159,7 @@ class RowGroupMaker(ForkAware):
         """Yield the decoded columns of each blob of a row group."""
         group = self._manifest.row_groups[number]
         for table, rows in zip(tables, self._plan.lengths(number), strict=True):
-            whole = _with_constants(table, group, rows, self._schema)
+            whole = with_constants(table, group.constants, rows, self._schema)
             yield decode(whole, self._plan.layout.fields, self._fill_null, _location(group))
 
     def _reservation(self, number: int) -> int:
@@ -184,15 +185,6 @@ class RowGroupMaker(ForkAware):
 
     def _footer(self, group: RowGroup) -> Footer:
         return self._footers.read(group.file, group.footer_at)
-
-
-def _with_constants(table: pa.Table, group: RowGroup, rows: int, schema: pa.Schema) -> pa.Table:
-    """Return the table with the columns of `schema` whose values are in the names of folders."""
-    columns = dict(zip(table.column_names, table.columns, strict=True))
-    for name, value in group.constants:
-        if name in schema.names:
-            columns[name] = pa.repeat(pa.scalar(value, schema.field(name).type), rows)
-    return pa.table(columns)
 
 
 def _location(group: RowGroup) -> str:

@@ -19,6 +19,7 @@ from dataload.rows.row_block import Records
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.scheduler import RowGroupScheduler
+from dataload.rows.selected_rows import SelectedRows
 from dataload.runtime.filemap import max_maps
 from dataload.runtime.forks import ForkAware
 from dataload.samplers.interval_index import IntervalIndex
@@ -73,6 +74,7 @@ class RowStore(ForkAware):
         plan = self.blobs.plan
         self._group_of_blob = np.repeat(np.arange(len(manifest.row_groups)), np.diff(plan.group_starts))
         self._blob_index = IntervalIndex(plan.row_starts)
+        self._selection = manifest.selection
         self.after_fork_in_child()
         super().__init__()
 
@@ -80,6 +82,7 @@ class RowStore(ForkAware):
         """Reset the lock, the scheduler and the open row groups."""
         self._mutex = threading.Lock()
         self._open: OpenRowGroups | None = None
+        self._selected = None if self._selection is None else SelectedRows(self._selection)
         self.scheduler = RowGroupScheduler(self.blobs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -97,6 +100,8 @@ class RowStore(ForkAware):
         self.ahead = max(ahead, self.ahead if self._has_loader else 0)
         self.further = max(further, self.further)
         self._has_loader = True
+        if self._selected is not None:
+            self._selected.keep(self.capacity)
 
     @property
     def layout(self) -> Layout:
@@ -112,7 +117,7 @@ class RowStore(ForkAware):
         """Return rows by their numbers, in the order given.
 
         Args:
-            rows: Row numbers in file order, int64 [n].
+            rows: Row numbers of the dataset in file order, int64 [n].
             stop: Done when the rows are no longer needed. The gather then stops waiting for row groups.
             opened: Filled with the row groups of the rows, and for each, whether this gather had to open it. None
                 charges loads to no account of the ledger.
@@ -123,6 +128,8 @@ class RowStore(ForkAware):
             CancelledError: `stop` was done before all rows were available.
             ConfigError: The rows belong to more row groups than this process can map.
         """
+        if self._selected is not None:
+            rows = self._selected.rows(rows)
         blobs = self._blob_index.find(rows)
         if opened is not None:
             opened.update(dict.fromkeys(self._row_groups_of(blobs), False))

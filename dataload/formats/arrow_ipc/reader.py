@@ -12,7 +12,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks, Object, wait_for_origin
 from dataload.cache.tier import Span
 from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, Message, map_errors, unpack
-from dataload.formats.base import SHARED_BYTES, Bounds, RowGroupReader, as_data_error, joined
+from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import pieces
 
 COMPRESSION_RATIO = 4  # assumed: only the compressed buffers themselves hold their decompressed sizes
@@ -81,8 +81,11 @@ class ArrowFooter:
             return [*dictionaries, *spans], []
         return dictionaries, pieces(spans, self.stored_bytes(number))
 
-    def bounds(self, number: int, column: str, kind: pa.DataType) -> Bounds:  # noqa: ARG002 (Arrow has no statistics)
-        return Bounds(None, None, None)
+    def for_statistics(self, guarantee: object) -> None:  # noqa: ARG002
+        return None
+
+    def is_without_nulls(self, number: int, columns: Collection[str]) -> bool:  # noqa: ARG002
+        return False
 
     @contextmanager
     def open_row_group(

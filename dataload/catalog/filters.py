@@ -1,0 +1,198 @@
+"""Filters: lists of predicates or Arrow expressions, with the columns that they read."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_, eq, ge, gt, le, lt, ne, or_
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+
+from dataload.catalog.manifest import Manifest
+from dataload.errors import ConfigError
+from dataload.formats.schema import is_bytes, number, storage
+
+COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": eq,
+    "==": eq,
+    "!=": ne,
+    "<": lt,
+    ">": gt,
+    "<=": le,
+    ">=": ge,
+}
+OPERATORS = (*COMPARISONS, "in", "not in")
+
+Filters = Sequence[Any] | pc.Expression
+"""Predicates (column, operator, value) that must all hold; a list of such lists, of which one must hold; or an Arrow
+expression."""
+
+_ERRORS = (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowKeyError)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """A filter that is valid for one schema.
+
+    Args:
+        expression: Its Arrow expression.
+        schema: The columns that it reads, in the dataset's own schema, with structs, but with `comparable` types.
+        columns: Their names in the flat schema.
+    """
+
+    expression: pc.Expression
+    schema: pa.Schema
+    columns: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the expression. Its text would not do, because it omits most members of a long list."""
+        return hashlib.blake2b(pickle.dumps(self.expression, 5), digest_size=16, person=b"filter").hexdigest()
+
+    def mask(self, table: pa.Table) -> npt.NDArray[np.bool_]:
+        """Return which rows of a table match: bool [rows]. A null result is no match."""
+        columns = [table.column(field.name).cast(field.type) for field in self.schema]
+        scanner = pads.InMemoryDataset(pa.table(columns, schema=self.schema)).scanner(
+            columns={"matches": self.expression}, use_threads=False
+        )
+        matches = scanner.to_table().column(0).fill_null(False)  # noqa: FBT003 (pyarrow takes it by position)
+        return np.concatenate([np.empty(0, np.bool_), *(chunk.to_numpy(zero_copy_only=False) for chunk in matches.chunks)])
+
+
+def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter:
+    """Return the filter for a dataset.
+
+    Args:
+        filters: As the caller wrote them.
+        manifest: The dataset.
+        schema: Its own schema, with structs and with the partition keys.
+
+    Raises:
+        ConfigError: A predicate is malformed, names no column, or compares a column with a value of another type.
+    """
+    schema = pa.schema([pa.field(field.name, comparable(field.type)) for field in schema])
+    paths = {name: path for name, (path, _) in paths_of(schema).items()}
+    if isinstance(filters, pc.Expression):
+        expression = filters
+    else:
+        expression = reduce(or_, [reduce(and_, (_of(part, manifest, paths) for part in all_)) for all_ in _lists(filters)])
+    problem = _problem(expression, schema)
+    if problem:
+        raise ConfigError(f"filters={filters}: {problem}")
+    columns, reduced = _read(expression, schema, paths)
+    return Filter(expression, reduced, columns)
+
+
+def comparable(kind: pa.DataType) -> pa.DataType:
+    """Return the type to which a column is cast before it is compared: Arrow cannot compare values of some types."""
+    kind = storage(kind)
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(member.name, comparable(member.type)) for member in kind])
+    replaced = {pa.float16(): pa.float32(), pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
+    return replaced.get(kind, kind)
+
+
+def _lists(filters: Any) -> list[Sequence[Any]]:
+    """Return lists of predicates, of which one must hold. Raise ConfigError for anything else."""
+    if not _is_list(filters) or not filters or not all(_is_list(part) and part for part in filters):
+        raise ConfigError(
+            f"filters={filters!r} must be a list of (column, operator, value), a list of such lists, or an expression "
+            'such as pyarrow.compute.field("year") > 2020'
+        )
+    return [filters] if isinstance(filters[0][0], str) else list(filters)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _of(clause: Any, manifest: Manifest, paths: dict[str, tuple[str, ...]]) -> pc.Expression:
+    """Return the expression of a predicate."""
+    if not _is_list(clause) or len(clause) != 3 or not isinstance(clause[0], str) or clause[1] not in OPERATORS:
+        raise ConfigError(f"filters: {clause!r} must be (column, operator, value), the operator one of {OPERATORS}")
+    column, sign, value = clause
+    if manifest.select([column]) != [column]:
+        raise ConfigError(f"filters: {column!r} is a struct, name one of its members: {manifest.select([column])}")
+    kind = comparable(manifest.schema.field(column).type)
+    if number(kind) is None and not is_bytes(kind):
+        raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
+    if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
+        raise ConfigError(f"filters: {clause!r} needs a list of values")
+    # Floats are compared as float64: 0.1 is not the nearest float32.
+    kind = pa.float64() if pa.types.is_floating(kind) else kind
+    field = pc.field(*paths[column])
+    try:
+        if sign in COMPARISONS:
+            return COMPARISONS[sign](field, _scalar(value, kind))
+        members = pa.array([_scalar(member, kind) for member in value], kind)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"filters: {clause!r} cannot be compared: column {column!r} has type {kind}, give a value of it"
+        ) from error
+    # To Arrow, a null is in no list.
+    return field.isin(members) if sign == "in" else ~field.isin(members) & field.is_valid()
+
+
+def _scalar(value: Any, kind: pa.DataType) -> pa.Scalar:
+    """Return the value as a scalar of this type. Raise ValueError if it is no value of this type."""
+    scalar = pa.scalar(value, kind)
+    if value is None or scalar.as_py() != value:
+        raise ValueError(value)
+    return scalar
+
+
+def _problem(expression: pc.Expression, schema: pa.Schema) -> str | None:
+    """Return why the expression is no filter for this schema, or None."""
+    if "FieldPath(" in str(expression):
+        return "name the columns, do not number them"
+    try:
+        found = pads.InMemoryDataset(schema.empty_table()).scanner(columns={"": expression}).projected_schema.types[0]
+    except _ERRORS as error:
+        return str(error).strip().partition("\n")[0]
+    return None if found == pa.bool_() else f"its values are {found}, not bool"
+
+
+def _read(
+    expression: pc.Expression, schema: pa.Schema, paths: dict[str, tuple[str, ...]]
+) -> tuple[tuple[str, ...], pa.Schema]:
+    """Return the columns without which the expression is not valid, and their schema. pyarrow does not tell them."""
+    text = str(expression)
+    named = [name for name, path in paths.items() if path[0] in text]
+    needed = [name for name in named if _problem(expression, _without(schema, paths[name]))]
+    for columns in (needed, named):  # all that are named if it reads whole structs
+        reduced = reduce(_without, (path for name, path in paths.items() if name not in columns), schema)
+        if not _problem(expression, reduced):
+            break
+    return tuple(columns), reduced
+
+
+def paths_of(fields: Iterable[pa.Field]) -> dict[str, tuple[tuple[str, ...], pa.DataType]]:
+    """Return the path and the type of each column by its flat name; see `dataload.formats.schema.flatten`."""
+    found: dict[str, tuple[tuple[str, ...], pa.DataType]] = {}
+    for field in fields:
+        if pa.types.is_struct(field.type):
+            members = paths_of(field.type).items()
+            found |= {f"{field.name}.{name}": ((field.name, *path), kind) for name, (path, kind) in members}
+        else:
+            found[field.name] = (field.name,), field.type
+    return found
+
+
+def _without(fields: pa.Schema, path: tuple[str, ...]) -> pa.Schema:
+    """Return the schema without the column at this path. A struct stays as long as it has members."""
+    kept = []
+    for field in fields:
+        if field.name != path[0]:
+            kept.append(field)
+        elif len(path) > 1:
+            inner = _without(pa.schema(list(field.type)), path[1:])
+            kept += [pa.field(field.name, pa.struct(list(inner)))] if len(inner) else []
+    return pa.schema(kept)

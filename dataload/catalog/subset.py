@@ -1,0 +1,57 @@
+"""Subsets of a dataset by row number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.catalog.manifest import Manifest
+from dataload.catalog.selection import Mask, Selection
+from dataload.errors import ConfigError
+
+
+def subset(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
+    """Return the manifest of some rows.
+
+    Args:
+        manifest: The dataset.
+        rows: Row numbers, each at most once: integers [n]. Or which rows to keep: bool [rows of the dataset].
+
+    Raises:
+        ConfigError: There are no rows, a number comes twice, or the mask has another length than the dataset.
+        IndexError: The dataset has no such row.
+    """
+    mask = rows if rows.dtype == np.bool_ else _mask(rows, manifest.num_rows)
+    if mask.shape != (manifest.num_rows,):
+        raise ConfigError(f"a mask of shape {mask.shape} selects nothing in {manifest.num_rows} rows: make them equal")
+    if not mask.any():
+        raise ConfigError("no row is selected: select at least one")
+    return manifest.selected(Selection.of(_by_row_group(mask, manifest)))
+
+
+def _mask(rows: npt.NDArray[Any], total: int) -> Mask:
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise ConfigError(f"rows must be a list of row numbers or a mask, not {rows.dtype} of shape {rows.shape}")
+    for outside in (rows.min(), rows.max()) if rows.size else ():
+        if not 0 <= outside < total:
+            raise IndexError(f"row {outside} of a dataset of {total} rows: row numbers count from 0")
+    mask = np.zeros(total, np.bool_)
+    mask[rows.astype(np.int64, copy=False)] = True
+    if np.count_nonzero(mask) < len(rows):
+        raise ConfigError("a row number comes twice: a dataset has each row once, so name each once")
+    return mask
+
+
+def _by_row_group(mask: Mask, manifest: Manifest) -> Iterator[Mask]:
+    """Yield the rows to keep of each row group, among all its rows."""
+    ends = np.cumsum(manifest.block_lengths)
+    for number, part in enumerate(np.split(mask, ends[:-1])):
+        if manifest.selection is None:
+            yield part
+        else:
+            whole = manifest.selection.mask(number)
+            whole[whole] = part
+            yield whole

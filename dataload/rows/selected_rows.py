@@ -1,0 +1,74 @@
+"""The numbers of selected rows: from their number in the selection to their number in the row groups."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.catalog.selection import Selection
+from dataload.samplers.interval_index import IntervalIndex
+
+Array = npt.NDArray[Any]
+
+OFFSET_BYTES = 2
+MIN_BYTES = 8 << 20  # of offsets that are kept for later gathers
+
+
+class SelectedRows:
+    """A table of the selected rows of the blocks that were needed lately. Thread-safe.
+
+    The table has 2 bytes for each selected row of the dataset, in memory that the kernel provides when a block is
+    written. Each block is expanded into it on first use. If the expanded blocks exceed the limit, the table is emptied,
+    and blocks are expanded again when they are needed.
+
+    Args:
+        selection: The selected rows.
+
+    Attributes:
+        most_bytes: Limit of the expanded blocks, unless one call needs more.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+        self.most_bytes = MIN_BYTES
+        self._index = IntervalIndex(selection.starts)
+        # The row of each block to which the offset of a selected row is added.
+        self._first_rows = selection.rows[:-1]
+        self._memory = mmap.mmap(-1, max(1, OFFSET_BYTES * int(selection.starts[-1])), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._table = np.frombuffer(self._memory, np.uint16)
+        self._expanded = np.zeros(len(self._first_rows), np.bool_)
+        self._expanded_bytes = 0
+        self._mutex = threading.Lock()
+
+    def keep(self, groups: int) -> None:
+        """Raise the limit to twice the selected rows of this many row groups, the largest."""
+        counts = np.sort(self._selection.counts)[::-1]
+        self.most_bytes = max(MIN_BYTES, 2 * OFFSET_BYTES * int(counts[:groups].sum()))
+
+    def rows(self, numbers: Array) -> Array:
+        """Return the row numbers of selected rows, by their numbers in the selection: int64 [n] both."""
+        blocks = self._index.find(numbers)
+        needed = np.zeros(len(self._expanded), np.bool_)
+        needed[blocks] = True
+        rows: Array = self._first_rows[blocks]
+        with self._mutex:  # Another thread may empty the table.
+            self._expand(needed)
+            rows += self._table[numbers]
+        return rows
+
+    def _expand(self, needed: npt.NDArray[np.bool_]) -> None:
+        missing = np.flatnonzero(needed & ~self._expanded)
+        if missing.size and self._expanded_bytes > self.most_bytes:
+            self._memory.madvise(mmap.MADV_DONTNEED)
+            self._expanded[:] = False
+            self._expanded_bytes = 0
+            missing = np.flatnonzero(needed)
+        starts = self._selection.starts
+        for block in missing.tolist():
+            self._table[starts[block] : starts[block + 1]] = self._selection.offsets(block)
+            self._expanded_bytes += OFFSET_BYTES * int(starts[block + 1] - starts[block])
+        self._expanded[missing] = True
