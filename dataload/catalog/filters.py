@@ -18,7 +18,7 @@ import pyarrow.dataset as pads
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
-from dataload.formats.schema import is_bytes, number, storage
+from dataload.formats.schema import is_bytes, number, storage, unsupported
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": eq,
@@ -78,7 +78,8 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
     Raises:
         ConfigError: A predicate is malformed, names no column, or compares a column with a value of another type.
     """
-    schema = pa.schema([pa.field(field.name, comparable(field.type)) for field in schema])
+    fields = (field for field in schema if unsupported(field.type) is None)
+    schema = pa.schema([pa.field(field.name, comparable(field.type)) for field in fields])
     paths = {name: path for name, (path, _) in paths_of(schema).items()}
     if isinstance(filters, pc.Expression):
         expression = filters

@@ -138,12 +138,14 @@ class Manifest:
 
     def selected(self, selection: Selection) -> Manifest:
         """Return the manifest of the rows that both selections have, without row groups that have none of them."""
+        whole = self
         if self.selection is not None:
             selection = self.selection.common(selection)
             if selection.digest == self.selection.digest:
                 return self
+            whole = replace(self, selection=None)
         kept = np.flatnonzero(selection.counts)
-        part = replace(self, selection=None).only(kept)
+        part = whole.only(kept)
         selection = selection if len(kept) == len(self.row_groups) else selection.only(kept)
         if selection.is_whole:
             return part

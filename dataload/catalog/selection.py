@@ -53,15 +53,6 @@ class Selection:
         data = np.concatenate([np.empty(0, np.uint8), *blocks])
         return cls(np.array(group_blocks, np.int64), _sums(lengths), _sums(counts), _sums(map(len, blocks)), data)
 
-    @classmethod
-    def joined(cls, parts: Sequence[Selection]) -> Selection:
-        """Return the selection of the row groups of all parts, one part after the other."""
-        tables = [
-            _sums(np.concatenate([np.diff(table) for table in tables]))
-            for tables in zip(*((part._group_blocks, part.rows, part.starts, part._bounds) for part in parts), strict=True)
-        ]
-        return cls(*tables, np.concatenate([part._data for part in parts]))
-
     @property
     def counts(self) -> Array:
         """Selected rows of each row group: int64 [groups]."""

@@ -235,7 +235,7 @@ def _field(field: pa.Field) -> Field:
     if is_list(kind) and not shape and (elements := number(storage(kind.value_type))) is not None:
         return Field(field.name, "list", elements)
     if dtype is None or is_uuid:
-        if reason := _unsupported(kind):
+        if reason := unsupported(kind):
             raise DataError(f"column {field.name!r} has type {field.type} with {reason}: leave it out with columns=")
         return Field(field.name, "nested", np.uint8, type=field.type)
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) > MOST_VALUE_BYTES:
@@ -243,7 +243,7 @@ def _field(field: pa.Field) -> Field:
     return Field(field.name, "dense", dtype, shape)
 
 
-def _unsupported(kind: pa.DataType) -> str | None:
+def unsupported(kind: pa.DataType) -> str | None:
     """Return the part of a type that Python values cannot hold."""
     kind = storage(kind)
     if pa.types.is_union(kind):
@@ -251,4 +251,4 @@ def _unsupported(kind: pa.DataType) -> str | None:
     members = [kind.field(number) for number in range(kind.num_fields)]
     if pa.types.is_struct(kind) and len({member.name for member in members}) < len(members):
         return "two members of one name"
-    return next(filter(None, (_unsupported(member.type) for member in members)), None)
+    return next(filter(None, (unsupported(member.type) for member in members)), None)

@@ -1,0 +1,365 @@
+"""Filters keep the same rows as pyarrow, or raise an error with a reason."""
+
+from __future__ import annotations
+
+import datetime as dt
+import io
+import itertools
+import math
+import operator
+import random
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as pads
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataload import make_dataset
+from dataload.cache.blocks.reader import Blocks
+from dataload.cache.filesystem import open_source
+from dataload.catalog.filtering import narrow
+from dataload.catalog.filters import Filters
+from dataload.catalog.manifest import Manifest, resolve
+from dataload.errors import ConfigError
+
+DAY = dt.datetime(2024, 1, 1)  # noqa: DTZ001 (columns without a time zone are compared with such)
+# For each type few values, near each other, so that filters often hit a border.
+VALUES: dict[pa.DataType, list[Any]] = {
+    pa.int8(): [-128, -1, 0, 1, 2, 127],
+    pa.uint32(): [0, 1, 2, 2**31, 2**32 - 1],
+    pa.uint64(): [0, 1, 2**63, 2**64 - 1],
+    pa.float32(): [-math.inf, -0.5, 0.1, 0.2, 3.0, math.inf, math.nan],
+    pa.float64(): [-math.inf, -0.5, 0.1, 0.2, 3.0, math.inf, math.nan],
+    pa.float16(): [np.float16(0.5), np.float16(2), np.float16(-1)],
+    pa.bool_(): [False, True],
+    pa.string(): ["", "a", "ab", "b", "é", "\U0001f600", "\uffee"],
+    pa.binary(): [b"", b"a", b"\x7f", b"\x80", b"\xff"],
+    pa.binary(2): [b"ab", b"a\xff", b"\xff\x00"],
+    pa.date32(): [dt.date(1960, 1, 1), dt.date(1969, 12, 31), dt.date(1970, 1, 1), dt.date(2024, 2, 29)],
+    pa.timestamp("s"): [DAY + dt.timedelta(seconds=number) for number in range(4)],
+    pa.timestamp("us"): [DAY + dt.timedelta(microseconds=number) for number in range(-2, 3)],
+    pa.timestamp("ms", "Europe/Berlin"): [
+        DAY.replace(tzinfo=dt.UTC) + dt.timedelta(hours=number) for number in range(4)
+    ],
+    pa.timestamp("ns"): [np.datetime64("2024-01-01", "ns") + np.timedelta64(number, "ns") for number in range(4)],
+    pa.time64("us"): [dt.time(0, 0, 0, number) for number in range(4)],
+    pa.duration("us"): [dt.timedelta(microseconds=number) for number in range(-2, 2)],
+    pa.decimal128(7, 2): [Decimal("-300.01"), Decimal("-0.01"), Decimal(0), Decimal("0.10"), Decimal("300.01")],
+    pa.decimal256(50, 1): [Decimal("-300.1"), Decimal("-0.1"), Decimal(0), Decimal("300.1")],
+    pa.dictionary(pa.int32(), pa.string()): ["a", "b", "c"],
+}
+Stored = Callable[..., tuple[Manifest, Blocks]]
+OPERATORS = ["=", "==", "!=", "<", ">", "<=", ">=", "in", "not in"]
+
+
+def written(groups: list[pa.Table], **options: Any) -> io.BytesIO:
+    body = io.BytesIO()
+    with pq.ParquetWriter(body, groups[0].schema, **options) as writer:
+        for group in groups:
+            writer.write_table(group, row_group_size=max(1, len(group)))
+    return body
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """Return the manifest of one file of these row groups."""
+    folder = tmp_path_factory.mktemp("filters")
+    blocks = open_source(str(folder), None, None)
+    count = itertools.count()
+
+    def stored(groups: list[pa.Table], **options: Any) -> tuple[Manifest, Blocks]:
+        path = folder / f"{next(count)}.parquet"
+        path.write_bytes(written(groups, **options).getvalue())
+        return resolve(path, blocks), blocks
+
+    return stored
+
+
+@pytest.fixture(scope="module")
+def narrowed(stored: Stored) -> Callable[..., Manifest]:
+    """Return the row groups of one file that the filters keep."""
+
+    def narrowed(groups: list[pa.Table], filters: Filters, **options: Any) -> Manifest:
+        manifest, blocks = stored(groups, **options)
+        return narrow(manifest, blocks, filters)
+
+    return narrowed
+
+
+COMPARE = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda column, values: column.isin(values),
+    "not in": lambda column, values: ~column.isin(values),
+}
+
+
+def holds(predicate: tuple[str, str, Any], groups: list[pa.Table]) -> list[np.ndarray]:
+    """Return the rows that match by pyarrow, except that a null matches nothing, not even `not in`."""
+    name, sign, value = predicate
+    whole = pa.concat_tables(groups)
+    kind = whole.schema.field(name).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    kind = pa.float64() if pa.types.is_floating(kind) else kind
+    column = pc.field(name).cast(pa.float32()) if whole.schema.field(name).type == pa.float16() else pc.field(name)
+    value = pa.array(value, kind) if "in" in sign else pa.scalar(value, kind)
+    numbered = whole.append_column("number", pa.array(range(len(whole)), pa.int64()))
+    matching = COMPARE[sign](column, value) & column.is_valid()
+    left = pads.dataset(numbered).to_table(filter=matching, columns=["number"])["number"].to_numpy()
+    borders = np.cumsum([len(group) for group in groups])[:-1]
+    return np.split(np.isin(np.arange(len(whole)), left), borders)
+
+
+def kinds_and_groups(draw: Any, kinds: list[pa.DataType], names: str = "xy") -> list[pa.Table]:
+    schema = {name: draw(st.sampled_from(kinds)) for name in names}
+
+    def group() -> pa.Table:
+        rows = draw(st.integers(0, 4))
+        narrow_to = {
+            name: draw(st.lists(st.sampled_from([*VALUES[kind], None]), min_size=1, max_size=2))
+            for name, kind in schema.items()
+        }
+        columns = {
+            name: pa.array([draw(st.sampled_from(narrow_to[name])) for _ in range(rows)], kind)
+            for name, kind in schema.items()
+        }
+        return pa.table(columns)
+
+    return [group() for _ in range(draw(st.integers(1, 4)))]
+
+
+def predicate_of(draw: Any, table: pa.Table) -> tuple[str, str, Any]:
+    column = draw(st.sampled_from(table.schema.names))
+    kind = table.schema.field(column).type
+    values = [value for value in VALUES[kind] if value is not math.nan]
+    sign = draw(st.sampled_from(OPERATORS))
+    if "in" in sign:
+        return column, sign, draw(st.lists(st.sampled_from(values), max_size=3))
+    return column, sign, draw(st.sampled_from(values))
+
+
+def kept(manifest: Manifest, blocks: Blocks, filters: Filters) -> list[int]:
+    """Return the numbers of the rows that filters keep."""
+    try:
+        narrowed = narrow(manifest, blocks, filters)
+    except ConfigError as error:
+        if "leave none" in str(error):
+            return []
+        raise
+    starts = np.cumsum([0, *(group.rows for group in manifest.row_groups)])
+    found = []
+    for number, group in enumerate(narrowed.row_groups):
+        mask = np.ones(group.rows, bool) if narrowed.selection is None else narrowed.selection.mask(number)
+        found += (starts[manifest.row_groups.index(group)] + np.flatnonzero(mask)).tolist()
+    return found
+
+
+@given(data=st.data())
+def test_lists_keep_what_pyarrow_keeps(data: st.DataObject, stored: Stored) -> None:
+    groups = kinds_and_groups(data.draw, list(VALUES))
+    choices = [
+        [predicate_of(data.draw, groups[0]) for _ in range(data.draw(st.integers(1, 2)))]
+        for _ in range(data.draw(st.integers(1, 2)))
+    ]
+    matches = np.any([np.all([np.concatenate(holds(said, groups)) for said in all_], axis=0) for all_ in choices], axis=0)
+    assert kept(*stored(groups), choices[0] if len(choices) == 1 else choices) == np.flatnonzero(matches).tolist()
+
+
+@pytest.mark.parametrize("kind", list(VALUES), ids=str)
+def test_every_type_by_every_operator(kind: pa.DataType, stored: Stored) -> None:
+    values = VALUES[kind]
+    groups = [pa.table({"x": pa.array([value] * 2, kind)}) for value in values]
+    manifest, blocks = stored(groups)
+    for sign in OPERATORS:
+        for value in (value for value in values if value is not math.nan):
+            said = ("x", sign, [value] if "in" in sign else value)
+            assert kept(manifest, blocks, [said]) == np.flatnonzero(np.concatenate(holds(said, groups))).tolist()
+
+
+def test_200_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path) -> None:
+    dice, rows = random.Random(0), 4000
+    integers = pa.array([None if dice.random() < 0.05 else dice.randrange(40) for _ in range(rows)])
+    words = pa.array([None if dice.random() < 0.05 else dice.choice("abcdefgh") for _ in range(rows)])
+    members = [{"day": number // 500, "size": dice.random()} for number in range(rows)]
+    whole = pa.table({"id": range(rows), "n": integers, "x": np.random.default_rng(0).random(rows), "word": words})
+    whole = whole.append_column("s", pa.array(members))
+    for label, part in (("cat", whole[:2500]), ("dog", whole[2500:])):
+        (tmp_path / f"label={label}").mkdir()
+        pq.write_table(part, tmp_path / f"label={label}" / "rows.parquet", row_group_size=300)
+    reference = pads.dataset(tmp_path, partitioning="hive")
+
+    def leaf() -> pc.Expression:
+        return dice.choice(
+            [
+                lambda: pc.field("id") < dice.randrange(rows),
+                lambda: pc.field("id") >= dice.randrange(rows),
+                lambda: pc.field("n") == dice.randrange(40),
+                lambda: pc.field("n").isin(dice.sample(range(40), 3)),
+                lambda: pc.field("n").is_null(),
+                lambda: pc.field("x") > dice.random(),
+                lambda: pc.field("x") != 0.5,
+                lambda: pc.field("word") == dice.choice("abcdefgh"),
+                lambda: pc.field("word").isin(["a", None]),
+                lambda: pc.field("s", "day") == dice.randrange(9),
+                lambda: pc.field("s", "size") < dice.random(),
+                lambda: pc.field("label") == dice.choice(["cat", "dog"]),
+                lambda: pc.utf8_upper(pc.field("word")) > "D",
+                lambda: pc.add(pc.field("n"), pc.field("id")) > dice.randrange(rows),
+            ]
+        )()
+
+    def tree(depth: int) -> pc.Expression:
+        if depth == 0 or dice.random() < 0.2:
+            return leaf()
+        if dice.random() < 0.2:
+            return ~tree(depth - 1)
+        return dice.choice([operator.and_, operator.or_])(tree(depth - 1), tree(depth - 1))
+
+    counts = []
+    for _ in range(200):
+        expression = tree(3)
+        expected = reference.to_table(filter=expression, columns=["id"])["id"].to_numpy()
+        if not len(expected):
+            with pytest.raises(ConfigError, match="leave none of 4000 rows"):
+                make_dataset(tmp_path, filters=expression, cache=None)
+            continue
+        dataset = make_dataset(tmp_path, columns=["id"], filters=expression, cache=None)
+        assert len(dataset) == len(expected)
+        np.testing.assert_array_equal(
+            dataset.__getitems__(range(len(dataset))).columns["id"].numpy(), np.sort(expected), str(expression)
+        )
+        counts.append(len(expected))
+    assert len(counts) > 150
+    assert min(counts) < rows // 20
+    assert max(counts) > rows // 2
+
+
+def test_lists_drop_nulls(stored: Stored) -> None:
+    groups = [pa.table({"x": [1, None, 5]}), pa.table({"x": pa.nulls(2, pa.int64())})]
+    for sign, value, left in [
+        ("=", 1, [0]),
+        ("!=", 1, [2]),
+        ("<", 5, [0]),
+        ("not in", [1], [2]),
+        ("in", [1, 5], [0, 2]),
+        ("not in", [], [0, 2]),
+    ]:
+        assert kept(*stored(groups), [("x", sign, value)]) == left
+
+
+def test_statistics_ignore_nan_and_rows_do_not(stored: Stored) -> None:
+    """pyarrow's own datasets lose the NaN here: the statistics say that all values are 1."""
+    manifest, blocks = stored([pa.table({"x": [1.0, math.nan], "y": [1.0, math.nan], "z": [1, 2]})])
+    x, y = pc.field("x"), pc.field("y")
+    for filters, left in [
+        ([("x", "!=", 1.0)], [1]),
+        ([("x", "not in", [1.0])], [1]),
+        ([("x", "<=", 1.0)], [0]),
+        (~(x <= 1), [1]),
+        (~(x <= 1) & ~(y <= 1), [1]),
+        (~(x <= 1) | (pc.field("z") > 5), [1]),
+        (x < 0, []),
+    ]:
+        assert kept(manifest, blocks, filters) == left
+
+
+def test_members_of_structs_that_are_null(stored: Stored) -> None:
+    groups = [pa.table({"many": [[1, 2]] * 2, "s": [{"a": [3], "b": number}, None]}) for number in range(3)]
+    assert kept(*stored(groups), [("s.b", ">=", 1)]) == [2, 4]
+    assert kept(*stored(groups), pc.field("s", "b") >= 1) == [2, 4]
+    assert kept(*stored(groups), pc.field("s").is_valid()) == [0, 2, 4]
+
+
+def test_text_that_is_dictionary_coded(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(3000), "word": ["a", "b", "c"] * 1000}), tmp_path / "x.parquet")
+    dataset = make_dataset(tmp_path, filters=[("word", "=", "b")], cache=None)
+    assert [int(row["x"]) for row in dataset.__getitems__(range(3))] == [1, 4, 7]
+
+
+@pytest.mark.parametrize(
+    ("expression", "says"),
+    [
+        (pc.field("z") > 1, "z"),
+        (pc.field("s.a") > 1, "s.a"),
+        (pc.field("x") + 1, "int64, not bool"),
+        (pc.field("x") > "a", "int64, string"),
+        (pc.field(0) > 1, "name the columns"),
+    ],
+    ids=str,
+)
+def test_expressions_that_cannot_work(expression: pc.Expression, says: str, stored: Stored) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        narrow(*stored([pa.table({"x": [1], "s": [{"a": 1}]})]), expression)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("filters", "says"),
+    [
+        ([], "must be a list of"),
+        ("x", "must be a list of"),
+        (("x", "=", 1), "must be a list of"),
+        ([[]], "must be a list of"),
+        ([("x", "=", 1), []], "must be a list of"),
+        ({"x": 1}, "must be a list of"),
+        ([("x", "=")], "operator one of"),
+        ([("x", "~", 1)], "operator one of"),
+        ([[("x", "=", 1)], [1, 2, 3]], "operator one of"),
+        ([("z", "=", 1)], "'z' is not in the dataset"),
+        ([("dat", "=", 1)], "'dat'.*did you mean 'date'"),
+        ([("s", "=", 1)], r"'s' is a struct.*s\.a"),
+        ([("list", "=", [1])], "'list' has type list.*only single values"),
+        ([("x", "=", "a")], "int64"),
+        ([("x", "=", 1.5)], "int64"),
+        ([("x", "=", True)], "int64"),
+        ([("x", "=", None)], "int64"),
+        ([("x", "=", 2**63)], "int64"),
+        ([("x", "=", [1])], "int64"),
+        ([("x", "in", 1)], "list of values"),
+        ([("text", "in", "abc")], "list of values"),
+        ([("x", "in", [1, None])], "int64"),
+        ([("text", "=", b"abc")], "string"),
+        ([("text", "=", 1)], "string"),
+        ([("half", "=", math.nan)], "double"),
+        ([("half", "=", "1")], "double"),
+        ([("date", "=", DAY)], "date32"),
+        ([("date", "=", "2024-01-01")], "date32"),
+        ([("date", "=", 5)], "date32"),
+        ([("time", "=", DAY.replace(tzinfo=dt.UTC))], "timestamp"),
+        ([("time", "=", dt.date(2024, 1, 1))], "timestamp"),
+        ([("zoned", "=", DAY)], "timestamp"),
+        ([("small", "=", -1)], "uint8"),
+        ([("price", "=", Decimal("1.234"))], "decimal"),
+    ],
+)
+def test_filters_that_cannot_work(filters: Any, says: str, stored: Stored) -> None:
+    group = pa.table(
+        {
+            "x": [1],
+            "s": [{"a": 1}],
+            "list": [[1]],
+            "text": ["a"],
+            "half": [0.5],
+            "date": [dt.date(2024, 1, 1)],
+            "time": pa.array([DAY], pa.timestamp("us")),
+            "zoned": pa.array([DAY.replace(tzinfo=dt.UTC)], pa.timestamp("us", "UTC")),
+            "small": pa.array([1], pa.uint8()),
+            "price": pa.array([Decimal("1.23")]),
+        }
+    )
+    with pytest.raises(ConfigError, match=says) as caught:
+        narrow(*stored([group]), filters)
+    assert "\n" not in str(caught.value)
