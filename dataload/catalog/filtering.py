@@ -31,8 +31,8 @@ BATCH_ROWS = 1 << 16
 def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     """Return the manifest of the rows that match.
 
-    Partition keys and statistics decide first. Of the row groups about which they tell nothing, the columns of the
-    filter are fetched. The result is cached for each run of files, so each host finds it once.
+    Partition keys and statistics decide first. Where they do not, the filter's columns are fetched. The result is
+    cached for each run of files, so each host finds it once.
 
     Args:
         manifest: The dataset.
@@ -75,7 +75,9 @@ def _scan(groups: Sequence[RowGroup], blocks: Blocks, chosen: Filter) -> Iterato
         key = blocks.key(run[0].footer_at.run, f"matches {digest}")
         return Selection.from_bytes(
             get_or_make(
-                blocks, key, lambda: Selection.of(scans.map(lambda group: _matches(group, aside, chosen), run)).to_bytes()
+                blocks,
+                key,
+                lambda: Selection.of(scans.map(lambda group: _matches(group, aside, chosen), run)).to_bytes(),
             )
         )
 
@@ -90,5 +92,7 @@ def _matches(group: RowGroup, blocks: Blocks, chosen: Filter) -> Mask:
     stored = [name for name in chosen.columns if name not in constants]
     footer = read_footer(group.file, group.footer_at, blocks)
     with footer.open_row_group(group.file, group.number, stored, blocks, HELD_BYTES) as reader:
-        tables = (with_constants(table, group.constants, len(table), chosen.schema) for table in reader.tables(BATCH_ROWS))
+        tables = (
+            with_constants(table, group.constants, len(table), chosen.schema) for table in reader.tables(BATCH_ROWS)
+        )
         return np.concatenate([chosen.mask(table) for table in tables])

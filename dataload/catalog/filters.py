@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, eq, ge, gt, le, lt, ne, or_
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 OPERATORS = (*COMPARISONS, "in", "not in")
 
-Filters = Sequence[Any] | pc.Expression
+Filters: TypeAlias = Sequence[Any] | pc.Expression
 """Predicates (column, operator, value) that must all hold; a list of such lists, of which one must hold; or an Arrow
 expression."""
 
@@ -63,8 +63,10 @@ class Filter:
         scanner = pads.InMemoryDataset(pa.table(columns, schema=self.schema)).scanner(
             columns={"matches": self.expression}, use_threads=False
         )
-        matches = scanner.to_table().column(0).fill_null(False)  # noqa: FBT003 (pyarrow takes it by position)
-        return np.concatenate([np.empty(0, np.bool_), *(chunk.to_numpy(zero_copy_only=False) for chunk in matches.chunks)])
+        matches = scanner.to_table().column(0).fill_null(False)
+        return np.concatenate(
+            [np.empty(0, np.bool_), *(chunk.to_numpy(zero_copy_only=False) for chunk in matches.chunks)]
+        )
 
 
 def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter:
@@ -84,7 +86,9 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
     if isinstance(filters, pc.Expression):
         expression = filters
     else:
-        expression = reduce(or_, [reduce(and_, (_of(part, manifest, paths) for part in all_)) for all_ in _lists(filters)])
+        expression = reduce(
+            or_, [reduce(and_, (_of(part, manifest, paths) for part in all_)) for all_ in _lists(filters)]
+        )
     problem = _problem(expression, schema)
     if problem:
         raise ConfigError(f"filters={filters}: {problem}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,6 @@ Array = npt.NDArray[Any]
 Mask = npt.NDArray[np.bool_]
 
 BLOCK_ROWS = 1 << 16  # An offset in a block fits into 16 bits, and a bitmap of a block takes 8 KiB.
-_TABLES = 3  # int64 tables before the bytes of the blocks, beside the first block of each row group
 
 
 class Selection:
@@ -103,7 +102,9 @@ class Selection:
         rows = int(self.rows[block + 1] - self.rows[block])
         stored = self._data[self._bounds[block] : self._bounds[block + 1]]
         if len(stored) == _bitmap_bytes(rows):
-            return np.flatnonzero(np.unpackbits(stored, count=rows, bitorder="little").view(np.bool_))  # bools: 9 times faster
+            return np.flatnonzero(
+                np.unpackbits(stored, count=rows, bitorder="little").view(np.bool_)
+            )  # bools: 9 times faster
         borders = stored.view("<u2").astype(np.int64)
         firsts, ends = borders[::2], borders[1::2]
         if len(ends) < len(firsts):  # The last run ends with the block.
@@ -122,9 +123,9 @@ class Selection:
     def from_bytes(cls, data: bytes | memoryview) -> Selection:
         """Return the selection that `to_bytes` wrote, as views of these bytes."""
         groups, blocks = np.frombuffer(data, "<i8", 2).tolist()
-        tables = np.frombuffer(data, "<i8", groups + _TABLES * blocks, 16)
-        ends = [groups, groups + blocks, groups + 2 * blocks]
-        return cls(*np.split(tables, ends), np.frombuffer(data, np.uint8, offset=16 + tables.nbytes))
+        tables = np.frombuffer(data, "<i8", groups + 3 * blocks, 16)
+        group_blocks, rows, starts, bounds = np.split(tables, groups + blocks * np.arange(3))
+        return cls(group_blocks, rows, starts, bounds, np.frombuffer(data, np.uint8, offset=16 + tables.nbytes))
 
 
 def _encoded(mask: Mask) -> npt.NDArray[np.uint8]:

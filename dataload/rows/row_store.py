@@ -11,6 +11,7 @@ import numpy as np
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.manifest import Manifest
+from dataload.catalog.selected_rows import SelectedRows
 from dataload.errors import ConfigError
 from dataload.formats.schema import Layout
 from dataload.rows.columns import Array
@@ -19,7 +20,6 @@ from dataload.rows.row_block import Records
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.scheduler import RowGroupScheduler
-from dataload.rows.selected_rows import SelectedRows
 from dataload.runtime.filemap import max_maps
 from dataload.runtime.forks import ForkAware
 from dataload.samplers.interval_index import IntervalIndex

@@ -174,7 +174,9 @@ def test_lists_keep_what_pyarrow_keeps(data: st.DataObject, stored: Stored) -> N
         [predicate_of(data.draw, groups[0]) for _ in range(data.draw(st.integers(1, 2)))]
         for _ in range(data.draw(st.integers(1, 2)))
     ]
-    matches = np.any([np.all([np.concatenate(holds(said, groups)) for said in all_], axis=0) for all_ in choices], axis=0)
+    matches = np.any(
+        [np.all([np.concatenate(holds(said, groups)) for said in all_], axis=0) for all_ in choices], axis=0
+    )
     assert kept(*stored(groups), choices[0] if len(choices) == 1 else choices) == np.flatnonzero(matches).tolist()
 
 
@@ -261,7 +263,7 @@ def test_lists_drop_nulls(stored: Stored) -> None:
 
 
 def test_statistics_ignore_nan_and_rows_do_not(stored: Stored) -> None:
-    """pyarrow's own datasets lose the NaN here: the statistics say that all values are 1."""
+    """Pyarrow's own datasets lose the NaN here: the statistics say that all values are 1."""
     manifest, blocks = stored([pa.table({"x": [1.0, math.nan], "y": [1.0, math.nan], "z": [1, 2]})])
     x, y = pc.field("x"), pc.field("y")
     for filters, left in [

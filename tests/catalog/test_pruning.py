@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -68,7 +66,9 @@ def test_values_of_keys_have_types(keyed: tuple[Manifest, Blocks]) -> None:
             narrow(*keyed, [said])
 
 
-def test_keys_alone_need_only_the_schema_of_the_first_file(keyed: tuple[Manifest, Blocks], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_alone_need_only_the_schema_of_the_first_file(
+    keyed: tuple[Manifest, Blocks], monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = []
     footer = pq.read_metadata
     monkeypatch.setattr(pq, "read_metadata", lambda source: read.append(1) or footer(source))

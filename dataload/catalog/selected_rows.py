@@ -30,6 +30,7 @@ class SelectedRows:
 
     Attributes:
         most_bytes: Limit of the expanded blocks, unless one call needs more.
+        expanded_bytes: Bytes of the expanded blocks.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -38,10 +39,12 @@ class SelectedRows:
         self._index = IntervalIndex(selection.starts)
         # The row of each block to which the offset of a selected row is added.
         self._first_rows = selection.rows[:-1]
-        self._memory = mmap.mmap(-1, max(1, OFFSET_BYTES * int(selection.starts[-1])), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(
+            -1, max(1, OFFSET_BYTES * int(selection.starts[-1])), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
         self._table = np.frombuffer(self._memory, np.uint16)
         self._expanded = np.zeros(len(self._first_rows), np.bool_)
-        self._expanded_bytes = 0
+        self.expanded_bytes = 0
         self._mutex = threading.Lock()
 
     def keep(self, groups: int) -> None:
@@ -62,13 +65,13 @@ class SelectedRows:
 
     def _expand(self, needed: npt.NDArray[np.bool_]) -> None:
         missing = np.flatnonzero(needed & ~self._expanded)
-        if missing.size and self._expanded_bytes > self.most_bytes:
+        if missing.size and self.expanded_bytes > self.most_bytes:
             self._memory.madvise(mmap.MADV_DONTNEED)
             self._expanded[:] = False
-            self._expanded_bytes = 0
+            self.expanded_bytes = 0
             missing = np.flatnonzero(needed)
         starts = self._selection.starts
         for block in missing.tolist():
             self._table[starts[block] : starts[block + 1]] = self._selection.offsets(block)
-            self._expanded_bytes += OFFSET_BYTES * int(starts[block + 1] - starts[block])
+            self.expanded_bytes += OFFSET_BYTES * int(starts[block + 1] - starts[block])
         self._expanded[missing] = True
