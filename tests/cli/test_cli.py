@@ -305,6 +305,14 @@ def test_warm_says_what_its_part_is(at_bucket: Run, dataset_of: Callable[..., st
     assert part["bytes"] < whole["bytes"]
 
 
+def test_filters_of_plan_and_warm(at_bucket: Run, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    url, filters = dataset_of([[10, 10], [10]]), '[["row_id", ">=", 15]]'
+    for command in ("plan", "warm"):
+        done = at_bucket(command, url, "--filters", filters, "--cache-dir", str(tmp_path / "cache"), "--json")
+        assert json.loads(done.stdout)["row_groups"] == 2
+    assert "not a JSON list" in at_bucket("warm", url, "--filters", "row_id > 3").stderr
+
+
 def test_a_column_whose_name_has_a_comma(at_bucket: Run, bucket: Any, tmp_path: Path) -> None:
     bucket.put_table("odd/0.parquet", pa.table({"a, b": [1, 2], "c": [3, 4]}))
     url, cache = f"s3://{bucket.name}/odd", ("--cache-dir", str(tmp_path / "c"))

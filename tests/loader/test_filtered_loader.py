@@ -1,4 +1,4 @@
-"""Loaders over filtered datasets: each row that matches once, on any ranks, and no byte that nobody needs."""
+"""Loaders over filtered datasets: each row that matches comes once, on any ranks, and no other byte is fetched."""
 
 from __future__ import annotations
 

@@ -29,6 +29,10 @@ Cluster = Annotated[
     str | None, typer.Option(help="URL of the Valkey or Redis that hosts share: valkey://host:port,host:port.")
 ]
 Columns = Annotated[str | None, typer.Option(help="Names of columns, comma-separated or as a JSON list; default: all.")]
+FilterLists = Annotated[
+    str | None,
+    typer.Option("--filters", help='Rows to read, as a JSON list: [["label", "=", "cat"]]; default: all.'),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
 Seed = Annotated[int, typer.Option(help="Seed of the shuffle, as given to the loader.")]
@@ -51,6 +55,14 @@ def names(text: str | None) -> list[str] | None:
     if not all(isinstance(column, str) for column in columns):
         raise ConfigError(f"--columns={text}: all names must be strings")
     return columns
+
+
+def filter_lists(text: str | None) -> Any:
+    """Return the value of --filters; None: all rows. Raise ConfigError if the text is not JSON."""
+    try:
+        return None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--filters={text}: not a JSON list: {error}") from error
 
 
 def node_of(text: str | None) -> tuple[int, int]:
@@ -117,10 +129,16 @@ def open_manifest(
 
 
 def open_dataset(
-    url: str, storage_options: str | None, columns: str | None, config: CacheConfig, *, quiet: bool
+    url: str, storage_options: str | None, columns: str | None, filters: str | None, config: CacheConfig, *, quiet: bool
 ) -> tuple[Manifest, RowGroupCache, Blocks]:
     """Read the footers at `url`. Return the dataset, the cache of its columns, and the reader of its objects."""
     from dataload.rows.row_group_cache import RowGroupCache
 
+    chosen = filter_lists(filters)
     manifest, blocks = open_manifest(url, storage_options, config, quiet=quiet)
-    return manifest, RowGroupCache(manifest, manifest.select(names(columns)), blocks), blocks
+    selected = manifest.select(names(columns))
+    if chosen is not None:
+        from dataload.catalog.filtering import narrow
+
+        manifest = narrow(manifest, blocks, chosen)
+    return manifest, RowGroupCache(manifest, selected, blocks), blocks

@@ -15,6 +15,7 @@ from dataload.cli.commands.options import (
     CacheBytes,
     CacheDir,
     Columns,
+    FilterLists,
     Json,
     Seed,
     StorageOptions,
@@ -45,6 +46,7 @@ def plan(
     seed: Seed = 0,
     num_streams: Annotated[int, typer.Option(min=1, help="The loader's num_streams: one for each node.")] = 1,
     columns: Columns = None,
+    filters: FilterLists = None,
     bandwidth: Annotated[str, typer.Option(help="Bytes per second from the origin.")] = "1GB",
     latency: Annotated[float, typer.Option(callback=_number, help="Seconds per request; S3 takes about 0.1.")] = 0.1,
     price: Annotated[
@@ -63,7 +65,7 @@ def plan(
 
     rate = parse_bytes("bandwidth", bandwidth)
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
-    manifest, blobs, blocks = open_dataset(url, storage_options, columns, cache_config, quiet=as_json)
+    manifest, blobs, blocks = open_dataset(url, storage_options, columns, filters, cache_config, quiet=as_json)
     order = order_of(manifest, seed=seed, window=window, num_streams=num_streams)
     result = make_plan(manifest, blobs, blocks, order, batch_size, bandwidth=rate, latency=latency, price=price)
     show(asdict(result), table(lines(result)), as_json=as_json)

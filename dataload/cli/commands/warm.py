@@ -13,6 +13,7 @@ from dataload.cli.commands.options import (
     CacheDir,
     Cluster,
     Columns,
+    FilterLists,
     Json,
     NumStreams,
     Seed,
@@ -39,6 +40,7 @@ def warm(
     seed: Seed = 0,
     window: Window = None,
     columns: Columns = None,
+    filters: FilterLists = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
@@ -55,7 +57,7 @@ def warm(
     node, nodes = node_of(shard)
     cache_config = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
     _must_answer(cache_config)
-    manifest, blobs, blocks = open_dataset(url, storage_options, columns, cache_config, quiet=as_json)
+    manifest, blobs, blocks = open_dataset(url, storage_options, columns, filters, cache_config, quiet=as_json)
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)
     blocks.settle()
