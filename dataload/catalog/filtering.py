@@ -10,7 +10,6 @@ from itertools import groupby
 import numpy as np
 import pyarrow as pa
 
-from dataload.cache.blocks.aside import Aside
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.filters import Filter, Filters, filter_of
 from dataload.catalog.footer_cache import get_or_make, read_footer
@@ -66,7 +65,6 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
 
 def _scan(groups: Sequence[RowGroup], blocks: Blocks, chosen: Filter) -> Iterator[Mask]:
     """Yield which rows of each row group match."""
-    aside = Aside(blocks.origin, blocks.tier, blocks.block_bytes)
     scans = DaemonExecutor(ROW_GROUPS_AT_ONCE, "dataload-filter")
 
     def scan(run: list[RowGroup]) -> Selection:
@@ -77,7 +75,7 @@ def _scan(groups: Sequence[RowGroup], blocks: Blocks, chosen: Filter) -> Iterato
             get_or_make(
                 blocks,
                 key,
-                lambda: Selection.of(scans.map(lambda group: _matches(group, aside, chosen), run)).to_bytes(),
+                lambda: Selection.of(scans.map(lambda group: _matches(group, blocks, chosen), run)).to_bytes(),
             )
         )
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dataload.cache.blocks.aside import Aside
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.footer_cache import get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
@@ -115,3 +114,11 @@ class ValueSizes:
                     yield int(column.values.nbytes), int(counts[counts != NULL].sum())
                 elif isinstance(column, Nested):
                     yield (int(column.values.nbytes),) * 2
+
+
+class Aside(Blocks):
+    """A reader that uses cached blocks and caches no others, for data that is not needed yet."""
+
+    @property
+    def retains_blocks(self) -> bool:
+        return False

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from dataload import make_dataset
 from dataload.cache.blocks.reader import Blocks
+from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.filtering import narrow
 from dataload.catalog.filters import Filters
@@ -247,6 +248,17 @@ def test_200_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path) -> None:
     assert len(counts) > 150
     assert min(counts) < rows // 20
     assert max(counts) > rows // 2
+
+
+def test_long_lists_that_differ_in_the_middle(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [number * 2 for number in range(100)]}), tmp_path / "x.parquet")
+    cache = CacheConfig(cache_dir=str(tmp_path / "cache"), cache_bytes="100MB")
+    for missing in (40, 60):
+        members = [number for number in range(100) if number != missing]
+        dataset = make_dataset(tmp_path / "x.parquet", filters=pc.field("x").isin(members), cache=cache)
+        assert [int(row["x"]) for row in dataset.__getitems__(range(49))] == [
+            number for number in range(0, 100, 2) if number != missing
+        ]
 
 
 def test_lists_drop_nulls(stored: Stored) -> None:
