@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup test check lowest chaos format demo bench gpu peers trainers docs browser wheel constraints clean
+.PHONY: setup test check lowest slow chaos format demo bench gpu peers trainers docs browser wheel constraints clean
 
 setup: $(VENV)/.ready
 
@@ -40,6 +40,10 @@ lowest: .venv-lowest/.ready
 	$(PYTHON) tests/support/lowest.py > .venv-lowest/constraints.txt
 	$(LOWEST) pip install --quiet --constraint .venv-lowest/constraints.txt --editable ".[cluster]" --group lowest
 	touch $@
+
+# Whole programs: runs of the demo after a kill and with shuffled labels, benchmarks, workers of each start method.
+slow: setup
+	$(BIN)/python -m pytest -m slow --timeout 280
 
 # Long tests: a thousand kills of the tier, 200 of training, ten thousand fuzzing steps, columns of more than 2 GiB.
 chaos: setup

@@ -217,6 +217,7 @@ def suite_of(folder: Path, *names: str, **changed: Any) -> Suite:
     return Suite(**given | changed)
 
 
+@pytest.mark.slow
 def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
     said: list[str] = []
     names = ["dataload", "LitData", "floor: gather"]

@@ -10,6 +10,7 @@ import tqdm
 from dataload.benchmarks.rows import nested
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", nested.PARTS)
 def test_a_small_run(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # it would start a thread

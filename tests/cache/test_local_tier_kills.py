@@ -775,7 +775,9 @@ class Reading:
         return bytes(self.tier.get_or_fill(key(name), fill))
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["anew", "persistent"])
+@pytest.mark.parametrize(
+    "persistent", [pytest.param(False, id="anew", marks=pytest.mark.slow), pytest.param(True, id="persistent")]
+)
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_read_through_their_parents_tier(tmp_path: Path, method: str, persistent: bool) -> None:
     from torch.utils.data import DataLoader

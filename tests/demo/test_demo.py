@@ -62,6 +62,7 @@ def test_every_promise() -> None:
     assert found["accuracy"] >= 0.95
 
 
+@pytest.mark.slow
 def test_shuffled_labels_teach_nothing() -> None:
     control = demo("--shuffled-labels", *FEW)
     assert control["problems"] == []
@@ -69,6 +70,7 @@ def test_shuffled_labels_teach_nothing() -> None:
     assert control["epochs"][0]["s3_bytes"] <= 1.02 * control["dataset_bytes"]
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_the_first_epoch_and_runs_on_the_kept_cache(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     kept = ("--keep", "--cache-dir", str(cache), *FEW)

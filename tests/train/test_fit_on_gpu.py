@@ -12,6 +12,7 @@ import torch
 from dataload.benchmarks import gpu
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here it would be the whole benchmark")
 def test_it_runs_without_a_gpu_and_says_so():
     command = [sys.executable, "-m", "dataload.benchmarks.gpu", "--json"]
