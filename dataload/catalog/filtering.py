@@ -10,7 +10,7 @@ from itertools import groupby
 import numpy as np
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks
+from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.filters import Filter, Filters, filter_of
 from dataload.catalog.footer_cache import get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
@@ -30,8 +30,8 @@ BATCH_ROWS = 1 << 16
 def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     """Return the manifest of the rows that match.
 
-    Partition keys and statistics decide first. Where they do not, the filter's columns are fetched. The result is
-    cached for each run of files, so each host finds it once.
+    Partition keys and statistics decide first. Where they do not, the filter's columns are fetched. Each host finds the
+    rows once: the result is cached, and besides for each run of files, which other datasets may share.
 
     Args:
         manifest: The dataset.
@@ -49,18 +49,23 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     own = read_footer(first.file, first.footer_at, blocks).schema
     keys = [manifest.schema.field(name) for name, _ in first.constants]
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
-    decisions = decide(manifest, blocks, chosen)
-    unknown = [group for group, decision in zip(manifest.row_groups, decisions, strict=True) if decision is None]
-    found = _scan(unknown, blocks, chosen)
-
-    def masks() -> Iterator[Mask]:
-        for group, decision in zip(manifest.row_groups, decisions, strict=True):
-            yield next(found) if decision is None else np.full(group.rows, decision)
-
-    result = manifest.selected(Selection.of(masks()))
+    key = blocks.key(Object(first.file.path, 0, manifest.fingerprint), f"matches {VERSION} {chosen.digest}")
+    found = get_or_make(blocks, key, lambda: _selection(manifest, blocks, chosen).to_bytes())
+    result = manifest.selected(Selection.from_bytes(found))
     if not result.num_rows:
         raise ConfigError(f"filters={filters} leave none of {manifest.num_rows} rows")
     return result
+
+
+def _selection(manifest: Manifest, blocks: Blocks, chosen: Filter) -> Selection:
+    """Return the matching rows of each row group."""
+    decisions = decide(manifest, blocks, chosen)
+    unknown = [group for group, decision in zip(manifest.row_groups, decisions, strict=True) if decision is None]
+    scanned = _scan(unknown, blocks, chosen)
+    every = zip(manifest.row_groups, decisions, strict=True)
+    return Selection.of(
+        next(scanned) if decision is None else np.full(group.rows, decision) for group, decision in every
+    )
 
 
 def _scan(groups: Sequence[RowGroup], blocks: Blocks, chosen: Filter) -> Iterator[Mask]:

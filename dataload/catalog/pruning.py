@@ -70,7 +70,6 @@ def _by_statistics(
         yield from [None] * len(groups)
         return
     possible = _kept(footers, chosen.expression, chosen.schema)
-    failing = _kept(footers, ~chosen.expression, chosen.schema)
     for count in range(1, len(nans) + 1):
         for some in combinations(nans, count):
             with_nan = footer.for_statistics(reduce(and_, some, guarantee))
@@ -78,6 +77,7 @@ def _by_statistics(
     constants = dict(groups[0].constants)
     stored = [name for name in chosen.columns if name not in constants]
     proves = not list(_floats(chosen)) and None not in (constants.get(name, "") for name in chosen.columns)
+    failing = _kept(footers, ~chosen.expression, chosen.schema) if proves and possible else set()
     for group in groups:
         if group.number not in possible:
             yield False
