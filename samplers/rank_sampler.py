@@ -218,9 +218,10 @@ class RankSampler(DistributedSampler[int]):
             )
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigError(f"the state lacks {', '.join(sorted(missing))}")
-        cursor = self._checked(state["cursor"])
-        self._follow(self.order.with_options(**{name: state[name] for name in self.order.options}))
-        self.seek(state["epoch"], cursor)
+        order = self.order.with_options(**{name: state[name] for name in self.order.options})
+        _check_cursor(state["cursor"], order)
+        self._follow(order)
+        self.seek(state["epoch"], state["cursor"])
 
     def _follow(self, order: PositionOrder) -> None:
         """Use this order from now on."""
@@ -239,6 +240,10 @@ class RankSampler(DistributedSampler[int]):
         return epoch, self._checked(cursor)
 
     def _checked(self, cursor: int) -> int:
-        if not 0 <= cursor <= self.num_rows:
-            raise ConfigError(f"cursor {cursor} is not in an epoch of {self.num_rows} rows")
+        _check_cursor(cursor, self.order)
         return cursor
+
+
+def _check_cursor(cursor: int, order: PositionOrder) -> None:
+    if not 0 <= cursor <= order.n:
+        raise ConfigError(f"cursor {cursor} is not in an epoch of {order.n} rows")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -14,9 +14,9 @@ import numpy.typing as npt
 from dataload.errors import ConfigError
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
-from dataload.samplers.lru import LRU
-from dataload.samplers.mixture.borders import BLOCK, END, Borders
-from dataload.samplers.mixture.schedule import Schedule, schedule, shuffled
+from dataload.samplers.mixture.borders import BLOCK, END
+from dataload.samplers.mixture.sequence import UnitSequence
+from dataload.samplers.mixture.source import Source, SourceRows
 from dataload.samplers.mixture.weights import integer_weights
 from dataload.samplers.order import Order, Shuffle
 
@@ -25,23 +25,7 @@ Stop = Literal["first_exhausted", "all_exhausted"]
 Batching = Literal["mixed", "homogeneous"]
 
 OPTIONS: Final = ("shuffle", "seed", "windows", "num_streams", "weights", "stop", "num_rows", "batching", "batch_rows")
-MOST_WRAPS = 1 << 40  # source epochs in one epoch of the mixture
 MOST_SOURCES = 1 << 10
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """One dataset of a mixture.
-
-    Args:
-        block_lengths: Rows of each row group, in file order: int64 [M].
-        name: Draws the source's own shuffle, with the seed of the mixture. Names must differ.
-        dataset_key: Identifies the dataset; see `Order`.
-    """
-
-    block_lengths: Sequence[int] | npt.ArrayLike
-    name: str
-    dataset_key: bytes = b""
 
 
 class MixtureOrder:
@@ -118,23 +102,22 @@ class MixtureOrder:
             )
             for source, window in zip(self.sources, windows, strict=True)
         )
-        self._rows = [order.n for order in self.orders]
-        if 0 in self._rows:
-            raise ConfigError(f"source {self.sources[self._rows.index(0)].name!r} has no rows")
+        rows = [order.n for order in self.orders]
+        if 0 in rows:
+            raise ConfigError(f"source {self.sources[rows.index(0)].name!r} has no rows")
         self.shuffle, self.num_streams = self.orders[0].shuffle, self.orders[0].num_streams
         self.windows = [order.window for order in self.orders]
         self.window = sum(self.windows)
         self.block_lengths: Int64 = np.concatenate([order.block_lengths for order in self.orders])
-        self.first_rows: Int64 = np.cumsum([0, *self._rows])
+        self.first_rows: Int64 = np.cumsum([0, *rows])
         self.first_blocks: Int64 = np.cumsum([0, *(len(order.block_lengths) for order in self.orders)])
-        self.weights = integer_weights(self._rows if weights is None else weights)
+        self.weights = integer_weights(rows if weights is None else weights)
         self.unit = (self.batch_rows or 1) if batching == "homogeneous" else self.num_streams
-        self.n = self._length()
+        self._units = UnitSequence(self.weights, self.seed)
+        self._source_rows = [SourceRows(order) for order in self.orders]
+        self.n = self._length(rows)
         if self.n > self.unit * (END - BLOCK):
             raise ConfigError(f"an epoch of {self.n} rows is too long: raise the smallest weights, or set num_rows")
-        self._borders = Borders(self.weights)
-        self._schedules: LRU[int, Schedule] = LRU(2)
-        self._blocks: LRU[tuple[int, int], _Block] = LRU(4)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -163,13 +146,8 @@ class MixtureOrder:
                 f"positions {requested.min()} to {requested.max()} are not all in an epoch of {self.n} rows"
             )
         units, offsets = np.divmod(requested, self.unit)
-        blocks = units // BLOCK
-        sources, indices = np.empty_like(units), np.empty_like(units)
-        for number in np.unique(blocks).tolist():
-            chosen = np.flatnonzero(blocks == number)
-            block, inside = self._block(epoch, number), units[chosen] - number * BLOCK
-            sources[chosen], indices[chosen] = block.source[inside], block.index[inside]
-        return sources, indices * self.unit + offsets
+        sources, numbers = self._units.draws(epoch, units)
+        return sources, numbers * self.unit + offsets
 
     def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
         """Return the rows at these positions of the epoch: int64 [k], numbered through all sources.
@@ -184,7 +162,7 @@ class MixtureOrder:
         for source, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
             if first < end:
                 chosen = by_source[first:end]
-                rows[chosen] = self._source_rows(source, epoch, indices[chosen]) + self.first_rows[source]
+                rows[chosen] = self._source_rows[source].rows(epoch, indices[chosen]) + self.first_rows[source]
         return rows
 
     def blocks_from(self, epoch: int, position: int = 0, streams: Sequence[int] | None = None) -> Iterator[int]:
@@ -211,12 +189,11 @@ class MixtureOrder:
         if not 0 <= position <= self.n:
             raise IndexError(f"position {position} is not in an epoch of {self.n} rows")
         starts, ends = self._indices_at(epoch, position), self._indices_at(epoch, self.n)
-        return heapq.merge(
-            *(
-                self._source_needs(source, epoch, position, start, end, streams)
-                for source, (start, end) in enumerate(zip(starts, ends, strict=True))
-            )
+        needs = (
+            self._source_needs(source, epoch, position, start, end, streams)
+            for source, (start, end) in enumerate(zip(starts, ends, strict=True))
         )
+        return heapq.merge(*needs, key=operator.itemgetter(0))
 
     def _check(self, weights: Sequence[Any] | None, windows: Sequence[int | None]) -> None:
         count = len(self.sources)
@@ -237,100 +214,33 @@ class MixtureOrder:
             if number is not None and number < 1:
                 raise ConfigError(f"{name}={number}: must be at least 1")
 
-    def _length(self) -> int:
+    def _length(self, rows: Sequence[int]) -> int:
+        """Return the rows of an epoch, for sources with these numbers of rows."""
         if self.num_rows is not None:
             return self.num_rows
-        total, pairs = sum(self.weights), list(zip(self._rows, self.weights, strict=True))
         if self.stop == "first_exhausted":  # before the first position that the quota allows for the first repetition
-            return min(rows // self.unit * total // weight * self.unit + rows % self.unit for rows, weight in pairs)
+            return min(self._bound(self._units.earliest, source, count) for source, count in enumerate(rows))
         # after the last position that the quota allows for the last row
-        last = [(rows - 1) // self.unit + 1 for rows in self._rows]
-        return max(
-            (-(-units * total // weight) - 1) * self.unit + (rows - 1) % self.unit + 1
-            for units, (rows, weight) in zip(last, pairs, strict=True)
-        )
+        return 1 + max(self._bound(self._units.latest, source, count - 1) for source, count in enumerate(rows))
 
-    def _block(self, epoch: int, number: int) -> _Block:
-        return self._blocks.get((epoch, number), self._make_block)
-
-    def _make_block(self, key: tuple[int, int]) -> _Block:
-        epoch, number = key
-        units = self._schedules.get(number, lambda block: schedule(self._borders, block * BLOCK))
-        source = shuffled(units, derive_key("mixture", self.seed, epoch, number)).source.astype(np.uint16)
-        by_source = np.argsort(source, kind="stable")
-        counts = np.bincount(source, minlength=len(self.orders))
-        shifts = self._borders.counts(number * BLOCK) - (np.cumsum(counts) - counts)
-        index = np.empty(BLOCK, np.int64)
-        index[by_source] = np.arange(BLOCK) + np.repeat(shifts, counts)
-        return _Block(source, index)
+    def _bound(self, place: Callable[[int, int], int], source: int, index: int) -> int:
+        """Return the position of a source's index if its unit comes at `place(source, number of the unit)`."""
+        number, offset = divmod(index, self.unit)
+        return place(source, number) * self.unit + offset
 
     def _indices_at(self, epoch: int, position: int) -> list[int]:
         """Return the rows of each source before a position."""
         unit, offset = divmod(position, self.unit)
-        number, inside = divmod(unit, BLOCK)
-        counts = self._borders.counts(number * BLOCK)
-        if inside or offset:
-            block = self._block(epoch, number)
-            counts = counts + np.bincount(block.source[:inside], minlength=len(self.orders))
-        rows: list[int] = (counts * self.unit).tolist()
+        rows: list[int] = (self._units.counts(epoch, unit) * self.unit).tolist()
         if offset:
-            rows[int(block.source[inside])] += offset
+            [source], _ = self._units.draws(epoch, np.array([unit]))
+            rows[source] += offset
         return rows
-
-    def _source_rows(self, source: int, epoch: int, indices: Int64) -> Int64:
-        """Return the rows of a source at these indices, numbered in the source."""
-        order, size = self.orders[source], self._rows[source]
-        wraps = indices // size
-        positions = self._in_own_streams(source, indices - wraps * size, wraps)
-        low, high = int(wraps.min()), int(wraps.max())
-        if low == high:
-            return order.rows(source_epoch(epoch, low), positions)
-        rows = np.empty_like(indices)
-        by_wrap = np.argsort(wraps, kind="stable")
-        numbers, firsts = np.unique(wraps[by_wrap], return_index=True)
-        for number, chosen in zip(numbers.tolist(), np.split(by_wrap, firsts[1:]), strict=True):
-            rows[chosen] = order.rows(source_epoch(epoch, number), positions[chosen])
-        return rows
-
-    def _in_own_streams(self, source: int, positions: Int64, wraps: Int64) -> Int64:
-        """Return positions of a source's epoch such that index i belongs to stream i mod num_streams in all epochs.
-
-        Each epoch of the source begins at another stream, if streams do not divide its rows. So the positions of each
-        stripe of num_streams are rotated, except for the last, partial stripe.
-        """
-        streams, size = self.num_streams, self._rows[source]
-        if streams == 1:
-            return positions
-        numbers = positions % streams
-        rotated = positions - numbers + (numbers + wraps % streams * (size % streams)) % streams
-        return np.where(positions < size - size % streams, rotated, positions)
 
     def _source_needs(
         self, source: int, epoch: int, position: int, start: int, end: int, streams: Sequence[int] | None
     ) -> Iterator[tuple[int, int]]:
         """Yield (position, row group) for the indices from `start` to `end` of a source."""
-        size, total, weight = self._rows[source], sum(self.weights), self.weights[source]
         shift = int(self.first_blocks[source])
-        while start < end:
-            wrap, first = divmod(start, size)
-            first -= first % self.num_streams
-            for needed, block in self.orders[source].needs_from(source_epoch(epoch, wrap), first, streams):
-                index = wrap * size + needed - needed % self.num_streams  # of the stripe, see `_in_own_streams`
-                if index >= end:
-                    return
-                unit, offset = divmod(index, self.unit)
-                yield max(position, unit * total // weight * self.unit + offset), shift + block
-            start = (wrap + 1) * size
-
-
-@dataclass(frozen=True, eq=False)
-class _Block:
-    """The sources of a block's units, uint16 [BLOCK], and their numbers in their sources, int64 [BLOCK]."""
-
-    source: npt.NDArray[np.uint16]
-    index: Int64
-
-
-def source_epoch(epoch: int, wrap: int) -> int:
-    """Return the number that draws a source's order when it comes for the wrap-th time in an epoch of a mixture."""
-    return epoch * MOST_WRAPS + wrap
+        for index, block in self._source_rows[source].needs(epoch, start, end, streams):
+            yield max(position, self._bound(self._units.earliest, source, index)), shift + block

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataload.errors import ConfigError
-from dataload.samplers.mixture.order import Batching, MixtureOrder, Source, Stop
+from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
+from dataload.samplers.mixture.source import Source
 from dataload.samplers.order import Shuffle
 from dataload.samplers.rank_sampler import RankSampler
 
@@ -38,7 +39,7 @@ class MixtureSampler(RankSampler):
         ConfigError: An argument cannot work.
 
     Example:
-        >>> from dataload.samplers.mixture.order import Source
+        >>> from dataload.samplers.mixture.source import Source
         >>> from dataload.samplers.mixture.sampler import MixtureSampler
         >>> sources = [Source([4, 4], "books"), Source([3], "code")]
         >>> sampler = MixtureSampler(sources, 1, 0, weights=[3, 1], num_rows=8, batch_size=4, shuffle=False)

@@ -88,7 +88,7 @@ def _window(residues: Int64, units: Int64, weights: Int64, total: int) -> tuple[
 
 def _priority(last: Int32, left: Bool, sources: Int64, num_sources: int) -> Int32:
     """Return numbers that sort units by their last position, then by source; units of other parts come last."""
-    order: Int32 = np.where(left, np.minimum(last, PART) * num_sources + sources, NEVER).astype(np.int32)
+    order: Int32 = np.where(left, np.minimum(last, PART - 1) * num_sources + sources, NEVER).astype(np.int32)
     return order
 
 
