@@ -100,7 +100,7 @@ def bisect(weights: Int64, total: int, residues: Int64, half: int, left: Bool, r
     each = weights[:, None]
     age, rest = -(-residues // each), -((residues - total) // each)  # positions since the begin and to the end
     done = left & (age > half)
-    free = (residues > 0) & ~done & (right | (rest <= half))
+    free = ~done & (right | (rest <= half))  # A source without a current unit has age 0: others come before it.
     late_first = np.argsort(-rest, axis=0, kind="stable")
     rank = np.argsort(late_first, axis=0, kind="stable").astype(np.int16)
     until = np.zeros_like(rest)

@@ -145,9 +145,9 @@ class MixtureOrder:
             raise IndexError(
                 f"positions {requested.min()} to {requested.max()} are not all in an epoch of {self.n} rows"
             )
-        units, offsets = np.divmod(requested, self.unit)
+        units = requested // self.unit
         sources, numbers = self._units.draws(epoch, units)
-        return sources, numbers * self.unit + offsets
+        return sources, (numbers - units) * self.unit + requested
 
     def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
         """Return the rows at these positions of the epoch: int64 [k], numbered through all sources.

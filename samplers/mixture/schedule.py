@@ -11,27 +11,28 @@ from dataload.samplers.keys import mix
 from dataload.samplers.mixture.borders import BLOCK, Borders
 
 Int64 = npt.NDArray[np.int64]
-Int32 = npt.NDArray[np.int32]
+Int16 = npt.NDArray[np.int16]
 Bool = npt.NDArray[np.bool_]
 
 PART = 128  # positions walked one by one; all parts of a block are walked together
-NEVER = np.iinfo(np.int32).max
+NEVER = np.iinfo(np.int64).max
+FAR = 1 << 14  # more than all exchanges together move a unit
 STRIDES = (64, 32, 16, 8, 4, 2, 1)  # of the exchanges in a part
 SHIFTS = (0, 43, 86)  # of the parts; a unit thus crosses their borders
 
 
 class Schedule(NamedTuple):
-    """The units at the positions of a block, and the positions that the quotas allow for each: int32 [BLOCK] each.
+    """The units at the positions of a block, and how far the quotas allow to move each: int16 [BLOCK] each.
 
     Args:
         source: Source of the unit.
-        first: First position, relative to the block. May be negative.
-        last: Last position, relative to the block. May be beyond the block.
+        earlier: Positions towards the begin. More than `FAR` count as FAR.
+        later: Positions towards the end. More than `FAR` count as FAR.
     """
 
-    source: Int32
-    first: Int32
-    last: Int32
+    source: Int16
+    earlier: Int16
+    later: Int16
 
 
 def schedule(borders: Borders, start: int) -> Schedule:
@@ -50,7 +51,7 @@ def schedule(borders: Borders, start: int) -> Schedule:
 
 
 def _walk(weights: Int64, total: int, residues: Int64, units: Int64, ends: Int64) -> Schedule:
-    """Return the schedule of L parts: int32 [L * PART] each.
+    """Return the schedule of L parts, int16 [L * PART] each.
 
     Args:
         weights: int64 [S, 1].
@@ -60,35 +61,32 @@ def _walk(weights: Int64, total: int, residues: Int64, units: Int64, ends: Int64
         ends: Number of the first unit that is not in the part: int64 [S, L].
     """
     num_sources, num_parts = residues.shape
-    each = np.broadcast_to(weights, residues.shape).ravel()
+    each, table = np.broadcast_to(weights, residues.shape).ravel(), residues.shape
     residues, units, ends, lanes = residues.ravel(), units.ravel(), ends.ravel(), np.arange(num_parts)
-    numbers = np.repeat(np.arange(num_sources), num_parts)
     first, last = _window(residues, units, each, total)
-    order = _priority(last, units < ends, numbers, num_sources)
-    walked = np.empty((3, num_parts, PART), np.int32)
-    table = (num_sources, num_parts)
+    order = _priority(last, units < ends, np.repeat(np.arange(num_sources), num_parts), num_sources)
+    walked = np.empty((3, PART, num_parts), np.int16)
     for position in range(PART):
-        best = np.where(first.reshape(table) <= position, order.reshape(table), NEVER).min(0)
-        source = best % num_sources
+        source = np.where(first.reshape(table) <= position, order.reshape(table), NEVER).min(0) % num_sources
         cells = source * num_parts + lanes
-        walked[0, :, position], walked[1, :, position], walked[2, :, position] = source, first[cells], last[cells]
+        walked[0, position] = source
+        np.minimum(position - first[cells], FAR, out=walked[1, position], casting="unsafe")
+        np.minimum(last[cells] - position, FAR, out=walked[2, position], casting="unsafe")
         units[cells] += 1
         first[cells], last[cells] = _window(residues[cells], units[cells], each[cells], total)
         order[cells] = _priority(last[cells], units[cells] < ends[cells], source, num_sources)
-    walked[1:] += (lanes * PART).astype(np.int32)[:, None]
-    return Schedule(*walked.reshape(3, -1))
+    return Schedule(*walked.transpose(0, 2, 1).reshape(3, -1))
 
 
-def _window(residues: Int64, units: Int64, weights: Int64, total: int) -> tuple[Int32, Int32]:
+def _window(residues: Int64, units: Int64, weights: Int64, total: int) -> tuple[Int64, Int64]:
     """Return the first and last position that the quota allows for each unit, counted from the residue's position."""
-    first = (units * total - residues) // weights
-    last = -((residues - (units + 1) * total) // weights) - 1
-    return np.clip(first, -BLOCK, BLOCK).astype(np.int32), np.clip(last, -BLOCK, 2 * BLOCK).astype(np.int32)
+    progress = units * total - residues
+    return progress // weights, -((-total - progress) // weights) - 1
 
 
-def _priority(last: Int32, left: Bool, sources: Int64, num_sources: int) -> Int32:
+def _priority(last: Int64, left: Bool, sources: Int64, num_sources: int) -> Int64:
     """Return numbers that sort units by their last position, then by source; units of other parts come last."""
-    order: Int32 = np.where(left, np.minimum(last, PART - 1) * num_sources + sources, NEVER).astype(np.int32)
+    order: Int64 = np.where(left, np.minimum(last, PART - 1) * num_sources + sources, NEVER)
     return order
 
 
@@ -105,16 +103,18 @@ def shuffled(units: Schedule, key: int) -> Schedule:
         parts = slice(shift, BLOCK - (PART - shift) % PART)
         # Positions of all parts in a row are adjacent in memory, which numpy needs for speed.
         table = np.ascontiguousarray(columns[:, parts].reshape(3, -1, PART).transpose(0, 2, 1))
-        positions = np.arange(shift, shift + table[0].size, dtype=np.int32).reshape(-1, PART).T
         for stride, drawn in zip(STRIDES, rounds, strict=True):
-            shape = (PART // (2 * stride), 2, stride, -1)
-            early, late = (positions.reshape(shape)[:, side] for side in (0, 1))
-            sides = table.reshape(3, *shape)
+            sides = table.reshape(3, PART // (2 * stride), 2, stride, -1)
             before, after = sides[:, :, 0], sides[:, :, 1]
-            allowed = (before[2] >= late) & (after[1] <= early)
+            allowed = (before[2] >= stride) & (after[1] >= stride)
             allowed &= drawn[: allowed.size].reshape(allowed.shape).view(bool)
             change = (before ^ after) * allowed
             before ^= change
             after ^= change
+            moved = allowed * np.int16(stride)
+            before[1] -= moved
+            before[2] += moved
+            after[1] += moved
+            after[2] -= moved
         columns[:, parts] = table.transpose(0, 2, 1).reshape(3, -1)
     return Schedule(*columns)

@@ -43,12 +43,17 @@ class UnitSequence:
 
     def draws(self, epoch: int, units: Int64) -> tuple[Int64, Int64]:
         """Return the source of each unit and its number among the units of its source: int64 [k] each."""
-        blocks = units // BLOCK
-        sources, numbers = np.empty_like(units), np.empty_like(units)
-        for block in np.unique(blocks).tolist():
-            chosen = np.flatnonzero(blocks == block)
-            found, inside = self._block(epoch, block), units[chosen] - block * BLOCK
-            sources[chosen], numbers[chosen] = found.source[inside], found.number[inside]
+        if (units[1:] < units[:-1]).any():
+            ascending, (sources, numbers) = np.argsort(units), np.empty((2, len(units)), np.int64)
+            sources[ascending], numbers[ascending] = self.draws(epoch, units[ascending])
+            return sources, numbers
+        sources, numbers, done = np.empty_like(units), np.empty_like(units), 0
+        while done < len(units):
+            block = int(units[done]) // BLOCK
+            end = done + int(np.searchsorted(units[done:], (block + 1) * BLOCK))
+            found, inside = self._block(epoch, block), units[done:end] - block * BLOCK
+            sources[done:end], numbers[done:end] = found.source[inside], found.number[inside]
+            done = end
         return sources, numbers
 
     def counts(self, epoch: int, unit: int) -> Int64:
