@@ -73,7 +73,7 @@ class Borders:
     def _find(self, position: int) -> Bool:
         residues = self.residues(position)
         if position in (0, END):  # Nothing follows the end, so the units that began first are done.
-            age = residues // self.weights
+            age = -(-residues // self.weights)
             done = np.zeros(len(residues), bool)
             done[np.argsort(-age, kind="stable")[: residues.sum() // self.total]] = True
             return done

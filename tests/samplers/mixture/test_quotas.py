@@ -62,7 +62,8 @@ def test_every_prefix_has_its_quotas(seed):
 
 @settings(max_examples=300)
 @given(
-    st.lists(st.integers(1, 12) | st.integers(1, 2**40), min_size=1, max_size=14), st.integers(0, 9) | st.just(2**37)
+    st.lists(st.integers(1, 12) | st.integers(1, 2**40), min_size=1, max_size=14),
+    st.integers(0, 9) | st.sampled_from([2**37, END // 128 - 1]),
 )
 @example([30, *[1] * 30], 3)
 @example(RARE, 0)
@@ -95,7 +96,7 @@ class Reference:
         whole = [floor(quota) for quota in now]
         current = [s for s in self.everyone if now[s] > whole[s]]
         if position in (0, END):
-            oldest = sorted(current, key=lambda s: -floor((now[s] - whole[s]) / self.shares[s]))
+            oldest = sorted(current, key=lambda s: -ceil((now[s] - whole[s]) / self.shares[s]))
             return frozenset(oldest[: int(position - sum(whole))])
         half = position & -position
         left, right = self.state(position - half), self.state(position + half)
