@@ -1,7 +1,8 @@
 """The speed of the shuffle order beside numpy's permutation: `python -m dataload.benchmarks.order`, on one core.
 
 The dataset has a billion rows in 200,000 row groups. Times are the least CPU time of several runs. The first run in a
-process is reported separately: page faults take most of it.
+process is reported separately: page faults take most of it. The second table is of mixtures of sources with random
+sizes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from dataload.samplers.mixture.order import MixtureOrder
+from dataload.samplers.mixture.source import Source
 from dataload.samplers.permutation import Permutation
 from dataload.samplers.sharded import ShardedSampler
 
@@ -24,6 +27,7 @@ BLOCKS, ROWS_PER_BLOCK = 200_000, 5_000
 BATCH = 256
 STREAM = 4_000_000  # rows
 REPEATS = 5
+MIXED = 1 << 20  # rows
 
 
 def main() -> None:
@@ -51,6 +55,40 @@ def main() -> None:
         table.add_row(name, f"{STREAM / _least(make) / 1e6:.1f} M/s", "")
     table.add_row("floor: two numpy permutations of the row groups", f"{_least(lambda: _two(random)) * 1e3:.1f} ms", "")
     Console().print(table)
+    Console().print(_mixtures())
+
+
+def _mixtures() -> Table:
+    """Return the figures of mixtures: units are single rows, and each part of an epoch is mapped for the first time."""
+    columns = "sources", "sources alone", "rows", "seek", "two epochs agree", "independent draws"
+    table = Table(*columns, title="mixtures, weights by rows")
+    for count in (2, 3, 10, 50, 200):
+        random = np.random.default_rng(count)
+        sizes = random.integers(10**6, 10**9, count).tolist()
+        order = MixtureOrder([Source([size // 100] * 100, str(source)) for source, size in enumerate(sizes)])
+        epochs = [order.draws(epoch, np.arange(MIXED))[0] for epoch in (0, 1)]
+        shares = np.array(order.weights) / sum(order.weights)
+        table.add_row(
+            str(count),
+            f"{_mapped(order, order.draws):.1f} M/s",
+            f"{_mapped(order, order.rows):.1f} M/s",
+            f"{_mixture_seek(order, random) * 1e3:.0f} ms",
+            f"{np.mean(epochs[0] == epochs[1]):.3f}",
+            f"{shares @ shares:.3f}",
+        )
+    return table
+
+
+def _mapped(order: MixtureOrder, method: Callable[[int, Any], Any]) -> float:
+    """Return the rate of positions that a method of an order maps, in millions per second."""
+    starts = iter(range(0, order.n - MIXED, MIXED))
+    return MIXED / _least(lambda: method(0, np.arange(MIXED) + next(starts))) / 1e6
+
+
+def _mixture_seek(order: MixtureOrder, random: np.random.Generator) -> float:
+    """Return the CPU seconds to the source of a random position."""
+    starts = iter(random.integers(0, order.n, REPEATS).tolist())
+    return _least(lambda: order.draws(1, [next(starts)]))
 
 
 def begin(shuffle: Any) -> float:

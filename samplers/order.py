@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from dataload.errors import ConfigError
+from dataload.runtime.cached_property import cached_property
 from dataload.samplers.epoch import EpochOrder
+from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU
 from dataload.samplers.placement import place_row_groups
 from dataload.samplers.window_size import default_window
@@ -18,6 +20,7 @@ from dataload.samplers.window_size import default_window
 Int64 = npt.NDArray[np.int64]
 Shuffle = Literal["block", "full", False]
 
+OPTIONS: Final = ("shuffle", "seed", "window", "num_streams")
 SHUFFLES: Final[dict[object, Shuffle]] = {True: "block", "block": "block", "full": "full", False: False}
 
 MOST_STREAMS = 1 << 16  # an empty stream costs memory, too; and numpy sorts 16 bits by radix
@@ -91,6 +94,20 @@ class Order:
         """Rows of each row group: int64 [row groups]."""
         lengths: Int64 = np.diff(self._starts)
         return lengths
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments but for the dataset, as JSON-able values."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    def with_options(self, **options: Any) -> Order:
+        """Return the order of the same dataset with other arguments."""
+        return Order(self.block_lengths, dataset_key=self.dataset_key, **{**self.options, **options})
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the dataset key and the row group lengths, which together determine the placement of rows."""
+        return f"{derive_key('dataset', self.dataset_key, self.block_lengths.astype('<i8').tobytes()):016x}"
 
     def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
         """Return the rows at these positions of the epoch.

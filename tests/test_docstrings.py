@@ -11,6 +11,8 @@ import pytest
 DOCUMENTED = [
     "dataload.dataset.Dataset",
     "dataload.dataset.make_dataset",
+    "dataload.samplers.mixture.sampler.MixtureSampler",
+    "dataload.samplers.mixture.weights.integer_weights",
     "dataload.samplers.permutation.Permutation",
     "dataload.samplers.quality.shuffle_quality",
     "dataload.samplers.sharded.ShardedSampler",

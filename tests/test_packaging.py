@@ -72,4 +72,4 @@ def test_the_top_level_folders_are_linked() -> None:
     for name in LINKED:
         assert (ROOT / "dataload" / name).is_symlink()
         assert (ROOT / "dataload" / name).readlink() == Path("..") / name
-    assert {path.name for path in (ROOT / "samplers").iterdir() if path.is_dir()} <= {"__pycache__"}
+    assert {path.name for path in (ROOT / "samplers").iterdir() if path.is_dir()} <= {"__pycache__", "mixture"}

@@ -1,0 +1,118 @@
+"""Exact quotas at the borders of blocks, at any position of an endless sequence of sources.
+
+Source s has the share w of the positions. Its unit j, counted from 0, may come at the positions after j / w and must
+have come by (j + 1) / w. This is the same as |count(p) - p w| < 1 at every position p. Such a sequence exists for all
+weights (Tijdeman, The chairman assignment problem, Discrete Mathematics 32, 1980), but known algorithms walk it from
+its start. `docs/design/mixtures.md` proves that the bisection here needs no walk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.samplers.lru import LRU
+
+Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+BLOCK = 1 << 16  # positions that are scheduled together
+END = 1 << 48  # of the sequence
+KEPT = 256  # borders; a path of the bisection has 32
+
+
+class Borders:
+    """The counts of each source at the multiples of `BLOCK`.
+
+    At position p source s has come floor(p w) times, and once more if its current unit is done. The *current unit* is
+    the one with j / w < p < (j + 1) / w; without one, p w is an integer. So a set of sources, those whose current unit
+    is done, is the whole state at a position. Bisection finds it: the positions 0 and `END` have a state by themselves,
+    and the state at the middle of an interval follows from those at its ends.
+
+    Args:
+        weights: int [S], see `integer_weights`.
+
+    Notes: the state at a position costs at most 32 bisections of O(S**2) elementary steps in numpy, the same number
+    everywhere. Neighbours share most of them. Threads may share one object.
+    """
+
+    def __init__(self, weights: Sequence[int]) -> None:
+        self.weights = np.array(weights, np.int64)
+        self.total = sum(weights)
+        self._integers = tuple(weights)  # Python integers do not overflow
+        self._states: LRU[int, Bool] = LRU(KEPT)
+
+    def counts(self, position: int) -> Int64:
+        """Return the units of each source before a multiple of BLOCK: int64 [S]."""
+        whole = np.array([position * weight // self.total for weight in self._integers], np.int64)
+        return whole + self.done(position)
+
+    def done(self, position: int) -> Bool:
+        """Return whether the current unit of each source is done at a multiple of BLOCK: bool [S]."""
+        return self._states.get(position, self._find)
+
+    def residues(self, position: int) -> Int64:
+        """Return the progress of each current unit times the sum of weights: int64 [S]. 0 without a current unit."""
+        return np.array([position * weight % self.total for weight in self._integers], np.int64)
+
+    def inside(self, position: int, size: int) -> Bool:
+        """Return the states at the multiples of `size` in the block at `position`, ends included: bool [S, borders]."""
+        states = np.stack((self.done(position), self.done(position + BLOCK)), 1)
+        start, half = self.residues(position)[:, None], BLOCK // 2
+        while half >= size:
+            middles = np.arange(half, BLOCK, 2 * half)
+            residues = (start + self.weights[:, None] * middles) % self.total
+            found = np.empty((len(states), 2 * states.shape[1] - 1), bool)
+            found[:, ::2] = states
+            found[:, 1::2] = bisect(self.weights, self.total, residues, half, states[:, :-1], states[:, 1:])
+            states, half = found, half // 2
+        return states
+
+    def _find(self, position: int) -> Bool:
+        residues = self.residues(position)
+        if position in (0, END):  # Nothing follows the end, so the units that began first are done.
+            age = -(-residues // self.weights)
+            done = np.zeros(len(residues), bool)
+            done[np.argsort(-age, kind="stable")[: residues.sum() // self.total]] = True
+            return done
+        half = position & -position
+        ends = self.done(position - half)[:, None], self.done(position + half)[:, None]
+        return bisect(self.weights, self.total, residues[:, None], half, *ends)[:, 0]
+
+
+def bisect(weights: Int64, total: int, residues: Int64, half: int, left: Bool, right: Bool) -> Bool:
+    """Return which current units are done at the middles of L intervals of one size: bool [S, L].
+
+    At each middle a fixed number of units must be done. They are taken in the order of their begin, except where too
+    many units that end late would be done: at most ceil(sum of (p w - j)) of those that go on beyond a later position
+    p may be. So enough units that end before p are done early.
+
+    Args:
+        weights: int64 [S].
+        total: Sum of the weights.
+        residues: Progress of each current unit at the middles, see `Borders.residues`: int64 [S, L].
+        half: Positions between the middle and an end.
+        left: State at the left ends: bool [S, L].
+        right: State at the right ends: bool [S, L].
+    """
+    each = weights[:, None]
+    age, rest = -(-residues // each), -((residues - total) // each)  # positions since the begin and to the end
+    done = left & (age > half)
+    free = ~done & (right | (rest <= half))  # A source without a current unit has age 0: others come before it.
+    late_first = np.argsort(-rest, axis=0, kind="stable")
+    rank = np.argsort(late_first, axis=0, kind="stable").astype(np.int16)
+    until = np.zeros_like(rest)
+    until[:-1] = np.take_along_axis(rest, late_first, 0)[1:]
+    most = np.cumsum(weights[late_first], 0) * until + np.cumsum(np.take_along_axis(residues, late_first, 0), 0)
+    slack = np.where(until < half, -(-most // total), len(weights))
+    slack -= np.cumsum(np.take_along_axis(done, late_first, 0), 0)
+    slack = slack.astype(np.int16)
+    numbers, lanes = np.arange(len(weights), dtype=np.int16)[:, None], np.arange(residues.shape[1])
+    for unit in np.argsort(-age, axis=0, kind="stable"):
+        holds = numbers >= rank[unit, lanes]
+        taken = free[unit, lanes] & (np.where(holds, slack, np.int16(1)).min(0) > 0)
+        slack -= holds & taken
+        done[unit, lanes] |= taken
+    return done

@@ -1,0 +1,246 @@
+"""The order of a mixture's rows as a formula: any process can compute any part of any epoch, without torch."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.errors import ConfigError
+from dataload.runtime.cached_property import cached_property
+from dataload.samplers.keys import derive_key
+from dataload.samplers.mixture.borders import BLOCK, END
+from dataload.samplers.mixture.sequence import UnitSequence
+from dataload.samplers.mixture.source import Source, SourceRows
+from dataload.samplers.mixture.weights import integer_weights
+from dataload.samplers.order import Order, Shuffle
+
+Int64 = npt.NDArray[np.int64]
+Stop = Literal["first_exhausted", "all_exhausted"]
+Batching = Literal["mixed", "homogeneous"]
+
+OPTIONS: Final = ("shuffle", "seed", "windows", "num_streams", "weights", "stop", "num_rows", "batching", "batch_rows")
+MOST_SOURCES = 1 << 10
+
+
+class MixtureOrder:
+    """The mapping from positions of an epoch to rows of several datasets; otherwise like `Order`.
+
+    Rows and row groups are numbered through all sources, in the order of the sources. An epoch is a sequence of units.
+    All rows of a unit are of one source; a unit has `unit` positions:
+
+        position   0   1   2   3   4   5   6   7   8   9        weights 3 : 1 : 1, unit = 1
+        source     a   b   a   c   a   a   a   c   b   a        quotas of a: 0.6 p, of b and c: 0.2 p
+        index      0   0   1   0   2   3   4   1   1   5
+
+    Before each position p that begins a unit, a source with share w has p w rows, with an error of less than one unit.
+    The same quotas hold in all epochs; (seed, epoch) draws the sequence within blocks of 65,536 units. Index i of a
+    source with n rows is its row number i mod n in its epoch i div n, in the order of a dataset of its own. So each row
+    comes once before any row comes twice. Each epoch of the mixture begins with new epochs of all sources.
+
+    A unit is one row, or `num_streams` rows: one of each stream of the source. So a node reads row groups of its own
+    streams only. With batching="homogeneous" a unit is a global batch.
+
+    Args:
+        sources: The datasets.
+        weights: One positive number for each source, see `integer_weights`; None: by rows.
+        stop: "first_exhausted": the epoch ends before a source can repeat a row. "all_exhausted": it ends when all
+            sources must have come once. Both are exact for weights by rows and units of one row; otherwise the epoch is
+            shorter or longer by less than one unit of a source, so that its length is the same in all epochs.
+        num_rows: Rows of an epoch, instead of `stop`.
+        batching: "mixed" or "homogeneous".
+        batch_rows: Rows of a global batch, for "homogeneous".
+        shuffle: As for `Order`, in each source.
+        seed: Seed of the mixture. Each source's own seed follows from it and the name.
+        windows: Window of each source, see `Order`; None: the defaults.
+        num_streams: Number of streams of each source.
+
+    Attributes:
+        n: Rows of an epoch.
+        weights: The weights as integers.
+        unit: Rows of a unit.
+        orders: Order of each source.
+        first_rows: Number of the first row of each source, then the number of all rows: int64 [S + 1].
+        first_blocks: Number of the first row group of each source, then the number of all: int64 [S + 1].
+
+    Raises:
+        ConfigError: An argument cannot work.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[Any] | None = None,
+        *,
+        stop: Stop = "first_exhausted",
+        num_rows: int | None = None,
+        batching: Batching = "mixed",
+        batch_rows: int | None = None,
+        shuffle: Shuffle | bool = "block",
+        seed: int = 0,
+        windows: Sequence[int | None] | None = None,
+        num_streams: int = 1,
+    ) -> None:
+        self.sources, self.seed = tuple(sources), int(seed)
+        self.stop, self.num_rows = stop, None if num_rows is None else int(num_rows)
+        self.batching, self.batch_rows = batching, None if batch_rows is None else int(batch_rows)
+        windows = [None] * len(self.sources) if windows is None else windows
+        self._check(weights, windows)
+        self.orders = tuple(
+            Order(
+                source.block_lengths,
+                shuffle=shuffle,
+                seed=derive_key("source", self.seed, source.name),
+                window=window,
+                num_streams=num_streams,
+                dataset_key=source.dataset_key,
+            )
+            for source, window in zip(self.sources, windows, strict=True)
+        )
+        rows = [order.n for order in self.orders]
+        if 0 in rows:
+            raise ConfigError(f"source {self.sources[rows.index(0)].name!r} has no rows")
+        self.shuffle, self.num_streams = self.orders[0].shuffle, self.orders[0].num_streams
+        self.windows = [order.window for order in self.orders]
+        self.window = sum(self.windows)
+        self.block_lengths: Int64 = np.concatenate([order.block_lengths for order in self.orders])
+        self.first_rows: Int64 = np.cumsum([0, *rows])
+        self.first_blocks: Int64 = np.cumsum([0, *(len(order.block_lengths) for order in self.orders)])
+        self.weights = integer_weights(rows if weights is None else weights)
+        self.unit = (self.batch_rows or 1) if batching == "homogeneous" else self.num_streams
+        self._units = UnitSequence(self.weights, self.seed)
+        self._source_rows = [SourceRows(order) for order in self.orders]
+        self.n = self._length(rows)
+        if self.n > self.unit * (END - BLOCK):
+            raise ConfigError(f"an epoch of {self.n} rows is too long: raise the smallest weights, or set num_rows")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments but for the sources, as JSON-able values that give the same order."""
+        return {name: getattr(self, name) for name in OPTIONS} | {"weights": list(self.weights)}
+
+    def with_options(self, **options: Any) -> MixtureOrder:
+        """Return the order of the same sources with other arguments."""
+        return MixtureOrder(self.sources, **{**self.options, **options})
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all sources: of their names, dataset keys and row group lengths."""
+        parts = [(source.name, order.digest) for source, order in zip(self.sources, self.orders, strict=True)]
+        return f"{derive_key('mixture', *itertools.chain(*parts)):016x}"
+
+    def draws(self, epoch: int, positions: npt.ArrayLike) -> tuple[Int64, Int64]:
+        """Return the source and the index in the source at these positions: int64 [k] each.
+
+        Raises:
+            IndexError: A position is outside of the epoch.
+        """
+        requested = np.asarray(positions, np.int64)
+        if requested.size and (requested.min() < 0 or requested.max() >= self.n):
+            raise IndexError(
+                f"positions {requested.min()} to {requested.max()} are not all in an epoch of {self.n} rows"
+            )
+        units = requested // self.unit
+        sources, numbers = self._units.draws(epoch, units)
+        return sources, (numbers - units) * self.unit + requested
+
+    def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
+        """Return the rows at these positions of the epoch: int64 [k], numbered through all sources.
+
+        Raises:
+            IndexError: A position is outside of the epoch.
+        """
+        sources, indices = self.draws(epoch, positions)
+        rows = np.empty_like(indices)
+        by_source = np.argsort(sources.astype(np.uint16), kind="stable")  # numpy sorts 16 bits by radix
+        borders = np.searchsorted(sources[by_source], np.arange(len(self.orders) + 1))
+        for source, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
+            if first < end:
+                chosen = by_source[first:end]
+                rows[chosen] = self._source_rows[source].rows(epoch, indices[chosen]) + self.first_rows[source]
+        return rows
+
+    def blocks_from(self, epoch: int, position: int = 0, streams: Sequence[int] | None = None) -> Iterator[int]:
+        """Yield the row groups of `needs_from`."""
+        return (block for _, block in self.needs_from(epoch, position, streams))
+
+    def needs_from(
+        self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (position, row group) for each row group that the rest of an epoch needs, in ascending order.
+
+        A row group comes once in each epoch of its source. The position is the first one that the quota allows for its
+        first row; the row comes there or less than two units of its source later.
+
+        Args:
+            epoch: Number of the epoch.
+            position: Start of the positions, in [0, n].
+            streams: Consider only the positions of these streams; None: all. Up to num_streams - 1 rows at the end of
+                each epoch of a source may be of other streams; they are left out.
+
+        Raises:
+            IndexError: `position` is outside of the epoch.
+        """
+        if not 0 <= position <= self.n:
+            raise IndexError(f"position {position} is not in an epoch of {self.n} rows")
+        starts, ends = self._indices_at(epoch, position), self._indices_at(epoch, self.n)
+        needs = (
+            self._source_needs(source, epoch, position, start, end, streams)
+            for source, (start, end) in enumerate(zip(starts, ends, strict=True))
+        )
+        return heapq.merge(*needs, key=operator.itemgetter(0))
+
+    def _check(self, weights: Sequence[Any] | None, windows: Sequence[int | None]) -> None:
+        count = len(self.sources)
+        if not 0 < count <= MOST_SOURCES:
+            raise ConfigError(f"a mixture of {count} sources: it needs 1 to {MOST_SOURCES}")
+        if len({source.name for source in self.sources}) < count:
+            raise ConfigError("the names of the sources must differ")
+        for name, given in (("weights", weights), ("windows", windows)):
+            if given is not None and len(given) != count:
+                raise ConfigError(f"{len(given)} {name} for {count} sources")
+        if self.stop not in ("first_exhausted", "all_exhausted"):
+            raise ConfigError(f'stop={self.stop!r}: use "first_exhausted" or "all_exhausted"')
+        if self.batching not in ("mixed", "homogeneous"):
+            raise ConfigError(f'batching={self.batching!r}: use "mixed" or "homogeneous"')
+        if self.batching == "homogeneous" and self.batch_rows is None:
+            raise ConfigError('batching="homogeneous" needs batch_rows, the rows of a global batch')
+        for name, number in (("num_rows", self.num_rows), ("batch_rows", self.batch_rows)):
+            if number is not None and number < 1:
+                raise ConfigError(f"{name}={number}: must be at least 1")
+
+    def _length(self, rows: Sequence[int]) -> int:
+        """Return the rows of an epoch, for sources with these numbers of rows."""
+        if self.num_rows is not None:
+            return self.num_rows
+        if self.stop == "first_exhausted":  # before the first position that the quota allows for the first repetition
+            return min(self._bound(self._units.earliest, source, count) for source, count in enumerate(rows))
+        # after the last position that the quota allows for the last row
+        return 1 + max(self._bound(self._units.latest, source, count - 1) for source, count in enumerate(rows))
+
+    def _bound(self, place: Callable[[int, int], int], source: int, index: int) -> int:
+        """Return the position of a source's index if its unit comes at `place(source, number of the unit)`."""
+        number, offset = divmod(index, self.unit)
+        return place(source, number) * self.unit + offset
+
+    def _indices_at(self, epoch: int, position: int) -> list[int]:
+        """Return the rows of each source before a position."""
+        unit, offset = divmod(position, self.unit)
+        rows: list[int] = (self._units.counts(epoch, unit) * self.unit).tolist()
+        if offset:
+            [source], _ = self._units.draws(epoch, np.array([unit]))
+            rows[source] += offset
+        return rows
+
+    def _source_needs(
+        self, source: int, epoch: int, position: int, start: int, end: int, streams: Sequence[int] | None
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (position, row group) for the indices from `start` to `end` of a source."""
+        shift = int(self.first_blocks[source])
+        for index, block in self._source_rows[source].needs(epoch, start, end, streams):
+            yield max(position, self._bound(self._units.earliest, source, index)), shift + block

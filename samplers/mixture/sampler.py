@@ -1,0 +1,120 @@
+"""A torch DistributedSampler over the rows of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dataload.errors import ConfigError
+from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
+from dataload.samplers.mixture.source import Source
+from dataload.samplers.order import Shuffle
+from dataload.samplers.rank_sampler import RankSampler
+
+
+class MixtureSampler(RankSampler):
+    """A sampler that shards the epochs of a mixture over the ranks, as `ShardedSampler` does for one dataset.
+
+    Args:
+        sources: The datasets.
+        num_replicas: Number of ranks; None: `World.detect()`.
+        rank: Number of this rank; None: `World.detect()`.
+        weights: One positive number for each source; None: by rows.
+        stop: "first_exhausted" or "all_exhausted"; see `MixtureOrder`.
+        num_rows: Rows of an epoch, instead of `stop`.
+        batching: "mixed", or "homogeneous": each global batch is of one source.
+        shuffle: As for `Order`, in each source.
+        seed: Seed of the mixture.
+        windows: Window of each source; None: the defaults.
+        drop_last: Drop the last, partial global batch instead of padding it.
+        batch_size: Rows of one batch of one rank.
+        num_streams: Number of streams of each source.
+        num_nodes: As for `ShardedSampler`.
+        node_share: As for `ShardedSampler`.
+
+    Attributes:
+        order: The `MixtureOrder`. Rows and row groups are numbered through all sources.
+
+    Raises:
+        ConfigError: An argument cannot work.
+
+    Example:
+        >>> from dataload.samplers.mixture.source import Source
+        >>> from dataload.samplers.mixture.sampler import MixtureSampler
+        >>> sources = [Source([4, 4], "books"), Source([3], "code")]
+        >>> sampler = MixtureSampler(sources, 1, 0, weights=[3, 1], num_rows=8, batch_size=4, shuffle=False)
+        >>> [sorted(batch.tolist()) for batch in sampler.batches()]  # code has rows 8 to 10
+        [[0, 1, 2, 8], [3, 4, 5, 9]]
+    """
+
+    order: MixtureOrder
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *,
+        weights: Sequence[Any] | None = None,
+        stop: Stop = "first_exhausted",
+        num_rows: int | None = None,
+        batching: Batching = "mixed",
+        shuffle: Shuffle | bool = "block",
+        seed: int = 0,
+        windows: Sequence[int | None] | None = None,
+        drop_last: bool = False,
+        batch_size: int = 1,
+        num_streams: int = 1,
+        num_nodes: int | None = None,
+        node_share: float | None = None,
+    ) -> None:
+        order = MixtureOrder(
+            sources,
+            weights,
+            stop=stop,
+            num_rows=num_rows,
+            shuffle=shuffle,
+            seed=seed,
+            windows=windows,
+            num_streams=num_streams,
+        )
+        super().__init__(
+            order,
+            num_replicas,
+            rank,
+            drop_last=drop_last,
+            batch_size=batch_size,
+            num_nodes=num_nodes,
+            node_share=node_share,
+        )
+        if batching != "mixed":  # The size of a global batch is known now.
+            self._follow(order.with_options(batching=batching, batch_rows=self.global_batch_size))
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Use other weights from the next epoch on, or from this one if it has not begun. All ranks must do the same.
+
+        Raises:
+            ConfigError: A weight cannot work, or the epoch has begun and has batches left.
+        """
+        order = self.order.with_options(weights=weights)
+        if self.cursor and not self.finished_at(self.cursor):
+            raise ConfigError("set_weights in the middle of an epoch: call it between epochs")
+        if self.cursor:
+            self.seek(self.epoch + 1, 0)
+        self._follow(order)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, in its order and with its weights. The world may differ.
+
+        Raises:
+            ConfigError: The state is of another mixture or version, or incomplete; or its batches are of one source
+                each, and the global batch here does not divide them.
+        """
+        rows = state.get("batch_rows") if state.get("batching") == "homogeneous" else None
+        if rows is not None and rows % self.global_batch_size:
+            raise ConfigError(
+                f'the state has batching="homogeneous" with global batches of {rows} rows, which '
+                f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
+                f"{rows}, or a divisor of it"
+            )
+        super().load_state_dict(state)

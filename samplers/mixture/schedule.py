@@ -1,0 +1,120 @@
+"""The sequence of sources in one block: earliest deadline first, then shuffled within what the quotas allow."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dataload.samplers.keys import mix
+from dataload.samplers.mixture.borders import BLOCK, Borders
+
+Int64 = npt.NDArray[np.int64]
+Int16 = npt.NDArray[np.int16]
+Bool = npt.NDArray[np.bool_]
+
+PART = 128  # positions walked one by one; all parts of a block are walked together
+NEVER = np.iinfo(np.int64).max
+FAR = 1 << 14  # more than all exchanges together move a unit
+STRIDES = (64, 32, 16, 8, 4, 2, 1)  # of the exchanges in a part
+SHIFTS = (0, 43, 86)  # of the parts; a unit thus crosses their borders
+
+
+class Schedule(NamedTuple):
+    """The units at the positions of a block, and how far the quotas allow to move each: int16 [BLOCK] each.
+
+    Args:
+        source: Source of the unit.
+        earlier: Positions towards the begin. More than `FAR` count as FAR.
+        later: Positions towards the end. More than `FAR` count as FAR.
+    """
+
+    source: Int16
+    earlier: Int16
+    later: Int16
+
+
+def schedule(borders: Borders, start: int) -> Schedule:
+    """Return the schedule of the block at `start`, a multiple of BLOCK.
+
+    The state at the borders of all parts is known. In each part the unit with the earliest last position comes first,
+    of those that may come. This meets all last positions whenever any sequence does (Steiner and Yeomans, Level
+    schedules for mixed-model, just-in-time processes, Management Science 39, 1993).
+    """
+    weights, total = borders.weights[:, None], borders.total
+    states = borders.inside(start, PART)
+    offsets = np.arange(0, BLOCK, PART)
+    residues = (borders.residues(start)[:, None] + weights * offsets) % total
+    ends = (residues + weights * PART) // total + states[:, 1:]
+    return _walk(weights, total, residues, states[:, :-1].astype(np.int64), ends)
+
+
+def _walk(weights: Int64, total: int, residues: Int64, units: Int64, ends: Int64) -> Schedule:
+    """Return the schedule of L parts, int16 [L * PART] each.
+
+    Args:
+        weights: int64 [S, 1].
+        total: Sum of the weights.
+        residues: Progress of the current units at the begin of each part: int64 [S, L].
+        units: Number of the next unit of each source, counted from the current one: int64 [S, L].
+        ends: Number of the first unit that is not in the part: int64 [S, L].
+    """
+    num_sources, num_parts = residues.shape
+    each, table = np.broadcast_to(weights, residues.shape).ravel(), residues.shape
+    residues, units, ends, lanes = residues.ravel(), units.ravel(), ends.ravel(), np.arange(num_parts)
+    first, last = _window(residues, units, each, total)
+    order = _priority(last, units < ends, np.repeat(np.arange(num_sources), num_parts), num_sources)
+    walked = np.empty((3, PART, num_parts), np.int16)
+    for position in range(PART):
+        source = np.where(first.reshape(table) <= position, order.reshape(table), NEVER).min(0) % num_sources
+        cells = source * num_parts + lanes
+        walked[0, position] = source
+        np.minimum(position - first[cells], FAR, out=walked[1, position], casting="unsafe")
+        np.minimum(last[cells] - position, FAR, out=walked[2, position], casting="unsafe")
+        units[cells] += 1
+        first[cells], last[cells] = _window(residues[cells], units[cells], each[cells], total)
+        order[cells] = _priority(last[cells], units[cells] < ends[cells], source, num_sources)
+    return Schedule(*walked.transpose(0, 2, 1).reshape(3, -1))
+
+
+def _window(residues: Int64, units: Int64, weights: Int64, total: int) -> tuple[Int64, Int64]:
+    """Return the first and last position that the quota allows for each unit, counted from the residue's position."""
+    progress = units * total - residues
+    return progress // weights, -((-total - progress) // weights) - 1
+
+
+def _priority(last: Int64, left: Bool, sources: Int64, num_sources: int) -> Int64:
+    """Return numbers that sort units by their last position, then by source; units of other parts come last."""
+    order: Int64 = np.where(left, np.minimum(last, PART - 1) * num_sources + sources, NEVER)
+    return order
+
+
+def shuffled(units: Schedule, key: int) -> Schedule:
+    """Return the schedule after exchanges of pairs of units that a key draws; the quotas hold after each exchange.
+
+    Two units may change places if both are allowed at the other's position. Each round pairs all positions of the parts
+    at one distance, and exchanges half of the pairs that may. Then the parts are cut elsewhere, for more rounds.
+    """
+    columns = np.stack(units)
+    draws = mix(key, np.arange(len(SHIFTS) * len(STRIDES) * BLOCK // 128, dtype=np.uint64))
+    bits = np.unpackbits(draws.astype("<u8").view(np.uint8)).reshape(len(SHIFTS), len(STRIDES), BLOCK // 2)
+    for shift, rounds in zip(SHIFTS, bits, strict=True):
+        parts = slice(shift, BLOCK - (PART - shift) % PART)
+        # Positions of all parts in a row are adjacent in memory, which numpy needs for speed.
+        table = np.ascontiguousarray(columns[:, parts].reshape(3, -1, PART).transpose(0, 2, 1))
+        for stride, drawn in zip(STRIDES, rounds, strict=True):
+            sides = table.reshape(3, PART // (2 * stride), 2, stride, -1)
+            before, after = sides[:, :, 0], sides[:, :, 1]
+            allowed = (before[2] >= stride) & (after[1] >= stride)
+            allowed &= drawn[: allowed.size].reshape(allowed.shape).view(bool)
+            change = (before ^ after) * allowed
+            before ^= change
+            after ^= change
+            moved = allowed * np.int16(stride)
+            before[1] -= moved
+            before[2] += moved
+            after[1] += moved
+            after[2] -= moved
+        columns[:, parts] = table.transpose(0, 2, 1).reshape(3, -1)
+    return Schedule(*columns)

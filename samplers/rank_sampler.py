@@ -1,0 +1,249 @@
+"""A torch DistributedSampler over any order, whose position is a number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DistributedSampler
+
+from dataload.errors import ConfigError
+from dataload.samplers.partition import check_locality
+from dataload.samplers.share import Share
+from dataload.world import World
+
+Int64 = npt.NDArray[np.int64]
+
+STATE_VERSION: Final = 1
+
+
+class PositionOrder(Protocol):
+    """A mapping from the positions of an epoch to rows: an `Order` or a `MixtureOrder`.
+
+    Attributes:
+        n: Rows of an epoch.
+        num_streams: Position p of an epoch belongs to stream p mod num_streams.
+        seed: Seed of the shuffle.
+    """
+
+    n: int
+    num_streams: int
+    seed: int
+
+    @property
+    def shuffle(self) -> Any:
+        """Kind of the shuffle; False for file order."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """JSON-able values that give the same order of the same data."""
+
+    @property
+    def digest(self) -> str:
+        """Identifies the data."""
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the order of the same data with other options."""
+
+    def rows(self, epoch: int, positions: npt.ArrayLike) -> Int64:
+        """Return the rows at these positions of the epoch: int64 [k]."""
+
+    def needs_from(
+        self, epoch: int, position: int = 0, streams: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Yield (position, row group) for the row groups that the rest of the epoch needs, in ascending order."""
+
+
+class RankSampler(DistributedSampler[int]):
+    """The share of one rank in the epochs of an order. `ShardedSampler` and `MixtureSampler` make the order.
+
+    Args:
+        order: The order.
+        num_replicas: Number of ranks; None: `World.detect()`.
+        rank: Number of this rank; None: `World.detect()`.
+        drop_last: Drop the last, partial global batch instead of padding it by at most num_replicas - 1 rows.
+        batch_size: Rows of one batch of one rank.
+        num_nodes: Number of equal groups of consecutive ranks that share a host; None: that of the detected world if
+            it is known, else 1.
+        node_share: Part of the rows that this rank's host reads, if it has several groups. None: detected, too.
+    """
+
+    def __init__(
+        self,
+        order: PositionOrder,
+        num_replicas: int | None,
+        rank: int | None,
+        *,
+        drop_last: bool,
+        batch_size: int,
+        num_nodes: int | None,
+        node_share: float | None,
+    ) -> None:
+        if num_replicas is None or rank is None:
+            world = World.detect()
+            num_replicas = world.world_size if num_replicas is None else num_replicas
+            rank = world.rank if rank is None else rank
+            needed = order.num_streams > 1 or world.num_nodes is not None  # A single stream works on any nodes.
+            if num_nodes is None and num_replicas == world.world_size and needed:
+                num_nodes, node_share = world.num_streams, node_share or world.node_share
+        # Python ints: products of numpy's narrow integers overflow, depending on its version.
+        num_replicas, rank, batch_size = int(num_replicas), int(rank), int(batch_size)
+        num_nodes = 1 if num_nodes is None else int(num_nodes)
+        if not 0 <= rank < num_replicas:
+            raise ConfigError(f"rank={rank} is not among num_replicas={num_replicas}: ranks count from 0")
+        for name, number in (("batch_size", batch_size), ("num_nodes", num_nodes)):
+            if number < 1:
+                raise ConfigError(f"{name}={number}: must be at least 1")
+        super().__init__(cast("Any", range(order.n)), num_replicas, rank, bool(order.shuffle), order.seed, drop_last)
+        self.batch_size = batch_size
+        self.num_nodes = num_nodes
+        self._node_share = node_share or 0.0
+        if num_nodes > 1 and order.num_streams > 1:
+            check_locality(order.num_streams, num_nodes, num_replicas, batch_size)
+        self.cursor = 0
+        self._follow(order)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of an epoch."""
+        return self.order.n
+
+    @property
+    def global_batch_size(self) -> int:
+        """Rows of one batch of all ranks together."""
+        return self._share.global_batch_size
+
+    @property
+    def node_share(self) -> float:
+        """Share of the rows that this rank's node reads, in (0, 1]: below 1 only if streams are local."""
+        return max(len(self._share.node_streams()) / self.order.num_streams, self._node_share)
+
+    @property
+    def padding(self) -> int:
+        """Number of padding rows at the end of this rank's full epoch; they repeat rows to make the ranks equal."""
+        return self.padding_from(0)
+
+    def finished_at(self, cursor: int) -> bool:
+        """Return whether no batch is left after `cursor` rows of an epoch."""
+        return self._share.num_batches(self.num_rows - self._checked(cursor)) == 0
+
+    def padding_from(self, cursor: int) -> int:
+        """Return the number of this rank's padding rows in the rest of an epoch from `cursor` on."""
+        return self._share.padding(self.num_rows - self._checked(cursor))
+
+    def batches(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
+        """Yield the rank's batches of row numbers without moving the sampler.
+
+        Args:
+            epoch: Number of the epoch; None: the current one.
+            cursor: Rows of it to skip; None: the sampler's cursor, or 0 for another epoch.
+
+        Yields:
+            int64 [batch_size]; the last batch may be shorter.
+
+        Raises:
+            ConfigError: The cursor is not in [0, num_rows].
+        """
+        return (rows for run in self.runs(epoch, cursor) for rows in run)
+
+    def runs(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[Int64]:
+        """Yield the rank's batches in growing groups: int64 [batches, rows]. Arguments are those of `batches`."""
+        epoch, cursor = self._position(epoch, cursor)
+        runs = self._share.runs(cursor, self.num_rows)
+        return (self.order.rows(epoch, positions.ravel()).reshape(positions.shape) for positions in runs)
+
+    def blocks_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[int]:
+        """Yield each row group once, in the order in which this rank's node first needs it.
+
+        Arguments are those of `batches`. If streams are local, the row groups that the partial last batch takes from
+        other nodes' streams are left out.
+        """
+        return (block for _, block in self.needs_from(epoch, cursor))
+
+    def needs_from(self, epoch: int | None = None, cursor: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield (position, row group) as `blocks_from` does, with the first position that needs the row group."""
+        return self.order.needs_from(*self._position(epoch, cursor), streams=self._share.node_streams())
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the rank's rows from the cursor on, as Python ints. The cursor is read at the first `next`."""
+        epoch = self.epoch
+        for run in self.runs(epoch, self.cursor):
+            yield from run.ravel().tolist()
+        if self.epoch == epoch:  # The caller may have set another epoch, or another iteration may have ended first.
+            self.seek(epoch + 1, 0)
+
+    def __len__(self) -> int:
+        """Return the rows of each rank in a full epoch, padding included."""
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration. The cursor stays if the epoch is already the current one."""
+        if epoch != self.epoch:
+            self.seek(epoch, 0)
+
+    def advance(self, batches: int = 1) -> None:
+        """Mark the next `batches` global batches as consumed."""
+        self.seek(self.epoch, self.cursor + batches * self.global_batch_size)
+
+    def seek(self, epoch: int, cursor: int) -> None:
+        """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
+        self.epoch, self.cursor = int(epoch), self._checked(min(int(cursor), self.num_rows))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""
+        return {
+            "version": STATE_VERSION,
+            "dataset": self.order.digest,
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            **self.order.options,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken, in its order. The world may differ.
+
+        If the streams cannot be local to the nodes of this world, they are not.
+
+        Raises:
+            ConfigError: The state is of another dataset or version, or incomplete.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ConfigError(f"the state has version {state.get('version')!r}; this release reads {STATE_VERSION}")
+        if state.get("dataset") != self.order.digest:
+            raise ConfigError(
+                f"the state is of another dataset ({state.get('dataset')!r}, this is {self.order.digest!r}): "
+                "other files, other columns or filters, or row groups of other sizes"
+            )
+        if missing := self.state_dict().keys() - state.keys():
+            raise ConfigError(f"the state lacks {', '.join(sorted(missing))}")
+        order = self.order.with_options(**{name: state[name] for name in self.order.options})
+        _check_cursor(state["cursor"], order)
+        self._follow(order)
+        self.seek(state["epoch"], state["cursor"])
+
+    def _follow(self, order: PositionOrder) -> None:
+        """Use this order from now on."""
+        self.order = order
+        self._share = Share(
+            self.num_replicas, self.rank, self.batch_size, self.drop_last, order.num_streams, self.num_nodes
+        )
+        self.seed, self.shuffle = order.seed, bool(order.shuffle)
+        self.num_samples = self._share.num_samples(order.n)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def _position(self, epoch: int | None, cursor: int | None) -> tuple[int, int]:
+        epoch = self.epoch if epoch is None else epoch
+        if cursor is None:
+            cursor = self.cursor if epoch == self.epoch else 0
+        return epoch, self._checked(cursor)
+
+    def _checked(self, cursor: int) -> int:
+        _check_cursor(cursor, self.order)
+        return cursor
+
+
+def _check_cursor(cursor: int, order: PositionOrder) -> None:
+    if not 0 <= cursor <= order.n:
+        raise ConfigError(f"cursor {cursor} is not in an epoch of {order.n} rows")

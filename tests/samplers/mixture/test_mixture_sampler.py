@@ -1,0 +1,219 @@
+"""Ranks share the epochs of a mixture as they share those of one dataset, and resume where they stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from dataload.errors import ConfigError
+from dataload.samplers.mixture.sampler import MixtureSampler
+from dataload.samplers.mixture.source import Source
+
+LENGTHS = [[40, 0, 25, 60, 31], [7, 9], [300, 250, 100]]
+SOURCES = [Source(lengths, name) for lengths, name in zip(LENGTHS, "abc", strict=True)]
+WEIGHTS = [3, 1, 4]
+
+
+def ranks(num_replicas, sources=SOURCES, **arguments):
+    return [MixtureSampler(sources, num_replicas, rank, **arguments) for rank in range(num_replicas)]
+
+
+def global_batches(samplers, epoch=0, cursor=0):
+    """Return the rows of each global batch, over all ranks."""
+    return [np.concatenate(batch).tolist() for batch in zip(*(s.batches(epoch, cursor) for s in samplers), strict=True)]
+
+
+@pytest.mark.parametrize("batching", ["mixed", "homogeneous"])
+@pytest.mark.parametrize("num_streams", [1, 4])
+def test_resuming_on_2_4_and_1_ranks_gives_the_same_rows(batching, num_streams):
+    """The smallest source has wrapped many times before each change."""
+    arguments = {"weights": WEIGHTS, "num_rows": 1003, "batching": batching, "num_streams": num_streams, "seed": 3}
+    whole = MixtureSampler(SOURCES, 1, 0, batch_size=16, **arguments)
+    expected = whole.order.rows(5, np.arange(1003)).tolist()
+    samplers, seen, state = ranks(2, batch_size=8, **arguments), [], None
+    for num_replicas, batches in ((2, 21), (4, 19), (1, 23)):
+        if state is not None:
+            samplers = ranks(num_replicas, batch_size=16 // num_replicas)
+        for sampler in samplers:
+            if state is None:
+                sampler.set_epoch(5)
+            else:
+                sampler.load_state_dict(json.loads(state))
+        taken = global_batches(samplers, 5, samplers[0].cursor)
+        assert len(taken) == -(-(1003 - samplers[0].cursor) // 16)
+        if num_replicas == 1:
+            seen += taken
+            break
+        seen += taken[:batches]
+        for sampler in samplers:
+            sampler.advance(batches)
+        [state] = {json.dumps(sampler.state_dict()) for sampler in samplers}
+    assert [sorted(batch) for batch in seen] == [sorted(expected[start : start + 16]) for start in range(0, 1003, 16)]
+    source_of = np.searchsorted(whole.order.first_rows, expected, "right")
+    assert np.bincount(source_of)[2] > 5 * 16
+    if batching == "homogeneous":
+        assert all(len(set(source_of[start : start + 16].tolist())) == 1 for start in range(0, 1003, 16))
+
+
+def test_resuming_elsewhere_loses_and_repeats_nothing():
+    chance = random.Random(0)
+    worlds = [(1, 1), (2, 3), (3, 8), (4, 4), (7, 5)]
+    for _ in range(40):
+        first, second = chance.choice(worlds), chance.choice(worlds)
+        arguments = {"weights": WEIGHTS, "num_rows": chance.randint(1, 900), "num_streams": chance.choice([1, 2, 3])}
+        samplers = ranks(first[0], batch_size=first[1], **arguments)
+        expected = samplers[0].order.rows(4, np.arange(samplers[0].num_rows))
+        taken = chance.randint(0, samplers[0].num_rows // samplers[0].global_batch_size)
+        for sampler in samplers:
+            sampler.set_epoch(4)
+            sampler.advance(taken)
+        [state] = {json.dumps(sampler.state_dict()) for sampler in samplers}
+        resumed = ranks(second[0], batch_size=second[1])
+        for sampler in resumed:
+            sampler.load_state_dict(json.loads(state))
+        cursor = resumed[0].cursor
+        padding = [sampler.padding_from(cursor) for sampler in resumed]
+        rest = [np.concatenate([*sampler.batches(), []]).astype(int).tolist() for sampler in resumed]
+        rows = [row for mine, pad in zip(rest, padding, strict=True) for row in mine[: len(mine) - pad]]
+        assert sorted(rows) == sorted(expected[cursor:].tolist())
+        assert len({len(mine) for mine in rest}) == 1
+        assert sum(padding) < second[0]
+
+
+@pytest.mark.parametrize("batching", ["mixed", "homogeneous"])
+def test_global_batches_do_not_depend_on_the_world(batching):
+    seen = set()
+    for num_replicas, batch_size, num_nodes in [(1, 24, 1), (2, 12, 2), (3, 8, 1), (6, 4, 3), (24, 1, 6)]:
+        samplers = ranks(
+            num_replicas,
+            batch_size=batch_size,
+            num_nodes=num_nodes,
+            num_streams=6,
+            drop_last=True,
+            batching=batching,
+            weights=WEIGHTS,
+            num_rows=1000,
+        )
+        assert {len(sampler) for sampler in samplers} == {41 * batch_size}
+        assert {sampler.padding for sampler in samplers} == {0}
+        seen.add(str([sorted(batch) for batch in global_batches(samplers, epoch=2)]))
+    assert len(seen) == 1
+
+
+def test_padding_repeats_the_first_rows_at_the_very_end():
+    for num_replicas, batch_size in product((1, 2, 3, 7), (1, 4)):
+        samplers = ranks(num_replicas, batch_size=batch_size, weights=WEIGHTS, num_rows=101)
+        expected = samplers[0].order.rows(0, np.arange(101)).tolist()
+        batches = global_batches(samplers)
+        assert sum(sampler.padding for sampler in samplers) == -101 % num_replicas
+        rows = [row for batch in batches for row in batch]
+        assert sorted(rows) == sorted(expected + expected[: -101 % num_replicas])
+        assert rows[:101] == expected
+
+
+@pytest.mark.parametrize(("num_nodes", "num_streams", "per_node", "batch_size"), [(2, 2, 1, 8), (3, 6, 2, 4)])
+def test_nodes_keep_to_their_own_row_groups(num_nodes, num_streams, per_node, batch_size):
+    chance = random.Random(1)
+    sources = [Source([chance.randint(0, 60) for _ in range(60)], str(number)) for number in range(3)]
+    read = [set() for _ in range(num_nodes)]
+    samplers = ranks(
+        num_nodes * per_node,
+        sources,
+        weights=[2, 1, 5],
+        num_rows=12_000,  # several epochs of each source
+        batch_size=batch_size,
+        num_streams=num_streams,
+        num_nodes=num_nodes,
+        drop_last=True,
+    )
+    order = samplers[0].order
+    block_of = np.repeat(np.arange(180), order.block_lengths)
+    foreign = 0
+    for rank, sampler in enumerate(samplers):
+        for epoch in (0, 1, 5):
+            used = block_of[np.concatenate(list(sampler.batches(epoch)))]
+            needed = set(sampler.blocks_from(epoch))
+            read[rank // per_node] |= needed
+            foreign += sum(block not in needed for block in used.tolist())
+    # Two nodes need a row group only if it lies on a border of streams.
+    assert sum(map(len, read)) <= len(set(block_of)) + 3 * (num_streams - 1)
+    wraps = sum(12_000 // sum(source.block_lengths) + 1 for source in sources)
+    assert foreign <= 3 * (num_streams - 1) * wraps
+    assert foreign < 0.01 * 3 * 12_000
+
+
+def test_weights_change_between_epochs_and_are_in_the_state():
+    sampler = MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=500)
+    assert sampler.state_dict()["weights"] == [156 // 2, 16 // 2, 650 // 2]
+    list(sampler)
+    sampler.set_weights([0.5, 0.25, 0.25])
+    assert (sampler.epoch, sampler.cursor) == (1, 0)
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert state["weights"] == [2, 1, 1]
+    sources = np.searchsorted(sampler.order.first_rows, list(sampler), "right") - 1
+    assert np.bincount(sources).tolist() == [250, 125, 125]
+    resumed = MixtureSampler(SOURCES, 1, 0, batch_size=10)
+    resumed.load_state_dict(state)
+    assert resumed.order.weights == (2, 1, 1)
+    resumed.advance()
+    with pytest.raises(ConfigError, match="between epochs"):
+        resumed.set_weights([1, 1, 1])
+    assert resumed.order.weights == (2, 1, 1)
+    resumed.seek(1, 500)
+    with pytest.raises(ConfigError, match="weight -1 of source 1"):
+        resumed.set_weights([1, -1, 1])
+    resumed.set_weights([1, 1, 1])
+    assert (resumed.epoch, resumed.cursor, resumed.order.weights) == (2, 0, (1, 1, 1))
+
+
+def test_weights_change_the_length_of_an_epoch():
+    sampler = MixtureSampler(SOURCES, 2, 1, batch_size=10)
+    assert len(sampler) == 822 // 2
+    sampler.set_weights([1, 1, 1])
+    assert sampler.num_rows == 3 * 16
+    assert len(sampler) == 24
+    assert sum(map(len, sampler.batches())) == 24
+
+
+def test_a_state_that_does_not_suit():
+    state = MixtureSampler(SOURCES, 2, 0, batch_size=8, batching="homogeneous").state_dict()
+    for num_replicas, batch_size in ((4, 4), (4, 2), (1, 16), (1, 1)):
+        resumed = MixtureSampler(SOURCES, num_replicas, 0, batch_size=batch_size)
+        resumed.load_state_dict(state)
+        assert resumed.order.batch_rows == 16
+    for num_replicas, batch_size in ((2, 16), (3, 4)):
+        with pytest.raises(ConfigError, match="together have 16"):
+            MixtureSampler(SOURCES, num_replicas, 0, batch_size=batch_size).load_state_dict(state)
+    with pytest.raises(ConfigError, match="another dataset"):
+        MixtureSampler(SOURCES[::-1], 1, 0).load_state_dict(state)
+    with pytest.raises(ConfigError, match="lacks weights"):
+        MixtureSampler(SOURCES, 1, 0, batch_size=16).load_state_dict({n: v for n, v in state.items() if n != "weights"})
+
+
+def test_the_state_of_200_sources_is_small():
+    chance = random.Random(0)
+    sources = [Source([chance.randint(1, 10**8)] * 10, f"source number {number}") for number in range(200)]
+    state = MixtureSampler(sources, 1, 0, num_rows=10**6).state_dict()
+    assert len(json.dumps(state)) < 4096
+
+
+def test_under_a_plain_dataloader():
+    samplers = ranks(3, batch_size=4, weights=WEIGHTS, num_rows=100)
+    loaders = [DataLoader(range(822), batch_size=4, sampler=sampler) for sampler in samplers]
+    for epoch in range(2):
+        for loader, sampler in zip(loaders, samplers, strict=True):
+            sampler.set_epoch(epoch)
+            expected = [batch.tolist() for batch in sampler.batches()]
+            assert [batch.tolist() for batch in loader] == expected
+
+
+def test_runs_grow_and_are_the_batches():
+    [sampler] = ranks(1, batch_size=8, weights=WEIGHTS, num_rows=1000)
+    sizes = [len(run) for run in sampler.runs()]
+    assert all(later <= 2 * earlier for earlier, later in pairwise(sizes))
+    assert sum(sizes) == 125
