@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from json import JSONDecodeError
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import UnsuitableError
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
+from dataload.runtime.baton import waiting
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
@@ -149,7 +150,7 @@ class Origin(ForkAware):
             _check(len(found), stop - start)
             return found
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"), self._waiting():
             return _attempts()(self._request, whole)
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
@@ -165,8 +166,12 @@ class Origin(ForkAware):
                 received = end
             _check(received, len(buffer))
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"), self._waiting():
             _attempts()(self._request, receive)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Return a context for a request: it waits for the network, unless the files are local."""
+        return nullcontext() if getattr(self._filesystem, "local_file", False) else waiting()
 
     def _normalized(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return metadata with the path under which the store serves the object."""

@@ -99,9 +99,8 @@ class FooterReader:
         runs = lru_cache(RUNS_KEPT)(partial(_cached_run, blocks))
 
         def read(obj: Object, location: FooterLocation) -> Footer:
-            if blocks.tier.get(run_key(location.run, blocks), (0, 0)) is not None:  # This notes its use.
-                with suppress(KeyError):
-                    return parse_footer(_cut(runs(location.run), location.number), obj)
+            with suppress(KeyError):
+                return parse_footer(_cut(runs(location.run), location.number), obj)
             return read_footer(obj, location, blocks)
 
         self.read = lru_cache(FOOTERS_KEPT)(read)

@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice, pairwise, takewhile
 from operator import itemgetter
 from time import perf_counter
@@ -115,12 +115,10 @@ class Timeline:
             self._changes = self._changes[-CHANGES_KEPT:]  # A new list: another thread may iterate over the old one.
 
 
-@contextmanager
-def doing(cause: str) -> Iterator[None]:
+def doing(cause: str) -> AbstractContextManager[object]:
     """Charge the duration of the block to `cause`, in this thread's timeline and trace, if it has one."""
     timeline: Timeline | None = getattr(_current_thread, "timeline", None)
-    with stage(cause) if timeline is None else timeline.doing(cause):
-        yield
+    return stage(cause) if timeline is None else timeline.doing(cause)
 
 
 def waited(since: float, other: Timeline, instead: str) -> None:
