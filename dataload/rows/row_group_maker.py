@@ -34,6 +34,7 @@ MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups i
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
+RELEASED_BYTES = 16 << 20  # at least, of row groups, between two returns of Arrow's unused memory
 INLINE_BYTES = 3 << 20  # of memory for decoding: a thread that loads less decodes it itself
 COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
 
@@ -73,6 +74,7 @@ class RowGroupMaker(ForkAware):
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads."""
         self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
+        self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
         self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
 
@@ -118,7 +120,10 @@ class RowGroupMaker(ForkAware):
                     stack.enter_context(self.memory.reserve(size, life.is_cancelled))
                 yield
         finally:
-            if self.memory.idle:  # Return Arrow's unused memory now, not between row groups: fresh memory is slow.
+            self._unreleased += size
+            # Return Arrow's unused memory now, not between row groups: fresh memory is slow.
+            if self._unreleased >= RELEASED_BYTES and self.memory.idle:
+                self._unreleased = 0
                 pa.default_memory_pool().release_unused()
 
     def make(self, number: int, keys: list[BlobKey], life: RowGroupLife) -> list[memoryview]:
@@ -211,6 +216,8 @@ class RowGroupMaker(ForkAware):
 
 def _with_constants(table: pa.Table, group: RowGroup, rows: int, schema: pa.Schema) -> pa.Table:
     """Return the table with the columns of `schema` whose values are in the names of folders."""
+    if not group.constants:
+        return table
     columns = dict(zip(table.column_names, table.columns, strict=True))
     for name, value in group.constants:
         if name in schema.names:
