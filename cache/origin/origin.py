@@ -151,7 +151,7 @@ class Origin(ForkAware):
             return found
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"), self._waiting():
-            return _attempts()(self._request, whole)
+            return self._retried(whole)
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
         """Fill `buffer` with the bytes from `start` on. Raise the same errors as `read`."""
@@ -167,7 +167,7 @@ class Origin(ForkAware):
             _check(received, len(buffer))
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"), self._waiting():
-            _attempts()(self._request, receive)
+            self._retried(receive)
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Return a context for a request: it waits for the network, unless the files are local."""
@@ -177,6 +177,21 @@ class Origin(ForkAware):
         """Return metadata with the path under which the store serves the object."""
         # Alluxio lists an object by its Alluxio path but serves it by its path in the store below.
         return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
+
+    def _retried(self, call: Callable[[Engine], T]) -> T:
+        """Make a request, and repeat it after transient errors."""
+        failures: list[Exception] = []
+
+        def attempt() -> T:
+            if len(failures) == 1:
+                raise failures.pop()
+            return self._request(call)
+
+        try:
+            return attempt()
+        except Exception as error:  # noqa: BLE001 (the first attempt is repeated like the others)
+            failures.append(error)
+        return _attempts()(attempt)  # Not for the first attempt: most succeed, and this takes longer than a request.
 
     def _request(self, call: Callable[[Engine], T]) -> T:
         """Make one request as soon as the limiter allows it."""

@@ -18,6 +18,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import BlobKey, Span, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
+from dataload.runtime.baton import waiting
 from dataload.runtime.executor import DaemonExecutor
 
 FOOTERS_IN_FLIGHT = 128
@@ -151,7 +152,8 @@ def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview
         ):
             found = _cut(fetched[0], location.number)
     if found is None and wait_for_other is not None:
-        wait_for_other()
+        with waiting():
+            wait_for_other()
         found = stored_footer(location, blocks)
     return found
 

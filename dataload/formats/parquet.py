@@ -41,10 +41,10 @@ class ParquetFooter:
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
-        with as_data_error(f"{obj.path} has a Parquet footer that cannot be read"):
+        where = f"{obj.path} has a Parquet footer that cannot be read"
+        with as_data_error(where), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
-            with pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
-                return cls(file.metadata, file.schema_arrow)
+            return cls(file.metadata, file.schema_arrow)
 
     @property
     def lengths(self) -> list[int]:

@@ -178,9 +178,7 @@ class RowGroupCache:
         sizes = zip(self.plan.blob_sizes(number), self._keys(number), strict=True)
         return [size_on_disk(size, key.name) for size, key in sizes]
 
-    def _made_once(
-        self, number: int, keys: list[BlobKey], span: Span | None, life: RowGroupLife
-    ) -> list[memoryview]:
+    def _made_once(self, number: int, keys: list[BlobKey], span: Span | None, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does."""
         tier = self._blocks.tier
 

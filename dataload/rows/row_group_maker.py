@@ -35,7 +35,7 @@ TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the res
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
 RELEASED_BYTES = 16 << 20  # at least, of row groups, between two returns of Arrow's unused memory
-INLINE_BYTES = 3 << 20  # of memory for decoding: a thread that loads less decodes it itself
+INLINE_BYTES = 2 << 20  # of records: the thread that loads fewer decodes them itself
 COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
 
 
@@ -151,7 +151,7 @@ class RowGroupMaker(ForkAware):
         A decoder thread makes large ones. Handing over a small one takes longer than decoding it.
         """
         life.enter(State.DECODING)
-        if self._decoding_bytes(number) <= INLINE_BYTES:
+        if self._plan.bytes_of(number) <= INLINE_BYTES:
             return self._pack(number, keys, columns)
         since, decoding = perf_counter(), Timeline()
 
