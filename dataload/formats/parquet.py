@@ -118,7 +118,7 @@ class ParquetFooter:
 
 
 class _Columns:
-    """What the schema of a file says about its columns.
+    """The columns of a file, by its schema.
 
     Args:
         schema: The schema of the file.
