@@ -101,6 +101,23 @@ def test_a_thread_that_computes_has_the_baton(
     assert seen == {decoding, ("request", "dataload-load", False)}
 
 
+def test_a_thread_that_waits_for_a_decoder_leaves_the_baton(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    decode, received = row_group_maker.decode, list[bool]()
+
+    def computes(*args: Any) -> Any:
+        with baton.computing():
+            received.append(baton._this_thread.holds)
+        return decode(*args)
+
+    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 20)
+    monkeypatch.setattr(row_group_maker, "decode", computes)
+    assert blobs.make(0)
+    assert received == [True]
+
+
 def test_a_wait_for_another_process_holds_no_memory(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
