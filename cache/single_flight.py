@@ -41,7 +41,7 @@ def make_once(
             if wait_for_other is None:
                 found = find()
                 return make() if found is None else found
-        with doing(ELSEWHERE), waiting():
+        with waiting(), doing(ELSEWHERE):
             waited_for = wait_for_other()
         found = find()
         if found is not None:

@@ -224,7 +224,7 @@ class Blocks(ForkAware):
 def wait_for_origin(pending: Sequence[Future[Any]]) -> None:
     """Wait until all of these fetches are done. Raise the exception of the first that failed."""
     if not all(future.done() for future in pending):
-        with doing("origin"), waiting():
+        with waiting(), doing("origin"):
             wait(pending)
     for future in pending:
         future.result()

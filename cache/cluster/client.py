@@ -79,7 +79,7 @@ class Client:
             large: The value may be large, so a timeout trips the writes only, not the node.
             **options: Keyword arguments of the method.
         """
-        with doing("cluster"), waiting():
+        with waiting(), doing("cluster"):
             client = self._connected()
             breaker = self._breaker_of(client, name)
             if breaker is not self.health.reads and not breaker.allows():  # `_connected` checked health.reads.

@@ -150,7 +150,7 @@ class Origin(ForkAware):
             _check(len(found), stop - start)
             return found
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"), self._waiting():
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), self._waiting(), doing("origin"):
             return self._retried(whole)
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
@@ -166,7 +166,7 @@ class Origin(ForkAware):
                 received = end
             _check(received, len(buffer))
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"), self._waiting():
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), self._waiting(), doing("origin"):
             self._retried(receive)
 
     def _waiting(self) -> AbstractContextManager[None]:

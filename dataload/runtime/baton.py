@@ -83,7 +83,10 @@ def computing() -> Iterator[None]:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Leave the baton to other threads for the duration of the block, which mostly waits."""
+    """Leave the baton to other threads for the duration of the block, which mostly waits.
+
+    Enter it before `doing`: the wait for the baton at its end is not charged to that cause.
+    """
     if not getattr(_this_thread, "holds", False):
         yield
         return
