@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 Allocate = Callable[[int], memoryview]
@@ -41,13 +42,13 @@ class BlobKey:
     digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        digest = hashlib.blake2b(digest_size=32, person=b"dataload blob")
-        for part in (self.origin, self.path, self.version, self.what):
-            encoded = part.encode(errors="surrogateescape")  # A path on disk need not be UTF-8.
-            digest.update(len(encoded).to_bytes(8, "little") + encoded)
-        object.__setattr__(self, "digest", digest.digest())
+        # A path on disk need not be UTF-8.
+        parts = [part.encode(errors="surrogateescape") for part in (self.origin, self.path, self.version, self.what)]
+        content = b"".join([len(part).to_bytes(8, "little") + part for part in parts])
+        digest = hashlib.blake2b(content, digest_size=32, person=b"dataload blob").digest()
+        object.__setattr__(self, "digest", digest)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The name in messages and the prefix for eviction; without credentials."""
         return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()

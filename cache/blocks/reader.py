@@ -20,6 +20,7 @@ from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
 from dataload.cache.tier import Allocate, BlobKey, NoRoomError, Span, Tier
 from dataload.errors import ConfigError
+from dataload.runtime.baton import waiting
 from dataload.runtime.executor import DaemonExecutor, awaited
 from dataload.runtime.forks import ForkAware
 from dataload.telemetry.wait_timeline import doing
@@ -222,7 +223,8 @@ class Blocks(ForkAware):
 
 def wait_for_origin(pending: Sequence[Future[Any]]) -> None:
     """Wait until all of these fetches are done. Raise the exception of the first that failed."""
-    with doing("origin"):
-        wait(pending)
+    if not all(future.done() for future in pending):
+        with waiting(), doing("origin"):
+            wait(pending)
     for future in pending:
         future.result()

@@ -97,7 +97,7 @@ def size_on_disk(payload: int, name: str) -> int:
     return Footer(payload, len(name.encode()), b"", b"").size
 
 
-def create(path: Path) -> int:
+def create(path: str | Path) -> int:
     """Create an empty file and return a descriptor of it. Raises OSError."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -116,7 +116,7 @@ def _sums(payload: memoryview) -> bytes:
     return b"".join(map(xxhash.xxh3_64_digest, segments))
 
 
-def write(path: Path, sealed: mmap.mmap, size: int) -> None:
+def write(path: str | Path, sealed: mmap.mmap, size: int) -> None:
     """Write the first `size` bytes of a map into an existing file. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -25,7 +25,7 @@ from dataload.cache.local.index import Index, Row, RowExistsError
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.recovery import recover
-from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start
+from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start, remove
 from dataload.errors import ConfigError
 
 FORMAT = 3
@@ -134,7 +134,7 @@ class CacheFolder:
         """Return `path_of` as a string, in a tenth of the time."""
         return blob_file.path_in(self._blobs, digest)
 
-    def publish(self, draft: Path, digest: bytes) -> str:
+    def publish(self, draft: str, digest: bytes) -> str:
         """Move a sealed draft to its final path, and return that path.
 
         Raises:
@@ -155,13 +155,9 @@ class CacheFolder:
 
     def unlink(self, digest: bytes) -> bool:
         """Remove a blob's file. Return whether it existed."""
-        try:
-            os.unlink(self.file_of(digest))  # noqa: PTH108 (a tenth of the time of a Path)
-        except FileNotFoundError:
-            return False
-        return True
+        return remove(self.file_of(digest))
 
-    def discard(self, digest: bytes, draft: Path | None = None, timeout: float = LOCK_SECONDS) -> None:
+    def discard(self, digest: bytes, draft: str | None = None, timeout: float = LOCK_SECONDS) -> None:
         """Remove a blob or its draft, the file before the row. The caller holds its lock."""
         mark = self.staging.mark(digest)
         if draft is None:
@@ -169,12 +165,12 @@ class CacheFolder:
             self._clear_drafts(digest, mark)  # Drafts of a dead writer, not swept yet: the row accounts for them.
             step("discard: unlinked")
         else:
-            draft.unlink(missing_ok=True)
+            remove(draft)
         self.index.drop(digest, timeout=timeout)
-        mark.unlink(missing_ok=True)
+        remove(mark)
 
     def reserve(
-        self, row: Row, draft: Path, limit: int, region: int, *, pin: bool, before_evicting: Callable[[], None]
+        self, row: Row, draft: str, limit: int, region: int, *, pin: bool, before_evicting: Callable[[], None]
     ) -> bool:
         """Enter a row, evicting as many blobs as it takes. Return whether it fits.
 
@@ -247,7 +243,7 @@ class CacheFolder:
         The key locks are held from the first file to the last row. So no blob is refilled in between, and no row of a
         new blob is dropped. If the process is killed in between, its marks lead the next sweep to the rows.
         """
-        marks: dict[bytes, Path] = {}
+        marks: dict[bytes, str] = {}
         with ExitStack() as stack:
             for row in rows:
                 if stack.enter_context(self.locks.hold_to_evict(row.digest)):
@@ -258,13 +254,13 @@ class CacheFolder:
             freed = self.index.drop(*marks) if marks else 0
             step("evict: dropped")
             for mark in marks.values():  # Not reached if the drop failed: the rows still need their marks.
-                mark.unlink(missing_ok=True)
+                remove(mark)
         return freed
 
-    def _clear_drafts(self, digest: bytes, own: Path) -> None:
+    def _clear_drafts(self, digest: bytes, own: str) -> None:
         for draft in drafts(self.path / "tmp", digest):
             if draft != own:
-                draft.unlink(missing_ok=True)
+                remove(draft)
 
     def oldest_process(self) -> int:
         """Return the start time of the oldest running process in this folder, in ns since the Unix epoch."""

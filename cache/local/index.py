@@ -167,7 +167,8 @@ class Index(LmdbFile):
             missing = Shortage.of(row.size, used=used, transient=transient, limit=limit, region=region)
             if missing.total > 0 or (missing.pinned > 0 and not allow_transient):
                 return missing
-            self._put(txn, replace(row, pinned=missing.pinned <= 0))
+            pinned = missing.pinned <= 0
+            self._put(txn, row if row.pinned == pinned else replace(row, pinned=pinned))
             return None
 
     def drop(self, *digests: bytes, timeout: float = LOCK_SECONDS) -> int:

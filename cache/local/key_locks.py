@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from dataload.runtime.baton import waiting
 from dataload.runtime.forks import ForkAware, close_copies
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.02  # seconds between attempts to lock
@@ -36,7 +37,10 @@ class ThreadLocks(ForkAware):
         """Hold the lock of `digest`. Yield False, without the lock, after `timeout` seconds."""
         with self._mutex:
             lock = self._locks.setdefault(digest, threading.Lock())
-        held = lock.acquire(timeout=timeout)
+        held = lock.acquire(blocking=False)
+        if not held and timeout:
+            with waiting():
+                held = lock.acquire(timeout=timeout)
         try:
             yield held
         finally:
@@ -114,7 +118,8 @@ def attempts(deadline: float) -> Iterator[None]:
     yield
     pause = FIRST_PAUSE
     while time.monotonic() < deadline:
-        time.sleep(pause)
+        with waiting():
+            time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
         yield
 

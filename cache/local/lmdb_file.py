@@ -55,6 +55,7 @@ class LmdbFile(ForkAware):
 
     def __init__(self, path: Path, tables: tuple[bytes, ...]) -> None:
         self._path = path
+        self._file_path = str(path / "data.mdb")
         self._names = tables
         self._tables: dict[bytes, Any] = {}
         self._gate = threading.RLock()
@@ -112,7 +113,7 @@ class LmdbFile(ForkAware):
         Raises:
             OSError: The file was replaced or removed.
         """
-        status = (self._path / "data.mdb").stat()
+        status = os.stat(self._file_path)  # noqa: PTH116 (a tenth of the time of a Path)
         with self._gate:
             if self._file not in (None, (status.st_dev, status.st_ino)):
                 raise FileNotFoundError(errno.ENOENT, "the index was replaced", str(self._path))

@@ -45,11 +45,11 @@ class StagingFolder(ForkAware):
     def after_fork_in_child(self) -> None:
         close_copies(self._path)
 
-    def draft(self, digest: bytes) -> Path:
+    def draft(self, digest: bytes) -> str:
         """Return a new path for writing the blob `digest`."""
-        return self._path / f"{digest.hex()}-{secrets.token_hex(4)}"
+        return f"{self._path}/{digest.hex()}-{secrets.token_hex(4)}"
 
-    def mark(self, digest: bytes) -> Path:
+    def mark(self, digest: bytes) -> str:
         """Create an empty file that makes a sweep after a kill check the row of this blob. Return its path."""
         path = self.draft(digest)
         with suppress(OSError):  # Evictions must work on a full disk, too.
@@ -57,10 +57,19 @@ class StagingFolder(ForkAware):
         return path
 
 
-def drafts(parent: Path, digest: bytes) -> list[Path]:
+def drafts(parent: Path, digest: bytes) -> list[str]:
     """Return the staged files of all processes, running or dead, for one blob."""
     prefix = f"{digest.hex()}-"
-    return [file for folder in _listed(parent) for file in _listed(folder) if file.name.startswith(prefix)]
+    return [str(file) for folder in _listed(parent) for file in _listed(folder) if file.name.startswith(prefix)]
+
+
+def remove(path: str) -> bool:
+    """Remove a file. Return whether it existed."""
+    try:
+        os.unlink(path)  # noqa: PTH108 (a tenth of the time of a Path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def oldest_start(parent: Path) -> int:

@@ -214,7 +214,7 @@ class LocalTier(ForkAware):
             if timeout:
                 raise
 
-    def reserve(self, folder: CacheFolder, key: BlobKey, size: int, draft: Path) -> bool:
+    def reserve(self, folder: CacheFolder, key: BlobKey, size: int, draft: str) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
         pin, row = self.policy == "pin", Row(key.digest, key.name, size)
         if self._touched and time.monotonic() >= self._flush_at:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
+from dataload.cache.local.staging import remove
 from dataload.cache.tier import BlobKey, Draft, NoRoomError, Span
 from dataload.telemetry.wait_timeline import doing
 
@@ -38,7 +38,7 @@ class BlobWriter(Draft):
         self._folder = folder
         self._must_cache = must_cache
         self._owner = os.getpid()
-        self._path: Path | None = None
+        self._path: str | None = None
         self._buffer: mmap.mmap | None = None
         self._size = 0  # of the file, in bytes
 
@@ -100,7 +100,7 @@ class BlobWriter(Draft):
             return
         if folder.closed:  # The index is closed, too.
             with suppress(OSError):
-                path.unlink()
+                remove(path)
             return
         with tier.fallback("discarding a draft", tier.health.writes, folder):
             # Do not wait twice for a stuck index: the draft's mark stays, and a sweep drops the row.

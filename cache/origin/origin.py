@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from json import JSONDecodeError
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import UnsuitableError
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
+from dataload.runtime.baton import waiting
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
@@ -149,8 +150,8 @@ class Origin(ForkAware):
             _check(len(found), stop - start)
             return found
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
-            return _attempts()(self._request, whole)
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), self._waiting(), doing("origin"):
+            return self._retried(whole)
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
         """Fill `buffer` with the bytes from `start` on. Raise the same errors as `read`."""
@@ -165,13 +166,32 @@ class Origin(ForkAware):
                 received = end
             _check(received, len(buffer))
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), doing("origin"):
-            _attempts()(self._request, receive)
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), self._waiting(), doing("origin"):
+            self._retried(receive)
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Return a context for a request: it waits for the network, unless the files are local."""
+        return nullcontext() if getattr(self._filesystem, "local_file", False) else waiting()
 
     def _normalized(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return metadata with the path under which the store serves the object."""
         # Alluxio lists an object by its Alluxio path but serves it by its path in the store below.
         return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
+
+    def _retried(self, call: Callable[[Engine], T]) -> T:
+        """Make a request, and repeat it after transient errors."""
+        failures: list[Exception] = []
+
+        def attempt() -> T:
+            if len(failures) == 1:
+                raise failures.pop()
+            return self._request(call)
+
+        try:
+            return attempt()
+        except Exception as error:  # noqa: BLE001 (the first attempt is repeated like the others)
+            failures.append(error)
+        return _attempts()(attempt)  # Not for the first attempt: most succeed, and this takes longer than a request.
 
     def _request(self, call: Callable[[Engine], T]) -> T:
         """Make one request as soon as the limiter allows it."""

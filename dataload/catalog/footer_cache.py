@@ -18,6 +18,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import BlobKey, Span, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
+from dataload.runtime.baton import waiting
 from dataload.runtime.executor import DaemonExecutor
 
 FOOTERS_IN_FLIGHT = 128
@@ -99,9 +100,8 @@ class FooterReader:
         runs = lru_cache(RUNS_KEPT)(partial(_cached_run, blocks))
 
         def read(obj: Object, location: FooterLocation) -> Footer:
-            if blocks.tier.get(run_key(location.run, blocks), (0, 0)) is not None:  # This notes its use.
-                with suppress(KeyError):
-                    return parse_footer(_cut(runs(location.run), location.number), obj)
+            with suppress(KeyError):
+                return parse_footer(_cut(runs(location.run), location.number), obj)
             return read_footer(obj, location, blocks)
 
         self.read = lru_cache(FOOTERS_KEPT)(read)
@@ -152,7 +152,8 @@ def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview
         ):
             found = _cut(fetched[0], location.number)
     if found is None and wait_for_other is not None:
-        wait_for_other()
+        with waiting():
+            wait_for_other()
         found = stored_footer(location, blocks)
     return found
 

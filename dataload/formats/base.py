@@ -86,8 +86,8 @@ class Footer(Protocol):
             DataError: The data cannot be decoded.
             OriginError: The origin failed.
 
-        Notes: row groups of less than `SHARED_BYTES` go through cached blocks, which neighbours share. If the cache is
-        too small to keep blocks, they are fetched directly.
+        Notes: row groups of less than `SHARED_BYTES` go through cached blocks if they have neighbours that share the
+        blocks. If the cache is too small to keep blocks, they are fetched directly.
         """
 
 

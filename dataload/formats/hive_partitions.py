@@ -61,6 +61,8 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
 
 def with_constants(table: pa.Table, constants: Constants, rows: int, schema: pa.Schema) -> pa.Table:
     """Return a table of `rows` rows with the columns of `schema` that are constants."""
+    if not constants:
+        return table
     columns = dict(zip(table.column_names, table.columns, strict=True))
     for name, value in constants:
         if name in schema.names:

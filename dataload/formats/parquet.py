@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +28,7 @@ MAGIC = b"PAR1"
 BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
+SCHEMAS_KEPT = 16
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
 
 
@@ -40,15 +41,15 @@ class ParquetFooter:
         self._data = data
         self._metadata = metadata
         self.schema = schema.remove_metadata()
+        self._columns = _columns_of(self.schema)
 
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
-        with as_data_error(f"{obj.path} has a Parquet footer that cannot be read"):
-            metadata = pq.read_metadata(pa.BufferReader(pa.py_buffer(data)))
+        where = f"{obj.path} has a Parquet footer that cannot be read"
+        with as_data_error(where), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
-            with pq.ParquetFile(pa.BufferReader(b""), metadata=metadata) as file:
-                return cls(data, metadata, file.schema_arrow)
+            return cls(data, file.metadata, file.schema_arrow)
 
     @property
     def lengths(self) -> list[int]:
@@ -62,7 +63,7 @@ class ParquetFooter:
         return [self._decoded(name, self._chunks(number, [name])) for name in columns]
 
     def _decoded(self, column: str, chunks: Sequence[pq.ColumnChunkMetaData]) -> int:
-        dtype = self._numbers.get(column)
+        dtype = self._columns.numbers.get(column)
         if dtype is not None:  # The encoded size may be small, but the decoded size of numbers is known.
             return int(dtype.itemsize * sum(chunk.num_values for chunk in chunks))
         return sum(chunk.total_uncompressed_size for chunk in chunks)
@@ -74,9 +75,12 @@ class ParquetFooter:
         ranges = _ranges(self._chunks(number, columns), capacity)
         return (ranges, []) if self._shares_blocks(number) else ([], pieces(ranges, capacity))
 
-    def _shares_blocks(self, number: int) -> bool:
-        """Return whether a row group is so small that it is read through cached blocks, with its neighbours."""
+    def _is_small(self, number: int) -> bool:
         return self.stored_bytes(number) < SHARED_BYTES
+
+    def _shares_blocks(self, number: int) -> bool:
+        """Return whether a row group is read through cached blocks, because it is small and has neighbours."""
+        return self._metadata.num_row_groups > 1 and self._is_small(number)
 
     def for_statistics(self, guarantee: pc.Expression) -> pads.ParquetFileFragment:
         import pyarrow.dataset as pads  # slow, and only filters need it
@@ -93,13 +97,16 @@ class ParquetFooter:
     ) -> Iterator[RowGroupReader]:
         """Open a row group. `capacity` bytes are fetched in advance, the rest during decoding; see `Footer`."""
         ranges = _ranges(self._chunks(number, columns), capacity)
-        fetch = _from_blocks if blocks.retains_blocks and self._shares_blocks(number) else _from_origin
+        if blocks.retains_blocks and self._shares_blocks(number):
+            fetch = _from_blocks
+        else:
+            fetch = _from_origin if self._is_small(number) else _from_pool
         stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, capacity)
         with as_data_error(f"{obj.path} row group {number} cannot be decoded"):
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
             buffer = 0 if stream.held else BUFFER_BYTES
-            coded = [name for name in self.coded(number, columns) if name in self._texts]
+            coded = self.coded(number, [name for name in columns if name in self._columns.texts])
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
             with stream, pq.ParquetFile(stream, metadata=self._metadata, **arguments) as file:
                 stream.wait()
@@ -108,28 +115,42 @@ class ParquetFooter:
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
         """Return the chunks of these columns, column by column."""
         group = self._metadata.row_group(number)
-        return [group.column(leaf) for name in columns for leaf in self._leaves[name]]
+        return [group.column(leaf) for name in columns for leaf in self._columns.leaves[name]]
+
+
+class _Columns:
+    """The columns of a file, by its schema.
+
+    Args:
+        schema: The schema of the file.
+    """
+
+    def __init__(self, schema: pa.Schema) -> None:
+        self._schema = schema
 
     @cached_property
-    def _numbers(self) -> dict[str, np.dtype[Any]]:
+    def numbers(self) -> dict[str, np.dtype[Any]]:
         """The dtype in batches of each column that holds lists of numbers."""
-        lists = ((field.name, storage(field.type)) for field in flatten(self.schema))
+        lists = ((field.name, storage(field.type)) for field in flatten(self._schema))
         found = ((name, number(storage(kind.value_type))) for name, kind in lists if is_list(kind))
         return {name: dtype for name, dtype in found if dtype is not None}
 
     @cached_property
-    def _texts(self) -> frozenset[str]:
+    def texts(self) -> frozenset[str]:
         """The columns of strings and bytes that are no members of structs."""
-        plain = (field for field in self.schema if storage(field.type) == field.type)
+        plain = (field for field in self._schema if storage(field.type) == field.type)
         variable = (field for field in plain if is_bytes(field.type) and not pa.types.is_fixed_size_binary(field.type))
         return frozenset(field.name for field in variable)
 
     @cached_property
-    def _leaves(self) -> dict[str, range]:
+    def leaves(self) -> dict[str, range]:
         """The range of Parquet leaf columns that holds each column of the flat schema."""
-        flat = flatten(self.schema)
+        flat = flatten(self._schema)
         stops = list(itertools.accumulate(_leaf_count(field.type) for field in flat))
         return dict(zip(flat.names, map(range, [0, *stops], stops), strict=True))
+
+
+_columns_of = lru_cache(SCHEMAS_KEPT)(_Columns)  # The files of a dataset have equal schemas.
 
 
 class _Reader:
@@ -182,12 +203,20 @@ def _ranges(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int) -> list[Spa
     return joined(spans) if sum(stop - start for start, stop in spans) <= capacity else spans
 
 
-def _from_origin(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
+def _from_pool(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
     return blocks.submit(blocks.fetch_into, obj, start, memory)
 
 
+def _from_origin(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
+    """Fetch the range in this thread: handing over a small one takes longer than decoding it."""
+    blocks.fetch_into(obj, start, memory)
+    return _DONE
+
+
 def _from_blocks(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
-    future: Future[None] = Future()
     memory[:] = blocks.read(obj, start, start + len(memory))
-    future.set_result(None)
-    return future
+    return _DONE
+
+
+_DONE: Future[None] = Future()
+_DONE.set_result(None)

@@ -192,6 +192,8 @@ class _Decoder:
         is_filled = self._filling is not None and chunks.null_count > 0
         if is_filled or any(chunk.dictionary.null_count for chunk in chunks.chunks):
             return None
+        if MIN_SHARING * sum(len(chunk.dictionary) for chunk in chunks.chunks) > len(chunks):
+            return None
         coded = concatenate([_coded(chunk) for chunk in chunks.chunks])
         assert isinstance(coded, Coded)
         counts = coded.spans[:, 1].astype(np.int64)

@@ -70,6 +70,8 @@ Column = Dense | Ragged | Coded | Nested
 
 def concatenate(parts: Sequence[Column]) -> Column:
     """Return the rows of several columns of one kind as one column. There is at least one."""
+    if len(parts) == 1:
+        return parts[0]
     nested = [part.values for part in parts if isinstance(part, Nested)]
     if nested:
         return Nested(pa.concat_arrays(nested))

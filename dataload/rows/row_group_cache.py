@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_maker import RowGroupMaker
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
+from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import in_turn
 from dataload.telemetry.wait_timeline import doing
@@ -63,8 +65,7 @@ class RowGroupCache:
         self.plan = RowGroupPlan(manifest, columns, fill_null, null_masks=null_masks)
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.maker = RowGroupMaker(manifest, self.plan, schema, blocks, fill_null)
-        # Row groups are fetched and decoded in the order of the calls, all byte ranges of one before the next one's.
-        self._turns = itertools.count(1)
+        self._turns = itertools.count(1)  # All byte ranges of a row group come before those of the next one.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
@@ -76,8 +77,17 @@ class RowGroupCache:
     def __setstate__(self, state: dict[str, int]) -> None:
         self.maker.use_memory(state["rank_memory"])
 
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin.
+
+        One thread at a time computes (`computing`).
+        """
+        with in_turn(next(self._turns)), computing():
+            yield
+
     def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
-        """Return the blobs of a row group. Fetch and decode the row group if they are not cached.
+        """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
 
         Args:
             number: The row group.
@@ -88,7 +98,7 @@ class RowGroupCache:
             DataError: The row group cannot be decoded.
             ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
         """
-        return self._found_or_made(number, None, life or RowGroupLife())
+        return self._made_once(number, self._keys(number), None, life or RowGroupLife())
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
@@ -102,8 +112,12 @@ class RowGroupCache:
             OriginError: The origin does not answer, or the file does not exist.
             DataError: The row group cannot be decoded.
         """
-        self._found_or_made(number, (0, 0), life or RowGroupLife())
-        return self._cached(self._keys(number), (0, 0)) is not None
+        keys = self._keys(number)
+        with self.in_order():
+            if self._cached(keys, (0, 0)) is None:
+                self._made_once(number, keys, (0, 0), life or RowGroupLife())
+                return self._cached(keys, (0, 0)) is not None
+            return True
 
     def touch(self) -> None:
         """Protect the cached blobs of all row groups from eviction as long as this process runs."""
@@ -164,9 +178,9 @@ class RowGroupCache:
         sizes = zip(self.plan.blob_sizes(number), self._keys(number), strict=True)
         return [size_on_disk(size, key.name) for size, key in sizes]
 
-    def _found_or_made(self, number: int, span: Span | None, life: RowGroupLife) -> list[memoryview]:
+    def _made_once(self, number: int, keys: list[BlobKey], span: Span | None, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does."""
-        tier, keys = self._blocks.tier, self._keys(number)
+        tier = self._blocks.tier
 
         def find() -> list[memoryview] | None:
             with doing("disk"):
@@ -182,10 +196,9 @@ class RowGroupCache:
             )
 
         lock, reserve = self._key(number, "row group"), partial(self.maker.reserve, number, life)
-        with in_turn(next(self._turns)):
-            found = find() or tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
-            if found is None:
-                found = make_once(tier, lock, find, make, reserve)
+        found = tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
+        if found is None:
+            found = make_once(tier, lock, find, make, reserve)
         life.enter(State.CACHED)
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -23,6 +23,7 @@ from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Column
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
+from dataload.runtime.baton import waiting
 from dataload.runtime.counters import charge
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
@@ -34,6 +35,8 @@ MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups i
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
 MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
+RELEASED_BYTES = 16 << 20  # at least, of row groups, between two returns of Arrow's unused memory
+INLINE_BYTES = 2 << 20  # of records: the thread that loads fewer decodes them itself
 COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
 
 
@@ -72,6 +75,7 @@ class RowGroupMaker(ForkAware):
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads."""
         self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
+        self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
         self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
 
@@ -96,7 +100,8 @@ class RowGroupMaker(ForkAware):
         stored = self._plan.stored(group) if columns is None else columns
         if not stored:
             return [], []
-        return self._footer(group).fetched(group.number, stored, self._held_limit(number, stored))
+        held_limit = self._held_limit(self._decoding_bytes(number), stored)
+        return self._footer(group).fetched(group.number, stored, held_limit)
 
     def has_capacity(self, number: int) -> bool:
         """Return whether the budget has room for another row group now."""
@@ -109,11 +114,17 @@ class RowGroupMaker(ForkAware):
         Raises:
             ReservationCancelled: The life was cancelled before the memory was reserved.
         """
+        size = self._reservation(number)
         try:
-            with self.memory.reserve(self._reservation(number), life.is_cancelled):
+            with ExitStack() as stack:
+                with nullcontext() if self.memory.fits(size) else waiting():
+                    stack.enter_context(self.memory.reserve(size, life.is_cancelled))
                 yield
         finally:
-            if self.memory.idle:  # Return Arrow's unused memory now, not between row groups: fresh memory is slow.
+            self._unreleased += size
+            # Return Arrow's unused memory now, not between row groups: fresh memory is slow.
+            if self._unreleased >= RELEASED_BYTES and self.memory.idle:
+                self._unreleased = 0
                 pa.default_memory_pool().release_unused()
 
     def make(self, number: int, keys: list[BlobKey], life: RowGroupLife) -> list[memoryview]:
@@ -128,7 +139,7 @@ class RowGroupMaker(ForkAware):
         stored = self._plan.stored(group)
         if not stored:
             return self.pack(number, keys, self._decoded([pa.table({})] * len(keys), number), life)
-        held_limit = self._held_limit(number, stored)
+        held_limit = self._held_limit(self._decoding_bytes(number), stored)
         with self._footer(group).open_row_group(group.file, group.number, stored, self._blocks, held_limit) as reader:
             tables = reader.tables(int(self._plan.blob_rows[number]))
             return self.pack(number, keys, self._decoded(tables, number), life)
@@ -136,20 +147,31 @@ class RowGroupMaker(ForkAware):
     def pack(
         self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], life: RowGroupLife
     ) -> list[memoryview]:
-        """Return the blobs of a row group. A decoder thread makes each of the next item of `columns`."""
+        """Return the blobs of a row group, each made of the next item of `columns`.
+
+        A decoder thread makes large ones. Handing over a small one takes longer than decoding it.
+        """
         life.enter(State.DECODING)
+        if self._plan.bytes_of(number) <= INLINE_BYTES:
+            return self._pack(number, keys, columns)
         since, decoding = perf_counter(), Timeline()
-        packed = self._decoders.submit(self._pack, number, keys, columns, decoding)
-        wait([packed])
+
+        def pack() -> list[memoryview]:
+            with decoding.here():
+                return self._pack(number, keys, columns)
+
+        packed = self._decoders.submit(pack)
+        with waiting():
+            wait([packed])
         waited(since, decoding, instead=decoding.longest())
         return packed.result()
 
     def _pack(
-        self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]], decoding: Timeline
+        self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]]
     ) -> list[memoryview]:
         location = _location(self._manifest.row_groups[number])
         blobs = []
-        with decoding.here(), doing("decode"):
+        with doing("decode"):
             for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
                 fill = partial(row_block.pack, columns, rows, self._plan.layout, location)
                 blobs.append(self._blocks.tier.get_or_fill(key, fill))
@@ -167,17 +189,23 @@ class RowGroupMaker(ForkAware):
 
         Arrow has a blob's columns, may copy them to join their parts, and they are packed into a buffer.
         """
-        held = sum(stop - start for spans in self.sources(number) for start, stop in spans)
-        group = self._manifest.row_groups[number]
+        group, decoding = self._manifest.row_groups[number], self._decoding_bytes(number)
         stored = self._plan.stored(group)
-        if stored and self._footer(group).streams:
-            held = min(held, self._held_limit(number, stored))
-        return held + self._decoding_bytes(number)
+        if not stored:
+            return decoding
+        footer, held_limit = self._footer(group), self._held_limit(decoding, stored)
+        held = sum(stop - start for spans in footer.fetched(group.number, stored, held_limit) for start, stop in spans)
+        return decoding + (min(held, held_limit) if footer.streams else held)
 
-    def _held_limit(self, number: int, columns: Sequence[str]) -> int:
-        """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded."""
+    def _held_limit(self, decoding: int, columns: Sequence[str]) -> int:
+        """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded.
+
+        Args:
+            decoding: Bytes of memory that the decoding takes.
+            columns: The columns to read.
+        """
         total = self.memory.total
-        return max(total - self._decoding_bytes(number), total // 2, len(columns) * COLUMN_BYTES)
+        return max(total - decoding, total // 2, len(columns) * COLUMN_BYTES)
 
     def _decoding_bytes(self, number: int) -> int:
         """Return the bytes of one blob, three times."""

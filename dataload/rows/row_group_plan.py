@@ -77,15 +77,13 @@ class RowGroupPlan:
 
     def lengths(self, number: int) -> list[int]:
         """Return the rows of each blob of a row group."""
-        first, last = self.group_starts[number : number + 2]
-        lengths: list[int] = np.diff(self.row_starts[first : last + 1]).tolist()
-        return lengths
+        total, most = self._manifest.row_groups[number].rows, int(self.blob_rows[number])
+        return [min(most, total - first) for first in range(0, max(1, total), most)]
 
     def parts(self, number: int) -> list[str]:
         """Return the name of each blob of a row group, within the row group."""
-        first, last = self.group_starts[number : number + 2]
-        rows = self.blob_rows[number]
-        return [f"rows {blob * rows}+{rows}" for blob in range(last - first)]
+        total, most = self._manifest.row_groups[number].rows, int(self.blob_rows[number])
+        return [f"rows {first}+{most}" for first in range(0, max(1, total), most)]
 
     def qualified(self, number: int, part: str) -> str:
         """Return the name of a part of a row group within its file. It identifies the content of the records."""

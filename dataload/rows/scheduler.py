@@ -13,6 +13,7 @@ from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSig
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.runtime.baton import waiting
 from dataload.runtime.counters import Counters
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import ReservationCancelled
@@ -140,7 +141,7 @@ class RowGroupScheduler:
     def _load(self, group: int, life: RowGroupLife) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if its life was cancelled."""
         try:
-            with life.charged():
+            with life.charged(), self._blobs.in_order():
                 contents = self._blobs.find(group)
                 if contents is None:
                     contents = self._made(group, life)
@@ -161,7 +162,11 @@ class RowGroupScheduler:
         since = perf_counter()
         # Another process takes no work from a loop that waits for row groups most of the time.
         if self.decoder is not None and (self.decoder.started or not self._demand.prevails):
-            self.decoder.make(group, self._demand, life.account)
+            with waiting():
+                self.decoder.make(group, self._demand, life.account)
+            if (contents := self._blobs.find(group)) is not None:
+                life.enter(State.CACHED)
+                return contents
         contents = self._blobs.load(group, life)
         self._spent.add(**life.timeline.seconds(since, perf_counter()))
         return contents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,12 +15,13 @@ class Counters:
     def __init__(self) -> None:
         # Reentrant: the garbage collector may close a loop's generator in a thread that holds the lock.
         self._lock = threading.RLock()
-        self._totals: Counter[str] = Counter()
+        self._totals: defaultdict[str, float] = defaultdict(int)
 
     def add(self, **amounts: float) -> None:
         """Add the amounts to the totals of these names."""
         with self._lock:
-            self._totals.update(amounts)
+            for name, amount in amounts.items():  # Counter.update takes three times as long.
+                self._totals[name] += amount
 
     def snapshot(self) -> dict[str, float]:
         """Return a copy of the totals."""

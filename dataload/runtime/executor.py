@@ -36,6 +36,11 @@ def in_turn(turn: int) -> Iterator[None]:
         _turn.reset(token)
 
 
+def current_turn() -> int:
+    """Return the turn of this thread's work; 0 outside of every `in_turn`."""
+    return _turn.get()
+
+
 class DaemonExecutor:
     """A pool of at most `count` daemon threads that run calls by turn (`in_turn`), then in submission order.
 

@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,11 @@ from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.local.tier import LocalTier
+from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import range_stream
+from dataload.rows import row_group_maker
 from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY
+from dataload.runtime import baton
 from dataload.runtime.usable_memory import usable_memory
 
 GROUPS, GROUP_BYTES = 12, 4_000_000
@@ -51,6 +55,67 @@ def test_one_row_group_uses_all_requests(files: Path, tmp_path: Path, monkeypatc
         origin.behave(bytes_per_second=200_000.0)
         assert dataset.rowstore.blobs.make(0)
         assert origin.stats()["most_gets_at_once"] == IN_FLIGHT
+
+
+@pytest.mark.parametrize(("files", "row_groups", "blobs"), [(3, 1, 3), (1, 3, 4)])
+def test_only_small_row_groups_with_neighbours_share_a_cached_block(
+    tmp_path: Path, files: int, row_groups: int, blobs: int
+) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(files):
+        pq.write_table(
+            pa.table({"a": range(30)}), tmp_path / "data" / f"{number}.parquet", row_group_size=30 // row_groups
+        )
+    dataset = make_dataset(str(tmp_path / "data"), cache=CacheConfig(str(tmp_path / "cache")))
+
+    def cached() -> int:
+        return len(list((tmp_path / "cache" / "blobs").glob("*/*")))
+
+    before = cached()
+    assert all(map(dataset.rowstore.blobs.make, range(3)))
+    assert cached() - before == blobs
+
+
+@pytest.mark.parametrize("most_bytes", [row_group_maker.INLINE_BYTES, 0])
+def test_a_thread_that_computes_has_the_baton(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, most_bytes: int
+) -> None:
+    """The thread that loads a small row group decodes it, and leaves the baton to others during requests."""
+    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
+    monkeypatch.setattr(row_group_maker, "INLINE_BYTES", most_bytes)
+    seen: set[tuple[str, str, bool]] = set()
+
+    def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any) -> Any:
+            thread = threading.current_thread().name.partition("_")[0]
+            seen.add((name, thread, getattr(baton._this_thread, "holds", False)))
+            return call(*args)
+
+        return noting
+
+    dataset = make_dataset(dataset_of([[5]] * 60), storage_options=bucket.options, cache=cache)
+    monkeypatch.setattr(row_group_maker, "decode", noted("decode", row_group_maker.decode))
+    monkeypatch.setattr(ObjectStore, "_request", noted("request", ObjectStore._request))
+    assert sum(len(batch["row_id"]) for batch in make_loader(dataset, 10)) == 300
+    decoding = ("decode", "dataload-load", True) if most_bytes else ("decode", "dataload-decode", False)
+    assert seen == {decoding, ("request", "dataload-load", False)}
+
+
+def test_a_thread_that_waits_for_a_decoder_leaves_the_baton(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    decode, received = row_group_maker.decode, list[bool]()
+
+    def computes(*args: Any) -> Any:
+        with baton.computing():
+            received.append(baton._this_thread.holds)
+        return decode(*args)
+
+    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 20)
+    monkeypatch.setattr(row_group_maker, "decode", computes)
+    assert blobs.make(0)
+    assert received == [True]
 
 
 def test_a_wait_for_another_process_holds_no_memory(
@@ -111,6 +176,7 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
 
 PROGRAM = """
 import sys, threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from dataload import CacheConfig, make_dataset

@@ -182,8 +182,8 @@ def test_a_recorder_sees_the_stages_of_each_thread(dataset: Any) -> None:
         ("dataload-ahead", "collate"),
         ("dataload-ahead", "transform"),
         ("dataload-blocks-read", "origin"),
-        ("dataload-decode", "decode"),
-        ("dataload-decode", "disk"),
+        ("dataload-load", "decode"),
+        ("dataload-load", "disk"),
     } <= seen
 
 

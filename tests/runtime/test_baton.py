@@ -1,0 +1,94 @@
+"""One thread computes at a time, by turn, and a thread that waits leaves the baton to others."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from dataload.runtime import baton
+from dataload.runtime.baton import computing, waiting
+from dataload.runtime.executor import in_turn
+
+
+@contextmanager
+def held_elsewhere() -> Iterator[None]:
+    """Let another thread hold the baton for the duration of the block."""
+    holds, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with computing():
+            holds.set()
+            end.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert holds.wait(60)
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+
+
+def queued() -> int:
+    return len(baton._baton._waiters)
+
+
+def test_the_baton_goes_to_the_lowest_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
+    order: list[int] = []
+
+    def compute(turn: int) -> None:
+        with in_turn(turn), computing():
+            order.append(turn)
+
+    threads = [threading.Thread(target=compute, args=(turn,)) for turn in (3, 1, 2)]
+    with held_elsewhere():
+        for number, thread in enumerate(threads, 1):
+            thread.start()
+            while queued() < number:
+                threading.Event().wait(0.001)
+        assert order == []
+    for thread in threads:
+        thread.join()
+    assert order == [1, 2, 3]
+
+
+def test_a_thread_that_waits_leaves_the_baton_and_receives_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
+    with computing():
+        with waiting(), held_elsewhere():
+            assert not baton._this_thread.holds
+        assert baton._this_thread.holds
+        with computing():  # nested
+            pass
+        assert baton._this_thread.holds
+    assert baton._baton._free
+
+
+def test_an_error_gives_the_baton_back() -> None:
+    with pytest.raises(KeyError), computing(), waiting():
+        raise KeyError
+    assert baton._baton._free
+
+
+def test_a_holder_that_never_ends_stops_no_other() -> None:
+    """As if it waited for a lock that this thread has."""
+    with held_elsewhere():
+        with computing():
+            assert not baton._this_thread.holds
+        assert queued() == 0
+    assert baton._baton._free
+
+
+def test_a_forked_child_has_a_baton_of_its_own() -> None:
+    with held_elsewhere():
+        child = os.fork()
+        if child == 0:
+            with computing():
+                os._exit(int(not baton._this_thread.holds))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
