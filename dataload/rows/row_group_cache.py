@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -77,14 +77,9 @@ class RowGroupCache:
     def __setstate__(self, state: dict[str, int]) -> None:
         self.maker.use_memory(state["rank_memory"])
 
-    @contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin.
-
-        One thread at a time computes (`computing`).
-        """
-        with in_turn(next(self._turns)), computing():
-            yield
+    def in_order(self) -> AbstractContextManager[None]:
+        """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin."""
+        return in_turn(next(self._turns))
 
     def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
@@ -98,7 +93,8 @@ class RowGroupCache:
             DataError: The row group cannot be decoded.
             ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
         """
-        return self._made_once(number, self._keys(number), None, life or RowGroupLife())
+        with computing():
+            return self._made_once(number, self._keys(number), None, life or RowGroupLife())
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
@@ -113,7 +109,7 @@ class RowGroupCache:
             DataError: The row group cannot be decoded.
         """
         keys = self._keys(number)
-        with self.in_order():
+        with self.in_order(), computing():
             if self._cached(keys, (0, 0)) is None:
                 self._made_once(number, keys, (0, 0), life or RowGroupLife())
                 return self._cached(keys, (0, 0)) is not None

@@ -13,7 +13,6 @@ from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSig
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.runtime.baton import waiting
 from dataload.runtime.counters import Counters
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import ReservationCancelled
@@ -162,8 +161,7 @@ class RowGroupScheduler:
         since = perf_counter()
         # Another process takes no work from a loop that waits for row groups most of the time.
         if self.decoder is not None and (self.decoder.started or not self._demand.prevails):
-            with waiting():
-                self.decoder.make(group, self._demand, life.account)
+            self.decoder.make(group, self._demand, life.account)
             if (contents := self._blobs.find(group)) is not None:
                 life.enter(State.CACHED)
                 return contents
