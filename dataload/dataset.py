@@ -34,8 +34,8 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     Attributes:
         schema: Arrow schema of the chosen columns.
-        row_groups: All row groups in file order.
-        fingerprint: Digest of the objects and their versions.
+        row_groups: The row groups that have rows of the dataset, in file order.
+        fingerprint: Digest of the objects, their versions and the selected rows.
         window: Default number of row groups that a loader shuffles together.
 
     Example:
@@ -88,12 +88,12 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
 
     @property
     def row_groups(self) -> tuple[RowGroup, ...]:
-        """All row groups in file order."""
+        """The row groups that have rows of the dataset, in file order."""
         return self.manifest.row_groups
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the objects' paths, sizes, versions and partition keys."""
+        """Hex digest of the objects' paths, sizes, versions and partition keys, and of the selected rows."""
         return self.manifest.fingerprint
 
     def __len__(self) -> int:
@@ -176,8 +176,8 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
     def filter(self, filters: Filters) -> Dataset:
         """Return the dataset of the rows that match, in file order.
 
-        The columns that the filter reads need not be columns of the dataset. Each host fetches them once, of the row
-        groups about which partition keys and statistics tell nothing. The new dataset has its own fingerprint and
+        The columns that the filter reads need not be columns of the dataset. Each host fetches them once, where
+        partition keys and statistics do not decide. The new dataset has its own fingerprint and
         numbers its own rows from 0. It shares cached row groups with this one.
 
         Args:

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
 from itertools import groupby
 
 import numpy as np
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.filters import Filter, Filters, filter_of
-from dataload.catalog.footer_cache import get_or_make, read_footer
+from dataload.catalog.filters import Filter, Filters, filter_of, shown
+from dataload.catalog.footer_cache import FooterReader, get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.catalog.pruning import decide
 from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError
+from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import with_constants
 from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.memory_budget import MemoryBudget
+from dataload.runtime.usable_memory import usable_memory
 
 VERSION = 1  # of cached selections
-RUNS_AT_ONCE = 4
+PARTS_AT_ONCE = 4
+CACHED_TOGETHER = 64  # row groups: so few that other processes need not wait for long
 ROW_GROUPS_AT_ONCE = 16
+MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for the columns of the filter.
 HELD_BYTES = 8 << 20  # of each row group in flight; the rest of its columns is streamed
-BATCH_ROWS = 1 << 16
+BATCH_ROWS = 1 << 14
 
 
 def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
@@ -50,10 +57,13 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     keys = [manifest.schema.field(name) for name, _ in first.constants]
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
     key = blocks.key(Object(first.file.path, 0, manifest.fingerprint), f"matches {VERSION} {chosen.digest}")
-    found = get_or_make(blocks, key, lambda: _selection(manifest, blocks, chosen).to_bytes())
+    found = blocks.tier.get(key)
+    if found is None:
+        selection = _selection(manifest, blocks, chosen).to_bytes()  # without the lock of its key: it may take minutes
+        found = get_or_make(blocks, key, lambda: selection)
     result = manifest.selected(Selection.from_bytes(found))
     if not result.num_rows:
-        raise ConfigError(f"filters={filters} leave none of {manifest.num_rows} rows")
+        raise ConfigError(f"filters={shown(filters)} leave none of {manifest.num_rows} rows")
     return result
 
 
@@ -69,31 +79,40 @@ def _selection(manifest: Manifest, blocks: Blocks, chosen: Filter) -> Selection:
 
 
 def _scan(groups: Sequence[RowGroup], blocks: Blocks, chosen: Filter) -> Iterator[Mask]:
-    """Yield which rows of each row group match."""
+    """Yield which rows of each row group match. The result is cached for every few row groups of a run of files."""
+    ended = threading.Event()
+    budget = MemoryBudget(usable_memory() // MEMORY_DIVISOR)
+    footers = FooterReader(blocks)
     scans = DaemonExecutor(ROW_GROUPS_AT_ONCE, "dataload-filter")
 
-    def scan(run: list[RowGroup]) -> Selection:
-        parts = json.dumps([VERSION, chosen.digest, [[group.file.path, group.number] for group in run]]).encode()
-        digest = hashlib.blake2b(parts, digest_size=16, person=b"matches").hexdigest()
-        key = blocks.key(run[0].footer_at.run, f"matches {digest}")
-        return Selection.from_bytes(
-            get_or_make(
-                blocks,
-                key,
-                lambda: Selection.of(scans.map(lambda group: _matches(group, blocks, chosen), run)).to_bytes(),
-            )
-        )
+    def matches(group: RowGroup) -> Mask:
+        if ended.is_set():  # The caller was interrupted, or another row group cannot be read.
+            raise CancelledError
+        footer = footers.read(group.file, group.footer_at)
+        stored = [name for name in chosen.columns if name not in dict(group.constants)]
+        with budget.reserve(HELD_BYTES + 2 * sum(footer.decoded_bytes(group.number, stored))):
+            return _matches(group, footer, stored, blocks, chosen)
+
+    def scan(part: Sequence[RowGroup]) -> Selection:
+        content = [VERSION, chosen.digest, str(chosen.schema)]
+        content += [[group.file.path, group.number, group.constants] for group in part]
+        digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
+        key = blocks.key(part[0].footer_at.run, f"matches {digest}")
+        found = get_or_make(blocks, key, lambda: Selection.of(scans.map(matches, part)).to_bytes())
+        return Selection.from_bytes(found)
 
     runs = [list(run) for _, run in groupby(groups, lambda group: group.footer_at.run)]
-    for run, selection in zip(runs, DaemonExecutor(RUNS_AT_ONCE, "dataload-filter-runs").map(scan, runs), strict=True):
-        yield from map(selection.mask, range(len(run)))
+    parts = [run[first : first + CACHED_TOGETHER] for run in runs for first in range(0, len(run), CACHED_TOGETHER)]
+    try:
+        found = DaemonExecutor(PARTS_AT_ONCE, "dataload-filter-parts").map(scan, parts)
+    finally:
+        ended.set()
+    for part, selection in zip(parts, found, strict=True):
+        yield from map(selection.mask, range(len(part)))
 
 
-def _matches(group: RowGroup, blocks: Blocks, chosen: Filter) -> Mask:
+def _matches(group: RowGroup, footer: Footer, stored: Sequence[str], blocks: Blocks, chosen: Filter) -> Mask:
     """Return which rows of a row group match."""
-    constants = dict(group.constants)
-    stored = [name for name in chosen.columns if name not in constants]
-    footer = read_footer(group.file, group.footer_at, blocks)
     with footer.open_row_group(group.file, group.number, stored, blocks, HELD_BYTES) as reader:
         tables = (
             with_constants(table, group.constants, len(table), chosen.schema) for table in reader.tables(BATCH_ROWS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -29,6 +30,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "<=": le,
     ">=": ge,
 }
+SHOWN_CHARACTERS = 300  # of a filter in a message
 OPERATORS = (*COMPARISONS, "in", "not in")
 
 Filters: TypeAlias = Sequence[Any] | pc.Expression
@@ -52,21 +54,34 @@ class Filter:
     schema: pa.Schema
     columns: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return shown(self.expression)
+
     @property
     def digest(self) -> str:
         """Hex digest of the expression. Its text would not do, because it omits most members of a long list."""
         return hashlib.blake2b(pickle.dumps(self.expression, 5), digest_size=16, person=b"filter").hexdigest()
 
     def mask(self, table: pa.Table) -> npt.NDArray[np.bool_]:
-        """Return which rows of a table match: bool [rows]. A null result is no match."""
-        columns = [table.column(field.name).cast(field.type) for field in self.schema]
-        scanner = pads.InMemoryDataset(pa.table(columns, schema=self.schema)).scanner(
-            columns={"matches": self.expression}, use_threads=False
-        )
-        matches = scanner.to_table().column(0).fill_null(False)
-        return np.concatenate(
-            [np.empty(0, np.bool_), *(chunk.to_numpy(zero_copy_only=False) for chunk in matches.chunks)]
-        )
+        """Return which rows of a table match: bool [rows]. A null result is no match.
+
+        Raises:
+            ConfigError: The expression cannot be evaluated, such as a division by zero.
+        """
+        try:
+            columns = [table.column(field.name).cast(field.type) for field in self.schema]
+            known = pads.InMemoryDataset(pa.table(columns, schema=self.schema))
+            found = known.scanner(columns={"matches": self.expression}, use_threads=False).to_table().column(0)
+        except (pa.ArrowException, KeyError) as error:
+            raise ConfigError(f"filters={self} cannot be evaluated: {shown(error)}") from error
+        parts = [chunk.to_numpy(zero_copy_only=False) for chunk in found.fill_null(False).chunks]
+        return np.concatenate([np.empty(0, np.bool_), *parts])
+
+
+def shown(filters: object) -> str:
+    """Return a filter or an error as one line for messages, cut off if it is long."""
+    text = " ".join(str(filters).split())
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
 def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter:
@@ -91,7 +106,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
         )
     problem = _problem(expression, schema)
     if problem:
-        raise ConfigError(f"filters={filters}: {problem}")
+        raise ConfigError(f"filters={shown(filters)}: {problem}")
     columns, reduced = _read(expression, schema, paths)
     return Filter(expression, reduced, columns)
 
@@ -109,8 +124,8 @@ def _lists(filters: Any) -> list[Sequence[Any]]:
     """Return lists of predicates, of which one must hold. Raise ConfigError for anything else."""
     if not _is_list(filters) or not filters or not all(_is_list(part) and part for part in filters):
         raise ConfigError(
-            f"filters={filters!r} must be a list of (column, operator, value), a list of such lists, or an expression "
-            'such as pyarrow.compute.field("year") > 2020'
+            f"filters={shown(filters)} must be a list of (column, operator, value), a list of such lists, or an "
+            'expression such as pyarrow.compute.field("year") > 2020'
         )
     return [filters] if isinstance(filters[0][0], str) else list(filters)
 
@@ -122,7 +137,9 @@ def _is_list(value: Any) -> bool:
 def _of(clause: Any, manifest: Manifest, paths: dict[str, tuple[str, ...]]) -> pc.Expression:
     """Return the expression of a predicate."""
     if not _is_list(clause) or len(clause) != 3 or not isinstance(clause[0], str) or clause[1] not in OPERATORS:
-        raise ConfigError(f"filters: {clause!r} must be (column, operator, value), the operator one of {OPERATORS}")
+        raise ConfigError(
+            f"filters: {shown(clause)} must be (column, operator, value), the operator one of {OPERATORS}"
+        )
     column, sign, value = clause
     if manifest.select([column]) != [column]:
         raise ConfigError(f"filters: {column!r} is a struct, name one of its members: {manifest.select([column])}")
@@ -130,7 +147,7 @@ def _of(clause: Any, manifest: Manifest, paths: dict[str, tuple[str, ...]]) -> p
     if number(kind) is None and not is_bytes(kind):
         raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
     if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
-        raise ConfigError(f"filters: {clause!r} needs a list of values")
+        raise ConfigError(f"filters: {shown(clause)} needs a list of values")
     # Floats are compared as float64: 0.1 is not the nearest float32.
     kind = pa.float64() if pa.types.is_floating(kind) else kind
     field = pc.field(*paths[column])
@@ -140,7 +157,7 @@ def _of(clause: Any, manifest: Manifest, paths: dict[str, tuple[str, ...]]) -> p
         members = pa.array([_scalar(member, kind) for member in value], kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"filters: {clause!r} cannot be compared: column {column!r} has type {kind}, give a value of it"
+            f"filters: {shown(clause)} cannot be compared: column {column!r} has type {kind}, give a value of it"
         ) from error
     # To Arrow, a null is in no list.
     return field.isin(members) if sign == "in" else ~field.isin(members) & field.is_valid()
@@ -156,7 +173,7 @@ def _scalar(value: Any, kind: pa.DataType) -> pa.Scalar:
 
 def _problem(expression: pc.Expression, schema: pa.Schema) -> str | None:
     """Return why the expression is no filter for this schema, or None."""
-    if "FieldPath(" in str(expression):
+    if "FieldPath(" in re.sub(r'"[^"]*"', "", str(expression)):
         return "name the columns, do not number them"
     try:
         found = pads.InMemoryDataset(schema.empty_table()).scanner(columns={"": expression}).projected_schema.types[0]
@@ -170,13 +187,15 @@ def _read(
 ) -> tuple[tuple[str, ...], pa.Schema]:
     """Return the columns without which the expression is not valid, and their schema. pyarrow does not tell them."""
     text = str(expression)
-    named = [name for name, path in paths.items() if path[0] in text]
-    needed = [name for name in named if _problem(expression, _without(schema, paths[name]))]
-    for columns in (needed, named):  # all that are named if it reads whole structs
-        reduced = reduce(_without, (path for name, path in paths.items() if name not in columns), schema)
-        if not _problem(expression, reduced):
-            break
-    return tuple(columns), reduced
+    named = [name for name, path in paths.items() if all(part in text for part in path)]
+    schema_of_named = _only(schema, {paths[name] for name in named})
+    others = {name: {paths[other] for other in named if other != name} for name in named}
+    needed = [name for name in named if _problem(expression, _only(schema_of_named, others[name]))]
+    reduced = _only(schema, {paths[name] for name in needed})
+    if _problem(expression, reduced):  # It reads whole structs.
+        needed = [name for name, path in paths.items() if path[0] in text]
+        reduced = _only(schema, {paths[name] for name in needed})
+    return tuple(needed), reduced
 
 
 def paths_of(fields: Iterable[pa.Field]) -> dict[str, tuple[tuple[str, ...], pa.DataType]]:
@@ -191,13 +210,13 @@ def paths_of(fields: Iterable[pa.Field]) -> dict[str, tuple[tuple[str, ...], pa.
     return found
 
 
-def _without(fields: pa.Schema, path: tuple[str, ...]) -> pa.Schema:
-    """Return the schema without the column at this path. A struct stays as long as it has members."""
+def _only(fields: Iterable[pa.Field], paths: set[tuple[str, ...]]) -> pa.Schema:
+    """Return the schema of the columns at these paths. A struct stays if it has members."""
     kept = []
     for field in fields:
-        if field.name != path[0]:
+        inner = {path[1:] for path in paths if path[0] == field.name}
+        if () in inner:
             kept.append(field)
-        elif len(path) > 1:
-            inner = _without(pa.schema(list(field.type)), path[1:])
-            kept += [pa.field(field.name, pa.struct(list(inner)))] if len(inner) else []
+        elif inner:
+            kept.append(field.with_type(pa.struct(list(_only(field.type, inner)))))
     return pa.schema(kept)

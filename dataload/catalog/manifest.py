@@ -144,6 +144,8 @@ class Manifest:
             if selection.digest == self.selection.digest:
                 return self
             whole = replace(self, selection=None)
+        if selection.is_whole:
+            return whole
         kept = np.flatnonzero(selection.counts)
         part = whole.only(kept)
         selection = selection if len(kept) == len(self.row_groups) else selection.only(kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import reduce
 from itertools import chain, combinations, groupby
 from operator import and_
@@ -47,11 +48,12 @@ def decide(manifest: Manifest, blocks: Blocks, chosen: Filter) -> list[bool | No
 
 def _by_keys(files: Sequence[Constants], chosen: Filter) -> list[bool | None]:
     """Return the decision for each file by its partition keys."""
+    if not chosen.columns:  # such as pyarrow.compute.scalar(True)
+        return [bool(_satisfiable(chosen, [pc.scalar(True)]))] * len(files)
     keys = [dict(constants) for constants in files]
     if keys and keys[0].keys() >= set(chosen.columns):
         rows = [{name: constants[name] for name in chosen.columns} for constants in keys]
-        table = pa.Table.from_pylist(rows, chosen.schema) if chosen.columns else pa.table({"": rows})
-        return list(map(bool, chosen.mask(table)))
+        return list(map(bool, chosen.mask(pa.Table.from_pylist(rows, chosen.schema))))
     possible = _satisfiable(chosen, [_guarantee(constants, chosen) for constants in files])
     return [None if number in possible else False for number in range(len(files))]
 
@@ -62,11 +64,14 @@ def _by_statistics(
     """Yield the decision for each row group of a file by its statistics.
 
     Statistics ignore NaN. So the expression is tried with the bounds of each column, and with NaN in the columns by
-    which a row with NaN may match. It never holds for all floats.
+    which a row with NaN may match. Row groups are never decided to match as a whole if floats are compared.
     """
     guarantee = _guarantee(groups[0].constants, chosen)
     footers = footer.for_statistics(guarantee)
-    if footers is None or len(nans) > MOST_NANS:
+    floats = bool(list(_floats(chosen)))
+    # The bounds of zeros are -0.0 and 0.0. Arrow takes them for one value, -0.0, which it does not find in a list.
+    lists_floats = floats and "is_in" in str(chosen.expression)
+    if footers is None or len(nans) > MOST_NANS or lists_floats:
         yield from [None] * len(groups)
         return
     possible = _kept(footers, chosen.expression, chosen.schema)
@@ -76,7 +81,7 @@ def _by_statistics(
             possible |= _kept(with_nan, chosen.expression, chosen.schema)
     constants = dict(groups[0].constants)
     stored = [name for name in chosen.columns if name not in constants]
-    proves = not list(_floats(chosen)) and None not in (constants.get(name, "") for name in chosen.columns)
+    proves = not floats and None not in (constants.get(name, "") for name in chosen.columns)
     failing = _kept(footers, ~chosen.expression, chosen.schema) if proves and possible else set()
     for group in groups:
         if group.number not in possible:
@@ -89,7 +94,9 @@ def _by_statistics(
 
 def _kept(footers: pads.ParquetFileFragment, expression: pc.Expression, schema: pa.Schema) -> set[int]:
     """Return the row groups for which statistics do not prove that the expression is false or null in all rows."""
-    return {info.id for info in footers.subset(expression, schema=schema).row_groups}
+    with suppress(pa.ArrowException):  # Arrow cannot compare statistics of some types, or cast NaN.
+        footers = footers.subset(expression, schema=schema)
+    return {info.id for info in footers.row_groups}
 
 
 def _guarantee(constants: Constants, chosen: Filter) -> pc.Expression:
@@ -123,4 +130,7 @@ def _satisfiable(chosen: Filter, guarantees: Sequence[pc.Expression]) -> set[int
     if not fragments:
         return set()
     known = pads.FileSystemDataset(fragments, chosen.schema, parquet, files)
-    return {int(fragment.path) for fragment in known.get_fragments(chosen.expression)}
+    try:
+        return {int(fragment.path) for fragment in known.get_fragments(chosen.expression)}
+    except pa.ArrowException:  # such as a cast of NaN to an integer
+        return set(range(len(guarantees)))

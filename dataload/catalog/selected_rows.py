@@ -27,15 +27,16 @@ class SelectedRows:
 
     Args:
         selection: The selected rows.
+        groups: Row groups that are open at a time; see `keep`.
 
     Attributes:
         most_bytes: Limit of the expanded blocks, unless one call needs more.
         expanded_bytes: Bytes of the expanded blocks.
     """
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, selection: Selection, groups: int = 1) -> None:
         self._selection = selection
-        self.most_bytes = MIN_BYTES
+        self.keep(groups)
         self._index = IntervalIndex(selection.starts)
         # The row of each block to which the offset of a selected row is added.
         self._first_rows = selection.rows[:-1]
@@ -48,7 +49,7 @@ class SelectedRows:
         self._mutex = threading.Lock()
 
     def keep(self, groups: int) -> None:
-        """Raise the limit to twice the selected rows of this many row groups, the largest."""
+        """Set the limit to twice the selected rows of this many row groups, the largest."""
         counts = np.sort(self._selection.counts)[::-1]
         self.most_bytes = max(MIN_BYTES, 2 * OFFSET_BYTES * int(counts[:groups].sum()))
 

@@ -26,7 +26,9 @@ def subset(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
     """
     mask = rows if rows.dtype == np.bool_ else _mask(rows, manifest.num_rows)
     if mask.shape != (manifest.num_rows,):
-        raise ConfigError(f"a mask of shape {mask.shape} selects nothing in {manifest.num_rows} rows: make them equal")
+        raise ConfigError(
+            f"the mask has the shape {mask.shape}, and the dataset {manifest.num_rows} rows: give a value for each row"
+        )
     if not mask.any():
         raise ConfigError("no row is selected: select at least one")
     return manifest.selected(Selection.of(_by_row_group(mask, manifest)))

@@ -82,7 +82,7 @@ class RowStore(ForkAware):
         """Reset the lock, the scheduler and the open row groups."""
         self._mutex = threading.Lock()
         self._open: OpenRowGroups | None = None
-        self._selected = None if self._selection is None else SelectedRows(self._selection)
+        self._selected = None if self._selection is None else SelectedRows(self._selection, self.capacity)
         self.scheduler = RowGroupScheduler(self.blobs)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -8,6 +8,8 @@ import itertools
 import math
 import operator
 import random
+import threading
+import uuid
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -26,10 +28,10 @@ from dataload import make_dataset
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
-from dataload.catalog.filtering import narrow
+from dataload.catalog.filtering import ROW_GROUPS_AT_ONCE, narrow
 from dataload.catalog.filters import Filters
 from dataload.catalog.manifest import Manifest, resolve
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, OriginError
 
 DAY = dt.datetime(2024, 1, 1)  # noqa: DTZ001 (columns without a time zone are compared with such)
 # For each type few values, near each other, so that filters often hit a border.
@@ -288,6 +290,72 @@ def test_statistics_ignore_nan_and_rows_do_not(stored: Stored) -> None:
         (x < 0, []),
     ]:
         assert kept(manifest, blocks, filters) == left
+
+
+def test_zeros_in_lists_of_floats(stored: Stored) -> None:
+    """The bounds of zeros are -0.0 and 0.0."""
+    groups = [pa.table({"x": [0.0, 0.0]}), pa.table({"x": [0.0, 1.0]}), pa.table({"x": [5.0, 2.0]})]
+    assert kept(*stored(groups), [("x", "in", [0.0, 1.0])]) == [0, 1, 2, 3]
+    assert kept(*stored(groups), pc.field("x").isin([0.0])) == [0, 1, 2]
+
+
+def test_statistics_that_arrow_cannot_use(stored: Stored) -> None:
+    ids = [uuid.UUID(int=number).bytes for number in range(4)]
+    table = pa.table(
+        {
+            "id": pa.ExtensionArray.from_storage(pa.uuid(), pa.array(ids, pa.binary(16))),
+            "view": pa.array(["a", "b", "c", "d"], pa.string_view()),
+            "f": [1.0, 2.0, 3.0, 4.0],
+        }
+    )
+    manifest, blocks = stored([table[:2], table[2:]])
+    assert kept(manifest, blocks, pc.field("id") == pa.scalar(ids[2], pa.binary(16))) == [2]
+    assert kept(manifest, blocks, [("view", ">=", "c")]) == [2, 3]
+    assert kept(manifest, blocks, pc.field("f").cast(pa.int64()) == 3) == [2]
+
+
+def test_expressions_without_columns(stored: Stored) -> None:
+    groups = [pa.table({"x": [1, 2]}), pa.table({"x": [3]})]
+    assert kept(*stored(groups), pc.scalar(True)) == [0, 1, 2]
+    assert kept(*stored(groups), pc.scalar(False)) == []
+    assert kept(*stored(groups), pc.scalar(True) & (pc.field("x") > 1)) == [1, 2]
+
+
+def test_an_expression_that_fails_blames_itself(stored: Stored) -> None:
+    with pytest.raises(ConfigError, match=r"filters=.*divide.* cannot be evaluated: divide by zero"):
+        narrow(*stored([pa.table({"x": [1, 0]})]), pc.divide(pc.scalar(1), pc.field("x")) > 0)
+
+
+def test_messages_are_one_short_line(stored: Stored) -> None:
+    for filters in ([("x", "in", list(range(100_000)))], pc.field("x").isin(list(range(100)))):
+        with pytest.raises(ConfigError, match="leave none of 1 rows") as caught:
+            narrow(*stored([pa.table({"x": [-5]})]), filters)
+        assert len(str(caught.value)) < 400
+        assert "\n" not in str(caught.value)
+    assert kept(*stored([pa.table({"x": ["FieldPath(0)"]})]), [("x", "=", "FieldPath(0)")]) == [0]
+
+
+def test_an_error_ends_the_scan(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, blocks = stored([pa.table({"x": [number, None]}) for number in range(200)])
+    read, released = [], threading.Event()
+
+    def matches(*_: Any) -> Any:
+        read.append(1)
+        if len(read) == 20:
+            raise OriginError("no answer")
+        if len(read) > 20:
+            released.wait()
+        return np.zeros(2, bool)
+
+    monkeypatch.setattr("dataload.catalog.filtering._matches", matches)
+    with pytest.raises(OriginError, match="no answer"):
+        narrow(manifest, blocks, [("x", "<", 300)])
+    released.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("dataload-filter"):
+            thread.join(10)
+            assert not thread.is_alive()
+    assert len(read) <= 20 + ROW_GROUPS_AT_ONCE
 
 
 def test_members_of_structs_that_are_null(stored: Stored) -> None:

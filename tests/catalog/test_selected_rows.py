@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from dataload.catalog.selected_rows import SelectedRows
+from dataload.catalog.selected_rows import MIN_BYTES, SelectedRows
 from dataload.catalog.selection import Selection
 
 DICE = np.random.default_rng(0)
@@ -33,7 +33,10 @@ def test_a_full_table_is_emptied() -> None:
 
 
 def test_the_limit_follows_what_is_open() -> None:
-    table = SelectedRows(Selection.of(np.ones(1 << 22, np.bool_) for _ in range(3)))
+    selection = Selection.of(np.ones(1 << 22, np.bool_) for _ in range(3))
+    table = SelectedRows(selection, 0)
+    assert table.most_bytes == MIN_BYTES
+    assert SelectedRows(selection, 3).most_bytes == 3 * 2 * 2 * (1 << 22)
     table.keep(2)
     assert table.most_bytes == 2 * 2 * 2 * (1 << 22)
 

@@ -66,7 +66,7 @@ def warm(
     figures = {
         "objects": len(files),
         "bytes": sum(file.size for file in files),
-        "rows": sum(group.rows for group in part),
+        "rows": int(manifest.block_lengths[groups].sum()),
         "row_groups": len(part),
         "row_groups_kept": kept,
         "cache_bytes": blocks.tier.limit if blocks.tier.shared else None,
