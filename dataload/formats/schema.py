@@ -86,7 +86,7 @@ class Layout:
         names = sorted(formats, key=lambda name: -formats[name].base.itemsize)
         ends = np.cumsum([formats[name].itemsize for name in names]).tolist()
         align = formats[names[0]].base.itemsize if ends[-1] < SHORT_RECORD else RECORD_ALIGN
-        size = -(-ends[-1] // align) * align
+        size = max(align, -(-ends[-1] // align) * align)
         return np.dtype(
             {"names": names, "formats": [formats[name] for name in names], "offsets": [0, *ends[:-1]], "itemsize": size}
         )

@@ -233,30 +233,25 @@ class Records:
         if not field.is_bytes:
             spans: Array = self.rows[field.name]
             return spans
-        found = self._looked_up(
-            field, np.uint64, lambda blob, codes: _words(blob.spans(field)).take(codes, mode="clip")
-        )
+        found = self._looked_up(field, np.uint64, lambda blob, codes: _words(blob, field).take(codes, mode="clip"))
         return found.view(SPAN.base).reshape(-1, *SPAN.shape)
 
     def _looked_up(self, field: Field, dtype: npt.DTypeLike, look_up: Callable[[Blob, Array], Array]) -> Array:
         """Return look_up(blob, codes of its rows) for each blob, in the order of the rows, [n] of `dtype`."""
-        codes, found = self.rows[field.name][self._order].astype(np.intp), np.empty(len(self), dtype)
-        for blob, part in zip(self.blobs, self._parts, strict=True):
+        order, parts = self._by_blob
+        codes, found = self.rows[field.name][order].astype(np.intp), np.empty(len(self), dtype)
+        for blob, part in parts:
             found[part] = look_up(blob, codes[part])
         in_order = np.empty(len(self), dtype)
-        in_order[self._order] = found
+        in_order[order] = found
         return in_order
 
     @cached_property
-    def _order(self) -> Array:
-        """The rows of the first blob, then those of the second, and so on, int64 [n]."""
-        return np.argsort(self.which.astype(np.min_scalar_type(len(self.blobs))), kind="stable")
-
-    @cached_property
-    def _parts(self) -> list[slice]:
-        """The slice of `_order` for each blob."""
+    def _by_blob(self) -> tuple[Array, list[tuple[Blob, slice]]]:
+        """The rows of the first blob, then those of the second, and so on, int64 [n]; and the part of each blob."""
+        order = np.argsort(self.which.astype(np.min_scalar_type(len(self.blobs))), kind="stable")  # a radix sort
         stops = np.cumsum(np.bincount(self.which, minlength=len(self.blobs))).tolist()
-        return list(map(slice, [0, *stops], stops))
+        return order, list(zip(self.blobs, map(slice, [0, *stops], stops), strict=True))
 
     def views(self, field: Field) -> list[memoryview | None]:
         """Return the values of a ragged column as views of their bytes; None for a null. Nothing is copied."""
@@ -280,11 +275,10 @@ class Records:
         """Return a nested column as an Arrow array."""
         if not self.blobs:
             return plain(pa.nulls(0, field.type))
-        rows = self.rows[field.name][self._order]
-        parts = zip(self.blobs, self._parts, strict=True)
+        order, parts = self._by_blob
+        rows, places = self.rows[field.name][order], np.empty(len(self), np.int64)
         taken = [blob.nested(field).take(pa.array(rows[part])) for blob, part in parts]
-        places = np.empty(len(rows), np.int64)
-        places[self._order] = np.arange(len(rows))
+        places[order] = np.arange(len(self))
         return pa.concat_arrays(taken).take(pa.array(places))
 
     def _heaps(self, field: Field) -> list[memoryview]:
@@ -348,8 +342,8 @@ class _Heap:
             stream.write_batch(self._values)
 
 
-def _words(spans: Array) -> Array:
-    return spans.view(np.uint64)[:, 0]
+def _words(blob: Blob, field: Field) -> Array:
+    return blob.spans(field).view(np.uint64)[:, 0]
 
 
 def _aligned(size: int) -> int:
