@@ -17,15 +17,17 @@ import pyarrow as pa
 from dataload.errors import DataError
 from dataload.runtime.cached_property import cached_property
 
-RECORD_ALIGN = 8
+RECORD_ALIGN = 8  # bytes, of records that are so long that the padding costs little
+SHORT_RECORD = 128  # bytes
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # other names are the same in numpy
 MOST_VALUE_BYTES = 1 << 30  # numpy counts a record's bytes in 31 bits
 SPAN = np.dtype((np.uint32, (2,)))
 """The position of a value of varying length in its column's heap: (first element, number of elements)."""
 NULL = 2**32 - 1
 """The number of elements of a null."""
-ROW = np.dtype(np.uint32)
-"""The position of a nested value in its column's heap, which is an Arrow array of all rows."""
+CODE = np.dtype(np.uint16)
+"""The number of a value in its blob: of the span of a string or of bytes, or of a nested value. A blob has at most
+65,536 rows."""
 _TENSOR_OF_DATASETS = re.compile(r"datasets\..*Array[2-5]DExtensionType")
 
 
@@ -55,10 +57,15 @@ class Field:
         return self.kind not in ("dense", "mask")
 
     @property
+    def is_bytes(self) -> bool:
+        """Whether the values are strings or bytes, which records refer to by their number in a table of spans."""
+        return self.kind in ("string", "binary")
+
+    @property
     def in_record(self) -> np.dtype[Any]:
         """The dtype of the column in a record."""
-        if self.kind == "nested":
-            return ROW
+        if self.is_bytes or self.kind == "nested":
+            return CODE
         return SPAN if self.ragged else np.dtype((self.dtype, self.shape))
 
 
@@ -70,11 +77,16 @@ class Layout:
 
     @cached_property
     def dtype(self) -> np.dtype[Any]:
-        """Structured numpy dtype with the columns' names, a multiple of 8 bytes."""
+        """Structured numpy dtype with the columns' names.
+
+        Its size is a multiple of the largest element, so that views of the columns are aligned. Long records are a
+        multiple of 8 bytes, because `MmapArena` needs a common multiple of the size and of a page.
+        """
         formats = {field.name: field.in_record for field in self.fields}
         names = sorted(formats, key=lambda name: -formats[name].base.itemsize)
         ends = np.cumsum([formats[name].itemsize for name in names]).tolist()
-        size = max(RECORD_ALIGN, -(-ends[-1] // RECORD_ALIGN) * RECORD_ALIGN)
+        align = formats[names[0]].base.itemsize if ends[-1] < SHORT_RECORD else RECORD_ALIGN
+        size = max(align, -(-ends[-1] // align) * align)
         return np.dtype(
             {"names": names, "formats": [formats[name] for name in names], "offsets": [0, *ends[:-1]], "itemsize": size}
         )

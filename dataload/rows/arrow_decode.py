@@ -12,9 +12,9 @@ import pyarrow.compute as pc
 from dataload.errors import DataError
 from dataload.formats.schema import NULL, Field, is_bytes, is_list, is_text, mask_name, needs_mask, storage
 from dataload.rows.arrow_arrays import bounds, numbers, plain, valid
-from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of
+from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
-MIN_SHARING = 2  # A dictionary is kept if its values have at most one byte for so many bytes of the rows.
+MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
 
 
 def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str) -> dict[str, Column]:
@@ -196,8 +196,8 @@ class _Decoder:
             return None
         coded = concatenate([_coded(chunk) for chunk in chunks.chunks])
         assert isinstance(coded, Coded)
-        counts = coded.spans[:, 1].astype(np.int64)
-        pays = coded.values.nbytes * MIN_SHARING <= counts[counts != NULL].sum()
+        dictionary = coded.values.nbytes + coded.spans.nbytes
+        pays = len(coded.spans) < len(chunks) and dictionary * MIN_SHARING <= whole_bytes(coded)
         return coded if pays else None
 
     def _filled(self, column: pa.Array) -> pa.Array:
@@ -236,11 +236,11 @@ def _plain_column(column: Any) -> Any:
 def _coded(chunk: pa.DictionaryArray) -> Coded:
     starts, data = bounds(_plain_column(chunk.dictionary))
     distinct = Ragged(data[starts[0] : starts[-1]], starts)
-    spans = np.zeros((len(chunk), 2), np.uint32)
-    spans[:, 1] = NULL
-    present = valid(chunk.indices)
-    spans[present] = spans_of(distinct)[numbers(chunk.indices)[present]]
-    return Coded(distinct.values, spans)
+    spans, codes = spans_of(distinct), numbers(chunk.indices).astype(np.int64)
+    if chunk.null_count:
+        codes[~valid(chunk.indices)] = len(spans)
+        spans = np.concatenate([spans, np.array([[0, NULL]], np.uint32)])
+    return Coded(distinct.values, spans, codes)
 
 
 def _fixed_lists(kind: pa.DataType, shape: Sequence[int]) -> pa.DataType:

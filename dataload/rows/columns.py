@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataload.formats.schema import NULL
+from dataload.formats.schema import NULL, SPAN
 
 Array = npt.NDArray[Any]
 
@@ -43,15 +43,17 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Coded:
-    """A column of strings or bytes whose rows share values, as dictionary codes do.
+    """A column of strings or bytes whose rows share values. There are fewer distinct values than rows.
 
     Attributes:
         values: The bytes of the distinct values, uint8 [total].
-        spans: `SPAN` of each row in them, uint32 [rows, 2].
+        spans: `SPAN` of each distinct value in them, uint32 [distinct, 2].
+        codes: The distinct value of each row, int64 [rows].
     """
 
     values: Array
     spans: Array
+    codes: Array
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,12 @@ def concatenate(parts: Sequence[Column]) -> Column:
         return Nested(pa.concat_arrays(nested))
     values = np.concatenate([part.values for part in parts])
     if any(isinstance(part, Coded) for part in parts):
+        spans, codes = [spans_of(part) for part in parts], [codes_of(part) for part in parts]
         starts = np.cumsum([0, *(len(part.values) for part in parts[:-1])])
-        return Coded(
-            values, np.concatenate([_moved(spans_of(part), by) for part, by in zip(parts, starts, strict=True)])
-        )
+        firsts = np.cumsum([0, *(len(part) for part in spans[:-1])])
+        moved_spans = [part + np.array([start, 0], np.uint32) for part, start in zip(spans, starts, strict=True)]
+        moved_codes = [part + first for part, first in zip(codes, firsts, strict=True)]
+        return Coded(values, np.concatenate(moved_spans), np.concatenate(moved_codes))
     ragged = [part for part in parts if isinstance(part, Ragged)]
     if not ragged:
         return Dense(values)
@@ -91,7 +95,10 @@ def concatenate(parts: Sequence[Column]) -> Column:
 
 
 def spans_of(column: Column) -> Array:
-    """Return the `SPAN` of each row of a ragged column, uint32 [rows, 2]. The values begin with those of row 0."""
+    """Return the `SPAN` of each distinct value, or of each row of a `Ragged`, uint32 [distinct, 2].
+
+    The values begin with those of row 0.
+    """
     if isinstance(column, Coded):
         return column.spans
     assert isinstance(column, Ragged)
@@ -101,5 +108,45 @@ def spans_of(column: Column) -> Array:
     return spans
 
 
-def _moved(spans: Array, by: int) -> Array:
-    return spans + np.array([by, 0], np.uint32)
+def whole_bytes(column: Ragged | Coded) -> int:
+    """Return the bytes of a column's values and their spans if each row had its own."""
+    codes, (lengths, _) = codes_of(column), lengths_of(spans_of(column))
+    return int(lengths[codes].sum()) + len(codes) * SPAN.itemsize
+
+
+def codes_of(column: Column) -> Array:
+    """Return the number of each row's value in `spans_of`, int64 [rows]."""
+    if isinstance(column, Coded):
+        return column.codes
+    assert isinstance(column, Ragged)
+    return np.arange(len(column.offsets) - 1)
+
+
+def strings_of(heaps: Iterable[memoryview], spans: Array) -> list[str | None]:
+    """Return the strings of these spans of these heaps; None for a null."""
+    strings: list[str | None] = [str(heap[start:stop], "utf-8") for heap, start, stop in bounds_of(heaps, spans, 1)]
+    return with_nulls(strings, spans)
+
+
+def bounds_of(heaps: Iterable[memoryview], spans: Array, itemsize: int) -> Iterable[tuple[memoryview, int, int]]:
+    """Return (heap, first byte, end) of each span."""
+    lengths, _ = lengths_of(spans)
+    starts = spans[:, 0].astype(np.int64) * itemsize
+    return zip(heaps, starts.tolist(), (starts + lengths * itemsize).tolist(), strict=True)
+
+
+def with_nulls(values: list[Any], spans: Array) -> list[Any]:
+    """Return the values with None in place of those whose span is null."""
+    for row in np.flatnonzero(spans[:, 1] == NULL).tolist():
+        values[row] = None
+    return values
+
+
+def lengths_of(spans: Array) -> tuple[Array, Array | None]:
+    """Return the number of elements of each span, int64 [n], and which are not null; None: all."""
+    lengths = spans[:, 1].astype(np.int64)
+    nulls = lengths == NULL
+    if not nulls.any():
+        return lengths, None
+    lengths[nulls] = 0
+    return lengths, ~nulls

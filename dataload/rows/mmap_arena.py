@@ -12,7 +12,6 @@ import numpy as np
 from dataload.rows.columns import Array
 from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, libc, os_error
 
-_WORD = np.dtype(np.int64)
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2  # mremap(2)
 
 
@@ -25,7 +24,7 @@ class MmapArena:
     Args:
         slots: Number of slots.
         rows: Records of a slot, at most.
-        itemsize: Bytes of a record, a multiple of 8.
+        itemsize: Bytes of a record.
 
     Attributes:
         rows_per_slot: Records from the start of a slot to the start of the next.
@@ -42,8 +41,7 @@ class MmapArena:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._map = mmap.mmap(-1, slots * self._slot_bytes, flags=flags, prot=mmap.PROT_READ)
         self._address = _address_of(self._map)
-        words = np.frombuffer(self._map, _WORD)
-        self._records = words.reshape(-1, itemsize // _WORD.itemsize)
+        self._records = np.frombuffer(self._map, np.uint8).reshape(-1, itemsize)
 
     def put(self, slot: int, records: memoryview) -> None:
         """Replace the content of a slot by the bytes of records."""
@@ -59,7 +57,7 @@ class MmapArena:
         _map_memory(self._address + slot * self._slot_bytes, self._slot_bytes, mmap.PROT_READ)
 
     def take(self, positions: Array) -> Array:
-        """Return copies of records, int64 [n, words].
+        """Return copies of records, uint8 [n, itemsize].
 
         Args:
             positions: Index of each record, slot * `rows_per_slot` + row, int64 [n].

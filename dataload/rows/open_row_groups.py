@@ -51,6 +51,7 @@ class OpenRowGroups:
         self._free = list(range(slots))
         self._slots: dict[int, list[int]] = {}  # row group -> its slots, oldest row group first
         self._blobs: dict[int, Blob] = {}
+        self._positions = np.empty(len(row_starts) - 1, np.int64)  # working memory of `_distinct`
         self._first_records = np.full(len(row_starts) - 1, _CLOSED, np.int64)  # index in the arena, by blob
 
     def __contains__(self, group: int) -> bool:
@@ -95,8 +96,16 @@ class OpenRowGroups:
         records = self._arena.take(positions).view(self._layout.dtype)[:, 0]
         if not self._layout.ragged:
             return Records(self._layout, records, [], np.empty(0, np.int64))
-        numbers, which = np.unique(blobs, return_inverse=True)
+        numbers, which = self._distinct(blobs)
         return Records(self._layout, records, [self._blobs[number] for number in numbers.tolist()], which)
+
+    def _distinct(self, blobs: Array) -> tuple[Array, Array]:
+        """Return the distinct blobs in any order, and the position of each row's blob among them."""
+        positions, rows = self._positions, np.arange(len(blobs))
+        positions[blobs] = rows
+        distinct = blobs[positions[blobs] == rows]
+        positions[distinct] = np.arange(len(distinct))
+        return distinct, positions[blobs]
 
     def _evict(self, group: int) -> None:
         slots = self._slots.pop(group)

@@ -1,8 +1,9 @@
 """Records: decoded rows as bytes of fixed length, which a gather copies without interpreting them.
 
 A blob has three sections, each aligned to 64 bytes: the records, one `Layout.dtype` per row; for each ragged column a
-heap, the values of all rows one after the other; and the offset of each heap, as int64. The heap of a nested column is
-an Arrow stream of one array.
+heap, the values of all rows one after the other; and int64 [columns, 2], the offset of each heap and the bytes of its
+table. The heap of strings or bytes begins with a table, the `SPAN` of each distinct value in the bytes that follow. The
+heap of a nested column is an Arrow stream of one array.
 """
 
 from __future__ import annotations
@@ -12,17 +13,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.errors import DataError
-from dataload.formats.schema import NULL, Field, Layout
+from dataload.formats.schema import NULL, SPAN, Field, Layout
 from dataload.rows.arrow_arrays import plain
-from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, spans_of
+from dataload.rows.columns import (
+    Array,
+    Coded,
+    Column,
+    Dense,
+    Nested,
+    Ragged,
+    bounds_of,
+    codes_of,
+    lengths_of,
+    spans_of,
+    strings_of,
+    with_nulls,
+)
+from dataload.runtime.cached_property import cached_property
 
-VERSION = 1
+VERSION = 2
 KEPT_USES = 8  # of a string, from which on it is kept in memory as a Python object
 _ALIGN = 64
-_WORD = np.dtype(np.int64)
+_HEAP_START = np.dtype((np.int64, (2,)))  # its offset, and the bytes of its table
 _HEAP_ELEMENTS = NULL  # The offsets and lengths in a record have 32 bits.
 
 
@@ -41,12 +57,12 @@ def pack(
     Raises:
         DataError: A ragged column has more values than 32 bits can count. It names `where` and the column.
     """
-    heaps = [_Heap(columns[field.name], f"{where} column {field.name!r}") for field in layout.ragged]
+    heaps = [_Heap(columns[field.name], field, f"{where} column {field.name!r}") for field in layout.ragged]
     starts, end = [], _aligned(rows * layout.dtype.itemsize)
     for heap in heaps:
-        starts.append(end)
+        starts.append((end, heap.table_bytes))
         end = _aligned(end + heap.nbytes)
-    memory = np.frombuffer(allocate(end + len(starts) * _WORD.itemsize), np.uint8)
+    memory = np.frombuffer(allocate(end + len(starts) * _HEAP_START.itemsize), np.uint8)
     records = memory[: rows * layout.dtype.itemsize].view(layout.dtype)
     for field in layout.fields:
         column = columns[field.name]
@@ -54,11 +70,13 @@ def pack(
             records[field.name] = column.values
         elif isinstance(column, Nested):
             records[field.name] = np.arange(rows)
+        elif field.is_bytes:
+            records[field.name] = codes_of(column)
         else:
             records[field.name] = spans_of(column)
-    for start, heap in zip(starts, heaps, strict=True):
+    for (start, _), heap in zip(starts, heaps, strict=True):
         heap.write(memory[start : start + heap.nbytes])
-    memory[end:].view(_WORD)[:] = starts
+    memory[end:].view(np.int64)[:] = np.array(starts, np.int64).reshape(-1)
 
 
 def packed_bytes(rows: int, heaps: Iterable[int], layout: Layout) -> int:
@@ -66,28 +84,11 @@ def packed_bytes(rows: int, heaps: Iterable[int], layout: Layout) -> int:
 
     Args:
         rows: Number of rows.
-        heaps: Bytes of the values of each ragged column.
+        heaps: Bytes of the values and the table of each ragged column.
         layout: Layout of a record.
     """
     sizes = [_aligned(size) for size in heaps]
-    return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + len(sizes) * _WORD.itemsize
-
-
-class _Texts(dict[int, str | None]):
-    """The strings of a heap by span, made when they are first looked up. A span is read as one integer.
-
-    Args:
-        heap: The UTF-8 bytes of the strings.
-    """
-
-    def __init__(self, heap: memoryview) -> None:
-        self._heap = heap
-
-    def __missing__(self, span: int) -> str | None:
-        start, count = span & NULL, span >> 32
-        text = None if count == NULL else str(self._heap[start : start + count], "utf-8")
-        self[span] = text
-        return text
+    return _aligned(rows * layout.dtype.itemsize) + sum(sizes) + len(sizes) * _HEAP_START.itemsize
 
 
 class Blob:
@@ -99,21 +100,25 @@ class Blob:
         layout: Layout of a record.
 
     Attributes:
+        rows: As above.
         records: Bytes of the records.
     """
 
     def __init__(self, blob: memoryview, rows: int, layout: Layout) -> None:
         self._layout = layout
+        self.rows = rows
         self.records = blob[: rows * layout.dtype.itemsize]
         self._heaps: dict[str, memoryview] = {}
         self._nested: dict[str, pa.Array] = {}
-        self._uses: dict[str, float] = {}
-        self._texts: dict[str, _Texts] = {}
-        if layout.ragged:
-            starts = np.frombuffer(blob[-len(layout.ragged) * _WORD.itemsize :], _WORD).tolist()
-            ends = [*starts[1:], len(blob) - len(starts) * _WORD.itemsize]
-            for field, start, end in zip(layout.ragged, starts, ends, strict=True):
-                self._heaps[field.name] = blob[start:end]
+        self._spans: dict[str, Array] = {}
+        self._texts: dict[str, tuple[Array, Array]] = {}  # the strings, object [distinct], and which are made
+        end = len(blob) - len(layout.ragged) * _HEAP_START.itemsize
+        starts = np.frombuffer(blob[end:], _HEAP_START).tolist() if layout.ragged else []
+        for field, (start, table_bytes) in zip(reversed(layout.ragged), reversed(starts), strict=True):
+            self._heaps[field.name] = blob[start + table_bytes : end]
+            if field.is_bytes:
+                self._spans[field.name] = np.frombuffer(blob[start : start + table_bytes], SPAN)
+            end = start
 
     def column(self, field: Field) -> Column:
         """Return all values of a column, as they were packed."""
@@ -122,31 +127,48 @@ class Blob:
         values = np.frombuffer(self.records, self._layout.dtype)[field.name]
         if not field.ragged:
             return Dense(values)
-        if self.shares_values(field):
-            return Coded(np.frombuffer(self._heaps[field.name], np.uint8), values)
-        lengths, valid = _lengths(values)
+        if field.is_bytes:
+            spans = self.spans(field)
+            if len(spans) < self.rows:
+                return Coded(np.frombuffer(self._heaps[field.name], np.uint8), spans, values.astype(np.int64))
+            values = spans
+        lengths, valid = lengths_of(values)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         heap = self._heaps[field.name][: offsets[-1] * np.dtype(field.dtype).itemsize]
         return Ragged(np.frombuffer(heap, field.dtype), offsets, valid)
 
-    def shares_values(self, field: Field) -> bool:
-        """Return whether rows of a column of strings or bytes share values, see `Coded`."""
-        return field.kind != "list" and self._uses_of(field) > 1
+    def keeps_strings(self, field: Field) -> bool:
+        """Return whether `strings` makes each distinct string of a column once, because many rows share it."""
+        return len(self.spans(field)) * KEPT_USES <= self.rows
 
-    def _uses_of(self, field: Field) -> float:
-        """Return how many rows use a byte of a ragged column on average."""
-        found = self._uses.get(field.name)
-        if found is None:
-            lengths, _ = _lengths(np.frombuffer(self.records, self._layout.dtype)[field.name])
-            found = int(lengths.sum()) / max(1, len(self._heaps[field.name]))
-            self._uses[field.name] = found
+    def strings(self, field: Field, codes: Array) -> Array:
+        """Return the strings of some rows; None for a null.
+
+        Args:
+            field: A string column.
+            codes: `CODE` of each row, int64 [n].
+
+        Returns:
+            The strings, object [n].
+
+        Raises:
+            UnicodeDecodeError: A value is not UTF-8.
+        """
+        spans, heap = self.spans(field), self._heaps[field.name]
+        if not self.keeps_strings(field):
+            return np.array(strings_of([heap] * len(codes), spans[codes]), np.object_)
+        empty = np.empty(len(spans), np.object_), np.zeros(len(spans), np.bool_)
+        texts, is_made = self._texts.setdefault(field.name, empty)
+        new = np.unique(codes[~is_made[codes]])
+        if len(new):
+            texts[new] = strings_of([heap] * len(new), spans[new])
+            is_made[new] = True  # last: another thread may look strings up
+        found: Array = texts[codes]
         return found
 
-    def texts(self, field: Field) -> _Texts:
-        """Return the strings of a column by span. Strings that many rows share are kept, so each is made once."""
-        if self._uses_of(field) < KEPT_USES:
-            return _Texts(self._heaps[field.name])
-        return self._texts.setdefault(field.name, _Texts(self._heaps[field.name]))
+    def spans(self, field: Field) -> Array:
+        """Return the `SPAN` of each distinct value of a column of strings or bytes, uint32 [distinct, 2]."""
+        return self._spans[field.name]
 
     def heap(self, field: Field) -> memoryview:
         """Return the values of a ragged column: bytes, or numbers of its dtype."""
@@ -206,10 +228,36 @@ class Records:
         as_bytes = self.rows.view(np.uint8).reshape(len(self), self.layout.dtype.itemsize)
         return as_bytes[:, first : first + dtype.itemsize * len(fields)].view(dtype)
 
+    def spans(self, field: Field) -> Array:
+        """Return the `SPAN` of each value of a ragged column that is not nested, uint32 [n, 2]."""
+        if not field.is_bytes:
+            spans: Array = self.rows[field.name]
+            return spans
+        found = self._looked_up(field, np.uint64, lambda blob, codes: _words(blob, field).take(codes, mode="clip"))
+        return found.view(SPAN.base).reshape(-1, *SPAN.shape)
+
+    def _looked_up(self, field: Field, dtype: npt.DTypeLike, look_up: Callable[[Blob, Array], Array]) -> Array:
+        """Return look_up(blob, codes of its rows) for each blob, in the order of the rows, [n] of `dtype`."""
+        order, parts = self._by_blob
+        codes, found = self.rows[field.name][order].astype(np.intp), np.empty(len(self), dtype)
+        for blob, part in parts:
+            found[part] = look_up(blob, codes[part])
+        in_order = np.empty(len(self), dtype)
+        in_order[order] = found
+        return in_order
+
+    @cached_property
+    def _by_blob(self) -> tuple[Array, list[tuple[Blob, slice]]]:
+        """The rows of the first blob, then those of the second, and so on, int64 [n]; and the part of each blob."""
+        order = np.argsort(self.which.astype(np.min_scalar_type(len(self.blobs))), kind="stable")  # a radix sort
+        stops = np.cumsum(np.bincount(self.which, minlength=len(self.blobs))).tolist()
+        return order, list(zip(self.blobs, map(slice, [0, *stops], stops), strict=True))
+
     def views(self, field: Field) -> list[memoryview | None]:
         """Return the values of a ragged column as views of their bytes; None for a null. Nothing is copied."""
-        views: list[memoryview | None] = [heap[start:stop] for heap, start, stop in self._spans(field)]
-        return self._with_nulls(field, views)
+        spans = self.spans(field)
+        views = [heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, 1)]
+        return with_nulls(views, spans)
 
     def strings(self, field: Field) -> list[str | None]:
         """Return the values of a string column; None for a null.
@@ -217,48 +265,33 @@ class Records:
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
         """
-        if any(blob.shares_values(field) for blob in self.blobs):
-            texts = [blob.texts(field) for blob in self.blobs]
-            spans = np.ascontiguousarray(self.rows[field.name]).view("<u8")[:, 0].tolist()
-            return [texts[blob][span] for blob, span in zip(self.which.tolist(), spans, strict=True)]
-        strings: list[str | None] = [str(heap[start:stop], "utf-8") for heap, start, stop in self._spans(field)]
-        return self._with_nulls(field, strings)
+        if not any(blob.keeps_strings(field) for blob in self.blobs):
+            return strings_of(self._heaps(field), self.spans(field))
+        strings: list[str | None]
+        strings = self._looked_up(field, np.object_, lambda blob, codes: blob.strings(field, codes)).tolist()
+        return strings
 
     def nested(self, field: Field) -> pa.Array:
         """Return a nested column as an Arrow array."""
         if not self.blobs:
             return plain(pa.nulls(0, field.type))
-        order = np.argsort(self.which, kind="stable")
-        stops = np.cumsum(np.bincount(self.which, minlength=len(self.blobs)))
-        parts = np.split(self.rows[field.name][order], stops[:-1])
-        taken = [blob.nested(field).take(pa.array(part)) for blob, part in zip(self.blobs, parts, strict=True)]
-        places = np.empty(len(order), np.int64)
-        places[order] = np.arange(len(order))
+        order, parts = self._by_blob
+        rows, places = self.rows[field.name][order], np.empty(len(self), np.int64)
+        taken = [blob.nested(field).take(pa.array(rows[part])) for blob, part in parts]
+        places[order] = np.arange(len(self))
         return pa.concat_arrays(taken).take(pa.array(places))
 
-    def nulls(self, field: Field) -> Array:
-        """Return which values of a ragged column are null, bool [n]."""
-        found: Array = self.rows[field.name][:, 1] == NULL
-        return found
-
-    def _with_nulls(self, field: Field, values: list[Any]) -> list[Any]:
-        for row in np.flatnonzero(self.nulls(field)).tolist():
-            values[row] = None
-        return values
-
-    def _spans(self, field: Field) -> Iterable[tuple[memoryview, int, int]]:
-        """Return (heap, first byte, end) of each value of a ragged column."""
-        rows, size = self.rows[field.name], np.dtype(field.dtype).itemsize
-        lengths, _ = _lengths(rows)
-        starts = rows[:, 0].astype(np.int64) * size
+    def _heaps(self, field: Field) -> list[memoryview]:
+        """Return the heap of each row's value."""
         heaps = [blob.heap(field) for blob in self.blobs]
-        return zip([heaps[blob] for blob in self.which.tolist()], starts.tolist(), (starts + lengths * size).tolist())  # noqa: B905 (of one length)
+        return [heaps[blob] for blob in self.which.tolist()]
 
     def ragged(self, field: Field) -> Ragged:
         """Return copies of the values of a ragged column, one after the other."""
-        lengths, valid = _lengths(self.rows[field.name])
+        spans, itemsize = self.spans(field), np.dtype(field.dtype).itemsize
+        lengths, valid = lengths_of(spans)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        joined = b"".join([heap[start:stop] for heap, start, stop in self._spans(field)])
+        joined = b"".join([heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, itemsize)])
         return Ragged(np.frombuffer(bytearray(joined), field.dtype), offsets, valid)
 
 
@@ -267,14 +300,17 @@ class _Heap:
 
     Args:
         column: The column.
+        field: Its name and kind.
         where: File, row group and column, for errors.
 
     Attributes:
-        nbytes: Number of bytes.
+        table_bytes: Bytes of the table of spans at its beginning.
+        nbytes: Number of bytes, with the table.
     """
 
-    def __init__(self, column: Column, where: str) -> None:
+    def __init__(self, column: Column, field: Field, where: str) -> None:
         assert not isinstance(column, Dense)
+        self.table_bytes = 0
         self._values: Any
         if isinstance(column, Nested):
             self._values = pa.record_batch([column.values], ["values"])
@@ -287,29 +323,27 @@ class _Heap:
             used = used[column.offsets[0] : column.offsets[-1]]
         if len(used) >= _HEAP_ELEMENTS:
             raise DataError(f"{where} has {len(used)} elements in a few thousand rows: write smaller row groups")
-        self._values = np.ascontiguousarray(used)
-        self.nbytes = self._values.nbytes
+        self._values = [np.ascontiguousarray(used)]
+        if field.is_bytes:
+            table = spans_of(column)
+            self.table_bytes = table.nbytes
+            self._values.insert(0, table.reshape(-1))
+        self.nbytes = sum(part.nbytes for part in self._values)
 
     def write(self, memory: Array) -> None:
-        """Write the values to memory of `nbytes` bytes."""
+        """Write the table and the values to memory of `nbytes` bytes."""
         if isinstance(self._values, pa.RecordBatch):
             self._write_to(pa.FixedSizeBufferWriter(pa.py_buffer(memory)))
         else:
-            memory[:] = self._values.view(np.uint8)
+            np.concatenate([part.view(np.uint8) for part in self._values], out=memory)
 
     def _write_to(self, sink: Any) -> None:
         with sink, pa.ipc.new_stream(sink, self._values.schema) as stream:
             stream.write_batch(self._values)
 
 
-def _lengths(spans: Array) -> tuple[Array, Array | None]:
-    """Return the number of elements of each span, int64 [n], and which are not null; None: all."""
-    lengths = spans[:, 1].astype(np.int64)
-    nulls = lengths == NULL
-    if not nulls.any():
-        return lengths, None
-    lengths[nulls] = 0
-    return lengths, ~nulls
+def _words(blob: Blob, field: Field) -> Array:
+    return blob.spans(field).view(np.uint64)[:, 0]
 
 
 def _aligned(size: int) -> int:

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.formats.schema import Layout, fields_of
+from dataload.formats.schema import CODE, SPAN, Layout, fields_of
 from dataload.rows import row_block
 from dataload.rows.columns import Array
 
 # Bounds of a blob. The footers give the bytes; the rows have a bound of their own, because a dictionary in a file may
-# hide how large the values are.
-BLOB_BYTES, BLOB_ROWS = 32 << 20, 1 << 16
+# hide how large the values are, and because a record has 16 bits for the number of a value.
+BLOB_BYTES, BLOB_ROWS = 32 << 20, int(np.iinfo(CODE).max) + 1
 
 
 class RowGroupPlan:
@@ -46,6 +46,7 @@ class RowGroupPlan:
         self._mean_sizes: Mapping[str, float] = {}
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.layout = Layout(fields_of(schema, null_masks=null_masks))
+        self._with_table = {field.name for field in self.layout.fields if field.is_bytes}
         self.blob_rows = self._rows_per_blob()
         lengths = np.array([group.rows for group in manifest.row_groups], np.int64)
         counts = np.maximum(1, -(-lengths // self.blob_rows))
@@ -106,13 +107,15 @@ class RowGroupPlan:
         return sum(size for _, size in self._heaps(group))
 
     def _heaps(self, group: RowGroup) -> list[tuple[str, int]]:
-        """Return (name, estimated bytes of its values) of each ragged column."""
+        """Return (name, estimated bytes of its values and spans) of each ragged column."""
         sizes = zip(self._manifest.ragged, group.sizes, strict=False)
         return [(name, self._heap(name, size, group.rows)) for name, size in sizes if name in self._columns]
 
     def _heap(self, name: str, size: int, rows: int) -> int:
         mean = self._mean_sizes.get(name)
-        return size if mean is None else round(mean * rows)
+        if mean is not None:
+            return round(mean * rows)
+        return size + rows * SPAN.itemsize * (name in self._with_table)
 
     def _first_rows(self, lengths: Array, counts: Array) -> Array:
         firsts = np.concatenate(([0], np.cumsum(lengths)))

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.footer_cache import get_or_make, read_footer
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.formats.schema import NULL, Field, Layout
+from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import decode
-from dataload.rows.columns import Coded, Nested, Ragged
+from dataload.rows.columns import Coded, Nested, Ragged, whole_bytes
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 
 SAMPLES = 4  # row groups
 READS_IN_FLIGHT = 16
-VERSION = 3  # of the cached sizes
+VERSION = 4  # of the cached sizes
 BATCH_ROWS = 1 << 14  # decoded at a time
 HELD_BYTES = 32 << 20  # stored bytes of a column to hold in memory
 
@@ -27,8 +25,8 @@ class MeanSize(NamedTuple):
     """The mean size of a column's values in bytes.
 
     Attributes:
-        cached: In the cache, where rows share equal values.
-        whole: In a batch, where each row has its value.
+        cached: In the cache with their spans, where rows share equal values.
+        whole: In a batch with a span, where each row has its value.
     """
 
     cached: float
@@ -108,10 +106,9 @@ class ValueSizes:
             for table in reader.tables(BATCH_ROWS):
                 column = decode(table, [field], None, where)[field.name]  # A null counts no bytes.
                 if isinstance(column, Ragged):
-                    yield (int(column.offsets[-1] - column.offsets[0]),) * 2
+                    yield (whole_bytes(column),) * 2
                 elif isinstance(column, Coded):
-                    counts = column.spans[:, 1].astype(np.int64)
-                    yield int(column.values.nbytes), int(counts[counts != NULL].sum())
+                    yield int(column.values.nbytes + column.spans.nbytes), whole_bytes(column)
                 elif isinstance(column, Nested):
                     yield (int(column.values.nbytes),) * 2
 

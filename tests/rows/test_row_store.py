@@ -111,7 +111,7 @@ def test_a_pickled_copy_reads_the_same(bucket: Any, cache: CacheConfig) -> None:
 def test_fewer_columns_come_from_the_records_of_all(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, decoded: Counter[int], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(row_group_plan, "BLOB_BYTES", 2000)  # several blobs a row group, more of them with all columns
+    monkeypatch.setattr(row_group_plan, "BLOB_BYTES", 2600)  # several blobs a row group, more of them with all columns
     url = dataset_of([[150, 40]])
     whole = make_dataset(url, storage_options=bucket.options, cache=cache)
     whole.rowstore.gather(np.arange(190))
