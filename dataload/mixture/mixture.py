@@ -187,7 +187,7 @@ def mix(
     its rows comes once before any comes twice. The loader gives all guarantees of one dataset.
 
     Args:
-        sources: Name -> dataset, or a source as `make_dataset` takes it. Those of a sequence have the names "0", "1", …
+        sources: Name -> dataset, or a source as `make_dataset` takes it. A sequence has the names "0", "1", …
         weights: A positive number for each source, by name or by position, in any unit. None: the rows of the sources.
         stop: "first_exhausted": an epoch ends before a source would repeat a row. "all_exhausted": an epoch ends when
             each row has come. Both are exact for weights by rows; otherwise the epoch is shorter or longer by less than

@@ -39,7 +39,7 @@ class RowStore(ForkAware):
 
     Args:
         blobs: The cached row groups.
-        capacity: Row groups that this process keeps open. The row group that was used least recently is closed first.
+        capacity: Row groups that this process keeps open. The one that a loader used least recently is closed first.
         selected: Returns the rows that the dataset has of its row groups, picklable; None: it has all rows.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture
+from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import Source
 
@@ -345,16 +347,90 @@ def test_the_length_follows_new_weights(sources: Sources) -> None:
 
 def test_each_byte_is_fetched_once_over_all_epochs(sources: Sources, bucket: Any) -> None:
     mixture = mix(sources(), WEIGHTS, num_rows=600)
-    bucket.server.reset()
     loader = make_loader(mixture, 16, world=World(0, 1))
     list(loader)
-    fetched, stats = bucket.server.bytes_sent, loader.stats()
-    assert stats.misses == len(mixture.row_groups)
-    assert 0 < stats.bytes_origin <= fetched
+    stats = loader.stats()
+    assert stats.misses == sum(group.rows > 0 for group in mixture.row_groups)
+    sizes = {group.file.path: group.file.size for group in mixture.row_groups}
+    fetched = bucket.server.stats()["get_bytes"]
+    assert 0 < stats.bytes_origin <= fetched <= sum(sizes.values())
     for _ in range(3):
         list(loader)
         assert loader.stats().misses == 0
-    assert bucket.server.bytes_sent == fetched
+    assert bucket.server.stats()["get_bytes"] == fetched
+
+
+LARGE = {"a": [[1000] * 30], "b": [[1000] * 20], "c": [[1000] * 10]}
+
+
+def test_the_sources_share_the_limit_of_the_cache(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    """The cache holds half of all rows. Each source would fit into it by itself."""
+    urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
+    options = {"storage_options": bucket.options}
+    decoded = mix(urls, cache=None, **options).rowstore.blobs.num_bytes
+    mixture = mix(urls, cache=CacheConfig(str(tmp_path / "cache"), decoded // 2), name_column="source", **options)
+    total = sum({group.file.path: group.file.size for group in mixture.row_groups}.values())
+    loader = make_loader(mixture, 100, window=2, world=World(0, 1))
+    every = [(number, row) for number, count in enumerate((30_000, 20_000, 10_000)) for row in range(count)]
+    fetched = []
+    for _ in range(4):
+        bucket.server.reset()
+        assert sorted(stream_of(loader)) == every
+        fetched.append(bucket.server.stats()["get_bytes"] / total)
+    region = max(blobs.tier.region for blobs in mixture.rowstore.blobs.caches) / decoded
+    assert 0 < region < 0.3
+    assert 0.3 < np.mean(fetched[1:]) <= 1.02 * (0.5 + region) + 1 / 60
+    assert all(dataset.blocks.stats()["refused"] == 0 for dataset in mixture.datasets)
+
+
+def test_a_cache_that_is_too_small_for_all_sources_together(
+    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path
+) -> None:
+    urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
+    options = {"storage_options": bucket.options}
+    whole = mix(urls, cache=None, **options).rowstore.blobs
+    limit = whole.num_bytes * 10 // 60
+    cache = CacheConfig(str(tmp_path / "cache"), limit)
+    for url in urls.values():
+        make_loader(url, 100, window=2, cache=cache, **options)
+    with pytest.raises(ConfigError, match=f"cache_bytes={limit} is too small: two windows of 6 row groups"):
+        make_loader(mix(urls, cache=cache, **options), 100, window=2)
+
+
+# Memory and processes
+
+
+def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:
+    mixture = mix(sources())
+    make_loader(mixture, 16, world=World(0, 4))
+
+    def free() -> set[bool]:
+        return {mixture.rowstore.blobs.maker.has_capacity(group) for group in range(len(mixture.row_groups))}
+
+    for first in mixture.rowstore.blobs.caches:
+        assert free() == {True}
+        with first.maker.memory.reserve(sys.maxsize):
+            assert free() == {False}
+    child = os.fork()
+    if not child:  # The budgets of a forked child are new, and one again.
+        with mixture.rowstore.blobs.maker.memory.reserve(sys.maxsize):
+            os._exit(7 if free() == {False} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources) -> None:
+    mixture = mix(sources())
+    blobs = mixture.rowstore.blobs
+    decoder = BackgroundDecoder(blobs)
+    decoder.make(0)  # starts it
+    assert decoder._process is not None
+    assert decoder._process.ready.wait(60)
+    try:
+        for group in [number for number, group in enumerate(mixture.row_groups) if group.rows]:
+            assert decoder.make(group)
+            assert blobs.find(group) is not None
+    finally:
+        decoder.end()
 
 
 # Mistakes
