@@ -153,7 +153,7 @@ class Mixture(MapStyle):
             first_stored = np.cumsum([0, *(int(blobs.plan.row_starts[-1]) for blobs in caches)])
             selected = partial(MixedSelectedRows, selections, self._first_rows, first_stored)
         blobs = cast("RowGroupCache", MixedRowGroups(caches))  # It has all methods of one that a row store uses.
-        return RowStore(blobs, 2 * sum(each.window for each in self._datasets), selected)
+        return RowStore(blobs, 2 * sum(each.window for each in self._datasets), selected, by_use=True)
 
     def _check_columns(self, name_column: str | None) -> None:
         """Raise ConfigError unless the batches of all sources have the same columns of the same types."""

@@ -29,10 +29,7 @@ def evictions(opened: Collection[int], capacity: int, keep: Collection[int]) -> 
 
 
 class OpenRowGroups:
-    """The blobs of at most `capacity` row groups. The least recently used one is evicted first.
-
-    One dataset finishes its row groups in the order in which it opens them. In a mixture, a source with a small weight
-    uses its row groups for longer than the others.
+    """The blobs of at most `capacity` row groups. They are evicted in the order of `put` and `use`.
 
     Args:
         capacity: How many row groups are open at most.
@@ -53,7 +50,7 @@ class OpenRowGroups:
         slots = min(capacity * blobs, max(1, len(row_starts) - 1))
         self._arena = MmapArena(slots, int(np.diff(row_starts).max(initial=1)), layout.dtype.itemsize)
         self._free = list(range(slots))
-        self._slots: OrderedDict[int, list[int]] = OrderedDict()  # row group -> its slots, least recently used first
+        self._slots: OrderedDict[int, list[int]] = OrderedDict()  # row group -> its slots, oldest row group first
         self._blobs: dict[int, Blob] = {}
         self._first_records = np.full(len(row_starts) - 1, _CLOSED, np.int64)  # index in the arena, by blob
 
@@ -64,7 +61,7 @@ class OpenRowGroups:
         return len(self._slots)
 
     def put(self, group: int, contents: Sequence[memoryview], keep: Collection[int]) -> None:
-        """Open a row group. Evict the least recently used ones that are not in `keep` if too many are open."""
+        """Open a row group. Evict the oldest row groups that are not in `keep` if too many are open."""
         if group in self._slots:
             return
         for old in evictions(self._slots, self.capacity, keep):
@@ -85,7 +82,7 @@ class OpenRowGroups:
         self._slots[group] = slots
 
     def use(self, groups: Iterable[int]) -> None:
-        """Record a use of row groups, which are open."""
+        """Evict these row groups, which are open, after all others."""
         for group in groups:
             self._slots.move_to_end(group)
 

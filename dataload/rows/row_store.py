@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,8 +40,11 @@ class RowStore(ForkAware):
 
     Args:
         blobs: The cached row groups.
-        capacity: Row groups that this process keeps open. The one that a loader used least recently is closed first.
+        capacity: Row groups that this process keeps open. The row group that was opened first is closed first, because
+            row groups are requested and finished in the order of need.
         selected: Returns the rows that the dataset has of its row groups, picklable; None: it has all rows.
+        by_use: Close the row group that a loader used least recently first. In a mixture, a source with a small weight
+            uses its row groups for longer than the others.
 
     Attributes:
         capacity: As above; `serve` raises it.
@@ -59,6 +63,8 @@ class RowStore(ForkAware):
         blobs: RowGroupCache,
         capacity: int,
         selected: Callable[[], Selected] | None = None,
+        *,
+        by_use: bool = False,
     ) -> None:
         self.capacity = capacity
         self.ahead = capacity // 2
@@ -69,6 +75,7 @@ class RowStore(ForkAware):
         self._group_of_blob = np.repeat(np.arange(len(plan.group_starts) - 1), np.diff(plan.group_starts))
         self._blob_index = IntervalIndex(plan.row_starts)
         self._make_selected = selected
+        self._by_use = by_use
         self.after_fork_in_child()
         super().__init__()
 
@@ -80,7 +87,8 @@ class RowStore(ForkAware):
         self.scheduler = RowGroupScheduler(self.blobs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowStore, (self.blobs, self.capacity, self._make_selected)
+        make = partial(RowStore, by_use=self._by_use)
+        return make, (self.blobs, self.capacity, self._make_selected)
 
     def serve(self, drawn_on: int, ahead: int, further: int = 0) -> None:
         """Set the capacity for a loader. With several loaders, the largest needs apply.
@@ -139,7 +147,8 @@ class RowStore(ForkAware):
                     self.scheduler.opened(group, lives[group])
                 found = row_groups.take(rows, blobs)
                 if found is not None:
-                    row_groups.use(opened or ())
+                    if self._by_use:
+                        row_groups.use(opened or ())
                     return found
                 if stop is not None and stop.done():  # No request may follow `forget`.
                     raise CancelledError

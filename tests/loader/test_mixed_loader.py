@@ -347,6 +347,7 @@ def test_the_length_follows_new_weights(sources: Sources) -> None:
 
 def test_each_byte_is_fetched_once_over_all_epochs(sources: Sources, bucket: Any) -> None:
     mixture = mix(sources(), WEIGHTS, num_rows=600)
+    bucket.server.reset()  # The footers are there.
     loader = make_loader(mixture, 16, world=World(0, 1))
     list(loader)
     stats = loader.stats()
@@ -398,6 +399,17 @@ def test_a_cache_that_is_too_small_for_all_sources_together(
 
 
 # Memory and processes
+
+
+def test_the_row_group_that_a_loader_used_least_recently_is_closed_first(sources: Sources) -> None:
+    """A source with a small weight uses a row group for long, while the others open and finish several."""
+    mixture = mix(sources())
+    for store in (mixture.rowstore, pickle.loads(pickle.dumps(mixture)).rowstore):
+        store.capacity = 2
+        for row, is_new in ((0, True), (200, True), (0, False), (261, True), (0, False), (200, True)):
+            opened: dict[int, bool] = {}
+            store.gather(np.array([row]), opened=opened)
+            assert [*opened.values()] == [is_new]
 
 
 def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:

@@ -65,15 +65,6 @@ def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> 
     assert decoded == Counter([3, 1])
 
 
-def test_the_row_group_that_a_loader_used_least_recently_is_evicted_first(dataset: Any) -> None:
-    store, opened = dataset.rowstore, dict[int, bool]()
-    store.capacity = 2
-    for group, is_new in ((0, True), (1, True), (0, False), (2, True), (0, False), (1, True)):
-        opened.clear()
-        store.gather(np.array([5 * group]), opened=opened)
-        assert opened == {group: is_new}
-
-
 def test_the_row_group_that_was_requested_first_is_evicted_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, loaded = dataset.rowstore, Counter[int]()
     load = store.scheduler._load
