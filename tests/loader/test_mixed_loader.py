@@ -430,6 +430,13 @@ def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+def test_loads_of_all_sources_use_that_budget(sources: Sources) -> None:
+    mixture = mix(sources())
+    list(make_loader(mixture, 16, world=World(0, 1)))
+    blobs = mixture.rowstore.blobs
+    assert {id(each.maker.memory) for each in blobs.caches} == {id(blobs.maker.memory)}
+
+
 def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources) -> None:
     mixture = mix(sources())
     blobs = mixture.rowstore.blobs
@@ -503,11 +510,11 @@ def test_sources_with_other_columns(tmp_path: Path, columns: Any, says: str) -> 
 
 
 def test_columns_may_be_in_another_order(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"x": [1], "y": ["one"]}), tmp_path / "one.parquet")
-    pq.write_table(pa.table({"y": ["two"], "x": [2]}), tmp_path / "two.parquet")
+    pq.write_table(pa.table({"x": [1], "y": [10]}), tmp_path / "one.parquet")
+    pq.write_table(pa.table({"y": [20], "x": [2]}), tmp_path / "two.parquet")
     [batch] = make_loader(mix([str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")], cache=None), 2)
     assert [*batch] == ["x", "y"]
-    assert sorted(zip(batch["x"].tolist(), batch["y"], strict=True)) == [(1, "one"), (2, "two")]
+    assert sorted(zip(batch["x"].tolist(), batch["y"].tolist(), strict=True)) == [(1, 10), (2, 20)]
 
 
 def test_arguments_of_datasets_do_not_go_with_a_mixture(sources: Sources) -> None:
