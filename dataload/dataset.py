@@ -84,9 +84,14 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         """All row groups in the order of their rows."""
         return tuple(group for dataset in self.datasets for group in dataset.manifest.row_groups)
 
-    def rows_by_source(self, numbers: npt.NDArray[np.int64]) -> dict[str, int]:  # noqa: ARG002 (a mixture's)
-        """Return how many of the rows each source of a mixture has, by its name; nothing if this is no mixture."""
-        return {}
+    def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:  # noqa: ARG002 (a mixture's)
+        """Return the number of rows of each source, by name, in consecutive batches; nothing if this is no mixture.
+
+        Args:
+            numbers: The rows of all batches, int64 [n].
+            sizes: Rows of each batch.
+        """
+        return [{} for _ in sizes]
 
     @overload
     def locate(self, row_ids: int) -> Location: ...

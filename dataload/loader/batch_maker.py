@@ -214,6 +214,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         row_groups: dict[int, Mapping[str, float] | None] = {
             group: {} if new else None for group, new in opened.items()
         }
+        by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
         only_gathers, start = self.only_gathers, 0
         memory = empty if only_gathers else None
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
@@ -224,8 +225,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 name = f"rank {rank}, epoch {epoch}, batch {cursor // request.step}"
                 make = partial(self._made, stream=request.stream, cursor=cursor, empty=memory)
                 batch, skipped = self._checked(rows.part(slice(start, start + size)), columns, make, name, stop)
-            by_source = self._dataset.rows_by_source(request.rows[start : start + size])
-            yield Answer(cursor, size, batch, row_groups, skipped=skipped, by_source=by_source)
+            yield Answer(cursor, size, batch, row_groups, skipped=skipped, by_source=next(by_source))
             cursor, start, row_groups = cursor + request.step, start + size, {}
 
     def collate(self, rows: NumberedRows) -> Any:

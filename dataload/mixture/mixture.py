@@ -121,10 +121,12 @@ class Mixture(MapStyle):
         order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
         self.weights = order.weights
 
-    def rows_by_source(self, numbers: npt.NDArray[np.int64]) -> dict[str, int]:
-        """Return how many of the rows each source has, by its name."""
-        counts = np.bincount(self._sources_of(numbers), minlength=len(self.names)).tolist()
-        return dict(zip(self.names, counts, strict=True))
+    def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
+        """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""
+        shape = len(sizes), len(self.names)
+        batches = np.repeat(np.arange(shape[0]) * shape[1], sizes)
+        counts = np.bincount(batches + self._sources_of(numbers), minlength=shape[0] * shape[1]).reshape(shape)
+        return [dict(zip(self.names, batch, strict=True)) for batch in counts.tolist()]
 
     def _sources_of(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         return sources_of(numbers, self._first_rows)
