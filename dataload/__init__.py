@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dataload.errors import ObjectChanged as ObjectChanged
     from dataload.errors import OriginError as OriginError
     from dataload.loader import make_loader as make_loader
+    from dataload.mixture import mix as mix
     from dataload.train import evaluate_over as evaluate_over
     from dataload.train import find_batch_size as find_batch_size
     from dataload.train import fit as fit
@@ -39,6 +40,7 @@ _HOME = {
     "fit": "dataload.train",
     "make_dataset": "dataload.dataset",
     "make_loader": "dataload.loader",
+    "mix": "dataload.mixture",
 }
 __all__ = [
     "CacheConfig",
@@ -55,6 +57,7 @@ __all__ = [
     "fit",
     "make_dataset",
     "make_loader",
+    "mix",
 ]
 
 

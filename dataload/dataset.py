@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -15,10 +16,12 @@ from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.locations import Location, Locator
 from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
+from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.rows.numbered_rows import NumberedRows
+from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.window_size import default_window
@@ -27,7 +30,98 @@ if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
 
 
-class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
+class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows by number: a `Dataset` or a mixture of several.
+
+    Attributes:
+        num_rows: Number of rows.
+        rowstore: The rows.
+        computed: Columns of each batch that are computed from the numbers of its rows, by name.
+    """
+
+    num_rows: int
+    rowstore: RowStore
+    computed: Mapping[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {}
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """Return one row as a dict. A negative number counts from the end.
+
+        Raises:
+            IndexError: The dataset has no such row.
+            OriginError: The origin failed.
+            DataError: The row group cannot be decoded.
+        """
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
+        return self.__getitems__([range(len(self))[row]])[0]
+
+    def __getitems__(self, rows: Any) -> NumberedRows:
+        """Return a batch of rows: a sequence of row dicts whose `.columns` is the batch by column.
+
+        Args:
+            rows: Row numbers, int64 [B], each in [0, len(self)).
+
+        Raises:
+            IndexError: The batch is empty, or the dataset lacks one of the rows.
+            OriginError: The origin failed.
+            DataError: A row group cannot be decoded.
+        """
+        numbers = np.asarray(rows, np.int64)
+        if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
+            raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
+        return NumberedRows(self.rowstore.gather(numbers), numbers, computed=self.computed)
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        """The datasets that have the rows, one after the other."""
+        raise NotImplementedError
+
+    @property
+    def row_groups(self) -> tuple[RowGroup, ...]:
+        """All row groups in the order of their rows."""
+        return tuple(group for dataset in self.datasets for group in dataset.manifest.row_groups)
+
+    def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:  # noqa: ARG002 (a mixture's)
+        """Return the number of rows of each source, by name, in consecutive batches; nothing if this is no mixture.
+
+        Args:
+            numbers: The rows of all batches, int64 [n].
+            sizes: Rows of each batch.
+        """
+        return [{} for _ in sizes]
+
+    @overload
+    def locate(self, row_ids: int) -> Location: ...
+    @overload
+    def locate(self, row_ids: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> list[Location]: ...
+    def locate(self, row_ids: int | Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Location | list[Location]:
+        """Return the file, the row group and the row in it of rows, such as those of the column "row_id" of a batch.
+
+        Args:
+            row_ids: A row number, or several. A dataset numbers its own rows from 0, in file order, and so does each
+                split of it. A mixture numbers the rows of all sources, one source after the other.
+
+        Returns:
+            The `Location` of one number; a list of them for a sequence or a tensor [n].
+
+        Raises:
+            IndexError: The dataset has no such row.
+            TypeError: The numbers are not integers.
+
+        Notes: a search takes O(log(row groups)) and fetches nothing.
+        """
+        numbers = _array(row_ids)
+        found = self._located(numbers)
+        return found if numbers.ndim else found[0]
+
+    def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
+        raise NotImplementedError
+
+
+class Dataset(MapStyle):
     """Rows of Parquet or Arrow IPC files, numbered in file order.
 
     The dataset is map-style and picklable, and rows have the same numbers in every process. `make_dataset` builds one.
@@ -79,10 +173,12 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         self.block_lengths = manifest.block_lengths
         # From the bytes of whole row groups: the order must not depend on the chosen columns.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
-        self.rowstore = RowStore(manifest, self.schema.names, blocks, 2 * self.window, fill_null, null_masks)
+        blobs = RowGroupCache(manifest, self.schema.names, blocks, fill_null, null_masks)
+        selected = None if manifest.selection is None else partial(SelectedRows, manifest.selection)
+        self.rowstore = RowStore(blobs, 2 * self.window, selected)
 
     @property
-    def num_rows(self) -> int:
+    def num_rows(self) -> int:  # type: ignore[override]
         """Number of rows."""
         return self.manifest.num_rows
 
@@ -92,67 +188,20 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
         return self.manifest.row_groups
 
     @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        """This dataset."""
+        return (self,)
+
+    @property
     def fingerprint(self) -> str:
         """Hex digest of the objects' paths, sizes, versions and partition keys, and of the selected rows."""
         return self.manifest.fingerprint
 
-    def __len__(self) -> int:
-        return self.num_rows
-
     def __repr__(self) -> str:
         return f"Dataset({self.num_rows} rows in {len(self.row_groups)} row groups, {', '.join(self.schema.names)})"
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        """Return one row as a dict. A negative number counts from the end.
-
-        Raises:
-            IndexError: The dataset has no such row.
-            OriginError: The origin failed.
-            DataError: The row group cannot be decoded.
-        """
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
-        return self.__getitems__([range(len(self))[row]])[0]
-
-    def __getitems__(self, rows: Any) -> NumberedRows:
-        """Return a batch of rows: a sequence of row dicts whose `.columns` is the batch by column.
-
-        Args:
-            rows: Row numbers, int64 [B], each in [0, len(self)).
-
-        Raises:
-            IndexError: The batch is empty, or the dataset lacks one of the rows.
-            OriginError: The origin failed.
-            DataError: A row group cannot be decoded.
-        """
-        numbers = np.asarray(rows, np.int64)
-        if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
-            raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
-        return NumberedRows(self.rowstore.gather(numbers), numbers)
-
-    @overload
-    def locate(self, row_ids: int) -> Location: ...
-    @overload
-    def locate(self, row_ids: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> list[Location]: ...
-    def locate(self, row_ids: int | Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Location | list[Location]:
-        """Return the file, the row group and the row in it of rows, such as those of the column "row_id" of a batch.
-
-        Args:
-            row_ids: A row number, or several. A dataset numbers its own rows from 0, in file order, and so does each
-                split of it.
-
-        Returns:
-            The `Location` of one number; a list of them for a sequence or a tensor [n].
-
-        Raises:
-            IndexError: The dataset has no such row.
-            TypeError: The numbers are not integers.
-
-        Notes: a search takes O(log(row groups)) and fetches nothing.
-        """
-        numbers = _array(row_ids)
-        found = self._locator.locate(numbers)
-        return found if numbers.ndim else found[0]
+    def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
+        return self._locator.locate(numbers)
 
     @cached_property
     def _locator(self) -> Locator:

@@ -96,6 +96,15 @@ class Order:
         return lengths
 
     @property
+    def orders(self) -> tuple[Order, ...]:
+        """The order of each dataset: this one."""
+        return (self,)
+
+    def most_rows(self, rows: int) -> list[int]:
+        """Return how many rows of each dataset may be in `rows` consecutive positions: all."""
+        return [rows]
+
+    @property
     def options(self) -> dict[str, Any]:
         """The arguments but for the dataset, as JSON-able values."""
         return {name: getattr(self, name) for name in OPTIONS}

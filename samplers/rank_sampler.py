@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
 from dataload.errors import ConfigError
+from dataload.samplers.order import Order
 from dataload.samplers.partition import check_locality
 from dataload.samplers.share import Share
 from dataload.world import World
@@ -31,6 +32,13 @@ class PositionOrder(Protocol):
     n: int
     num_streams: int
     seed: int
+
+    @property
+    def orders(self) -> tuple[Order, ...]:
+        """The order of each dataset."""
+
+    def most_rows(self, rows: int) -> list[int]:
+        """Return how many rows of each dataset may be in `rows` consecutive positions."""
 
     @property
     def shuffle(self) -> Any:

@@ -38,6 +38,7 @@ INCLUDED = re.compile(r'^--8<-- "([^":]+)(?::(\S+))?"$', re.MULTILINE)
 KNOWN = {  # functions whose options the pages use
     "make_loader": "dataload.loader.factory",
     "make_dataset": "dataload.dataset",
+    "mix": "dataload.mixture",
     "fit": "dataload.train.harness",
 }
 CLASSES, ROWS = 10, 96

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataload.dataset import Dataset
+from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
 from dataload.loader.bad_rows import naming_rows, replacements
 from dataload.loader.worker_transport import pack
 from dataload.rows.collate import Batch, Empty, Rows
 from dataload.rows.columns import Array
-from dataload.rows.numbered_rows import ROW_ID, NumberedRows
+from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.runtime.redact import redacted
 from dataload.samplers.keys import derive_key
-from dataload.samplers.sharded import ShardedSampler
+from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class Answer:
             `Ledger`, or None if it was open already. Only the accounts of a worker have entries.
         making: The activities of the worker.
         skipped: The rows that raised and were replaced.
+        by_source: The number of rows of each source of a mixture, by name.
     """
 
     cursor: int
@@ -82,6 +83,7 @@ class Answer:
     row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
     making: Timeline = field(default_factory=Timeline)
     skipped: tuple[int, ...] = ()
+    by_source: Mapping[str, int] = field(default_factory=dict)
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
@@ -96,7 +98,7 @@ class Requests(Iterable[Request]):
         batches: Row numbers of each batch from the sampler's position on. None: the sampler's own batches.
     """
 
-    def __init__(self, sampler: ShardedSampler, batches: Iterable[Sequence[int]] | None = None) -> None:
+    def __init__(self, sampler: RankSampler, batches: Iterable[Sequence[int]] | None = None) -> None:
         self._sampler = sampler
         self._batches = batches
         self.start_at(0, 0)
@@ -140,18 +142,18 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     Args:
         dataset: The rows.
-        shape: The arguments `ragged`, `group` and `row_ids` of `make_loader`.
+        shape: The arguments of `NumberedRows`.
         collate_fn: As in `make_loader`.
         transform: As in `make_loader`.
         on_error: As in `make_loader`.
 
     Raises:
-        ConfigError: `on_error` is unknown, or `group` or `row_ids` does not suit the columns.
+        ConfigError: `on_error` is unknown, or `group` or a computed column does not suit the columns.
     """
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: MapStyle,
         shape: Mapping[str, Any],
         collate_fn: Callable[[Rows], Any] | None = None,
         transform: Callable[..., Any] | None = None,
@@ -163,9 +165,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._shape = shape
         layout = dataset.rowstore.layout
         names = {*(column.name for column in layout.fields), *(shape["group"] or ())}
-        if shape["row_ids"] and ROW_ID in names:
+        for name in names & shape["computed"].keys():
+            argument = "row_ids=True" if name not in dataset.computed else f"name_column={name!r}"
             raise ConfigError(
-                f"row_ids=True adds the column {ROW_ID!r}, which the batches have already: leave that one out with "
+                f"{argument} adds the column {name!r}, which the batches have already: leave that one out with "
                 "columns=, or rename it"
             )
         self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
@@ -211,6 +214,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         row_groups: dict[int, Mapping[str, float] | None] = {
             group: {} if new else None for group, new in opened.items()
         }
+        by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
         only_gathers, start = self.only_gathers, 0
         memory = empty if only_gathers else None
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
@@ -221,7 +225,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 name = f"rank {rank}, epoch {epoch}, batch {cursor // request.step}"
                 make = partial(self._made, stream=request.stream, cursor=cursor, empty=memory)
                 batch, skipped = self._checked(rows.part(slice(start, start + size)), columns, make, name, stop)
-            yield Answer(cursor, size, batch, row_groups, skipped=skipped)
+            yield Answer(cursor, size, batch, row_groups, skipped=skipped, by_source=next(by_source))
             cursor, start, row_groups = cursor + request.step, start + size, {}
 
     def collate(self, rows: NumberedRows) -> Any:

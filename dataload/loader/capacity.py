@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dataload.errors import ConfigError, DataError, OriginError
@@ -12,8 +13,8 @@ from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order
 
 if TYPE_CHECKING:
-    from dataload.dataset import Dataset
-    from dataload.samplers.sharded import ShardedSampler
+    from dataload.dataset import MapStyle
+    from dataload.samplers.rank_sampler import RankSampler
 
 FITS = 0.95  # usable part of a cache; the rest is footers and the padding of files to whole pages
 AHEAD_BYTES = 512 << 20  # objects to prefetch: more than the bytes that are in flight at a time
@@ -27,28 +28,38 @@ RUN_BYTES = 2 << 20  # per gather; more would not stay in the processor's cache
 log = logging.getLogger(__name__)
 
 
-def reserve_capacity(dataset: Dataset, sampler: ShardedSampler) -> None:
+def reserve_capacity(dataset: MapStyle, sampler: RankSampler) -> None:
     """Set how many row groups the dataset keeps open and prefetches, and the transient region of its cache.
 
-    If the dataset exceeds the cache, the part that fits stays, and the rest passes through the region.
+    If the dataset exceeds the cache, the part that fits stays, and the rest passes through the region. The sources of a
+    mixture share one cache. If they have several, the smallest counts for all.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
-    tier, blobs, groups = dataset.blocks.tier, dataset.rowstore.blobs, dataset.row_groups
-    if tier.shared and blobs.num_bytes * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
-        _measure(blobs)
+    order, caches, groups = sampler.order, dataset.rowstore.blobs.caches, dataset.row_groups
+    shared = [(each, blobs) for each, blobs in zip(order.orders, caches, strict=True) if blobs.shared]
+    limit = min((blobs.tier.limit for _, blobs in shared), default=0)
+    if _num_bytes(shared) * sampler.node_share * DICTIONARY_RATIO > limit * FITS:
+        for _, blobs in shared:
+            _measure(blobs)
     at_once = gathered_at_once(dataset.rowstore.row_bytes * sampler.batch_size)
-    drawn_on = ahead = drawn_on_at_a_time(sampler.order, sampler.global_batch_size * at_once)
+    most = order.most_rows(sampler.global_batch_size * at_once)
+    drawn_on = ahead = sum(map(drawn_on_at_a_time, order.orders, most))
     further = 0
-    if tier.shared:
-        region, further = region_of(sampler.order, blobs, tier.limit, sampler.node_share)
+    if shared:
+        region, further = region_of(shared, limit, sampler.node_share)
         if region:
-            tier.region = max(tier.region, region)
+            for _, blobs in shared:
+                blobs.tier.region = max(blobs.tier.region, region)
         elif groups:
             mean = sum(group.bytes for group in groups) // len(groups)
             ahead = min(len(groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
     dataset.rowstore.serve(drawn_on, ahead, further)
+
+
+def _num_bytes(sources: Sequence[tuple[Order, RowGroupCache]]) -> int:
+    return sum(blobs.num_bytes for _, blobs in sources)
 
 
 def _measure(blobs: RowGroupCache) -> None:
@@ -58,30 +69,30 @@ def _measure(blobs: RowGroupCache) -> None:
         log.warning("cannot measure the size of decoded rows, going by the footers: %s", error)
 
 
-def region_of(order: Order, blobs: RowGroupCache, limit: int, node_share: float = 1.0) -> tuple[int, int]:
+def region_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, node_share: float = 1.0) -> tuple[int, int]:
     """Return the size of the cache's transient region: its bytes, and the row groups to prefetch into it.
 
     The region has space for two windows. It grows to at most `MAX_TRANSIENT` row groups if that is negligible beside
     the bytes that are fetched in each epoch.
 
     Args:
-        order: The order of the rows.
-        blobs: The row groups.
+        sources: The order and the row groups of each dataset that is read at the same time.
         limit: Size of the cache in bytes.
-        node_share: Part of the dataset that this node reads.
+        node_share: Part of the datasets that this node reads.
 
     Returns:
-        (bytes, row groups); (0, 0) if the whole dataset fits into the cache.
+        (bytes, row groups); (0, 0) if all datasets fit into the cache together.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
-    groups, need = needed(order, blobs, node_share)
-    _check_fits(order, limit, groups, need)
-    total = blobs.num_bytes * node_share
+    needs = [needed(order, blobs, node_share) for order, blobs in sources]
+    groups, need = map(sum, zip(*needs, strict=True))
+    _check_fits(sources[0][0], limit, groups, need)
+    total = _num_bytes(sources) * node_share
     if total <= limit * FITS:
         return 0, 0
-    mean = blobs.num_bytes / len(order.block_lengths)
+    mean = _num_bytes(sources) / sum(len(order.block_lengths) for order, _ in sources)
     spare = min((total - limit) * NEGLIGIBLE, limit - need)
     more = max(0, min(MAX_TRANSIENT - groups, int(spare / mean)))
     return need + math.ceil(more * mean), min(MAX_TRANSIENT, groups + more)

@@ -13,12 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.cache.config import CacheConfig
 from dataload.catalog.manifest import Source
-from dataload.dataset import Dataset, make_dataset
+from dataload.dataset import MapStyle, make_dataset
 from dataload.errors import ConfigError
 from dataload.loader.batch_maker import BatchMaker
-from dataload.loader.integrations import TrainerSampler
+from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.ranks import world_of
+from dataload.mixture import Mixture
+from dataload.rows.numbered_rows import ROW_IDS
 from dataload.samplers.order import Shuffle
 from dataload.world import World
 
@@ -32,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 def make_loader(
-    source: Source | Dataset,
+    source: Source | MapStyle,
     batch_size: int,
     *,
     shuffle: Shuffle | bool = True,
@@ -67,13 +69,14 @@ def make_loader(
     """Return a loader of this rank's batches. Over all ranks, an epoch has each row exactly once.
 
     Args:
-        source: A dataset, or a source as `make_dataset` takes it.
+        source: A dataset, a mixture of datasets (`dataload.mix`), or a source as `make_dataset` takes it.
         batch_size: Rows per batch on this rank.
         shuffle: True or "block" shuffles row groups over the whole dataset, and rows inside a window of `window` row
             groups. "full" shuffles all rows. False keeps file order.
         seed: Seed of the order, together with the epoch and the dataset.
         drop_last: Drop the last global batch of an epoch if it is incomplete.
-        window: Row groups that are shuffled together. None: `default_window` of their rows and bytes.
+        window: Row groups that are shuffled together, of each source of a mixture. None: `default_window` of their rows
+            and bytes.
         num_streams: Parts of the dataset, of which each node reads its own. None: one for each node.
         num_workers: Processes that run `transform` and `collate_fn`. With 0, or with neither of them, a thread makes
             the batches.
@@ -134,7 +137,7 @@ def make_loader(
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
-    shape = {"ragged": ragged, "group": group, "row_ids": row_ids}
+    shape = {"ragged": ragged, "group": group, "computed": {**dataset.computed, **(ROW_IDS if row_ids else {})}}
     return Loader(
         dataset,
         maker=BatchMaker(dataset, shape, collate_fn, transform, on_error),
@@ -153,23 +156,18 @@ def make_loader(
 
 
 def _sampler(
-    dataset: Dataset, world: World, batch_size: int, num_streams: int | None, window: int | None, **order: Any
-) -> TrainerSampler:
+    dataset: MapStyle, world: World, batch_size: int, num_streams: int | None, window: int | None, **order: Any
+) -> TrainerSampler | TrainerMixtureSampler:
     nodes = 1 if num_streams == 1 else world.num_streams
     streams = num_streams or nodes
     log.info("rank %d of %d: %d rows, num_streams=%d", world.rank, world.world_size, len(dataset), streams)
-    return TrainerSampler(
-        dataset.block_lengths,
-        world.world_size,
-        world.rank,
-        window=dataset.window if window is None else window,
-        batch_size=batch_size,
-        num_streams=streams,
-        num_nodes=nodes,
-        node_share=world.node_share,
-        dataset_key=dataset.fingerprint.encode(),
-        **order,
-    )
+    order |= {"batch_size": batch_size, "num_streams": streams, "num_nodes": nodes, "node_share": world.node_share}
+    windows = [each.window if window is None else window for each in dataset.datasets]
+    if isinstance(dataset, Mixture):
+        return TrainerMixtureSampler(dataset, world.world_size, world.rank, windows=windows, **order)
+    [only], [width] = dataset.datasets, windows
+    key = only.fingerprint.encode()
+    return TrainerSampler(only.block_lengths, world.world_size, world.rank, window=width, dataset_key=key, **order)
 
 
 def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloader_kwargs: Mapping[str, Any]) -> None:
@@ -182,9 +180,9 @@ def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloa
         raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
 
 
-def _dataset_of(source: Source | Dataset, dataset_options: dict[str, Any], cache_options: dict[str, Any]) -> Dataset:
-    if isinstance(source, Dataset):
-        _reject({**dataset_options, **cache_options}, "pass it to make_dataset, not with its dataset")
+def _dataset_of(source: Source | MapStyle, dataset_options: dict[str, Any], cache_options: dict[str, Any]) -> MapStyle:
+    if isinstance(source, MapStyle):
+        _reject({**dataset_options, **cache_options}, "pass it to make_dataset or mix, not with its dataset")
         return source
     cache = cache_options.pop("cache")
     if cache is not None:
@@ -199,10 +197,11 @@ def _reject(arguments: Mapping[str, Any], advice: str) -> None:
             raise ConfigError(f"{name}: {advice}")  # without the value, which may contain a password
 
 
-def _share_host(dataset: Dataset, world: World, num_workers: int) -> None:
+def _share_host(dataset: MapStyle, world: World, num_workers: int) -> None:
     """Divide the host's memory for row groups and its limit of concurrent requests among its ranks."""
     ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
     dataset.rowstore.blobs.maker.share_memory(ranks * (1 + num_workers))
-    limiter = dataset.blocks.origin.limiter
-    if limiter is not None:
-        limiter.share(FETCHING_PROCESSES_PER_RANK * ranks)
+    for each in dataset.datasets:
+        limiter = each.blocks.origin.limiter
+        if limiter is not None:
+            limiter.share(FETCHING_PROCESSES_PER_RANK * ranks)

@@ -1,7 +1,7 @@
 """Integration with Lightning and accelerate: they run the loader and do not shard it again.
 
 Lightning does not replace a `sampler` that is a DistributedSampler. For prediction it rebuilds the loader from its
-keywords, so `Loader.__init__` keeps them as attributes. Fabric counts epochs from 0 in each process (`TrainerSampler`).
+keywords, so `Loader.__init__` keeps them as attributes. Fabric counts epochs from 0 in each process (`TrainerEpochs`).
 
 accelerate shards each DataLoader that it has not prepared itself (`PreparedForAccelerate`). Its wrapper of a DataLoader
 reports the start and end of an epoch; here the loader does (`accelerate_iteration`). Its scheduler takes one step for
@@ -16,11 +16,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from dataload.samplers.mixture.sampler import MixtureSampler
+from dataload.samplers.rank_sampler import RankSampler
 from dataload.samplers.sharded import ShardedSampler
+
+if TYPE_CHECKING:
+    from dataload.mixture import Mixture
 
 
 class PreparedForAccelerate:
@@ -67,8 +72,8 @@ def trainer_device() -> torch.device | None:
     return None if device.type == "cpu" else device
 
 
-class TrainerSampler(ShardedSampler):
-    """A sampler for training loops that count epochs from 0 again after a restart.
+class TrainerEpochs(RankSampler):
+    """The epochs of a sampler for training loops that count epochs from 0 again after a restart.
 
     Fabric passes `set_epoch` the number of loops that this process has begun. If the first number after a restart is
     below the restored epoch, it means the restored epoch, and later numbers have the same offset. This applies only if
@@ -79,16 +84,51 @@ class TrainerSampler(ShardedSampler):
     _restored = False
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position, as in `ShardedSampler`."""
+        """Restore a position, as in `RankSampler`."""
         super().load_state_dict(state)
         self._restored = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, as in `ShardedSampler`, with the offset of a restart."""
+        """Set the epoch, as in `RankSampler`, with the offset of a restart."""
         if self._restored and {"lightning.fabric.wrappers", "lightning_fabric.wrappers"} & sys.modules.keys():
             self._offset = max(0, self.epoch - epoch)
         self._restored = False
         super().set_epoch(epoch + self._offset)
+
+    def renew(self) -> bool:
+        """Follow changes of the dataset. Call it between epochs. Return whether the order has changed."""
+        return False
+
+
+class TrainerSampler(TrainerEpochs, ShardedSampler):
+    """The sampler of a loader over a dataset."""
+
+
+class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
+    """The sampler of a loader over a mixture, which follows the weights of the mixture.
+
+    Args:
+        mixture: The mixture.
+        num_replicas: Number of ranks.
+        rank: Number of this rank.
+        **order: Other arguments of `MixtureSampler`.
+    """
+
+    def __init__(self, mixture: Mixture, num_replicas: int, rank: int, **order: Any) -> None:
+        super().__init__(mixture.sources, num_replicas, rank, **mixture.order, **order)
+        self._mixture = mixture
+
+    def renew(self) -> bool:
+        """Use the current weights of the mixture. Return whether they differ from those so far."""
+        if self._mixture.weights == self.order.weights:
+            return False
+        self.set_weights(self._mixture.weights)
+        return True
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a position and the weights, which the mixture then has, too."""
+        super().load_state_dict(state)
+        self._mixture.weights = self.order.weights
 
 
 def _accelerate_runs() -> bool:

@@ -15,14 +15,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
-from dataload.dataset import Dataset
+from dataload.dataset import MapStyle
 from dataload.loader.batch_maker import Answer, BatchMaker, Requests
 from dataload.loader.capacity import check_shared_memory, gathered_at_once, reserve_capacity
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
-from dataload.loader.integrations import PreparedForAccelerate, TrainerSampler, accelerate_iteration, trainer_device
+from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs, run_ahead
 from dataload.loader.ranks import check_data_parallel, process_among
 from dataload.loader.worker_transport import unpack
+from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Served
 from dataload.telemetry.stats_log import Samples
@@ -40,16 +41,16 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     each argument is an attribute or is passed on to torch, and there is a `batch_sampler` argument.
     """
 
-    dataset: Dataset
-    sampler: TrainerSampler
+    dataset: MapStyle
+    sampler: TrainerEpochs
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: MapStyle,
         *,
         maker: BatchMaker,
         batch_size: int = 1,
-        sampler: TrainerSampler | None = None,
+        sampler: TrainerEpochs | None = None,
         batch_sampler: BatchSampler | None = None,
         drop_last: bool = False,
         device: torch.device | None = None,
@@ -84,9 +85,19 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             own = {"batch_size": None, "sampler": self._requests, "collate_fn": _identity}
             self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
 
+    def __len__(self) -> int:
+        self._renew()
+        return super().__len__()
+
+    def _renew(self) -> None:
+        """Follow changes of the dataset, such as new weights of a mixture, unless an epoch has begun."""
+        if self._yielded is None and not self.sampler.cursor and self.sampler.renew():
+            reserve_capacity(self.dataset, self.sampler)
+
     @property
     def padding(self) -> int:
         """Rows at the end of this rank's epoch that repeat others, so that all ranks have equally many."""
+        self._renew()
         return self.sampler.padding_from(self.sampler.cursor)
 
     def set_epoch(self, epoch: int) -> None:
@@ -97,6 +108,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded batch: JSON-serializable, under 4 KB, equal on all ranks."""
+        self._renew()
         state = self.sampler.state_dict()
         if self._yielded is not None and self._yielded[0] == self.sampler.epoch:
             state["cursor"] = self._yielded[1]
@@ -138,12 +150,15 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             self._checked = True
         if self._yielded is not None and self._yielded[0] == sampler.epoch and sampler.finished_at(self._yielded[1]):
             self.set_epoch(sampler.epoch + 1)  # The last loop took exactly len(loader) batches.
+        if not sampler.cursor:
+            self._yielded = None  # The epoch begins, perhaps for a second time.
+        self._renew()
         epoch, cursor = self._yielded = sampler.epoch, sampler.cursor
         rowstore = self.dataset.rowstore
         stats = self._stats = LoaderStats(epoch, memory_bytes=rowstore.blobs.maker.rank_memory)
         in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
         served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight)
-        needs = Needs(self._needs(epoch, cursor))
+        needs = Needs(_needs(sampler, epoch, cursor))
         process = None if self.stats_dir is None else process_among(sampler.num_replicas)
         samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas, process)
         step, tail = sampler.global_batch_size, (sampler.num_rows - cursor) % sampler.global_batch_size
@@ -163,10 +178,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 stats.seconds = now - started
                 if answer is None:
                     break
-                stats.rows += answer.rows
-                stats.batches += 1
-                if answer.skipped:
-                    stats.skip(answer.skipped)
+                stats.count(answer.rows, answer.by_source, answer.skipped)
                 used = min(answer.cursor + step, sampler.num_rows)
                 if latest:
                     self._yielded = epoch, used
@@ -219,12 +231,6 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         useful = self._workers is None or rowstore.blobs.shared
         prefetch = rowstore.prefetch if useful else lambda _: None
         return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.passes)
-
-    def _needs(self, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:
-        """Yield (position, row group) of the rest of this epoch and of the next one, for a start without a wait."""
-        yield from self.sampler.needs_from(epoch, cursor)
-        for position, group in self.sampler.needs_from(epoch + 1, 0):
-            yield self.sampler.num_rows + position, group
 
     def _from_thread(
         self,
@@ -279,6 +285,13 @@ def _prepared(answers: Iterable[Answer], memory: HostMemory) -> Iterator[Answer]
         with doing("transfer"):
             batch = memory.prepare(answer.batch)
         yield replace(answer, batch=batch)
+
+
+def _needs(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:
+    """Yield (position, row group) of the rest of this epoch and of the next one, for a start without a wait."""
+    yield from sampler.needs_from(epoch, cursor)
+    for position, group in sampler.needs_from(epoch + 1, 0):
+        yield sampler.num_rows + position, group
 
 
 def _identity(answer: Any) -> Any:

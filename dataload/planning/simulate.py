@@ -81,7 +81,7 @@ class Reader:
 
     def __init__(self, costs: Costs, order: Order, limit: int) -> None:
         self._costs, self._order = costs, order
-        region, self._further = region_of(order, costs.blobs, limit)
+        region, self._further = region_of([(order, costs.blobs)], limit)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
         self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch)))  # visits each row

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -99,10 +99,11 @@ def added(stats: Sequence[LoaderStats]) -> LoaderStats:
     """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
     total = LoaderStats(stats[0].epoch)
     for field in fields(LoaderStats):
-        if field.name not in ("epoch", "waits", "skipped_row_ids"):
+        if field.name not in ("epoch", "waits", "skipped_row_ids", "rows_by_source"):
             values = [getattr(rank_stats, field.name) for rank_stats in stats]
             setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
     total.skipped_row_ids = [row for rank_stats in stats for row in rank_stats.skipped_row_ids][:MOST_ROW_IDS]
+    total.rows_by_source = dict(sum((Counter(rank_stats.rows_by_source) for rank_stats in stats), Counter()))
     total.waits = {cause: fmean(rank_stats.waits[cause] for rank_stats in stats) for cause in CAUSES}
     return total
 

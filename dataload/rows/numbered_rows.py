@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,17 @@ from dataload.runtime.cached_property import cached_property
 ROW_ID = "row_id"
 """Name of the column of row numbers."""
 
+Computed = Mapping[str, Callable[[Array], Array]]
+"""Names of columns, and for each a function from row numbers to int64 values, [B] both."""
+
+
+def _itself(numbers: Array) -> Array:
+    return numbers
+
+
+ROW_IDS: Computed = {ROW_ID: _itself}
+"""The column of row numbers."""
+
 
 class NumberedRows(Rows):
     """A batch as a sequence of row dicts, which are made on access.
@@ -22,17 +33,17 @@ class NumberedRows(Rows):
     Args:
         records: The rows.
         numbers: Their numbers in the dataset, int64 [B].
-        row_ids: Whether batches have the numbers as column "row_id".
+        computed: Columns of batches that are computed from the numbers.
         **shape: Arguments of `to_batch`.
 
     Attributes:
         numbers: As above.
     """
 
-    def __init__(self, records: Records, numbers: Array, *, row_ids: bool = False, **shape: Any) -> None:
+    def __init__(self, records: Records, numbers: Array, *, computed: Computed | None = None, **shape: Any) -> None:
         super().__init__(records, **shape)
         self.numbers = numbers
-        self._row_ids = row_ids
+        self._computed = computed or {}
         self._shape = shape
 
     @cached_property
@@ -47,18 +58,18 @@ class NumberedRows(Rows):
     def batches(self, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
         """Return consecutive batches of these sizes. The Python objects of a batch are made when it is taken."""
         batch = columns_of(self._records, **self._shape, empty=empty)
-        if self._row_ids:
+        for name, values in self._computed.items():
             # A copy: a transform that changes the column must not change the order of the rows.
             size, dtype = (len(self),), torch.int64
             column = torch.empty(size, dtype=dtype) if empty is None else empty(size, dtype)
-            column.numpy()[...] = self.numbers
-            batch[ROW_ID] = column
+            column.numpy()[...] = values(self.numbers)
+            batch[name] = column
         return cut(batch, sizes, empty)
 
-    def shaped(self, *, row_ids: bool = False, **shape: Any) -> NumberedRows:
-        """Return the same rows with other arguments of `to_batch`, with or without their numbers."""
-        return NumberedRows(self._records, self.numbers, row_ids=row_ids, **shape)
+    def shaped(self, *, computed: Computed | None = None, **shape: Any) -> NumberedRows:
+        """Return the same rows with other computed columns and other arguments of `to_batch`."""
+        return NumberedRows(self._records, self.numbers, computed=computed, **shape)
 
     def part(self, span: slice) -> NumberedRows:
         """Return some of the rows."""
-        return NumberedRows(self._records[span], self.numbers[span], row_ids=self._row_ids, **self._shape)
+        return NumberedRows(self._records[span], self.numbers[span], computed=self._computed, **self._shape)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 
 import numpy as np
@@ -19,7 +20,7 @@ def evictions(opened: Collection[int], capacity: int, keep: Collection[int]) -> 
     """Return the row groups to close before another one is opened.
 
     Args:
-        opened: The open row groups, in the order in which they were opened.
+        opened: The open row groups, in the order in which they should be closed.
         capacity: How many row groups are open at most.
         keep: Row groups that stay open.
     """
@@ -28,7 +29,7 @@ def evictions(opened: Collection[int], capacity: int, keep: Collection[int]) -> 
 
 
 class OpenRowGroups:
-    """The blobs of at most `capacity` row groups. The row group that was opened first is evicted first.
+    """The blobs of at most `capacity` row groups. They are evicted in the order of `put` and `use`.
 
     Args:
         capacity: How many row groups are open at most.
@@ -49,7 +50,7 @@ class OpenRowGroups:
         slots = min(capacity * blobs, max(1, len(row_starts) - 1))
         self._arena = MmapArena(slots, int(np.diff(row_starts).max(initial=1)), layout.dtype.itemsize)
         self._free = list(range(slots))
-        self._slots: dict[int, list[int]] = {}  # row group -> its slots, oldest row group first
+        self._slots: OrderedDict[int, list[int]] = OrderedDict()  # row group -> its slots, oldest row group first
         self._blobs: dict[int, Blob] = {}
         self._positions = np.empty(len(row_starts) - 1, np.int64)  # working memory of `_distinct`
         self._first_records = np.full(len(row_starts) - 1, _CLOSED, np.int64)  # index in the arena, by blob
@@ -80,6 +81,11 @@ class OpenRowGroups:
             raise
         self._first_records[first:last] = np.array(slots, np.int64) * self._arena.rows_per_slot
         self._slots[group] = slots
+
+    def use(self, groups: Iterable[int]) -> None:
+        """Evict these row groups, which are open, after all others."""
+        for group in groups:
+            self._slots.move_to_end(group)
 
     def take(self, rows: Array, blobs: Array) -> Records | None:
         """Return copies of rows, or None if a row group of theirs is not open.

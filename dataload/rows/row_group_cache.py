@@ -13,7 +13,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.single_flight import make_once
-from dataload.cache.tier import BlobKey, Span
+from dataload.cache.tier import BlobKey, Span, Tier
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
@@ -146,6 +146,16 @@ class RowGroupCache:
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
         return self.plan.bytes_of(number)
+
+    @property
+    def caches(self) -> tuple[RowGroupCache, ...]:
+        """The row groups of each dataset: this one."""
+        return (self,)
+
+    @property
+    def tier(self) -> Tier:
+        """The cache of the blobs."""
+        return self._blocks.tier
 
     @property
     def shared(self) -> bool:

@@ -90,6 +90,10 @@ class RowGroupMaker(ForkAware):
             self.rank_memory = size
             self.memory = MemoryBudget(size // TRAINER_DIVISOR)
 
+    def share_with(self, other: RowGroupMaker) -> None:
+        """Use the memory and the threads of another maker, which then bounds both together."""
+        self.memory, self._decoders = other.memory, other._decoders
+
     def use_decoder_share(self) -> None:
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
         self.memory = MemoryBudget(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)

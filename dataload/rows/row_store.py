@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
-from dataload.cache.blocks.reader import Blocks
-from dataload.catalog.manifest import Manifest
-from dataload.catalog.selected_rows import SelectedRows
 from dataload.errors import ConfigError
 from dataload.formats.schema import Layout
 from dataload.rows.columns import Array
@@ -27,24 +25,33 @@ from dataload.samplers.interval_index import IntervalIndex
 MAPS_PER_BLOB = 4  # its slot, the empty end of the slot, its heap; and a share of the other maps
 
 
+class Selected(Protocol):
+    """The rows of a dataset that has some rows of its row groups, such as `SelectedRows`."""
+
+    def keep(self, groups: int) -> None:
+        """Keep the rows of this many row groups in memory."""
+
+    def rows(self, numbers: Array) -> Array:
+        """Return the rows' numbers in the row groups, by their numbers in the dataset: int64 [n] both."""
+
+
 class RowStore(ForkAware):
     """The chosen columns of a dataset, by row number.
 
     Args:
-        manifest: The dataset.
-        columns: Names of the columns.
-        blocks: Reader of the dataset's files, and the cache.
+        blobs: The cached row groups.
         capacity: Row groups that this process keeps open. The row group that was opened first is closed first, because
             row groups are requested and finished in the order of need.
-        fill_null: As for `RowGroupCache`.
-        null_masks: As for `RowGroupCache`.
-        rank_memory: As for `RowGroupCache`; None: its default.
+        selected: Returns the rows that the dataset has of its row groups, given how many of these are open, picklable;
+            None: it has all rows.
+        by_use: Close the row group that a loader used least recently first. In a mixture, a source with a small weight
+            uses its row groups for longer than the others.
 
     Attributes:
         capacity: As above; `serve` raises it.
         ahead: How many of the open row groups may be prefetched before a batch needs them.
         further: How many row groups that do not stay in the cache may be prefetched besides.
-        blobs: The cached row groups.
+        blobs: As above.
         scheduler: Makes row groups available.
 
     Notes:
@@ -54,27 +61,22 @@ class RowStore(ForkAware):
 
     def __init__(
         self,
-        manifest: Manifest,
-        columns: Sequence[str],
-        blocks: Blocks,
+        blobs: RowGroupCache,
         capacity: int,
-        fill_null: Any = None,
-        null_masks: bool = False,
-        rank_memory: int | None = None,
+        selected: Callable[[int], Selected] | None = None,
+        *,
+        by_use: bool = False,
     ) -> None:
         self.capacity = capacity
         self.ahead = capacity // 2
         self.further = 0
         self._has_loader = False
-        self.blobs = RowGroupCache(manifest, columns, blocks, fill_null, null_masks)
-        if rank_memory is not None:
-            self.blobs.maker.use_memory(rank_memory)
-        self._settings = manifest, columns, blocks
-        self._nulls = fill_null, null_masks
-        plan = self.blobs.plan
-        self._group_of_blob = np.repeat(np.arange(len(manifest.row_groups)), np.diff(plan.group_starts))
+        self.blobs = blobs
+        plan = blobs.plan
+        self._group_of_blob = np.repeat(np.arange(len(plan.group_starts) - 1), np.diff(plan.group_starts))
         self._blob_index = IntervalIndex(plan.row_starts)
-        self._selection = manifest.selection
+        self._make_selected = selected
+        self._by_use = by_use
         self.after_fork_in_child()
         super().__init__()
 
@@ -82,11 +84,12 @@ class RowStore(ForkAware):
         """Reset the lock, the scheduler and the open row groups."""
         self._mutex = threading.Lock()
         self._open: OpenRowGroups | None = None
-        self._selected = None if self._selection is None else SelectedRows(self._selection, self.capacity)
+        self._selected = None if self._make_selected is None else self._make_selected(self.capacity)
         self.scheduler = RowGroupScheduler(self.blobs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RowStore, (*self._settings, self.capacity, *self._nulls, self.blobs.maker.rank_memory)
+        make = partial(RowStore, by_use=self._by_use)
+        return make, (self.blobs, self.capacity, self._make_selected)
 
     def serve(self, drawn_on: int, ahead: int, further: int = 0) -> None:
         """Set the capacity for a loader. With several loaders, the largest needs apply.
@@ -145,6 +148,8 @@ class RowStore(ForkAware):
                     self.scheduler.opened(group, lives[group])
                 found = row_groups.take(rows, blobs)
                 if found is not None:
+                    if self._by_use:
+                        row_groups.use(opened or ())
                     return found
                 if stop is not None and stop.done():  # No request may follow `forget`.
                     raise CancelledError

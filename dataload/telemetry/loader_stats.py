@@ -49,6 +49,7 @@ class LoaderStats:
         memory_bytes: Most memory for row groups in flight, held and being decoded, the background decoder's included.
         skipped_rows: Rows that raised and were replaced (`on_error="skip"`).
         skipped_row_ids: The numbers of the first `MOST_ROW_IDS` of them.
+        rows_by_source: `rows` by source of a mixture, by name. A replaced row counts for its own source.
         waits: `wait_seconds` by cause, one of `dataload.telemetry.wait_timeline.CAUSES`.
     """
 
@@ -66,6 +67,7 @@ class LoaderStats:
     memory_bytes: int = 0
     skipped_rows: int = 0
     skipped_row_ids: list[int] = field(default_factory=list)
+    rows_by_source: dict[str, int] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
     def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> None:
@@ -79,6 +81,21 @@ class LoaderStats:
             known = elsewhere() if cause == ELSEWHERE else cause or "collate"
             self.waits[known] += seconds
             self.wait_seconds += seconds
+
+    def count(self, rows: int, by_source: Mapping[str, int], skipped: Sequence[int]) -> None:
+        """Count a batch.
+
+        Args:
+            rows: Rows of the batch.
+            by_source: Its rows by source of a mixture.
+            skipped: Numbers of the rows that were replaced.
+        """
+        self.rows += rows
+        self.batches += 1
+        for name, number in by_source.items():
+            self.rows_by_source[name] = self.rows_by_source.get(name, 0) + number
+        if skipped:
+            self.skip(skipped)
 
     def skip(self, row_ids: Sequence[int]) -> None:
         """Count rows that were replaced, by their numbers."""

@@ -185,20 +185,21 @@ def _lines(path: Path) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size` and `process`.
+    """Parse a line. Old lines lack `world_size`, `process` and `rows_by_source`.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
-    names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids"}
+    names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", "rows_by_source"}
     counts = {name: _number(line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
+    by_source = {str(name): _number(index(rows)) for name, rows in dict(line.get("rows_by_source", {})).items()}
     host = str.encode(line["host"], errors="replace").decode()  # JSON may hold lone surrogates, which no file can
     numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
     rank, world_size, process = (_number(index(number)) for number in numbers)
     began, ended = _number(line["began"]), bool(line["ended"])
-    stats = LoaderStats(**counts, skipped_row_ids=row_ids, waits=waits)
+    stats = LoaderStats(**counts, skipped_row_ids=row_ids, rows_by_source=by_source, waits=waits)
     return Pass(rank, world_size, process, host, began, ended, stats, [])
 
 

@@ -165,6 +165,11 @@ class MixtureOrder:
                 rows[chosen] = self._source_rows[source].rows(epoch, indices[chosen]) + self.first_rows[source]
         return rows
 
+    def most_rows(self, rows: int) -> list[int]:
+        """Return how many rows of each source may be in `rows` consecutive positions."""
+        units, total = -(-rows // self.unit) + 1, sum(self.weights)
+        return [min(rows, (-(-units * weight // total) + 1) * self.unit) for weight in self.weights]
+
     def blocks_from(self, epoch: int, position: int = 0, streams: Sequence[int] | None = None) -> Iterator[int]:
         """Yield the row groups of `needs_from`."""
         return (block for _, block in self.needs_from(epoch, position, streams))

@@ -133,9 +133,9 @@ def test_the_transient_region_grows_where_that_is_negligible(groups: int, furthe
     blobs, sizes = dataset.rowstore.blobs, [group.rows for group in dataset.row_groups]
     order = Order(sizes, shuffle="block", seed=0, window=2, num_streams=1)
     group_bytes = blobs.num_bytes // groups
-    assert region_of(order, blobs, blobs.num_bytes // 2) == (further * group_bytes, further)
-    assert region_of(order, blobs, blobs.num_bytes * 2) == (0, 0)
-    assert region_of(order, blobs, 5 * group_bytes) == (min(5, further) * group_bytes, min(5, further))
+    assert region_of([(order, blobs)], blobs.num_bytes // 2) == (further * group_bytes, further)
+    assert region_of([(order, blobs)], blobs.num_bytes * 2) == (0, 0)
+    assert region_of([(order, blobs)], 5 * group_bytes) == (min(5, further) * group_bytes, min(5, further))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from dataload import CacheConfig, World, evaluate_over, fit, make_dataset, make_
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
 from dataload.loader.bad_rows import ranges
+from dataload.rows.numbered_rows import ROW_IDS
 
 FILES = [[40, 60], [7, 0, 93], [50, 50, 1]]
 N = 301
@@ -102,7 +103,7 @@ def test_row_ids_are_in_the_memory_for_the_device(dataset: Dataset) -> None:
         made.append(torch.empty(shape, dtype=dtype))
         return made[-1]
 
-    batch = dataset.__getitems__([7, 3, 300]).shaped(row_ids=True).batch(empty)
+    batch = dataset.__getitems__([7, 3, 300]).shaped(computed=ROW_IDS).batch(empty)
     assert batch["row_id"].tolist() == [7, 3, 300]
     assert any(batch["row_id"] is tensor for tensor in made)
 

@@ -1,0 +1,248 @@
+"""Several datasets as one: `mix` and the map-style dataset that it returns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from dataload.catalog.locations import Location
+from dataload.catalog.manifest import Source as Files
+from dataload.dataset import Dataset, MapStyle, make_dataset
+from dataload.errors import ConfigError
+from dataload.formats.schema import Field
+from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_store import RowStore
+from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
+from dataload.samplers.mixture.source import Source
+from dataload.samplers.mixture.weights import integer_weights
+
+Weights = Mapping[str, Any] | Sequence[Any] | None
+
+
+class Mixture(MapStyle):
+    """Rows of several datasets. `mix` makes one, and `make_loader` takes it in place of a dataset.
+
+    Rows are numbered through all sources, one source after the other. Like a dataset, a mixture is map-style and
+    picklable. The weights take effect in loaders only.
+
+    Args:
+        sources: The dataset of each name.
+        weights: As for `mix`.
+        name_column: As for `mix`.
+        **order: Other arguments of `MixtureSampler`: `stop`, `batching` and `num_rows`.
+
+    Attributes:
+        names: Names of the sources.
+        num_rows: Number of rows of all sources.
+        weights: The weights as the smallest integers of the same proportion.
+        schema: Arrow schema of the columns, that of the first source.
+        order: Arguments of `MixtureSampler`.
+
+    Raises:
+        ConfigError: An argument cannot work, or the columns of the sources differ.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Dataset], weights: Weights = None, name_column: str | None = None, **order: Any
+    ) -> None:
+        if not sources:
+            raise ConfigError("a mixture needs at least one source")
+        self.names = tuple(sources)
+        self._datasets = tuple(sources.values())
+        self.schema: pa.Schema = self._datasets[0].schema
+        self._order = order
+        self._first_rows: npt.NDArray[np.int64] = np.cumsum([0, *map(len, self._datasets)])
+        self.num_rows = int(self._first_rows[-1])
+        if name_column is not None:
+            self.computed = {name_column: self._sources_of}
+        self._check_columns(name_column)
+        self.set_weights(weights)
+        self.rowstore = self._row_store()
+
+    @property
+    def datasets(self) -> tuple[Dataset, ...]:
+        """The datasets of the sources."""
+        return self._datasets
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The sources as the sampler takes them."""
+        return tuple(
+            Source(dataset.block_lengths, name, dataset.fingerprint.encode())
+            for name, dataset in zip(self.names, self._datasets, strict=True)
+        )
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """The arguments of `MixtureSampler` that the mixture determines."""
+        return {**self._order, "weights": self.weights}
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of the names and the fingerprints of the sources."""
+        parts = [[name, dataset.fingerprint] for name, dataset in zip(self.names, self._datasets, strict=True)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    def __repr__(self) -> str:
+        sources = ", ".join(
+            f"{name}: {len(dataset)} rows, weight {weight}"
+            for name, dataset, weight in zip(self.names, self._datasets, self.weights, strict=True)
+        )
+        return f"Mixture({sources})"
+
+    def set_weights(self, weights: Weights) -> None:
+        """Use other weights. Loaders follow at the start of their next epoch, and their state has the weights.
+
+        All ranks must set the same weights. A state that is restored brings its weights with it.
+
+        Args:
+            weights: As for `mix`.
+
+        Raises:
+            ConfigError: A weight is not a positive, finite number, or names differ from those of the sources.
+        """
+        if isinstance(weights, Mapping):
+            if weights.keys() != {*self.names}:
+                differing = ", ".join(map(repr, sorted({*self.names} ^ weights.keys(), key=str)))
+                raise ConfigError(
+                    f"the names of the weights and of the sources differ in {differing}: name each source once"
+                )
+            weights = [weights[name] for name in self.names]
+        # Without a shuffle, an order costs nothing to make. It raises for whatever the loader's order would raise for.
+        rows = 1 if self._order.get("batching") == "homogeneous" else None
+        order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
+        self.weights = order.weights
+
+    def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
+        """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""
+        shape = len(sizes), len(self.names)
+        batches = np.repeat(np.arange(shape[0]) * shape[1], sizes)
+        counts = np.bincount(batches + self._sources_of(numbers), minlength=shape[0] * shape[1]).reshape(shape)
+        return [dict(zip(self.names, batch, strict=True)) for batch in counts.tolist()]
+
+    def _sources_of(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        return sources_of(numbers, self._first_rows)
+
+    def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
+        if numbers.size and numbers.dtype.kind not in "iuO":
+            raise TypeError(f"row numbers must be integers, not {numbers.dtype}")
+        flat = numbers.ravel().tolist()
+        for outside in flat:
+            if not 0 <= outside < self.num_rows:
+                raise IndexError(f"row {outside} of a mixture of {self.num_rows} rows: row numbers count from 0")
+        rows = np.array(flat, np.int64)
+        sources = self._sources_of(rows)
+        within = rows - self._first_rows[sources]
+        return [
+            self._datasets[source].locate(row) for source, row in zip(sources.tolist(), within.tolist(), strict=True)
+        ]
+
+    def _row_store(self) -> RowStore:
+        caches = [
+            RowGroupCache(each.manifest, self.schema.names, each.blocks, each.fill_null, each.null_masks)
+            for each in self._datasets
+        ]
+        selected, selections = None, [each.manifest.selection for each in self._datasets]
+        if any(selection is not None for selection in selections):
+            first_stored = np.cumsum([0, *(int(blobs.plan.row_starts[-1]) for blobs in caches)])
+            selected = partial(MixedSelectedRows, selections, self._first_rows, first_stored)
+        blobs = cast("RowGroupCache", MixedRowGroups(caches))  # It has all methods of one that a row store uses.
+        return RowStore(blobs, 2 * sum(each.window for each in self._datasets), selected, by_use=True)
+
+    def _check_columns(self, name_column: str | None) -> None:
+        """Raise ConfigError unless the batches of all sources have the same columns of the same types."""
+        first, *others = ({field.name: field for field in dataset.rowstore.layout.fields} for dataset in self._datasets)
+        if name_column in first:
+            raise ConfigError(f"name_column={name_column!r} is a column of the sources: choose another name")
+        for name, dataset, fields in zip(self.names[1:], self._datasets[1:], others, strict=True):
+            for column in [*first, *(fields.keys() - first.keys())]:
+                here, there = first.get(column), fields.get(column)
+                if here != there:
+                    raise ConfigError(
+                        f"column {column!r} is {_type(self._datasets[0], here)} in source {self.names[0]!r} and "
+                        f"{_type(dataset, there)} in source {name!r}: convert it, or leave it out with columns="
+                    )
+
+
+def mix(
+    sources: Mapping[str, Dataset | Files] | Sequence[Dataset | Files],
+    weights: Weights = None,
+    *,
+    stop: Stop = "first_exhausted",
+    batching: Batching = "mixed",
+    num_rows: int | None = None,
+    name_column: str | None = None,
+    **dataset_options: Any,
+) -> Mixture:
+    """Return a mixture of datasets by weight, for `make_loader`.
+
+    In each prefix of an epoch each source has its share of the rows, with an error of less than one row, or of less
+    than `num_streams` rows. A source that is exhausted before the end of the epoch begins again in a new order: each of
+    its rows comes once before any comes twice. The loader gives all guarantees of one dataset.
+
+    Args:
+        sources: Name -> dataset, or a source as `make_dataset` takes it. A sequence has the names "0", "1", …
+        weights: A positive number for each source, by name or by position, in any unit. None: the rows of the sources.
+        stop: "first_exhausted": an epoch ends before a source would repeat a row. "all_exhausted": an epoch ends when
+            each row has come. Both are exact for weights by rows; otherwise the epoch is shorter or longer by less than
+            one window of a source, so that its length is always the same.
+        batching: "mixed", or "homogeneous": all rows of a global batch are of one source, and quotas count batches.
+        num_rows: Rows of an epoch, instead of `stop`.
+        name_column: Name of a column to add to each batch: the number of each row's source, int64 Tensor[B].
+        **dataset_options: Arguments of `make_dataset`, for the sources that are not datasets.
+
+    Raises:
+        ConfigError: A weight or another argument cannot work, or the sources differ in a column. No row has been read.
+        OriginError: A source cannot be read.
+        DataError: A file or a column type is not supported.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import pyarrow as pa, pyarrow.parquet as pq
+        >>> from dataload import make_loader, mix
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> for name in ("books", "code"):
+        ...     pq.write_table(pa.table({"id": range(6)}), Path(folder.name) / f"{name}.parquet")
+        >>> sources = {name: f"{folder.name}/{name}.parquet" for name in ("books", "code")}
+        >>> mixture = mix(sources, {"books": 2, "code": 1}, name_column="source", cache=None)
+        >>> mixture
+        Mixture(books: 6 rows, weight 2, code: 6 rows, weight 1)
+        >>> [sorted(batch["source"].tolist()) for batch in make_loader(mixture, 3)]
+        [[0, 0, 1], [0, 0, 1]]
+        >>> folder.cleanup()
+    """
+    if isinstance(sources, Mapping):
+        given = dict(sources)
+    elif isinstance(sources, Sequence) and not isinstance(sources, str):
+        given = {str(number): source for number, source in enumerate(sources)}
+    else:
+        raise ConfigError("sources must be a mapping from names to datasets or URLs, or a list of these")
+    if unnamed := [name for name in given if not isinstance(name, str)]:
+        raise ConfigError(f"the name {unnamed[0]!r} of a source must be a string")
+    if not isinstance(weights, Mapping) and weights is not None:
+        integer_weights(weights)  # raises before any source is opened
+    if dataset_options and all(isinstance(source, Dataset) for source in given.values()):
+        raise ConfigError(f"{min(dataset_options)}: pass it to make_dataset, not with its dataset")
+    datasets = {
+        name: source if isinstance(source, Dataset) else make_dataset(source, **dataset_options)
+        for name, source in given.items()
+    }
+    return Mixture(datasets, weights, name_column, stop=stop, batching=batching, num_rows=num_rows)
+
+
+def _type(dataset: Dataset, field: Field | None) -> str:
+    """Return the type of a column in words."""
+    if field is None:
+        return "missing"
+    if field.name in dataset.schema.names:
+        return str(dataset.schema.field(field.name).type)
+    return "a mask of nulls"

@@ -1,0 +1,206 @@
+"""The row groups of several datasets, numbered one dataset after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+
+from dataload.catalog.selected_rows import SelectedRows
+from dataload.catalog.selection import Selection
+from dataload.formats.schema import Layout
+from dataload.rows.columns import Array
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_group_life import RowGroupLife
+from dataload.rows.row_group_maker import RowGroupMaker
+from dataload.runtime.executor import in_turn
+from dataload.runtime.memory_budget import MemoryBudget
+
+
+@dataclass(frozen=True)
+class MixedPlan:
+    """The blobs of all datasets. Attributes are those of `RowGroupPlan`."""
+
+    layout: Layout
+    group_starts: Array
+    row_starts: Array
+    most_of_a_group: int
+
+
+class MixedRowGroups:
+    """The cached row groups of several datasets with one layout. Otherwise it is like `RowGroupCache`.
+
+    So a `RowStore` over it has one set of open row groups, one scheduler, one memory budget and one background decoder,
+    whatever the number of datasets.
+
+    Args:
+        caches: The row groups of each dataset.
+    """
+
+    def __init__(self, caches: Sequence[RowGroupCache]) -> None:
+        self.caches = tuple(caches)
+        plans = [blobs.plan for blobs in caches]
+        self.plan = MixedPlan(
+            plans[0].layout,
+            _joined([plan.group_starts for plan in plans]),
+            _joined([plan.row_starts for plan in plans]),
+            max(plan.most_of_a_group for plan in plans),
+        )
+        self._firsts = np.cumsum([0, *(len(plan.group_starts) - 1 for plan in plans)])
+        self.maker = MixedMaker([blobs.maker for blobs in caches], self._place)
+        self._turns = itertools.count(1)
+
+    def __reduce__(self) -> tuple[type[MixedRowGroups], tuple[tuple[RowGroupCache, ...]]]:
+        return MixedRowGroups, (self.caches,)
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Load a row group in the block, in the order in which blocks begin, whatever its dataset."""
+        return in_turn(next(self._turns))
+
+    def find(self, number: int) -> list[memoryview] | None:
+        """Return the blobs of a row group, or None if this host has not cached them."""
+        blobs, own = self._of(number)
+        return blobs.find(own)
+
+    def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
+        """Return the blobs of a row group. See `RowGroupCache.load`."""
+        blobs, own = self._of(number)
+        return blobs.load(own, life)
+
+    def make(self, number: int, life: RowGroupLife | None = None) -> bool:
+        """Cache the row group if space allows. See `RowGroupCache.make`."""
+        blobs, own = self._of(number)
+        return blobs.make(own, life)
+
+    def touch(self) -> None:
+        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
+        for blobs in self.caches:
+            blobs.touch()
+
+    def passes(self, number: int) -> bool:
+        """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
+        blobs, own = self._of(number)
+        return blobs.passes(own)
+
+    def bytes_of(self, number: int) -> int:
+        """Return an estimate of the bytes of a row group's blobs."""
+        blobs, own = self._of(number)
+        return blobs.bytes_of(own)
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes can read the cached blobs of all datasets."""
+        return all(blobs.shared for blobs in self.caches)
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimate of the bytes of the blobs of all row groups."""
+        return sum(blobs.num_bytes for blobs in self.caches)
+
+    @property
+    def row_bytes(self) -> int:
+        """Estimate of the mean bytes of a row in batches, of the dataset with the largest rows."""
+        return max(blobs.row_bytes for blobs in self.caches)
+
+    def _of(self, number: int) -> tuple[RowGroupCache, int]:
+        source, own = self._place(number)
+        self.maker.of(source)
+        return self.caches[source], own
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the dataset of a row group and the row group's number in it."""
+        source = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return source, number - int(self._firsts[source])
+
+
+class MixedMaker:
+    """The makers of several datasets, which share one memory budget and one pool of threads. See `RowGroupMaker`.
+
+    Args:
+        makers: The maker of each dataset.
+        place: Returns the dataset of a row group and the row group's number in it.
+    """
+
+    def __init__(self, makers: Sequence[RowGroupMaker], place: Callable[[int], tuple[int, int]]) -> None:
+        self._makers = tuple(makers)
+        self._place = place
+
+    def of(self, source: int) -> RowGroupMaker:
+        """Return the maker of a dataset."""
+        maker = self._makers[source]
+        if maker.memory is not self.memory:  # Each maker of a forked child has a budget of its own at first.
+            maker.share_with(self._makers[0])
+        return maker
+
+    @property
+    def rank_memory(self) -> int:
+        """Bytes of row groups in flight, held and being decoded, for this rank."""
+        return self._makers[0].rank_memory
+
+    @property
+    def memory(self) -> MemoryBudget:
+        """The part of `rank_memory` for this process."""
+        return self._makers[0].memory
+
+    def share_memory(self, processes: int) -> None:
+        """Divide the host's memory for row groups among its ranks and their worker processes."""
+        self._makers[0].share_memory(processes)
+
+    def use_memory(self, size: int) -> None:
+        """Set `rank_memory`."""
+        self._makers[0].use_memory(size)
+
+    def use_decoder_share(self) -> None:
+        """Take the part of `rank_memory` that the training process leaves to its background decoder."""
+        self._makers[0].use_decoder_share()
+
+    def has_capacity(self, number: int) -> bool:
+        """Return whether the budget has room for another row group now."""
+        source, own = self._place(number)
+        return self.of(source).has_capacity(own)
+
+
+class MixedSelectedRows:
+    """The rows of several datasets, of which some have only some rows of their row groups. See `SelectedRows`.
+
+    Args:
+        selections: The selected rows of each dataset; None: all rows.
+        first_rows: Number of the first row of each dataset, then the number of all rows: int64 [S + 1].
+        first_stored: The same, where all rows of all row groups count.
+        groups: Row groups that are open at a time; see `keep`.
+    """
+
+    def __init__(
+        self, selections: Sequence[Selection | None], first_rows: Array, first_stored: Array, groups: int
+    ) -> None:
+        self._selected = [None if selection is None else SelectedRows(selection, groups) for selection in selections]
+        self._first_rows, self._first_stored = first_rows, first_stored
+
+    def keep(self, groups: int) -> None:
+        """Keep the rows of this many row groups in memory, of each dataset."""
+        for selected in self._selected:
+            if selected is not None:
+                selected.keep(groups)
+
+    def rows(self, numbers: Array) -> Array:
+        """Return the rows' numbers in the row groups, by their numbers in the datasets: int64 [n] both."""
+        sources = sources_of(numbers, self._first_rows)
+        rows = numbers - self._first_rows[sources]
+        for source, selected in enumerate(self._selected):
+            if selected is not None and (chosen := sources == source).any():
+                rows[chosen] = selected.rows(rows[chosen])
+        return rows + self._first_stored[sources]
+
+
+def sources_of(numbers: Array, first_rows: Array) -> Array:
+    """Return the dataset of each row, int64 [n], where the datasets' first rows are `first_rows`."""
+    return np.searchsorted(first_rows, numbers, side="right") - 1
+
+
+def _joined(starts: Sequence[Array]) -> Array:
+    """Return the starts of the parts of several wholes, one whole after the other. Each has its end as the last one."""
+    ends = np.cumsum([0, *(each[-1] for each in starts)])
+    return np.append(np.concatenate([each[:-1] + end for each, end in zip(starts, ends[:-1], strict=True)]), ends[-1])

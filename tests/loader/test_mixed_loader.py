@@ -1,0 +1,527 @@
+"""Loaders over mixtures: the rows of the sampler, exact quotas, resuming on other ranks, one fetch for each byte."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import dataload
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError
+from dataload.mixture import Mixture
+from dataload.rows.background_decoder.client import BackgroundDecoder
+from dataload.samplers.mixture.sampler import MixtureSampler
+from dataload.samplers.mixture.source import Source
+
+FILES = {"a": [[40, 60], [7, 0, 93]], "b": [[30, 31]], "c": [[11], [9, 3]]}
+ROWS = {"a": 200, "b": 61, "c": 23}
+WEIGHTS = {"a": 5, "b": 3, "c": 2}
+FIRST = {"a": 0, "b": 200, "c": 261}
+NAMES = list(FILES)
+
+Sources = Callable[..., dict[str, Dataset]]
+
+
+@pytest.fixture
+def sources(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> Sources:
+    """Return `sources(columns)`, the dataset of each name. Row i of each source has row_id == i."""
+    urls = {name: dataset_of(files, name) for name, files in FILES.items()}
+    options = {"storage_options": bucket.options, "cache": cache}
+
+    def make(columns: list[str] | None = None) -> dict[str, Dataset]:
+        return {name: make_dataset(url, columns=columns, **options) for name, url in urls.items()}
+
+    return make
+
+
+def rows_of(batch: Any) -> list[tuple[int, int]]:
+    """Return (source, row) of each row of a batch."""
+    return list(zip(batch["source"].tolist(), batch["row_id"].tolist(), strict=True))
+
+
+def stream_of(batches: Iterable[Any]) -> list[tuple[int, int]]:
+    return [row for batch in batches for row in rows_of(batch)]
+
+
+def global_batches(loaders: list[Any], batches: int | None = None) -> list[list[tuple[int, int]]]:
+    """Return the rows of each global batch, in any order, without padding."""
+    parts = [[rows_of(batch) for batch in islice(loader, batches)] for loader in loaders]
+    return [sorted({row for part in together for row in part}) for together in zip(*parts, strict=True)]
+
+
+def expected(sampler: MixtureSampler, epoch: int) -> list[tuple[int, int]]:
+    """Return the rows of the sampler by brute force: a list of all rows of all sources."""
+    every = [(number, row) for number, name in enumerate(NAMES) for row in range(ROWS[name])]
+    return [every[row] for run in sampler.runs(epoch, 0) for row in run.ravel().tolist()]
+
+
+def sampler_of(datasets: dict[str, Dataset], rank: int, size: int, **options: Any) -> MixtureSampler:
+    described = [Source(each.block_lengths, name, each.fingerprint.encode()) for name, each in datasets.items()]
+    windows = [each.window for each in datasets.values()]
+    return MixtureSampler(described, size, rank, windows=windows, **options)
+
+
+# Which rows
+
+
+@pytest.mark.parametrize("shuffle", [True, "full", False])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("batching", ["mixed", "homogeneous"])
+def test_the_stream_is_that_of_the_sampler(sources: Sources, shuffle: Any, workers: int, batching: Any) -> None:
+    datasets = sources()
+    mixture = mix(datasets, WEIGHTS, stop="all_exhausted", batching=batching, name_column="source")
+    options = {"transform": dict, "num_workers": workers} if workers else {}
+    for rank in range(2):
+        loader = make_loader(mixture, 6, shuffle=shuffle, seed=3, world=World(rank, 2), **options)
+        order = {"weights": [5, 3, 2], "stop": "all_exhausted", "batching": batching, "shuffle": shuffle}
+        sampler = sampler_of(datasets, rank, 2, seed=3, batch_size=6, **order)
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            assert len(loader) == -(-len(sampler) // 6)
+            assert stream_of(loader) == expected(sampler, epoch)
+
+
+def test_rows_are_whole(sources: Sources) -> None:
+    mixture = mix(sources(), WEIGHTS, name_column="source")
+    for batch in make_loader(mixture, 32, row_ids=False):
+        assert torch.equal(batch["half"], batch["row_id"] / 2)
+        assert torch.equal(batch["vector"], (batch["row_id"][:, None] + torch.arange(3)).float())
+        assert batch["text"] == [f"row {row}" for row in batch["row_id"]]
+        assert batch["source"].dtype == torch.int64
+
+
+def test_each_prefix_has_its_quotas_and_each_row_comes_once_before_any_comes_twice(sources: Sources) -> None:
+    loader = make_loader(mix(sources(), WEIGHTS, num_rows=400, name_column="source"), 7, world=World(0, 1))
+    stream = stream_of(loader)
+    assert len(stream) == 400
+    for number, name in enumerate(NAMES):
+        mine = [row for source, row in stream if source == number]
+        counts = np.cumsum([source == number for source, _ in stream])
+        assert np.abs(counts - np.arange(1, 401) * WEIGHTS[name] / 10).max() < 1
+        for first in range(0, len(mine), ROWS[name]):
+            part = mine[first : first + ROWS[name]]
+            assert len({*part}) == len(part)
+    assert loader.stats().rows_by_source == {"a": 200, "b": 120, "c": 80}
+    assert loader.stats().rows == 400
+
+
+def test_homogeneous_batches_are_of_one_source(sources: Sources) -> None:
+    mixture = mix(sources(), WEIGHTS, num_rows=480, batching="homogeneous", name_column="source")
+    batches = global_batches([make_loader(mixture, 8, world=World(rank, 2)) for rank in range(2)])
+    kinds = [{source for source, _ in batch} for batch in batches]
+    assert [len(kind) for kind in kinds] == [1] * 30
+    assert Counter(kind.pop() for kind in kinds) == {0: 15, 1: 9, 2: 6}
+
+
+def test_weights_by_rows_give_each_row_once(sources: Sources) -> None:
+    loader = make_loader(mix([*sources().values()], name_column="source"), 16, world=World(0, 1))
+    every = [(number, row) for number, name in enumerate(NAMES) for row in range(ROWS[name])]
+    assert sorted(stream_of(loader)) == every
+    assert [*loader.stats().rows_by_source] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_end_of_an_epoch_is_padded_or_dropped(sources: Sources, drop_last: bool) -> None:
+    mixture = mix(sources(), WEIGHTS, num_rows=101, name_column="source")
+    loaders = [make_loader(mixture, 4, drop_last=drop_last, world=World(rank, 3)) for rank in range(3)]
+    streams = [stream_of(loader) for loader in loaders]
+    assert [len(stream) for stream in streams] == [32 if drop_last else 34] * 3
+    assert sum(loader.padding for loader in loaders) == (0 if drop_last else 1)
+    whole = stream_of(make_loader(mixture, 12, world=World(0, 1)))
+    together = Counter(row for stream in streams for row in stream)
+    wanted = Counter(whole[:96] if drop_last else [*whole, whole[0]])
+    assert together == wanted
+
+
+def test_filtered_sources_have_their_rows_only(sources: Sources) -> None:
+    datasets = sources()
+    even = datasets["a"].filter([("half", "<", 20)])  # as in class balancing: several subsets of one dataset
+    odd = datasets["a"].select(range(41, 100, 2))
+    mixture = mix({"even": even, "odd": odd, "b": datasets["b"]}, [1, 1, 1], stop="all_exhausted", name_column="source")
+    found = stream_of(make_loader(mixture, 8, world=World(0, 1)))
+    rows = {number: {row for source, row in found if source == number} for number in range(3)}
+    assert rows == {0: {*range(40)}, 1: {*range(41, 100, 2)}, 2: {*range(61)}}
+
+
+def test_one_dataset_may_be_two_sources(sources: Sources) -> None:
+    data = sources()["b"]
+    found = stream_of(make_loader(mix([data, data], name_column="source"), 8, world=World(0, 1)))
+    assert sorted(found) == [(number, row) for number in range(2) for row in range(61)]
+
+
+# The dataset itself
+
+
+def test_a_mixture_is_a_map_style_dataset(sources: Sources) -> None:
+    datasets = sources()
+    mixture = mix(datasets, name_column="source")
+    assert len(mixture) == 284
+    assert int(mixture[-1]["row_id"]) == 22
+    batch = mixture.__getitems__([260, 0, 261, 200])
+    assert batch.columns["row_id"].tolist() == [60, 0, 0, 0]
+    assert batch.columns["source"].tolist() == [1, 0, 2, 1]
+    assert mixture.schema == datasets["a"].schema
+    assert mixture.locate(261) == datasets["c"].locate(0)
+    assert mixture.locate([199, 205]) == [datasets["a"].locate(199), datasets["b"].locate(5)]
+    for outside in (-1, 284):
+        with pytest.raises(IndexError, match="284 rows"):
+            mixture.locate(outside)
+    copy = pickle.loads(pickle.dumps(mixture))
+    assert copy.__getitems__([260, 0]).columns["source"].tolist() == [1, 0]
+    assert copy.fingerprint == mixture.fingerprint
+    assert mix(dict(reversed(datasets.items()))).fingerprint != mixture.fingerprint
+
+
+def test_row_ids_number_all_sources(sources: Sources, bucket: Any) -> None:
+    datasets = sources(["half"])
+    loader = make_loader(mix(datasets, name_column="source"), 16, row_ids=True, world=World(0, 1))
+    for batch in loader:
+        firsts = torch.tensor([FIRST[name] for name in NAMES])
+        assert torch.equal(batch["row_id"], firsts[batch["source"]] + (2 * batch["half"]).long())
+        for row, source in zip(batch["row_id"].tolist(), batch["source"].tolist(), strict=True):
+            assert f"/{NAMES[source]}/" in loader.dataset.locate(row).url
+
+
+def test_transforms_get_the_random_numbers_of_their_batch(sources: Sources) -> None:
+    def drawn(workers: int) -> list[float]:
+        loader = make_loader(mix(sources()), 16, transform=draw, num_workers=workers, world=World(0, 1))
+        return list(loader)
+
+    alone = drawn(0)
+    assert len({*alone}) == len(alone) > 10
+    assert drawn(2) == alone
+
+
+def draw(batch: Any, rng: np.random.Generator) -> float:
+    return float(rng.random())
+
+
+def test_bad_rows_are_replaced_and_named(sources: Sources) -> None:
+    def transform(batch: Any) -> Any:
+        if any((batch["source"] == 2) & (batch["row_id"] == 7)):
+            raise ValueError("row 7 of c")
+        return batch
+
+    mixture = mix(sources(), WEIGHTS, num_rows=100, name_column="source")
+    with pytest.raises(ValueError, match="row 7 of c") as caught:
+        list(make_loader(mixture, 10, transform=transform, world=World(0, 1)))
+    assert "268" in caught.value.__notes__[0]
+    loader = make_loader(mixture, 10, transform=transform, on_error="skip", world=World(0, 1))
+    assert (2, 7) not in stream_of(loader)
+    assert loader.stats().skipped_row_ids == [268]
+    assert loader.stats().rows_by_source == {"a": 50, "b": 30, "c": 20}
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("batching", ["mixed", "homogeneous"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_on_other_ranks_after_a_wrap_repeats_and_loses_nothing(
+    sources: Sources, batching: Any, workers: int
+) -> None:
+    """2 ranks, then 4, then 1, with the same global batch. Source c wraps before the first stop."""
+    options = {"transform": dict, "num_workers": workers} if workers else {}
+
+    def loaders(size: int) -> list[Any]:
+        mixture = mix(sources(), WEIGHTS, num_rows=480, batching=batching, name_column="source")
+        return [make_loader(mixture, 12 // size, world=World(rank, size), **options) for rank in range(size)]
+
+    whole = global_batches(loaders(1))
+    found, state = [], None
+    for size, batches in ((2, 14), (4, 11), (1, None)):
+        ranks = loaders(size)
+        for loader in ranks:
+            if state is not None:
+                loader.load_state_dict(state)
+        found += global_batches(ranks, batches)
+        states = [json.dumps(loader.state_dict()) for loader in ranks]
+        assert len({*states}) == 1
+        assert len(states[0]) < 4096
+        state = json.loads(states[0])
+    assert sum(row[0] == 2 for batch in whole[:14] for row in batch) > ROWS["c"]
+    assert found == whole
+
+
+def test_a_state_of_another_mixture_is_refused(sources: Sources) -> None:
+    datasets = sources()
+    state = make_loader(mix(datasets), 12, world=World(0, 1)).state_dict()
+    others = [dict(reversed(datasets.items())), {**datasets, "c": datasets["b"]}, {"a": datasets["a"]}]
+    for other in others:
+        with pytest.raises(ConfigError, match="another dataset"):
+            make_loader(mix(other), 12, world=World(0, 1)).load_state_dict(state)
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from dataload import CacheConfig, World, make_loader, mix
+
+folder, state, rows, cache = map(Path, sys.argv[1:5])
+sources = {name: str(folder / f"{name}.parquet") for name in ("a", "b", "c")}
+mixture = mix(sources, [5, 3, 2], num_rows=300, name_column="source", cache=CacheConfig(str(cache), "1GB"))
+loader = make_loader(mixture, 10, world=World(0, 1))
+if state.exists():
+    loader.load_state_dict(json.loads(state.read_text()))
+with rows.open("a") as out:
+    for batch in loader:
+        pairs = zip(batch["source"].tolist(), batch["id"].tolist(), strict=True)
+        out.write("".join(f"{source} {row}\\n" for source, row in pairs))
+        out.flush()
+        state.write_text(json.dumps(loader.state_dict()))
+        if sys.argv[5] == "kill" and loader.stats().batches == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_continues(tmp_path: Path) -> None:
+    for name, count in ROWS.items():
+        pq.write_table(pa.table({"id": range(count)}), tmp_path / f"{name}.parquet", row_group_size=20)
+
+    def run(rows: str, *, kill: bool) -> int:
+        arguments = [str(tmp_path), str(tmp_path / f"{rows}.json"), str(tmp_path / rows), str(tmp_path / "cache")]
+        command = [sys.executable, "-c", KILLED, *arguments, "kill" if kill else "go on"]
+        return subprocess.run(command, check=False, timeout=100).returncode
+
+    assert run("whole", kill=False) == 0
+    assert run("parts", kill=True) == -signal.SIGKILL
+    assert len((tmp_path / "parts").read_text().splitlines()) == 130
+    assert run("parts", kill=False) == 0
+    assert (tmp_path / "parts").read_text() == (tmp_path / "whole").read_text()
+
+
+# Weights
+
+
+def test_new_weights_hold_from_the_next_epoch_on_and_are_in_the_state(sources: Sources) -> None:
+    def mixture_of(datasets: dict[str, Dataset]) -> Mixture:
+        return mix(datasets, WEIGHTS, num_rows=200, name_column="source")
+
+    mixture = mixture_of(sources())
+    loader = make_loader(mixture, 10, world=World(0, 1))
+    for number, _ in enumerate(loader):
+        if number == 9:
+            mixture.set_weights({"c": 1, "a": 1, "b": 2})
+            middle = loader.state_dict()
+    assert loader.stats().rows_by_source == {"a": 100, "b": 60, "c": 40}
+    assert middle["weights"] == [5, 3, 2]
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["weights"] == [1, 2, 1]
+    stream = stream_of(loader)
+    assert loader.stats().rows_by_source == {"a": 50, "b": 100, "c": 50}
+
+    again = mixture_of(sources())
+    resumed = make_loader(again, 10, world=World(0, 1))
+    resumed.load_state_dict(state)
+    assert again.weights == (1, 2, 1)
+    assert stream_of(resumed) == stream
+    assert stream_of(resumed) == stream_of(loader)
+
+
+def test_the_length_follows_new_weights(sources: Sources) -> None:
+    mixture = mix(sources(), [1, 1, 1])
+    loader = make_loader(mixture, 1, world=World(0, 1))
+    before = len(loader)
+    mixture.set_weights([2, 1, 1])
+    assert before < len(loader) == len(list(loader))
+
+
+# Bytes
+
+
+def test_each_byte_is_fetched_once_over_all_epochs(sources: Sources, bucket: Any) -> None:
+    mixture = mix(sources(), WEIGHTS, num_rows=600)
+    bucket.server.reset()  # The footers are there.
+    loader = make_loader(mixture, 16, world=World(0, 1))
+    list(loader)
+    stats = loader.stats()
+    assert stats.misses == sum(group.rows > 0 for group in mixture.row_groups)
+    sizes = {group.file.path: group.file.size for group in mixture.row_groups}
+    fetched = bucket.server.stats()["get_bytes"]
+    assert 0 < stats.bytes_origin <= fetched <= sum(sizes.values())
+    for _ in range(3):
+        list(loader)
+        assert loader.stats().misses == 0
+    assert bucket.server.stats()["get_bytes"] == fetched
+
+
+LARGE = {"a": [[1000] * 30], "b": [[1000] * 20], "c": [[1000] * 10]}
+
+
+def test_the_sources_share_the_limit_of_the_cache(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    """The cache holds half of all rows. Each source would fit into it by itself."""
+    urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
+    options = {"storage_options": bucket.options}
+    decoded = mix(urls, cache=None, **options).rowstore.blobs.num_bytes
+    mixture = mix(urls, cache=CacheConfig(str(tmp_path / "cache"), decoded // 2), name_column="source", **options)
+    total = sum({group.file.path: group.file.size for group in mixture.row_groups}.values())
+    loader = make_loader(mixture, 100, window=2, world=World(0, 1))
+    every = [(number, row) for number, count in enumerate((30_000, 20_000, 10_000)) for row in range(count)]
+    fetched = []
+    for _ in range(4):
+        bucket.server.reset()
+        assert sorted(stream_of(loader)) == every
+        fetched.append(bucket.server.stats()["get_bytes"] / total)
+    region = max(blobs.tier.region for blobs in mixture.rowstore.blobs.caches) / decoded
+    assert 0 < region < 0.3
+    assert 0.3 < np.mean(fetched[1:]) <= 1.02 * (0.5 + region) + 1 / 60
+    assert all(dataset.blocks.stats()["refused"] == 0 for dataset in mixture.datasets)
+
+
+def test_a_cache_that_is_too_small_for_all_sources_together(
+    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path
+) -> None:
+    urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
+    options = {"storage_options": bucket.options}
+    whole = mix(urls, cache=None, **options).rowstore.blobs
+    limit = whole.num_bytes * 10 // 60
+    cache = CacheConfig(str(tmp_path / "cache"), limit)
+    for url in urls.values():
+        make_loader(url, 100, window=2, cache=cache, **options)
+    with pytest.raises(ConfigError, match=f"cache_bytes={limit} is too small: two windows of 6 row groups"):
+        make_loader(mix(urls, cache=cache, **options), 100, window=2)
+
+
+# Memory and processes
+
+
+def test_the_row_group_that_a_loader_used_least_recently_is_closed_first(sources: Sources) -> None:
+    """A source with a small weight uses a row group for long, while the others open and finish several."""
+    mixture = mix(sources())
+    for store in (mixture.rowstore, pickle.loads(pickle.dumps(mixture)).rowstore):
+        store.capacity = 2
+        for row, is_new in ((0, True), (200, True), (0, False), (261, True), (0, False), (200, True)):
+            opened: dict[int, bool] = {}
+            store.gather(np.array([row]), opened=opened)
+            assert [*opened.values()] == [is_new]
+
+
+def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:
+    mixture = mix(sources())
+    make_loader(mixture, 16, world=World(0, 4))
+
+    def free() -> set[bool]:
+        return {mixture.rowstore.blobs.maker.has_capacity(group) for group in range(len(mixture.row_groups))}
+
+    for first in mixture.rowstore.blobs.caches:
+        assert free() == {True}
+        with first.maker.memory.reserve(sys.maxsize):
+            assert free() == {False}
+    child = os.fork()
+    if not child:  # The budgets of a forked child are new, and one again.
+        with mixture.rowstore.blobs.maker.memory.reserve(sys.maxsize):
+            os._exit(7 if free() == {False} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_loads_of_all_sources_use_that_budget(sources: Sources) -> None:
+    mixture = mix(sources())
+    list(make_loader(mixture, 16, world=World(0, 1)))
+    blobs = mixture.rowstore.blobs
+    assert {id(each.maker.memory) for each in blobs.caches} == {id(blobs.maker.memory)}
+
+
+def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources) -> None:
+    mixture = mix(sources())
+    blobs = mixture.rowstore.blobs
+    decoder = BackgroundDecoder(blobs)
+    decoder.make(0)  # starts it
+    assert decoder._process is not None
+    assert decoder._process.ready.wait(60)
+    try:
+        for group in [number for number, group in enumerate(mixture.row_groups) if group.rows]:
+            assert decoder.make(group)
+            assert blobs.find(group) is not None
+    finally:
+        decoder.end()
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([1, 0, 1], "weight 0 of source 1"),
+        ([1, -1, 1], "weight -1"),
+        ([1, float("nan"), 1], "weight nan"),
+        ({"a": 1, "b": 1, "x": 1}, "differ in 'c', 'x'"),
+        ({"a": 1, "b": 1}, "differ in 'c'"),
+        ([1, 1], "2 weights for 3 sources"),
+    ],
+)
+def test_wrong_weights(sources: Sources, weights: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        mix(sources(), weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"stop": "never"}, "stop='never'"),
+        ({"batching": "random"}, "batching='random'"),
+        ({"num_rows": 0}, "num_rows=0"),
+        ({"name_column": "half"}, "name_column='half'"),
+        ({"columns": ["half"]}, "columns: pass it to make_dataset"),
+    ],
+)
+def test_wrong_arguments(sources: Sources, options: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        mix(sources(), **options)
+
+
+def test_wrong_sources(sources: Sources) -> None:
+    for wrong, says in (({}, "at least one source"), ("s3://x", "a mapping"), ({1: sources()["a"]}, "a string")):
+        with pytest.raises(ConfigError, match=says):
+            mix(wrong)
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"x": pa.array([1], pa.int32())}, "column 'x' is int64 in source 'one' and int32 in source 'two'"),
+        ({"x": pa.array([[1]])}, "column 'x' is int64 in source 'one' and list"),
+        ({"y": pa.array([1])}, "column 'x' is int64 in source 'one' and missing in source 'two'"),
+        ({"x": pa.array([1]), "y": pa.array([1.5])}, "column 'y' is missing in source 'one' and double"),
+    ],
+)
+def test_sources_with_other_columns(tmp_path: Path, columns: Any, says: str) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "one.parquet")
+    pq.write_table(pa.table(columns), tmp_path / "two.parquet")
+    urls = {name: str(tmp_path / f"{name}.parquet") for name in ("one", "two")}
+    with pytest.raises(ConfigError, match=says):
+        mix(urls, cache=None)
+
+
+def test_columns_may_be_in_another_order(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [1], "y": [10]}), tmp_path / "one.parquet")
+    pq.write_table(pa.table({"y": [20], "x": [2]}), tmp_path / "two.parquet")
+    [batch] = make_loader(mix([str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")], cache=None), 2)
+    assert [*batch] == ["x", "y"]
+    assert sorted(zip(batch["x"].tolist(), batch["y"].tolist(), strict=True)) == [(1, 10), (2, 20)]
+
+
+def test_arguments_of_datasets_do_not_go_with_a_mixture(sources: Sources) -> None:
+    with pytest.raises(ConfigError, match="columns: pass it to make_dataset or mix"):
+        make_loader(mix(sources()), 8, columns=["half"])
+
+
+def test_mix_is_at_the_top() -> None:
+    assert dataload.mix is mix
+    assert "mix" in dataload.__all__
