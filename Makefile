@@ -41,13 +41,13 @@ lowest: .venv-lowest/.ready
 	$(LOWEST) pip install --quiet --constraint .venv-lowest/constraints.txt --editable ".[cluster]" --group lowest
 	touch $@
 
-# Whole programs: runs of the demo after a kill and with shuffled labels, benchmarks, workers of each start method.
+# Whole programs and further variants of tests: the demo after a kill, benchmarks, start methods, launchers, meshes.
 slow: setup
 	$(BIN)/python -m pytest -m slow --timeout 280
 
 # Long tests: a thousand kills of the tier, 200 of training, ten thousand fuzzing steps, columns of more than 2 GiB.
 chaos: setup
-	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest $$(grep -rlE "nightly|hypothesis" tests --include="test_*.py") tests/chaos/*.py
+	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "slow or not slow" $$(grep -rlE "nightly|hypothesis" tests --include="test_*.py") tests/chaos/*.py
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -77,7 +77,7 @@ COMPILE := from deepspeed.accelerator import get_accelerator as get; get().creat
 trainers: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group trainers
 	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c "$(COMPILE)"
-	$(BIN)/python -m pytest --timeout 300 tests/test_examples.py tests/loader/test_integrations.py
+	$(BIN)/python -m pytest -m "slow or not slow" --timeout 300 tests/test_examples.py tests/loader/test_integrations.py
 
 # Open the page of `dataload report` in Chromium; skipped if Chromium is not installed.
 browser: setup

@@ -95,6 +95,7 @@ def free_port():
         return str(probe.getsockname()[1])
 
 
+@pytest.mark.slow
 def test_ddp_on_two_nodes(folder, tmp_path):
     nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
     job = program("train_ddp.py", folder, tmp_path)
@@ -118,6 +119,7 @@ def test_two_ranks_of_other_trainers(folder, tmp_path, name, expected):
     check_rows(folder, tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_peers_read_the_same_rows(folder, tmp_path):
     four = ["--standalone", "--nproc-per-node", "4"]
     output = run_all([[*RUN, *four, *program("train_fsdp2.py", folder, tmp_path)]], tmp_path)
@@ -187,6 +189,7 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
+@pytest.mark.slow
 def test_slurm(folder, tmp_path):
     bin_ = tmp_path / "bin"
     bin_.mkdir()

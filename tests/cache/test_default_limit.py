@@ -40,6 +40,7 @@ def report_limit(path: Path, found: Path, barrier: Any, number: int, limit: int 
     barrier.wait(PATIENCE)
 
 
+@pytest.mark.slow
 def test_processes_that_make_a_cache_at_once_agree(small_disk: Path, tmp_path: Path) -> None:
     barrier, path = FORKSERVER.Barrier(PROCESSES), small_disk / "c"
     processes = [start(report_limit, path, tmp_path, barrier, number) for number in range(PROCESSES)]
@@ -49,6 +50,7 @@ def test_processes_that_make_a_cache_at_once_agree(small_disk: Path, tmp_path: P
     assert 0 < limit <= (1 << 20) // 2
 
 
+@pytest.mark.slow
 def test_the_limit_does_not_follow_what_the_disk_has_free(small_disk: Path) -> None:
     path = small_disk / "c"
     assert run(fill, path, "x/0") == 0

@@ -470,7 +470,7 @@ class Victim:
 
 
 @pytest.mark.timeout(1200 if NIGHTLY else 120)
-@pytest.mark.parametrize("policy", ["pin", "lru"])
+@pytest.mark.parametrize("policy", ["pin", pytest.param("lru", marks=pytest.mark.slow)])
 def test_kills_at_random_moments_break_nothing(tmp_path: Path, policy: str) -> None:
     """Three processes run at a time and are replaced when they die, so new ones sweep while others work."""
     seeds = itertools.count(1)
@@ -684,7 +684,7 @@ def assert_within_at_this_moment(watchdog: Watchdog, tier: LocalTier, steppers: 
 
 
 @pytest.mark.timeout(1200 if NIGHTLY else 120)
-@pytest.mark.parametrize("policy", ["pin", "lru"])
+@pytest.mark.parametrize("policy", ["pin", pytest.param("lru", marks=pytest.mark.slow)])
 def test_the_limit_holds_at_every_moment(tmp_path: Path, policy: str) -> None:
     """At each step of one process, all others are stopped and every byte is counted. Some are killed."""
     tier = LocalTier(tmp_path / "c", LIMIT, policy)

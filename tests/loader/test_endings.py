@@ -69,7 +69,12 @@ def origin(tmp_path: Path) -> Iterator[Origin]:
 
 
 @pytest.mark.parametrize(
-    ("end", "filled"), [*((end, False) for end in ENDS), ("no loader", True), ("interrupted", True)]
+    ("end", "filled"),
+    [
+        *((end, False) for end in ENDS),
+        pytest.param("no loader", True, marks=pytest.mark.slow),
+        pytest.param("interrupted", True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_program_ends(origin: Origin, tmp_path: Path, end: str, filled: bool) -> None:
     program = PROGRAM.format(end=ENDS[end], filled=filled)

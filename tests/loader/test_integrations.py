@@ -181,6 +181,7 @@ def test_fabric(lightning: Seen, epochs_of: Any) -> None:
 # Tensor parallelism
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "line"),
     [

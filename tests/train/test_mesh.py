@@ -274,7 +274,13 @@ def ddp(ranks, folder):
 @NEEDS_FSDP
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize(
-    ("shape", "names"), [((4,), ("dp_shard",)), ((2, 2), ("dp_replicate", "dp_shard")), ((4, 2), DP), ((2, 2, 2), HSDP)]
+    ("shape", "names"),
+    [
+        ((4,), ("dp_shard",)),
+        ((2, 2), ("dp_replicate", "dp_shard")),
+        pytest.param((4, 2), DP, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), HSDP, marks=pytest.mark.slow),
+    ],
 )
 def test_sharded_models_train_like_ddp(ranks, folder, ddp, shape, names, accumulate):
     every, expected = int(np.prod(shape)), ddp[accumulate]
@@ -296,7 +302,11 @@ def test_sharded_models_train_like_ddp(ranks, folder, ddp, shape, names, accumul
 @NEEDS_FSDP
 @pytest.mark.parametrize(
     ("shape", "names", "fewer"),
-    [((4,), ("dp_shard",), (2,)), ((2, 2), ("dp_replicate", "dp_shard"), (1, 2)), ((2, 2), DP, (1, 2))],
+    [
+        ((4,), ("dp_shard",), (2,)),
+        pytest.param((2, 2), ("dp_replicate", "dp_shard"), (1, 2), marks=pytest.mark.slow),
+        pytest.param((2, 2), DP, (1, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_resumes_on_two_ranks(ranks, folder, tmp_path, shape, names, fewer):
     dp = shape[0] if names == DP else 4
