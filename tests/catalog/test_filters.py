@@ -304,14 +304,21 @@ def test_statistics_that_arrow_cannot_use(stored: Stored) -> None:
     table = pa.table(
         {
             "id": pa.ExtensionArray.from_storage(pa.uuid(), pa.array(ids, pa.binary(16))),
-            "view": pa.array(["a", "b", "c", "d"], pa.string_view()),
             "f": [1.0, 2.0, 3.0, 4.0],
         }
     )
     manifest, blocks = stored([table[:2], table[2:]])
     assert kept(manifest, blocks, pc.field("id") == pa.scalar(ids[2], pa.binary(16))) == [2]
-    assert kept(manifest, blocks, [("view", ">=", "c")]) == [2, 3]
     assert kept(manifest, blocks, pc.field("f").cast(pa.int64()) == 3) == [2]
+
+
+def test_views_of_text(stored: Stored) -> None:
+    table = pa.table({"view": pa.array(["a", "b", "c", "d"], pa.string_view())})
+    try:
+        manifest, blocks = stored([table[:2], table[2:]])
+    except pa.ArrowNotImplementedError:
+        pytest.skip(f"pyarrow {pa.__version__} cannot write views to Parquet")
+    assert kept(manifest, blocks, [("view", ">=", "c")]) == [2, 3]
 
 
 def test_expressions_without_columns(stored: Stored) -> None:
