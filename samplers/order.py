@@ -131,11 +131,7 @@ class Order:
         Raises:
             IndexError: A position is outside of the epoch.
         """
-        requested = np.asarray(positions, np.int64)
-        if requested.size and (requested.min() < 0 or requested.max() >= self.n):
-            raise IndexError(
-                f"positions {requested.min()} to {requested.max()} are not all in an epoch of {self.n} rows"
-            )
+        requested = checked(positions, self.n)
         if self.shuffle is False:
             return requested.copy()
         if self.num_streams == 1:
@@ -186,6 +182,18 @@ class Order:
 
     def _epoch(self, epoch: int) -> EpochOrder:
         return self._epochs.get(epoch, lambda number: EpochOrder(self._placement, self.seed, number))
+
+
+def checked(positions: npt.ArrayLike, n: int) -> Int64:
+    """Return positions of an epoch of n rows as an array: int64 [k].
+
+    Raises:
+        IndexError: A position is outside of the epoch.
+    """
+    requested = np.asarray(positions, np.int64)
+    if requested.size and (requested.min() < 0 or requested.max() >= n):
+        raise IndexError(f"positions {requested.min()} to {requested.max()} are not all in an epoch of {n} rows")
+    return requested
 
 
 def _unique(needs: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:

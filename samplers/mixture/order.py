@@ -18,7 +18,7 @@ from dataload.samplers.mixture.borders import BLOCK, END
 from dataload.samplers.mixture.sequence import UnitSequence
 from dataload.samplers.mixture.source import Source, SourceRows
 from dataload.samplers.mixture.weights import integer_weights
-from dataload.samplers.order import Order, Shuffle
+from dataload.samplers.order import Order, Shuffle, checked
 
 Int64 = npt.NDArray[np.int64]
 Stop = Literal["first_exhausted", "all_exhausted"]
@@ -140,11 +140,7 @@ class MixtureOrder:
         Raises:
             IndexError: A position is outside of the epoch.
         """
-        requested = np.asarray(positions, np.int64)
-        if requested.size and (requested.min() < 0 or requested.max() >= self.n):
-            raise IndexError(
-                f"positions {requested.min()} to {requested.max()} are not all in an epoch of {self.n} rows"
-            )
+        requested = checked(positions, self.n)
         units = requested // self.unit
         sources, numbers = self._units.draws(epoch, units)
         return sources, (numbers - units) * self.unit + requested
