@@ -29,7 +29,7 @@ VERSION = 1  # of cached selections
 PARTS_AT_ONCE = 4
 CACHED_TOGETHER = 64  # row groups: so few that other processes need not wait for long
 ROW_GROUPS_AT_ONCE = 16
-MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for the columns of the filter.
+MEMORY_DIVISOR = 32  # One part of the usable memory is for the columns of a filter, in each rank of the host.
 HELD_BYTES = 8 << 20  # of each row group in flight; the rest of its columns is streamed
 BATCH_ROWS = 1 << 14
 

@@ -148,7 +148,7 @@ def _of(clause: Any, manifest: Manifest, paths: dict[str, tuple[str, ...]]) -> p
         raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
     if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
         raise ConfigError(f"filters: {shown(clause)} needs a list of values")
-    # Floats are compared as float64: 0.1 is not the nearest float32.
+    # 0.1 is no float32. Arrow casts it to the type of the column.
     kind = pa.float64() if pa.types.is_floating(kind) else kind
     field = pc.field(*paths[column])
     try:
