@@ -167,6 +167,7 @@ def test_hugging_face_trainer(folder, tmp_path):
     check_rows(folder, tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_ray_train(folder, tmp_path):
     if installed("ray"):
         environ = ["env", "RAY_USAGE_STATS_ENABLED=0"]
