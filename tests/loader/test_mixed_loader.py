@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import feather
 
 import dataload
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
@@ -507,6 +508,41 @@ def test_sources_with_other_columns(tmp_path: Path, columns: Any, says: str) -> 
     urls = {name: str(tmp_path / f"{name}.parquet") for name in ("one", "two")}
     with pytest.raises(ConfigError, match=says):
         mix(urls, cache=None)
+
+
+MS, US = pa.timestamp("ms"), pa.timestamp("us")
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (MS, US),
+        (pa.timestamp("us", "UTC"), US),
+        (pa.duration("s"), pa.duration("ms")),
+        (pa.time32("s"), pa.time32("ms")),
+        (pa.time64("us"), pa.time64("ns")),
+        (pa.date32(), pa.date64()),
+        (pa.int64(), US),
+        (pa.list_(MS), pa.list_(US)),
+        (pa.list_(MS, 1), pa.list_(US, 1)),
+    ],
+)
+def test_times_of_other_units_never_share_a_batch(tmp_path: Path, one: pa.DataType, two: pa.DataType) -> None:
+    for name, kind in (("one", one), ("two", two)):
+        value: Any = [0] if pa.types.is_nested(kind) else 0
+        feather.write_feather(pa.table({"at": pa.array([value], kind)}), tmp_path / f"{name}.arrow")
+    datasets = {name: make_dataset(tmp_path / f"{name}.arrow", cache=None) for name in ("one", "two")}
+    with pytest.raises(ConfigError) as caught:
+        mix(datasets)
+    assert f"column 'at' is {one} in source 'one' and {two} in source 'two'" in str(caught.value)
+
+
+def test_time_zones_may_differ(tmp_path: Path) -> None:
+    """All timestamps with a time zone are in UTC."""
+    for name, zone in (("one", "UTC"), ("two", "Europe/Paris")):
+        pq.write_table(pa.table({"at": pa.array([7], pa.timestamp("us", zone))}), tmp_path / f"{name}.parquet")
+    [batch] = make_loader(mix([make_dataset(tmp_path / f"{name}.parquet", cache=None) for name in ("one", "two")]), 2)
+    assert batch["at"].tolist() == [7, 7]
 
 
 def test_columns_may_be_in_another_order(tmp_path: Path) -> None:
