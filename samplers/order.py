@@ -54,6 +54,8 @@ class Order:
     copies are small and draw the same order.
     """
 
+    homogeneous = False  # as in `PositionOrder`
+
     def __init__(
         self,
         block_lengths: Sequence[int] | npt.ArrayLike,

@@ -53,7 +53,7 @@ class MixtureOrder:
             sources must have come once. Both are exact for weights by rows and units of one row; otherwise the epoch is
             shorter or longer by less than one unit of a source, so that its length is the same in all epochs.
         num_rows: Rows of an epoch, instead of `stop`.
-        batching: "mixed" or "homogeneous".
+        batching: "mixed" or "homogeneous". Padding of a partial homogeneous batch repeats rows of that batch.
         batch_rows: Rows of a global batch, for "homogeneous".
         shuffle: As for `Order`, in each source.
         seed: Seed of the mixture. Each source's own seed follows from it and the name.
@@ -89,6 +89,7 @@ class MixtureOrder:
         self.sources, self.seed = tuple(sources), int(seed)
         self.stop, self.num_rows = stop, None if num_rows is None else int(num_rows)
         self.batching, self.batch_rows = batching, None if batch_rows is None else int(batch_rows)
+        self.homogeneous = batching == "homogeneous"
         windows = [None] * len(self.sources) if windows is None else windows
         self._check(weights, windows)
         self.orders = tuple(

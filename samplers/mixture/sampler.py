@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,7 +109,7 @@ class MixtureSampler(RankSampler):
 
         Raises:
             ConfigError: The state is of another mixture or version, or incomplete; or its batches are of one source
-                each, and the global batch here does not divide them.
+                each, and those from its position on would not be in this world.
         """
         rows = state.get("batch_rows") if state.get("batching") == "homogeneous" else None
         if rows is not None and rows % self.global_batch_size:
@@ -118,3 +119,13 @@ class MixtureSampler(RankSampler):
                 f"{rows}, or a divisor of it"
             )
         super().load_state_dict(state)
+
+    def _check_start(self, order: MixtureOrder, cursor: int) -> None:
+        super()._check_start(order, cursor)
+        done = cursor % order.unit
+        if order.homogeneous and done % self.global_batch_size and cursor - done + order.unit < order.n:
+            raise ConfigError(
+                f"the state is {done} rows into a batch of {order.unit} rows of one source, which "
+                f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
+                f"{math.gcd(done, order.unit)} rows, or a divisor of it"
+            )

@@ -241,7 +241,7 @@ def test_a_resume_on_other_ranks_after_a_wrap_repeats_and_loses_nothing(
     options = {"transform": dict, "num_workers": workers} if workers else {}
 
     def loaders(size: int) -> list[Any]:
-        mixture = mix(sources(), WEIGHTS, num_rows=480, batching=batching, name_column="source")
+        mixture = mix(sources(), WEIGHTS, num_rows=485, batching=batching, name_column="source")
         return [make_loader(mixture, 12 // size, world=World(rank, size), **options) for rank in range(size)]
 
     whole = global_batches(loaders(1))

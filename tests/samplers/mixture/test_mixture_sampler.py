@@ -116,6 +116,47 @@ def test_padding_repeats_the_first_rows_at_the_very_end():
         assert rows[:101] == expected
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("num_replicas", "batch_size"), [(1, 24), (3, 8), (6, 4), (8, 3), (4, 3), (3, 1)])
+def test_homogeneous_batches_keep_to_one_source_at_the_end(num_replicas, batch_size, drop_last):
+    """Each epoch ends with a partial global batch, whose padding repeats its own rows."""
+    options = {"weights": WEIGHTS, "batching": "homogeneous", "drop_last": drop_last}
+    for num_rows in (961, 965, 969, 976, 983, 984):
+        state = MixtureSampler(SOURCES, 1, 0, num_rows=num_rows, batch_size=24, **options).state_dict()
+        samplers = ranks(num_replicas, batch_size=batch_size, drop_last=drop_last)
+        size = num_replicas * batch_size
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        order = samplers[0].order
+        for epoch, cursor in ((0, 0), (3, 960 - 2 * size), (4, num_rows - num_rows % size)):
+            expected = order.rows(epoch, np.arange(cursor, num_rows)).tolist()
+            left = len(expected) - (len(expected) % size if drop_last else 0)
+            assert len({sum(map(len, sampler.batches(epoch, cursor))) for sampler in samplers}) == 1
+            batches = global_batches(samplers, epoch, cursor)
+            assert [len(batch) for batch in batches[:-1]] == [size] * max(0, len(batches) - 1)
+            for batch in batches:
+                assert len(set(np.searchsorted(order.first_rows, batch, "right"))) == 1
+            whole = [row for batch in batches for row in batch]
+            assert whole[:left] == expected[:left]
+            assert set(whole[left:]) <= set(expected[-(len(expected) % size or 1) :])
+            assert len(whole) - left == (0 if drop_last else -left % num_replicas)
+
+
+def test_a_start_inside_a_homogeneous_batch():
+    sampler = MixtureSampler(SOURCES, 1, 0, weights=WEIGHTS, num_rows=107, batch_size=16, batching="homogeneous")
+    for cursor, sizes, wrong in ((8, (8, 4), (16,)), (100, (16, 4), ()), (104, (8, 16), ()), (107, (16,), ())):
+        state = {**sampler.state_dict(), "cursor": cursor}
+        for size in (*sizes, *wrong):
+            resumed = MixtureSampler(SOURCES, 1, 0, batch_size=size)
+            if size in wrong:
+                with pytest.raises(ConfigError, match="all ranks together have 8 rows"):
+                    resumed.load_state_dict(state)
+                continue
+            resumed.load_state_dict(state)
+            for rows in resumed.batches():
+                assert len(set(np.searchsorted(resumed.order.first_rows, rows, "right"))) == 1
+
+
 @pytest.mark.parametrize(("num_nodes", "num_streams", "per_node", "batch_size"), [(2, 2, 1, 8), (3, 6, 2, 4)])
 def test_nodes_keep_to_their_own_row_groups(num_nodes, num_streams, per_node, batch_size):
     chance = random.Random(1)
