@@ -137,6 +137,8 @@ def make_loader(
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
+    if row_ids and (taken := dataset.computed.keys() & ROW_IDS.keys()):
+        raise ConfigError(f"row_ids=True and name_column both add the column {min(taken)!r}: choose another name_column")
     shape = {"ragged": ragged, "group": group, "computed": {**dataset.computed, **(ROW_IDS if row_ids else {})}}
     return Loader(
         dataset,

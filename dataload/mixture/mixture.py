@@ -16,7 +16,7 @@ from dataload.catalog.locations import Location
 from dataload.catalog.manifest import Source as Files
 from dataload.dataset import Dataset, MapStyle, make_dataset
 from dataload.errors import ConfigError
-from dataload.formats.schema import Field
+from dataload.formats.schema import Field, mask_name
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
@@ -160,8 +160,12 @@ class Mixture(MapStyle):
     def _check_columns(self, name_column: str | None) -> None:
         """Raise ConfigError unless the batches of all sources have the same columns of the same types."""
         first, *others = ({field.name: field for field in dataset.rowstore.layout.fields} for dataset in self._datasets)
-        if name_column in first:
-            raise ConfigError(f"name_column={name_column!r} is a column of the sources: choose another name")
+        if name_column is not None and (not isinstance(name_column, str) or not name_column):
+            raise ConfigError(f"name_column={name_column!r} must be a string of at least one character")
+        masks = {mask_name(field) for field in first.values()}
+        if name_column in first.keys() | masks:
+            kind = "a column of the sources" if name_column in first else "the name of a mask of nulls"
+            raise ConfigError(f"name_column={name_column!r} is {kind}: choose another name")
         for name, dataset, fields in zip(self.names[1:], self._datasets[1:], others, strict=True):
             for column in [*first, *(fields.keys() - first.keys())]:
                 here, there = first.get(column), fields.get(column)

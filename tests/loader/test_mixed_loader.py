@@ -199,6 +199,13 @@ def test_row_ids_number_all_sources(sources: Sources, bucket: Any) -> None:
             assert f"/{NAMES[source]}/" in loader.dataset.locate(row).url
 
 
+def test_two_computed_columns_of_one_name_are_refused(sources: Sources) -> None:
+    mixture = mix(sources(["half"]), name_column="row_id")
+    assert {*stream_of([{**b, "source": b["row_id"]} for b in make_loader(mixture, 16)])} == {(i, i) for i in range(3)}
+    with pytest.raises(ConfigError, match="both add the column 'row_id'"):
+        make_loader(mixture, 16, row_ids=True)
+
+
 def test_transforms_get_the_random_numbers_of_their_batch(sources: Sources) -> None:
     def drawn(workers: int) -> list[float]:
         loader = make_loader(mix(sources()), 16, transform=draw, num_workers=workers, world=World(0, 1))
@@ -478,7 +485,10 @@ def test_wrong_weights(sources: Sources, weights: Any, says: str) -> None:
         ({"stop": "never"}, "stop='never'"),
         ({"batching": "random"}, "batching='random'"),
         ({"num_rows": 0}, "num_rows=0"),
-        ({"name_column": "half"}, "name_column='half'"),
+        ({"name_column": "half"}, "name_column='half' is a column of the sources"),
+        ({"name_column": "row_id.is_null"}, "is the name of a mask of nulls"),
+        ({"name_column": ""}, "name_column='' must be a string"),
+        ({"name_column": 1}, "name_column=1 must be a string"),
         ({"columns": ["half"]}, "columns: pass it to make_dataset"),
     ],
 )
