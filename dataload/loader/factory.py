@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,7 +58,7 @@ def make_loader(
     cache_dir: str | None = None,
     cache_bytes: int | str | None = None,
     cluster: str | None = None,
-    cache: CacheConfig | None = None,
+    cache: CacheConfig | Literal[False] | None = None,
     fill_null: Any = None,
     null_masks: bool = False,
     stats_dir: str | os.PathLike[str] | None = None,
@@ -97,11 +97,10 @@ def make_loader(
         columns: As in `make_dataset`.
         filters: As in `make_dataset`.
         storage_options: As in `make_dataset`.
-        cache_dir: As in `CacheConfig`.
-        cache_bytes: As in `CacheConfig`.
-        cluster: As in `CacheConfig`.
-        cache: A `CacheConfig`, instead of the three arguments above. For no cache, pass a dataset made by
-            `make_dataset(..., cache=None)`.
+        cache_dir: As in `make_dataset`.
+        cache_bytes: As in `make_dataset`.
+        cluster: As in `make_dataset`.
+        cache: As in `make_dataset`.
         fill_null: As in `make_dataset`.
         null_masks: As in `make_dataset`.
         stats_dir: Folder to which each process writes its statistics once a second, for `dataload report`. Each loader
@@ -126,10 +125,10 @@ def make_loader(
                 train_step(batch["image"], batch["label"])
         ```
     """
-    options = {"columns": columns, "filters": filters, "storage_options": storage_options}
-    nulls = {"fill_null": fill_null, "null_masks": null_masks or None}
-    cache_options = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
-    dataset = _dataset_of(source, {**options, **nulls}, cache_options)
+    options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
+    cached = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
+    options |= {**cached, "null_masks": null_masks or None}
+    dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
     _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
     detected = world is None and mesh is None
     world = world_of(world, mesh)
@@ -137,9 +136,7 @@ def make_loader(
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     if num_workers and prefetch is not None:
         dataloader_kwargs["prefetch_factor"] = prefetch
-    if row_ids and (taken := dataset.computed.keys() & ROW_IDS.keys()):
-        raise ConfigError(f"row_ids=True and name_column both add the column {min(taken)!r}: choose another name_column")
-    shape = {"ragged": ragged, "group": group, "computed": {**dataset.computed, **(ROW_IDS if row_ids else {})}}
+    shape = {"ragged": ragged, "group": group, "computed": _computed(dataset, row_ids=row_ids)}
     return Loader(
         dataset,
         maker=BatchMaker(dataset, shape, collate_fn, transform, on_error),
@@ -182,21 +179,22 @@ def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloa
         raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
 
 
-def _dataset_of(source: Source | MapStyle, dataset_options: dict[str, Any], cache_options: dict[str, Any]) -> MapStyle:
-    if isinstance(source, MapStyle):
-        _reject({**dataset_options, **cache_options}, "pass it to make_dataset or mix, not with its dataset")
-        return source
-    cache = cache_options.pop("cache")
-    if cache is not None:
-        _reject(cache_options, "pass it inside cache=CacheConfig(...)")
-    given = {name: value for name, value in dataset_options.items() if value is not None}
-    return make_dataset(source, cache=cache or CacheConfig(**cache_options), **given)
+def _dataset_of(source: Source | MapStyle, options: dict[str, Any]) -> MapStyle:
+    if not isinstance(source, MapStyle):
+        return make_dataset(source, **options)
+    if options:
+        raise ConfigError(f"{min(options)}: pass it to make_dataset or mix, not with its dataset")
+    return source
 
 
-def _reject(arguments: Mapping[str, Any], advice: str) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ConfigError(f"{name}: {advice}")  # without the value, which may contain a password
+def _computed(dataset: MapStyle, *, row_ids: bool) -> dict[str, Any]:
+    """Return the columns that batches have besides those of the dataset, see `MapStyle.computed`."""
+    added = ROW_IDS if row_ids else {}
+    if taken := dataset.computed.keys() & added.keys():
+        raise ConfigError(
+            f"row_ids=True and name_column both add the column {min(taken)!r}: choose another name_column"
+        )
+    return {**dataset.computed, **added}
 
 
 def _share_host(dataset: MapStyle, world: World, num_workers: int) -> None:

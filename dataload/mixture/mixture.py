@@ -217,7 +217,7 @@ def mix(
         >>> for name in ("books", "code"):
         ...     pq.write_table(pa.table({"id": range(6)}), Path(folder.name) / f"{name}.parquet")
         >>> sources = {name: f"{folder.name}/{name}.parquet" for name in ("books", "code")}
-        >>> mixture = mix(sources, {"books": 2, "code": 1}, name_column="source", cache=None)
+        >>> mixture = mix(sources, {"books": 2, "code": 1}, name_column="source", cache=False)
         >>> mixture
         Mixture(books: 6 rows, weight 2, code: 6 rows, weight 1)
         >>> [sorted(batch["source"].tolist()) for batch in make_loader(mixture, 3)]

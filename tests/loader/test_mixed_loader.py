@@ -376,7 +376,7 @@ def test_the_sources_share_the_limit_of_the_cache(bucket: Any, dataset_of: Calla
     """The cache holds half of all rows. Each source would fit into it by itself."""
     urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
     options = {"storage_options": bucket.options}
-    decoded = mix(urls, cache=None, **options).rowstore.blobs.num_bytes
+    decoded = mix(urls, cache=False, **options).rowstore.blobs.num_bytes
     mixture = mix(urls, cache=CacheConfig(str(tmp_path / "cache"), decoded // 2), name_column="source", **options)
     total = sum({group.file.path: group.file.size for group in mixture.row_groups}.values())
     loader = make_loader(mixture, 100, window=2, world=World(0, 1))
@@ -397,7 +397,7 @@ def test_a_cache_that_is_too_small_for_all_sources_together(
 ) -> None:
     urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
     options = {"storage_options": bucket.options}
-    whole = mix(urls, cache=None, **options).rowstore.blobs
+    whole = mix(urls, cache=False, **options).rowstore.blobs
     limit = whole.num_bytes * 10 // 60
     cache = CacheConfig(str(tmp_path / "cache"), limit)
     for url in urls.values():
@@ -517,7 +517,7 @@ def test_sources_with_other_columns(tmp_path: Path, columns: Any, says: str) -> 
     pq.write_table(pa.table(columns), tmp_path / "two.parquet")
     urls = {name: str(tmp_path / f"{name}.parquet") for name in ("one", "two")}
     with pytest.raises(ConfigError, match=says):
-        mix(urls, cache=None)
+        mix(urls, cache=False)
 
 
 MS, US = pa.timestamp("ms"), pa.timestamp("us")
@@ -541,7 +541,7 @@ def test_times_of_other_units_never_share_a_batch(tmp_path: Path, one: pa.DataTy
     for name, kind in (("one", one), ("two", two)):
         value: Any = [0] if pa.types.is_nested(kind) else 0
         feather.write_feather(pa.table({"at": pa.array([value], kind)}), tmp_path / f"{name}.arrow")
-    datasets = {name: make_dataset(tmp_path / f"{name}.arrow", cache=None) for name in ("one", "two")}
+    datasets = {name: make_dataset(tmp_path / f"{name}.arrow", cache=False) for name in ("one", "two")}
     with pytest.raises(ConfigError) as caught:
         mix(datasets)
     assert f"column 'at' is {one} in source 'one' and {two} in source 'two'" in str(caught.value)
@@ -551,16 +551,48 @@ def test_time_zones_may_differ(tmp_path: Path) -> None:
     """All timestamps with a time zone are in UTC."""
     for name, zone in (("one", "UTC"), ("two", "Europe/Paris")):
         pq.write_table(pa.table({"at": pa.array([7], pa.timestamp("us", zone))}), tmp_path / f"{name}.parquet")
-    [batch] = make_loader(mix([make_dataset(tmp_path / f"{name}.parquet", cache=None) for name in ("one", "two")]), 2)
+    [batch] = make_loader(mix([make_dataset(tmp_path / f"{name}.parquet", cache=False) for name in ("one", "two")]), 2)
     assert batch["at"].tolist() == [7, 7]
 
 
 def test_columns_may_be_in_another_order(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1], "y": [10]}), tmp_path / "one.parquet")
     pq.write_table(pa.table({"y": [20], "x": [2]}), tmp_path / "two.parquet")
-    [batch] = make_loader(mix([str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")], cache=None), 2)
+    [batch] = make_loader(mix([str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")], cache=False), 2)
     assert [*batch] == ["x", "y"]
     assert sorted(zip(batch["x"].tolist(), batch["y"].tolist(), strict=True)) == [(1, 10), (2, 20)]
+
+
+@pytest.mark.parametrize("options", [{"cache": False}, {"cache": CacheConfig}, {"cache_dir": "cache"}])
+def test_the_cache_of_the_sources(tmp_path: Path, options: dict[str, Any]) -> None:
+    """`mix` hands the arguments of the cache to `make_dataset`, also if some sources are datasets."""
+    given = {name: str(tmp_path / "cache") if value == "cache" else value for name, value in options.items()}
+    if given.get("cache") is CacheConfig:
+        given["cache"] = CacheConfig(str(tmp_path / "cache"), "1GB")
+    pq.write_table(pa.table({"x": range(8)}), tmp_path / "x.parquet")
+    mixture = mix([make_dataset(tmp_path / "x.parquet", cache=False), tmp_path / "x.parquet"], **given)
+    loader = make_loader(mixture, 4, world=World(0, 1))
+    assert sorted(row for batch in loader for row in batch["x"].tolist()) == sorted([*range(8), *range(8)])
+    assert [dataset.blocks.tier.shared for dataset in mixture.datasets] == [False, given != {"cache": False}]
+    assert (tmp_path / "cache").exists() == (given != {"cache": False})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cache": True}, "cache=True must be a CacheConfig, False"),
+        ({"cache": "/nvme"}, "cache='/nvme' must be"),
+        ({"cache": False, "cache_bytes": 10}, "cache_bytes: leave it out"),
+        ({"cache": CacheConfig(), "cluster": "valkey://:password@x"}, r"cluster: pass it inside cache=CacheConfig"),
+        ({"cache_bytes": 0}, "cache_bytes=0"),
+    ],
+)
+def test_wrong_caches(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    pq.write_table(pa.table({"x": range(8)}), tmp_path / "x.parquet")
+    for opened in (make_dataset, lambda path, **given: make_loader(path, 2, **given), lambda *a, **b: mix([*a], **b)):
+        with pytest.raises(ConfigError, match=says) as caught:
+            opened(tmp_path / "x.parquet", **options)
+        assert "password" not in str(caught.value)
 
 
 def test_arguments_of_datasets_do_not_go_with_a_mixture(sources: Sources) -> None:
