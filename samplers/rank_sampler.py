@@ -228,10 +228,14 @@ class RankSampler(DistributedSampler[int]):
             )
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigError(f"the state lacks {', '.join(sorted(missing))}")
-        order = self.order.with_options(**{name: state[name] for name in self.order.options})
+        order = self._order_of(state)
         self._check_start(order, state["cursor"])
         self._follow(order)
         self.seek(state["epoch"], state["cursor"])
+
+    def _order_of(self, state: Mapping[str, Any]) -> Any:
+        """Return the order of a complete state of this data."""
+        return self.order.with_options(**{name: state[name] for name in self.order.options})
 
     def _check_start(self, order: Any, cursor: int) -> None:
         """Raise ConfigError unless this sampler can continue an epoch of `order` at `cursor`."""

@@ -45,6 +45,7 @@ class Mixture(MapStyle):
         weights: The weights as the smallest integers of the same proportion.
         schema: Arrow schema of the columns, that of the first source.
         order: Arguments of `MixtureSampler`.
+        earlier_weights: All weights so far. The states of mixtures of hundreds of sources have digests of weights.
 
     Raises:
         ConfigError: An argument cannot work, or the columns of the sources differ.
@@ -64,6 +65,7 @@ class Mixture(MapStyle):
         if name_column is not None:
             self.computed = {name_column: self._sources_of}
         self._check_columns(name_column)
+        self.earlier_weights: tuple[tuple[int, ...], ...] = ()
         self.set_weights(weights)
         self.rowstore = self._row_store()
 
@@ -99,9 +101,11 @@ class Mixture(MapStyle):
         return f"Mixture({sources})"
 
     def set_weights(self, weights: Weights) -> None:
-        """Use other weights. Loaders follow at the start of their next epoch, and their state has the weights.
+        """Use other weights. Loaders follow at the start of their next epoch.
 
-        All ranks must set the same weights. A state that is restored brings its weights with it.
+        The state of a loader has the weights of its epoch, and those of the next epoch if they are others. A state that
+        is restored brings its weights with it. If it is of hundreds of sources it has digests of them: set the same
+        weights before. All ranks must set the same weights; `fit` checks this.
 
         Args:
             weights: As for `mix`.
@@ -120,6 +124,7 @@ class Mixture(MapStyle):
         rows = 1 if self._order.get("batching") == "homogeneous" else None
         order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
         self.weights = order.weights
+        self.earlier_weights = tuple(dict.fromkeys((*self.earlier_weights, order.weights)))
 
     def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
         """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""

@@ -222,17 +222,17 @@ def draw(batch: Any, rng: np.random.Generator) -> float:
 
 def test_bad_rows_are_replaced_and_named(sources: Sources) -> None:
     def transform(batch: Any) -> Any:
-        if any((batch["source"] == 2) & (batch["row_id"] == 7)):
-            raise ValueError("row 7 of c")
+        if any((batch["source"] == 2) & (batch["row_id"] == 5)):
+            raise ValueError("row 5 of c")
         return batch
 
     mixture = mix(sources(), WEIGHTS, num_rows=100, name_column="source")
-    with pytest.raises(ValueError, match="row 7 of c") as caught:
+    with pytest.raises(ValueError, match="row 5 of c") as caught:
         list(make_loader(mixture, 10, transform=transform, world=World(0, 1)))
-    assert "268" in caught.value.__notes__[0]
+    assert "266" in caught.value.__notes__[0]
     loader = make_loader(mixture, 10, transform=transform, on_error="skip", world=World(0, 1))
-    assert (2, 7) not in stream_of(loader)
-    assert loader.stats().skipped_row_ids == [268]
+    assert (2, 5) not in stream_of(loader)
+    assert loader.stats().skipped_row_ids == [266]
     assert loader.stats().rows_by_source == {"a": 50, "b": 30, "c": 20}
 
 
@@ -328,7 +328,7 @@ def test_new_weights_hold_from_the_next_epoch_on_and_are_in_the_state(sources: S
             mixture.set_weights({"c": 1, "a": 1, "b": 2})
             middle = loader.state_dict()
     assert loader.stats().rows_by_source == {"a": 100, "b": 60, "c": 40}
-    assert middle["weights"] == [5, 3, 2]
+    assert (middle["weights"], middle["next_weights"]) == ([5, 3, 2], [1, 2, 1])
     state = json.loads(json.dumps(loader.state_dict()))
     assert state["weights"] == [1, 2, 1]
     stream = stream_of(loader)
@@ -340,6 +340,13 @@ def test_new_weights_hold_from_the_next_epoch_on_and_are_in_the_state(sources: S
     assert again.weights == (1, 2, 1)
     assert stream_of(resumed) == stream
     assert stream_of(resumed) == stream_of(loader)
+
+    again = mixture_of(sources())
+    again.set_weights([1, 1, 1])  # The state has precedence.
+    resumed = make_loader(again, 10, world=World(0, 1))
+    resumed.load_state_dict(json.loads(json.dumps(middle)))
+    assert len(stream_of(resumed)) == 100
+    assert stream_of(resumed) == stream
 
 
 def test_the_length_follows_new_weights(sources: Sources) -> None:

@@ -201,15 +201,29 @@ def test_weights_change_between_epochs_and_are_in_the_state():
     resumed = MixtureSampler(SOURCES, 1, 0, batch_size=10)
     resumed.load_state_dict(state)
     assert resumed.order.weights == (2, 1, 1)
-    resumed.advance()
-    with pytest.raises(ConfigError, match="between epochs"):
-        resumed.set_weights([1, 1, 1])
-    assert resumed.order.weights == (2, 1, 1)
     resumed.seek(1, 500)
     with pytest.raises(ConfigError, match="weight -1 of source 1"):
         resumed.set_weights([1, -1, 1])
     resumed.set_weights([1, 1, 1])
     assert (resumed.epoch, resumed.cursor, resumed.order.weights) == (2, 0, (1, 1, 1))
+
+
+def test_weights_that_are_set_in_an_epoch_hold_from_the_next_one_on():
+    sampler = MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=500, weights=WEIGHTS)
+    sampler.advance(3)
+    sampler.set_weights([2, 2, 1])
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert (state["weights"], state["next_weights"]) == (WEIGHTS, [2, 2, 1])
+    resumed = MixtureSampler(SOURCES, 1, 0, batch_size=10)
+    resumed.load_state_dict(state)
+    for each in (sampler, resumed):
+        assert each.order.weights == (3, 1, 4)
+        assert len(list(each)) == 470
+        assert (each.order.weights, each.next_weights) == ((2, 2, 1), None)
+        each.advance(3)
+    resumed.load_state_dict({**state, "next_weights": None})  # An earlier change does not hold any more.
+    list(resumed)
+    assert resumed.order.weights == (3, 1, 4)
 
 
 def test_weights_change_the_length_of_an_epoch():
@@ -236,11 +250,29 @@ def test_a_state_that_does_not_suit():
         MixtureSampler(SOURCES, 1, 0, batch_size=16).load_state_dict({n: v for n, v in state.items() if n != "weights"})
 
 
-def test_the_state_of_200_sources_is_small():
+@pytest.mark.parametrize("count", [2, 100, 250, 1024])
+def test_the_state_of_many_sources_is_small_and_exact(count):
     chance = random.Random(0)
-    sources = [Source([chance.randint(1, 10**8)] * 10, f"source number {number}") for number in range(200)]
-    state = MixtureSampler(sources, 1, 0, num_rows=10**6).state_dict()
-    assert len(json.dumps(state)) < 4096
+    lengths = [chance.randint(1, 10**8) for _ in range(count)]
+    sources = [Source([rows] * 10, f"source number {number}") for number, rows in enumerate(lengths)]
+    weights = [chance.random() for _ in sources]
+    sampler = MixtureSampler(sources, 1, 0, weights=weights, num_rows=10**6, batch_size=100)
+    sampler.advance(5)
+    sampler.set_weights(lengths)
+    text = json.dumps(sampler.state_dict())
+    assert len(text) <= 4096
+    known = {} if count <= 100 else {"weights": weights}
+    resumed = MixtureSampler(sources, 1, 0, num_rows=10, **known)
+    if count == 1024:
+        with pytest.raises(ConfigError, match="next_weights"):
+            resumed.load_state_dict(json.loads(text))
+        resumed.advance()
+        resumed.set_weights(lengths)
+    resumed.load_state_dict(json.loads(text))
+    assert json.dumps(resumed.state_dict()) == text
+    if count > 100:
+        with pytest.raises(ConfigError, match="digest of its weights"):
+            MixtureSampler(sources, 1, 0).load_state_dict(json.loads(text))
 
 
 def test_under_a_plain_dataloader():
