@@ -43,6 +43,7 @@ class Field:
         dtype: Type of one element.
         shape: Shape of a dense value.
         type: Arrow type of a nested value.
+        unit: Arrow type of a time, whose numbers depend on its unit; "" for other values.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Field:
     dtype: npt.DTypeLike
     shape: tuple[int, ...] = ()
     type: pa.DataType | None = None
+    unit: str = ""
 
     @property
     def ragged(self) -> bool:
@@ -194,6 +196,17 @@ def number(kind: pa.DataType) -> np.dtype[Any] | None:
     return None
 
 
+def unit(kind: pa.DataType) -> str:
+    """Return the type of a date, time, duration or timestamp in words, or "" for other types.
+
+    All timestamps with a time zone count from 1970 in UTC, so their zones make no difference.
+    """
+    kind = storage(kind)
+    if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
+        return ""
+    return f"timestamp[{kind.unit}, UTC]" if getattr(kind, "tz", None) else str(kind)
+
+
 def fixed_shape(field: pa.Field) -> tuple[tuple[int, ...], pa.DataType]:
     """Return the shape of a column's values in batches, and the type of one element.
 
@@ -245,14 +258,14 @@ def _field(field: pa.Field) -> Field:
     if is_bytes(kind) and not is_uuid:
         return Field(field.name, "string" if is_text(kind) else "binary", np.uint8)
     if is_list(kind) and not shape and (elements := number(storage(kind.value_type))) is not None:
-        return Field(field.name, "list", elements)
+        return Field(field.name, "list", elements, unit=unit(kind.value_type))
     if dtype is None or is_uuid:
         if reason := unsupported(kind):
             raise DataError(f"column {field.name!r} has type {field.type} with {reason}: leave it out with columns=")
         return Field(field.name, "nested", np.uint8, type=field.type)
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) > MOST_VALUE_BYTES:
         raise DataError(f"column {field.name!r} has arrays of {shape} in its rows: leave it out with columns=")
-    return Field(field.name, "dense", dtype, shape)
+    return Field(field.name, "dense", dtype, shape, unit=unit(element))
 
 
 def unsupported(kind: pa.DataType) -> str | None:

@@ -239,9 +239,9 @@ def test_200_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path) -> None:
         expected = reference.to_table(filter=expression, columns=["id"])["id"].to_numpy()
         if not len(expected):
             with pytest.raises(ConfigError, match="leave none of 4000 rows"):
-                make_dataset(tmp_path, filters=expression, cache=None)
+                make_dataset(tmp_path, filters=expression, cache=False)
             continue
-        dataset = make_dataset(tmp_path, columns=["id"], filters=expression, cache=None)
+        dataset = make_dataset(tmp_path, columns=["id"], filters=expression, cache=False)
         assert len(dataset) == len(expected)
         np.testing.assert_array_equal(
             dataset.__getitems__(range(len(dataset))).columns["id"].numpy(), np.sort(expected), str(expression)
@@ -373,7 +373,7 @@ def test_members_of_structs_that_are_null(stored: Stored) -> None:
 
 def test_text_that_is_dictionary_coded(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(3000), "word": ["a", "b", "c"] * 1000}), tmp_path / "x.parquet")
-    dataset = make_dataset(tmp_path, filters=[("word", "=", "b")], cache=None)
+    dataset = make_dataset(tmp_path, filters=[("word", "=", "b")], cache=False)
     assert [int(row["x"]) for row in dataset.__getitems__(range(3))] == [1, 4, 7]
 
 

@@ -83,7 +83,7 @@ def epochs_of(folder: Path) -> Callable[[int], list[list[int]]]:
     """Return a function of an epoch: the rows that each rank must get."""
 
     def expected(epoch: int) -> list[list[int]]:
-        dataset = make_dataset(str(folder), cache=None)
+        dataset = make_dataset(str(folder), cache=False)
         loaders = [make_loader(dataset, 16, world=World(rank, 2)) for rank in range(2)]
         return [[row for rows in loader.sampler.batches(epoch, 0) for row in rows.tolist()] for loader in loaders]
 
@@ -222,7 +222,7 @@ def test_epochs_counted_from_0_continue_at_the_restored_one(monkeypatch: pytest.
 
 
 def test_a_loader_made_before_the_ranks_were_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = make_dataset(str(folder), cache=None)
+    dataset = make_dataset(str(folder), cache=False)
     loader, explicit = make_loader(dataset, 16), make_loader(dataset, 16, world=World())
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -232,11 +232,11 @@ def test_a_loader_made_before_the_ranks_were_started(folder: Path, monkeypatch: 
 
 
 def test_a_plain_dataloader_cannot_pass_the_transform_its_generator(folder: Path) -> None:
-    loader = make_loader(make_dataset(str(folder), cache=None), 16, transform=lambda batch, rng: batch)
+    loader = make_loader(make_dataset(str(folder), cache=False), 16, transform=lambda batch, rng: batch)
     with pytest.raises(ConfigError, match="load_state_dict"):
         loader.collate_fn(loader.dataset.__getitems__([1, 2]))
 
 
 def test_trainers_are_not_imported(folder: Path) -> None:
-    list(make_loader(make_dataset(str(folder), cache=None), 16))
+    list(make_loader(make_dataset(str(folder), cache=False), 16))
     assert not {"accelerate", "lightning", "lightning_fabric"} & sys.modules.keys()

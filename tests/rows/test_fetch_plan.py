@@ -153,7 +153,7 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(files: Pat
 
 
 def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
-    dataset = make_dataset(str(files / "bucket"), cache=None)
+    dataset = make_dataset(str(files / "bucket"), cache=False)
     dataset.rowstore.blobs.maker.use_memory(123 << 20)
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy.rowstore.blobs.maker.rank_memory == 123 << 20

@@ -206,7 +206,7 @@ def test_files_are_read_like_arrow_reads_them(tmp_path_factory: pytest.TempPathF
     rows = data.draw(st.lists(st.integers(0, len(table) - 1), min_size=1, max_size=6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_group_plan, "BLOB_ROWS", data.draw(st.sampled_from([1, 2, 1 << 16])))
-        dataset = make_dataset(str(folder), cache=None)
+        dataset = make_dataset(str(folder), cache=False)
     found = dataset.__getitems__(rows)
     assert [dict(row.items()) for row in found] == [table.slice(row, 1).to_pylist()[0] for row in rows]
 
@@ -444,7 +444,7 @@ def test_nested_rows_have_a_size(tmp_path: Path) -> None:
     """The estimate for the plan of the cache is measured where dictionary codes hide the sizes."""
     rows = [["a long tag that repeats" * 20] * 3] * 2000
     pq.write_table(pa.table({"tags": rows}), tmp_path / "x.parquet")
-    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=None)
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=False)
     blobs = dataset.rowstore.blobs
     before = blobs.num_bytes
     blobs.measure()

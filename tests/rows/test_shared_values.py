@@ -115,14 +115,14 @@ def test_the_plan_knows_how_large_members_of_structs_are(tmp_path: Path) -> None
     """Their codes are not kept: each row has its text."""
     rows = pa.array([{"text": text} for text in texts(30_000)])
     pq.write_table(pa.table({"s": rows}), tmp_path / "x.parquet")
-    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=None).rowstore.blobs
+    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs
     blobs.measure()
     assert blobs.num_bytes == pytest.approx(sum(map(len, blobs.load(0))), rel=0.01)
 
 
 def test_the_plan_knows_how_small_shared_values_are(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": texts(30_000)}), tmp_path / "x.parquet")
-    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=None).rowstore.blobs
+    blobs = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs
     blobs.measure()
     actual = sum(map(len, blobs.load(0)))
     assert actual <= blobs.num_bytes < 1.1 * actual
