@@ -29,8 +29,9 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.filtering import ROW_GROUPS_AT_ONCE, narrow
-from dataload.catalog.filters import Filters
+from dataload.catalog.filters import Filters, filter_of
 from dataload.catalog.manifest import Manifest, RowGroup, resolve
+from dataload.catalog.pruning import decide
 from dataload.errors import ConfigError, OriginError
 
 DAY = dt.datetime(2024, 1, 1)  # noqa: DTZ001 (columns without a time zone are compared with such)
@@ -299,6 +300,34 @@ def test_zeros_in_lists_of_floats(stored: Stored) -> None:
     assert kept(*stored(groups), pc.field("x").isin([0.0])) == [0, 1, 2]
 
 
+def test_zeros_in_functions_of_floats(stored: Stored) -> None:
+    groups = [pa.table({"x": [0.0, 0.0]}), pa.table({"x": [-0.0, 2.0]})]
+    x = pc.field("x")
+    assert kept(*stored(groups), x.cast(pa.string()) == "0") == [0, 1]
+    assert kept(*stored(groups), pc.divide(pc.scalar(1.0), x) > 0) == [0, 1, 3]
+    assert kept(*stored(groups), pc.atan2(x, pc.scalar(-1.0)) > 0) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "nan", [pc.scalar(math.nan), pc.divide(pc.scalar(0.0), pc.scalar(0.0)), pc.scalar("nan").cast(pa.float64())]
+)
+def test_casts_beside_nan(nan: pc.Expression, stored: Stored) -> None:
+    """Arrow takes NaN for larger than the bounds of an integer."""
+    groups = [pa.table({"x": [1, 255]}), pa.table({"x": [7, 7]}), pa.table({"x": [None, 2]})]
+    numbers = pc.field("x").cast(pa.float64())
+    assert kept(*stored(groups), numbers < nan) == []
+    assert kept(*stored(groups), nan >= numbers) == []
+    assert kept(*stored(groups), ~(numbers <= nan)) == [0, 1, 2, 3, 5]
+
+
+def test_columns_and_texts_called_nan(stored: Stored) -> None:
+    """They do not keep statistics from deciding."""
+    groups = [pa.table({"finance": [number], "text": ['a "nan" b']}) for number in range(3)]
+    manifest, blocks = stored(groups)
+    chosen = filter_of((pc.field("finance") > 1) & (pc.field("text") == 'a "nan" b'), manifest, manifest.schema)
+    assert decide(manifest, blocks, chosen) == [False, False, True]
+
+
 def test_statistics_that_arrow_cannot_use(stored: Stored) -> None:
     ids = [uuid.UUID(int=number).bytes for number in range(4)]
     table = pa.table(
@@ -354,6 +383,8 @@ def test_an_error_ends_the_scan(stored: Stored, monkeypatch: pytest.MonkeyPatch)
         return np.zeros(2, bool)
 
     monkeypatch.setattr("dataload.catalog.filtering._matches", matches)
+    # In one part, row group 0 is the first. Others would occupy all threads while they wait for its error.
+    monkeypatch.setattr("dataload.catalog.filtering.CACHED_TOGETHER", len(manifest.row_groups))
     with pytest.raises(OriginError, match="no answer"):
         narrow(manifest, blocks, [("x", "<", 300)])
     released.set()
