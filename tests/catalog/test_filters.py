@@ -320,6 +320,13 @@ def test_casts_beside_nan(nan: pc.Expression, stored: Stored) -> None:
     assert kept(*stored(groups), ~(numbers <= nan)) == [0, 1, 2, 3, 5]
 
 
+def test_casts_that_overflow(stored: Stored) -> None:
+    groups = [pa.table({"x": pa.array([1, 128], pa.uint8())}), pa.table({"x": pa.array([0, 1], pa.uint8())})]
+    signed = pc.field("x").cast(pa.int8(), safe=False)
+    assert kept(*stored(groups), signed == -128) == [1]
+    assert kept(*stored(groups), ~(signed <= 0)) == [0, 3]
+
+
 def test_columns_and_texts_called_nan(stored: Stored) -> None:
     """They do not keep statistics from deciding."""
     groups = [pa.table({"finance": [number], "text": ['a "nan" b']}) for number in range(3)]
