@@ -25,6 +25,7 @@ from dataload.formats import parquet
 from dataload.formats.schema import fields_of
 from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import Flat, to_batch
+from dataload.rows.columns import Coded
 
 WAYS_OUT = "pass fill_null= to replace them, or null_masks=True to mark them"
 
@@ -141,6 +142,22 @@ def test_nulls_are_replaced(kind: pa.DataType, filling: Any, expected: list[Any]
     for fill_null in (filling, {"c": filling}):
         column = whole(table, fill_null)["c"]
         assert (column.tolist() if isinstance(column, torch.Tensor) else column) == expected
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.large_string()])
+def test_nulls_of_coded_text_are_replaced_and_stay_coded(kind: pa.DataType) -> None:
+    rows = [None if row % 3 == 0 else "ab"[row % 2] * 50 for row in range(90)]
+    column = pa.array(rows).dictionary_encode().cast(pa.dictionary(pa.int8(), kind))
+    table = pa.table({"c": pa.chunked_array([column[:40], column[40:]])})
+    filling = "?" if kind != pa.binary() else b"?"
+    decoded = decode(table, fields_of(table.schema), filling, "here")["c"]
+    assert isinstance(decoded, Coded)
+    assert len(decoded.spans) == 3
+    found = [plain(value) for value in whole(table, {"c": filling})["c"]]
+    assert found == [filling if row is None else row if kind != pa.binary() else row.encode() for row in rows]
+    assert [value is None for value in whole(table, 1)["c"]] == [row is None for row in rows]
+    with pytest.raises(DataError, match="'c': fill_null=1 is no large_"):
+        whole(table, {"c": 1})
 
 
 def test_a_null_without_a_replacement_names_file_row_group_and_column() -> None:
