@@ -139,6 +139,14 @@ def fields_of(schema: pa.Schema, *, null_masks: bool = False) -> tuple[Field, ..
     return tuple(fields)
 
 
+def is_flat(field: pa.Field) -> bool:
+    """Return whether batches can hold a column, and not as nested Python values."""
+    try:
+        return _field(field).kind != "nested"
+    except DataError:
+        return False
+
+
 def mask_name(field: Field) -> str:
     """Return the name of the column that tells which rows of a column have nulls."""
     return f"{field.name}.is_null"

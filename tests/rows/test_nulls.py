@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataload import CacheConfig, make_dataset, make_loader
-from dataload.errors import DataError
+from dataload.errors import ConfigError, DataError
 from dataload.formats import parquet
 from dataload.formats.schema import fields_of
 from dataload.rows.arrow_decode import decode
@@ -180,6 +180,28 @@ def test_one_replacement_is_for_the_columns_that_can_hold_it() -> None:
     for name, filling, kind in (("s", -1, "large_string"), ("f", "?", "float"), ("i", 1.5, "int8")):
         with pytest.raises(DataError, match=re.escape(f"'{name}': fill_null={filling!r} is no {kind}")):
             whole(table.select([name]), {name: filling})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Text", "fill_null: column 'Text' is not in the dataset: did you mean 'text'"),
+        ("tags", r"fill_null is for flat columns, and 'tags' has the nested type list<.*string>"),
+        ("s", r"fill_null: 's' is a struct, name its members: \['s.x'\]"),
+    ],
+)
+def test_replacements_of_columns_that_cannot_be_filled(name: str, says: str, tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", None], "tags": [["a"], None], "s": [{"x": 1}, None]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    for columns in (None, ["text"]):
+        with pytest.raises(ConfigError, match=says):
+            make_dataset(tmp_path / "x.parquet", columns=columns, fill_null={name: "?"}, cache=None)
+        with pytest.raises(ConfigError, match=says):
+            make_loader(tmp_path / "x.parquet", 1, columns=columns, fill_null={"text": "?", name: "?"}, cache=None)
+    dataset = make_dataset(
+        tmp_path / "x.parquet", columns=["text", "tags"], fill_null={"s.x": 1, "text": "?"}, cache=None
+    )
+    assert dataset.__getitems__([0, 1]).columns == {"text": ["a", "?"], "tags": [["a"], None]}
 
 
 def test_a_null_replacement_of_another_type() -> None:
