@@ -109,7 +109,7 @@ def test_a_thread_that_waits_for_a_decoder_leaves_the_baton(
 
     def computes(*args: Any) -> Any:
         with baton.computing():
-            received.append(baton._this_thread.holds)
+            received.append(baton._baton.is_mine)
         return decode(*args)
 
     monkeypatch.setattr(baton, "PATIENCE_SECONDS", 20)
