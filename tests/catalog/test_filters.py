@@ -369,6 +369,25 @@ def test_an_expression_that_fails_blames_itself(stored: Stored) -> None:
         narrow(*stored([pa.table({"x": [1, 0]})]), pc.divide(pc.scalar(1), pc.field("x")) > 0)
 
 
+def test_a_filter_does_not_see_rows_that_an_earlier_one_dropped(tmp_path: Path) -> None:
+    table = pa.table({"x": [4, 0, 2, 1, 0, 5], "text": ["1", "a", "", "20", "b", "3"]})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
+    cache = CacheConfig(cache_dir=str(tmp_path / "cache"), cache_bytes="100MB")
+    dataset = make_dataset(tmp_path, cache=cache)
+    quotient = pc.divide(pc.scalar(4), pc.field("x")) >= 2
+    number = pc.field("text").cast(pa.int64()) > 1
+    for expression in (quotient, number):
+        with pytest.raises(ConfigError, match="cannot be evaluated"):
+            dataset.filter(expression)
+    without_zeros = dataset.filter(pc.field("x") != 0)
+    assert without_zeros.filter(quotient).__getitems__([0, 1]).columns["x"].tolist() == [2, 1]
+    left = dataset.select([0, 3, 5]).filter(number)
+    assert left.__getitems__(range(len(left))).columns["text"] == ["20", "3"]
+    with pytest.raises(ConfigError, match="cannot be evaluated"):
+        without_zeros.filter(number)
+    assert dataset.select([3, 5]).filter(number).num_rows == 2
+
+
 def test_messages_are_one_short_line(stored: Stored) -> None:
     for filters in ([("x", "in", list(range(100_000)))], pc.field("x").isin(list(range(100)))):
         with pytest.raises(ConfigError, match="leave none of 1 rows") as caught:
