@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.schema import Field, is_bytes, is_list, is_text, mask_name, needs_mask, storage
+from dataload.formats.schema import Field, flatten_table, is_bytes, is_list, is_text, mask_name, needs_mask, storage
 from dataload.rows.arrow_arrays import bounds, numbers, plain, valid
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
@@ -31,13 +31,7 @@ def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str)
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
             `where` and the column.
     """
-    while any(pa.types.is_struct(storage(kind)) for kind in table.schema.types):
-        structs = [pa.types.is_struct(storage(column.type)) for column in table.columns]
-        plain_columns = [
-            _plain_column(column) if is_struct else column
-            for column, is_struct in zip(table.columns, structs, strict=True)
-        ]
-        table = pa.table(plain_columns, table.column_names).flatten()
+    table = flatten_table(table, _plain_column)
     columns: dict[str, Column] = {}
     names = {field.name for field in fields}
     for field in fields:
