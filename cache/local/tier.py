@@ -236,8 +236,11 @@ class LocalTier(ForkAware):
         try:
             yield
         except (OSError, lmdb.Error) as error:
+            is_corrupt = isinstance(error, CorruptEntry)
+            if folder.released and not is_corrupt:
+                return
             self.health.report(doing, error)
-            if isinstance(error, CorruptEntry) or folder.closed:  # It says nothing about the disk that is in use.
+            if is_corrupt:  # It says nothing about the disk.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
                 folder.doubt()
