@@ -71,15 +71,18 @@ class HostNeeds(ForkAware):
 
     def division(self, folder: CacheFolder, limit: int) -> Division:
         """Return how all needs share a cache of `limit` bytes in `folder`."""
-        while time.monotonic() >= self._look_at or folder is not self._folder or limit != self._divided[0]:
+        if time.monotonic() < self._look_at and folder is self._folder and limit == self._divided[0]:
+            return self._divided[1]
+        while True:
             with self._mutex:
-                self._look_at = time.monotonic() + LOOK_SECONDS  # First: a need that changes from here on resets it.
                 self._announce(folder)
                 self._look(folder)
                 if self._stale or limit != self._divided[0]:
                     self._stale = False
                     self._divided = limit, divide(limit, [self._announced, *self._others.values()])
-        return self._divided[1]
+                self._look_at = time.monotonic() + LOOK_SECONDS
+            if self._announced == tuple(self._own.copy().values()):  # else a need has ended meanwhile
+                return self._divided[1]
 
     def _announce(self, folder: CacheFolder) -> None:
         """Announce the needs of this process, if they have changed."""

@@ -23,8 +23,8 @@ PAUSES = 20  # times the duration of a scan, until the next one
 class Surplus:
     """The pinned blobs that may be evicted for a blob that stays.
 
-    First those of row groups that no loader needs, then those above the share of their dataset, then blocks of files;
-    of each kind, the least recently used first. Nothing is evicted before its space is needed.
+    First those of row groups that no loader needs, then those above the share of their dataset, then blocks of files
+    if the datasets do not fit. Of each kind, the least recently used come first.
 
     Notes:
         A scan of the index finds all of them, for one division. Once they are used up, the index is scanned again after
@@ -67,8 +67,8 @@ def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
         found = _NAME.search(row.name)
         if found is None or division.stays(row.group):
             continue
-        if not found[1].startswith(RECORDS):
-            kinds[2].append(row)
-        else:
+        if found[1].startswith(RECORDS):
             kinds[division.is_needed(row.group)].append(row)
+        elif division.region:  # Without a region, row groups are made of blocks.
+            kinds[2].append(row)
     return deque(row for kind in kinds for row in kind)

@@ -234,8 +234,10 @@ class CacheFolder:
 
     def _evict_surplus(self, division: Division, size: int) -> bool:
         """Evict blobs that need not stay until `size` bytes are free. Return whether that succeeded."""
-        surplus = self._surplus.take(division, size, partial(self.index.pinned, time.time_ns()))
-        return bool(surplus) and self._release_some(size, iter(surplus)) <= 0
+        scan = partial(self.index.pinned, time.time_ns())
+        while size > 0 and (surplus := self._surplus.take(division, size, scan)):
+            size = self._release_some(size, iter(surplus))
+        return size <= 0
 
     def _release_some(self, size: int, victims: Iterator[Row]) -> int:
         """Release blobs until `size` bytes are free or no victims are left. Return the bytes that are still missing."""

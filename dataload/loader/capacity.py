@@ -83,7 +83,7 @@ class Capacity:
         regions = [need.region(tier.limit, tier.division().total) for tier, need in self._needs]
         further = sum(groups for _, groups in regions)
         ahead = self._drawn_on if further else self._in_full
-        self._dataset.rowstore.serve(self._drawn_on, ahead, further)
+        self._dataset.rowstore.serve(self, self._drawn_on, ahead, further)
         return ahead, further
 
 

@@ -134,7 +134,6 @@ def test_the_transient_region_grows_where_that_is_negligible(groups: int, furthe
     order = Order(sizes, shuffle="block", seed=0, window=2, num_streams=1)
     group_bytes = blobs.num_bytes // groups
 
-
     def region(limit: int) -> tuple[int, int]:
         need = need_of([(order, blobs)], limit)
         return need.region(limit, need.total)
