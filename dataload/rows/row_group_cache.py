@@ -143,7 +143,7 @@ class RowGroupCache:
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """The sizes that `measure` measures."""
-        return ValueSizes(self._manifest, self.plan.layout, self._blocks)
+        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows, self._fill_null)
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""

@@ -168,7 +168,7 @@ def test_what_passes_through_is_asked_for_before_what_stays(
     """The region is full of row groups when the first batch of an epoch is ready."""
     monkeypatch.setattr(capacity, "RUN_BYTES", 1)
     url = dataset_of([[1000] * 60])
-    decoded = make_dataset(url, storage_options=bucket.options, cache=None).rowstore.blobs.num_bytes
+    decoded = make_dataset(url, storage_options=bucket.options, cache=False).rowstore.blobs.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), decoded * 3 // 4)
     dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
     loader = make_loader(dataset, 100, window=2)

@@ -129,7 +129,7 @@ def test_capacity_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("groups", "further"), [(40, 4), (1000, 9), (4000, 16)])
 def test_the_transient_region_grows_where_that_is_negligible(groups: int, further: int, tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.arange(groups * 10)}), tmp_path / "x.parquet", row_group_size=10)
-    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=None)
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=False)
     blobs, sizes = dataset.rowstore.blobs, [group.rows for group in dataset.row_groups]
     order = Order(sizes, shuffle="block", seed=0, window=2, num_streams=1)
     group_bytes = blobs.num_bytes // groups

@@ -19,7 +19,7 @@ from dataload import World, make_dataset, make_loader
 folder, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
 seen = {}
-dataset = make_dataset(folder, cache=None)
+dataset = make_dataset(folder, cache=False)
 COLUMN = "row_id"
 
 

@@ -20,7 +20,7 @@ from dataload import make_dataset, make_loader
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
 folder, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
-dataset = make_dataset(folder, cache=None)
+dataset = make_dataset(folder, cache=False)
 seen = {}
 
 
