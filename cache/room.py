@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<16sQQQQd")  # name, window, at_once, sample, number of
 
 @dataclass(frozen=True, eq=False)
 class Need:
-    """What a loader needs of a cache.
+    """The bytes that a loader needs in a cache.
 
     Args:
         name: Identifies the data and their order, 16 bytes. Ranks that read one epoch together have the same name.
@@ -98,7 +98,7 @@ class Need:
             sample *= 2
         kept = self.groups % np.uint64(sample) == 0
         header = _HEADER.pack(self.name, self.window, self.at_once, sample, int(kept.sum()), self.mean)
-        return header + self.groups[kept].tobytes() + self.sizes[kept].tobytes()
+        return b"".join([header, self.groups[kept].tobytes(), self.sizes[kept].tobytes()])
 
     @classmethod
     def all_from(cls, content: bytes) -> list[Self]:

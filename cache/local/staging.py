@@ -99,8 +99,9 @@ class StagingFolder(ForkAware):
                     if is_locked(descriptor, 0):
                         status, old = os.fstat(descriptor), known.get(file)
                         version = (status.st_ino, status.st_mtime_ns)
-                        unchanged = old is not None and old.version == version
-                        found[file] = old if unchanged else Announced(version, os.read(descriptor, status.st_size))
+                        if old is None or old.version != version:
+                            old = Announced(version, os.read(descriptor, status.st_size))
+                        found[file] = old
                 finally:
                     os.close(descriptor)
         return found

@@ -25,8 +25,7 @@ from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter
-from dataload.cache.needs import Lease, needs_of
-from dataload.cache.room import Division, Need
+from dataload.cache.needs import DividedTier, needs_of
 from dataload.cache.tier import BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
@@ -42,7 +41,7 @@ FLUSH_SECONDS = 1.0  # Hits are written to the index in batches, at most this mu
 log = logging.getLogger(__name__)
 
 
-class LocalTier(ForkAware):
+class LocalTier(DividedTier, ForkAware):
     """A cache tier on a local disk, shared by all processes of a host that use the same folder.
 
     The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without
@@ -128,24 +127,6 @@ class LocalTier(ForkAware):
         """Most bytes on disk; `sys.maxsize` if no limit was given and the folder cannot be opened."""
         folder = self._opened()
         return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
-
-    @property
-    def location(self) -> str:
-        return str(self.path)
-
-    @property
-    def region(self) -> int:
-        """Bytes of the limit reserved for blobs that do not fit under "pin". The region is a FIFO."""
-        return self.division().region
-
-    def lease(self, need: Need) -> Lease:
-        lease = Lease(self.needs, need)
-        self.division()  # announces the need
-        return lease
-
-    def division(self) -> Division:
-        folder = self._opened() if self.policy == "pin" else None
-        return Division() if folder is None else self.needs.division(folder, self.limit)
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         found = self._lookup(key, span)

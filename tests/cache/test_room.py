@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,7 @@ def test_blocks_make_room_for_rows_if_not_all_rows_fit(tmp_path: Path) -> None:
 def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     lease = tier.lease(need_of("a"))
-    with child_with("b", tmp_path / "cache") as child:
+    with Child("b", tmp_path / "cache") as child:
         assert tier.division().total == 80 * ON_DISK
         assert tier.region == 2 * ON_DISK
         os.kill(child, signal.SIGKILL)
@@ -210,14 +209,14 @@ def test_a_forked_child_does_not_prolong_a_need(tmp_path: Path) -> None:
     """The child inherits the file of the need, and outlives the process that announced it."""
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     assert tier.division().total == 0
-    with child_with("b", tmp_path / "cache", then_fork=True) as child:
+    with Child("b", tmp_path / "cache", then_fork=True) as child:
         assert tier.division().total == 40 * ON_DISK
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert tier.division().total == 0
 
 
-class child_with:
+class Child:
     """A forked process that leases the need of a dataset, until it is killed or this block ends."""
 
     def __init__(self, dataset: str, path: Path, *, then_fork: bool = False) -> None:
