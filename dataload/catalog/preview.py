@@ -66,8 +66,9 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
     stored = [name for name in columns if name not in constants]
     rows: list[dict[str, Any]] = [{} for _ in range(min(count, group.rows))]
     if stored:
-        direct = Blocks(blocks.origin, MemoryTier(0), blocks.block_bytes)
-        direct.tier.region = 1  # No block stays, so that byte ranges are fetched instead of blocks.
+        none = MemoryTier(0)
+        none.region = 1  # No block stays, so that byte ranges are fetched instead of blocks.
+        direct = Blocks(blocks.origin, none, blocks.block_bytes)
         footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
         with footer.open_row_group(group.file, group.number, stored, direct, capacity) as reader:
             table = next(iter(reader.tables(len(rows))))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dataload.cache.surplus import RECORDS
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import CODE, SPAN, Layout, fields_of
 from dataload.rows import row_block
@@ -88,7 +89,11 @@ class RowGroupPlan:
 
     def qualified(self, number: int, part: str) -> str:
         """Return the name of a part of a row group within its file. It identifies the content of the records."""
-        return f"records {self._manifest.row_groups[number].number} {part} {self._digest}"
+        return f"{RECORDS}{self._manifest.row_groups[number].number} {part} {self._digest}"
+
+    def group_name(self, number: int) -> str:
+        """Return the name of a row group's blobs together, within its file."""
+        return f"{RECORDS}{self._manifest.row_groups[number].number} {self._digest}"
 
     def stored(self, group: RowGroup) -> list[str]:
         """Return the columns that a row group's file holds. The others are constants of its folder names."""
