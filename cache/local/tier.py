@@ -236,11 +236,9 @@ class LocalTier(DividedTier, ForkAware):
         try:
             yield
         except (OSError, lmdb.Error) as error:
-            is_corrupt = isinstance(error, CorruptEntry)
-            if folder.released and not is_corrupt:
-                return
-            self.health.report(doing, error)
-            if is_corrupt:  # It says nothing about the disk.
+            if isinstance(error, CorruptEntry) or not folder.released:
+                self.health.report(doing, error)
+            if isinstance(error, CorruptEntry) or folder.released:  # It says nothing about the disk in use.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
                 folder.doubt()
