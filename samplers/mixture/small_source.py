@@ -69,7 +69,7 @@ class SmallSourceRows:
 
     def _one(self, key: tuple[int, int]) -> Int64:
         epoch, wrap = key
-        [rows] = self._drawn(epoch, np.array([wrap]))
+        rows: Int64 = self._drawn(epoch, np.array([wrap]))[0]
         return rows
 
     def _drawn(self, epoch: int, wraps: Int64) -> Int64:
