@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,7 +26,7 @@ from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.executor import in_turn
+from dataload.runtime.executor import in_turn, next_turn
 from dataload.telemetry.wait_timeline import doing
 
 
@@ -67,7 +66,6 @@ class RowGroupCache:
         self.plan = RowGroupPlan(manifest, columns, fill_null, null_masks=null_masks)
         schema = pa.schema([manifest.schema.field(name) for name in columns])
         self.maker = RowGroupMaker(manifest, self.plan, schema, blocks, fill_null)
-        self._turns = itertools.count(1)  # All byte ranges of a row group come before those of the next one.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
@@ -81,7 +79,7 @@ class RowGroupCache:
 
     def in_order(self) -> AbstractContextManager[None]:
         """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin."""
-        return in_turn(next(self._turns))
+        return in_turn(next_turn())  # All byte ranges of a row group come before those of the next one.
 
     def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.

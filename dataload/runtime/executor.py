@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import queue
 import threading
 import weakref
@@ -23,6 +24,8 @@ S = TypeVar("S")
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
+_pools: weakref.WeakValueDictionary[tuple[int, str, int], DaemonExecutor] = weakref.WeakValueDictionary()
+_turns = itertools.count(1)
 _turn: ContextVar[int] = ContextVar("turn", default=0)
 
 
@@ -34,6 +37,11 @@ def in_turn(turn: int) -> Iterator[None]:
         yield
     finally:
         _turn.reset(token)
+
+
+def next_turn() -> int:
+    """Return a turn after all earlier ones of this process."""
+    return next(_turns)
 
 
 def current_turn() -> int:
@@ -95,6 +103,20 @@ class DaemonExecutor:
                 raise
         else:
             self._started += 1
+
+
+def shared_pool(name: str, count: int) -> DaemonExecutor:
+    """Return the pool of this process with a name: one for all datasets, so that their number costs no threads.
+
+    It lasts as long as an object that uses it. A forked child gets another one.
+
+    Args:
+        name: Name of the pool.
+        count: As for `DaemonExecutor`, the same for all users of the pool.
+    """
+    key = os.getpid(), name, count
+    pool = _pools.get(key)
+    return _pools.setdefault(key, DaemonExecutor(count, name)) if pool is None else pool
 
 
 class _Work:
