@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
@@ -16,6 +18,9 @@ from dataload.runtime.redact import redacted
 
 # A store may ignore Range and send the whole object. Read at most this many times the bytes of the range.
 MAX_READ_RATIO = 2
+
+
+_engines: weakref.WeakValueDictionary[tuple[int, int, str], Any] = weakref.WeakValueDictionary()
 
 
 class WrongBodyError(OSError):
@@ -67,6 +72,16 @@ def engine_for(filesystem: Any, requested: str) -> Engine:
             raise ConfigError(f"engine='obstore' cannot be used: {reason}; omit engine, or those options")
         return Fsspec(filesystem, reason)
     return Obstore(filesystem, "requested" if requested == "obstore" else "it uses the least CPU time")
+
+
+def shared_engine(filesystem: Any, requested: str) -> Engine:
+    """Return the engine of this process for a filesystem, as `engine_for` does. All datasets of it share connections.
+
+    It lasts as long as a dataset uses it. A forked child gets another one.
+    """
+    key = os.getpid(), id(filesystem), requested  # An engine keeps its filesystem.
+    engine = _engines.get(key)
+    return _engines.setdefault(key, engine_for(filesystem, requested)) if engine is None else engine
 
 
 class Fsspec:

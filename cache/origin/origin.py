@@ -14,7 +14,7 @@ from fsspec.core import has_magic
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_after_delay
 from tenacity import wait_random_exponential as full_jitter
 
-from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, engine_for
+from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, shared_engine
 from dataload.cache.origin.errors import denied, is_store_error, is_transient, status, underlying_error
 from dataload.cache.origin.identity import address_of, identity_of
 from dataload.cache.origin.limiter import RequestLimiter
@@ -89,7 +89,7 @@ class Origin(ForkAware):
             ConfigError: The requested engine does not support the filesystem's options.
         """
         if self._engine is None:
-            self._engine = engine_for(self.filesystem, self._requested_engine)
+            self._engine = shared_engine(self.filesystem, self._requested_engine)
         return self._engine
 
     @property

@@ -15,6 +15,7 @@ from dataload.rows.columns import Array
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_group_maker import RowGroupMaker
+from dataload.runtime.executor import next_turn
 from dataload.runtime.memory_budget import MemoryBudget
 
 
@@ -55,7 +56,7 @@ class MixedRowGroups:
 
     def in_order(self) -> AbstractContextManager[None]:
         """Load a row group in the block, in the order in which blocks begin, whatever its dataset."""
-        return self.caches[0].in_order()
+        return next_turn()
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
@@ -114,7 +115,7 @@ class MixedRowGroups:
 
 
 class MixedMaker:
-    """The makers of several datasets, which share one memory budget and one pool of threads. See `RowGroupMaker`.
+    """The makers of several datasets, which share one memory budget. See `RowGroupMaker`.
 
     Args:
         makers: The maker of each dataset.
@@ -129,7 +130,7 @@ class MixedMaker:
         """Return the maker of a dataset."""
         maker = self._makers[source]
         if maker.memory is not self.memory:  # Each maker of a forked child has a budget of its own at first.
-            maker.share_with(self._makers[0])
+            maker.memory = self.memory
         return maker
 
     @property

@@ -26,7 +26,7 @@ from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.runtime.baton import waiting
 from dataload.runtime.counters import charge
-from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.executor import shared_pool
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.usable_memory import usable_memory
@@ -79,7 +79,7 @@ class RowGroupMaker(ForkAware):
         self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
-        self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
+        self._decoders = shared_pool("dataload-decode", len(os.sched_getaffinity(0)))
 
     def share_memory(self, processes: int) -> None:
         """Divide the host's memory for row groups among its ranks and their worker processes."""
@@ -91,10 +91,6 @@ class RowGroupMaker(ForkAware):
         if size != self.rank_memory:
             self.rank_memory = size
             self.memory = MemoryBudget(size // TRAINER_DIVISOR)
-
-    def share_with(self, other: RowGroupMaker) -> None:
-        """Use the memory and the threads of another maker, which then bounds both together."""
-        self.memory, self._decoders = other.memory, other._decoders
 
     def use_decoder_share(self) -> None:
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""

@@ -23,6 +23,7 @@ from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
 from dataload.rows import row_group_plan, row_store, scheduler
 from dataload.rows.mmap_arena import MmapArena
+from dataload.runtime.executor import DaemonExecutor
 
 
 @pytest.fixture
@@ -298,6 +299,7 @@ def test_a_load_that_no_thread_can_run_is_not_under_way(dataset: Any, monkeypatc
 
     store = dataset.rowstore
     with monkeypatch.context() as patch:
+        patch.setattr(store.scheduler, "_threads", DaemonExecutor(1, "dataload-load"))  # Others may have threads.
         patch.setattr(threading.Thread, "start", at_the_limit)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             store.gather(np.array([0]), opened={})

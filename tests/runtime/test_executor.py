@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import wait
 
 import pytest
 from threads import no_more_threads
 
-from dataload.runtime.executor import DaemonExecutor, in_turn
+from dataload.runtime.executor import DaemonExecutor, in_turn, shared_pool
 
 PATIENCE = 60
 
@@ -89,3 +90,26 @@ def test_a_call_hands_its_turn_on() -> None:
     go.set()
     wait([blocked, late, early])
     assert ran == [1, 3]
+
+
+def test_a_shared_pool_lasts_as_long_as_it_is_used() -> None:
+    pool = shared_pool("test-shared", 2)
+    assert shared_pool("test-shared", 2) is pool
+    assert shared_pool("test-other", 2) is not pool
+    assert [future.result(PATIENCE) for future in [pool.submit(abs, -number) for number in range(5)]] == [*range(5)]
+    [*threads] = (one for one in threading.enumerate() if one.name.startswith("test-shared"))
+    assert 0 < len(threads) <= 2
+    del pool
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_forked_child_has_shared_pools_of_its_own() -> None:
+    pool = shared_pool("test-shared", 2)
+    assert pool.submit(abs, -1).result(PATIENCE) == 1
+    child = os.fork()
+    if child == 0:
+        own = shared_pool("test-shared", 2)
+        os._exit(own is pool or own.submit(abs, -1).result(PATIENCE) != 1)
+    assert os.waitpid(child, 0)[1] == 0

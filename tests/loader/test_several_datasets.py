@@ -1,0 +1,149 @@
+"""Several loaders and many datasets in one process: room in one cache, threads and connections."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
+from dataload.cache import needs
+from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.errors import ConfigError
+from dataload.rows.scheduler import LOADERS
+
+SHARE = 1.2  # of one dataset: the size of the cache
+
+
+def by_turns(*loaders: Any) -> Iterator[Any]:
+    for loader in loaders:
+        yield from loader
+
+
+def together(*loaders: Any) -> Iterator[Any]:
+    for batches in zip(*loaders, strict=True):
+        yield from batches
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("read", "workers"),
+    [(by_turns, 0), *(pytest.param(together, workers, marks=pytest.mark.slow) for workers in (0, 1))],
+)
+def test_two_datasets_that_fit_singly_but_not_together(
+    bucket: Any, dataset_of: Callable[..., str], tmp_path: Path, read: Any, workers: int
+) -> None:
+    """Origin bytes of an epoch of both, counted at the server: at most 1.02 times those that cannot stay."""
+    urls = [dataset_of([[500] * 60], name) for name in "ab"]
+    decoded = make_dataset(urls[0], storage_options=bucket.options, cache=None).rowstore.blobs.num_bytes
+    cache = CacheConfig(str(tmp_path / "cache"), int(SHARE * decoded))
+    datasets = [make_dataset(url, storage_options=bucket.options, cache=cache) for url in urls]
+    size = sum(group.bytes for group in datasets[0].row_groups)
+    given = {"num_workers": workers, "transform": as_it_is} if workers else {}
+    loaders = [make_loader(dataset, 50, window=2, **given) for dataset in datasets]
+    every, fetched = sorted([*range(30_000)] * 2), []
+    for _ in range(4):
+        bucket.server.reset()
+        assert sorted(np.concatenate([batch["row_id"] for batch in read(*loaders)]).tolist()) == every
+        fetched.append(bucket.server.stats()["get_bytes"] / size)
+    tier = datasets[0].blocks.tier
+    region = tier.region / decoded
+    assert 0.1 < region < 0.2
+    assert 0.5 < np.mean(fetched[1:]) <= 1.02 * (2 - SHARE + region)
+    assert tier.folder.index.used_bytes() <= tier.limit
+    assert sum(dataset.blocks.stats()["refused"] for dataset in datasets) == 0
+
+
+def test_the_room_of_a_loader_ends_with_it(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
+    urls = [dataset_of([[1000] * 20], name) for name in "ab"]
+    decoded = make_dataset(urls[0], storage_options=bucket.options, cache=None).rowstore.blobs.num_bytes
+    cache = CacheConfig(str(tmp_path / "cache"), int(SHARE * decoded))
+    first, second = (make_loader(url, 100, storage_options=bucket.options, cache=cache, window=1) for url in urls)
+    assert first._capacity.ahead() == (first._capacity._drawn_on, 2)
+    assert first.dataset.blocks.tier.region > 0
+    del second
+    gc.collect()
+    assert first._capacity.ahead() == (20, 0)
+    assert first.dataset.blocks.tier.region == 0
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    table = pa.table({"x": np.arange(4000), "kind": np.arange(4000) % 2})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=100)
+    return str(tmp_path / "x.parquet")
+
+
+def test_two_filters_of_a_dataset_share_their_row_groups(file: str, tmp_path: Path) -> None:
+    """Both filters leave rows in all row groups. The cache has space for these once."""
+    decoded = make_dataset(file, cache=None).rowstore.blobs.num_bytes
+    cache = CacheConfig(str(tmp_path / "cache"), int(1.3 * decoded))
+    for shuffle in ("full", "block"):
+        mixture = mix([make_dataset(file, filters=[("kind", "=", kind)], cache=cache) for kind in (0, 1)])
+        loader = make_loader(mixture, 100, shuffle=shuffle)
+        tier = mixture.datasets[0].blocks.tier
+        assert (tier.region, tier.division().total) == (0, decoded)
+        assert sorted(np.concatenate([batch["x"] for batch in loader]).tolist()) == [*range(4000)]
+    small = CacheConfig(str(tmp_path / "small"), int(0.9 * decoded))
+    mixture = mix([make_dataset(file, filters=[("kind", "=", kind)], cache=small) for kind in (0, 1)])
+    with pytest.raises(ConfigError, match=f"needs the whole dataset decoded, {decoded} bytes"):
+        make_loader(mixture, 100, shuffle="full")
+
+
+def test_two_loaders_over_one_dataset_count_it_once(file: str, tmp_path: Path) -> None:
+    decoded = make_dataset(file, cache=None).rowstore.blobs.num_bytes
+    cache = CacheConfig(str(tmp_path / "cache"), int(1.3 * decoded))
+    loaders = [make_loader(file, 100, seed=seed, window=1, cache=cache) for seed in (0, 1)]
+    tier = loaders[0].dataset.blocks.tier
+    assert (tier.region, tier.division().total) == (0, decoded)
+    loaders.append(make_loader(file, 100, columns=["x"], window=1, cache=cache))
+    assert tier.division().total > decoded  # Other columns are other blobs.
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def test_the_number_of_sources_costs_no_threads_and_no_open_files(tmp_path: Path) -> None:
+    for number in range(200):
+        table = pa.table({"x": np.arange(20) + 20 * number})
+        pq.write_table(table, tmp_path / f"{number}.parquet", row_group_size=10)
+    files, threads = open_files(), threading.active_count()
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    mixture = mix([str(tmp_path / f"{number}.parquet") for number in range(200)], cache=cache)
+    loader = make_loader(mixture, 50, window=1, world=World(0, 1))
+    rows: list[int] = []
+    for batch in loader:
+        rows += batch["x"].tolist()
+        cpus = len(os.sched_getaffinity(0))
+        assert threading.active_count() - threads <= LOADERS + 2 * IN_FLIGHT + cpus + 3
+        assert open_files() - files < 30
+    assert sorted(rows) == [*range(4000)]
+
+
+def test_datasets_of_a_store_share_its_client_and_its_threads(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
+) -> None:
+    datasets = [
+        make_dataset(dataset_of([[10]], name), storage_options=bucket.options, cache=cache) for name in ("a", "b")
+    ]
+    one, other = (dataset.blocks for dataset in datasets)
+    assert one.origin.engine is other.origin.engine
+    assert one._reads is other._reads
+    assert datasets[0].rowstore.scheduler._threads is datasets[1].rowstore.scheduler._threads
+    child = os.fork()
+    if child == 0:
+        os._exit(one._reads is not other._reads or one.origin.engine is None)
+    assert os.waitpid(child, 0)[1] == 0
+    assert needs.needs_of(Path(str(cache.cache_dir))) is one.tier.needs
