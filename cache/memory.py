@@ -96,6 +96,12 @@ class MemoryTier(ForkAware):
     def division(self) -> Division:
         return Division()
 
+    def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
+        with self._mutex:
+            if all(key.digest in self._blobs for key in made):
+                for key in keys:
+                    self._used -= len(self._blobs.pop(key.digest, b""))
+
     def stored_bytes(self, key: BlobKey) -> int:
         with self._mutex:
             return len(self._blobs.get(key.digest, b""))

@@ -163,6 +163,14 @@ class Tier(Protocol):
     def division(self) -> Division:
         """Return how the needs of the host share this tier now."""
 
+    def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
+        """Remove blobs of this host from which others were made, if it caches all of these. Best effort.
+
+        Args:
+            keys: The blobs to remove.
+            made: The blobs that replace them.
+        """
+
     def stored_bytes(self, key: BlobKey) -> int:
         """Return the bytes that a cached blob takes; 0 if it is not cached."""
 

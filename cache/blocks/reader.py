@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -165,6 +165,14 @@ class Blocks(ForkAware):
         Reads do not queue behind prefetches, and the program's exit does not wait for them.
         """
         return [self._prefetches.submit(self._prefetch, obj, number) for number in self._numbers(0, obj.size)]
+
+    def numbers(self, spans: Iterable[Span]) -> set[int]:
+        """Return the numbers of the blocks that have bytes of these ranges [start, stop)."""
+        return {number for start, stop in spans for number in self._numbers(start, stop)}
+
+    def discard(self, obj: Object, number: int, made: Iterable[BlobKey]) -> None:
+        """Remove a block of an object from the cache if the blobs that were made of it are cached. Best effort."""
+        self.tier.discard([self._key_of(obj, number)], made)
 
     def settle(self) -> None:
         """Wait until blobs that other hosts will read are written, or given up."""

@@ -79,6 +79,9 @@ class ClusterTier:
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         return self.local.is_transient(keys)
 
+    def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
+        self.local.discard(keys, made)
+
     def lease(self, need: Need) -> object:
         return self.local.lease(need)
 

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import accumulate
@@ -250,25 +250,25 @@ class CacheFolder:
         for row in victims:
             batch.append(row)
             if len(batch) == EVICTED_TOGETHER or sum(row.size for row in batch) >= size:
-                size -= self._release(batch)
+                size -= self.remove([row.digest for row in batch])
                 batch = []
                 if size <= 0:
                     return size
-        return size - self._release(batch)
+        return size - self.remove([row.digest for row in batch])
 
-    def _release(self, rows: list[Row]) -> int:
-        """Remove blobs, files before rows, except blobs that are being filled. Return the bytes that were freed.
+    def remove(self, digests: Iterable[bytes]) -> int:
+        """Remove a few blobs, files before rows, except blobs that are being filled. Return the bytes that were freed.
 
         The key locks are held from the first file to the last row. So no blob is refilled in between, and no row of a
         new blob is dropped. If the process is killed in between, its marks lead the next sweep to the rows.
         """
         marks: dict[bytes, str] = {}
         with ExitStack() as stack:
-            for row in rows:
-                if stack.enter_context(self.locks.hold_to_evict(row.digest)):
-                    mark = marks[row.digest] = self.staging.mark(row.digest)
-                    if not self.unlink(row.digest):
-                        self._clear_drafts(row.digest, mark)  # Drafts of a dead writer: the row accounts for them.
+            for digest in digests:
+                if stack.enter_context(self.locks.hold_to_evict(digest)):
+                    mark = marks[digest] = self.staging.mark(digest)
+                    if not self.unlink(digest):
+                        self._clear_drafts(digest, mark)  # Drafts of a dead writer: the row accounts for them.
             step("evict: unlinked")
             freed = self.index.drop(*marks) if marks else 0
             step("evict: dropped")

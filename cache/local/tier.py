@@ -129,16 +129,14 @@ class LocalTier(DividedTier, ForkAware):
         return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
-        found = self._lookup(key, span)
-        if found is not None:
+        if (found := self._lookup(key, span)) is not None:
             self.counters.add(hits=1, bytes=len(found))
         return found
 
     def get_or_fill(
         self, key: BlobKey, fill: Fill, span: Span | None = None, *, to_keep: int | None = None
     ) -> memoryview:
-        found = self.get(key, span)
-        if found is not None:
+        if (found := self.get(key, span)) is not None:
             return found
         keep = self._can_write()
         with ExitStack() as stack:
@@ -173,11 +171,16 @@ class LocalTier(DividedTier, ForkAware):
         return None
 
     def stored_bytes(self, key: BlobKey) -> int:
-        folder = self._opened()
-        if folder is not None:
+        if (folder := self._opened()) is not None:
             with self.fallback("looking up a blob", self.health.reads, folder):
                 return folder.index.size_of(key.digest) or 0
         return 0
+
+    def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
+        folder = self._opened() if self._can_write() else None
+        if folder is not None and all(folder.path_of(key.digest).exists() for key in made):
+            with self.fallback("removing blobs", self.health.writes, folder):
+                folder.remove(key.digest for key in keys)
 
     def settle(self) -> None:
         """Do nothing: blobs are written before `get_or_fill` returns."""
@@ -186,17 +189,14 @@ class LocalTier(DividedTier, ForkAware):
         return {**self.counters.snapshot(), "health": self.health.stats()}
 
     def touch(self, keys: Iterable[BlobKey]) -> None:
-        """Record a use of the blobs that are cached, so that this process keeps them under "pin"."""
-        folder = None if self.health.writes.tripped else self._opened()
-        if folder is not None:
+        if not self.health.writes.tripped and (folder := self._opened()) is not None:
             with self.fallback("recording uses", self.health.writes, folder):
                 folder.index.touch(key.digest for key in keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         if self.health.reads.tripped or self.health.writes.tripped or not self.region:
             return False
-        folder = self._opened()
-        if folder is not None:
+        if (folder := self._opened()) is not None:
             with self.fallback("looking up a blob", self.health.writes, folder):
                 return not folder.index.all_pinned(key.digest for key in keys)
         return False
@@ -274,7 +274,6 @@ class LocalTier(DividedTier, ForkAware):
         return None
 
     def _lookup(self, key: BlobKey, span: Span | None) -> memoryview | None:
-        """Return the blob if it is cached, else None."""
         folder = self._opened() if self.health.reads.allows() else None
         if folder is None:
             return None

@@ -21,7 +21,7 @@ from dataload.formats.schema import Layout
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.rows.row_group_maker import RowGroupMaker
+from dataload.rows.row_group_maker import RowGroupMaker, SharedBlocks
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.baton import computing
@@ -206,9 +206,12 @@ class RowGroupCache:
                 return fetched
             life.enter(State.FETCHING)
             columns = self._columns_of_wider(number)
-            return (
-                self.maker.make(number, keys, life) if columns is None else self.maker.pack(number, keys, columns, life)
-            )
+            if columns is not None:
+                return self.maker.pack(number, keys, columns, life)
+            made = self.maker.make(number, keys, life)
+            if self._shared_blocks is not None:
+                self._shared_blocks.made(number)
+            return made
 
         lock, reserve = self._key(number, "row group"), partial(self.maker.reserve, number, life)
         found = tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
@@ -216,6 +219,14 @@ class RowGroupCache:
             found = make_once(tier, lock, find, make, reserve)
         life.enter(State.CACHED)
         return found
+
+    @cached_property
+    def _shared_blocks(self) -> SharedBlocks | None:
+        """The blocks that these row groups replace; None if datasets of other arguments cannot be made from them."""
+        is_all = set(self._manifest.schema.names) == set(self._columns)
+        if not is_all or self._fill_null is not None or self._null_masks:
+            return None
+        return SharedBlocks(self._manifest, self._blocks, self.maker, self._keys)
 
     def _cached(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks
+from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
@@ -25,6 +25,7 @@ from dataload.rows.columns import Column
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.runtime.baton import waiting
+from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import charge
 from dataload.runtime.executor import shared_pool
 from dataload.runtime.forks import ForkAware
@@ -104,6 +105,10 @@ class RowGroupMaker(ForkAware):
             return [], []
         held_limit = self._held_limit(self._decoding_bytes(number), stored)
         return self._footer(group).fetched(group.number, stored, held_limit)
+
+    def has_all(self, numbers: Sequence[int]) -> bool:
+        """Return whether these row groups are all of one file."""
+        return len(numbers) == len(self._footer(self._manifest.row_groups[numbers[0]]).lengths)
 
     def has_capacity(self, number: int) -> bool:
         """Return whether the budget has room for another row group now."""
@@ -222,6 +227,60 @@ class RowGroupMaker(ForkAware):
 
     def _footer(self, group: RowGroup) -> Footer:
         return self._footers.read(group.file, group.footer_at)
+
+
+class SharedBlocks:
+    """The cached blocks of small row groups, which their files' neighbours share.
+
+    Args:
+        manifest: The dataset.
+        blocks: Reader of the dataset's files, and the cache.
+        maker: Makes the row groups.
+        keys: Returns the keys of the blobs of a row group.
+    """
+
+    def __init__(
+        self, manifest: Manifest, blocks: Blocks, maker: RowGroupMaker, keys: Callable[[int], list[BlobKey]]
+    ) -> None:
+        self._manifest = manifest
+        self._blocks = blocks
+        self._maker = maker
+        self._keys = keys
+        self._blocks_of: dict[int, set[int]] = {}  # by row group
+        self._users: dict[tuple[Object, int], list[int]] = {}  # the row groups of a block
+
+    def made(self, number: int) -> None:
+        """Discard each block of a row group that was made if the blobs of all row groups in the block are cached."""
+        file = self._manifest.row_groups[number].file
+        if not self._blocks.retains_blocks or len(self._numbers[file]) == 1:
+            return
+        if number not in self._blocks_of:
+            self._look_up(file)
+        for block in self._blocks_of[number]:
+            # The last one first: it is usually made last.
+            made = (key for user in reversed(self._users[file, block]) for key in self._keys(user))
+            self._blocks.discard(file, block, made)
+
+    @cached_property
+    def _numbers(self) -> dict[Object, list[int]]:
+        """The row groups of each file."""
+        numbers: dict[Object, list[int]] = {}
+        for number, group in enumerate(self._manifest.row_groups):
+            numbers.setdefault(group.file, []).append(number)
+        return numbers
+
+    def _look_up(self, file: Object) -> None:
+        """Look up the blocks of a file's row groups. A file of which the dataset lacks row groups keeps its blocks."""
+        users: dict[tuple[Object, int], list[int]] = {}
+        numbers = self._numbers[file]
+        whole = self._maker.has_all(numbers)
+        for number in numbers:
+            # Nothing loads a row group without rows.
+            shared = self._maker.sources(number)[0] if whole and self._manifest.row_groups[number].rows else []
+            self._blocks_of[number] = self._blocks.numbers(shared)
+            for block in self._blocks_of[number]:
+                users.setdefault((file, block), []).append(number)
+        self._users.update(users)
 
 
 def _location(group: RowGroup) -> str:

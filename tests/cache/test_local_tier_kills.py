@@ -155,6 +155,10 @@ def evict_folder(tier: LocalTier) -> None:
     fsck.evict(tier.folder, path="bucket/x")
 
 
+def discard(tier: LocalTier) -> None:
+    tier.discard([key("x/0"), key("y/0")], made=[key("x/2")])
+
+
 def repair(tier: LocalTier) -> None:
     fsck.verify(tier.folder, repair=True)
 
@@ -176,6 +180,7 @@ SCENARIOS = {
     "a missing blob": Scenario(three_one_gone, fill, XXY - {"x/0"}, is_gone),
     "evicting all": Scenario(three, evict_all),
     "evicting a folder": Scenario(three, evict_folder, survivors=frozenset({"y/0"})),
+    "discarding": Scenario(three, discard, survivors=frozenset({"x/2"})),
     "an unknown blob": Scenario(three_one_unknown, repair, XXY - {"x/0"}, is_unknown),
     "repairing": Scenario(three_one_damaged, repair, XXY - {"x/0"}, is_damaged),
     "a damaged index": Scenario(index_damaged, fill),

@@ -132,6 +132,25 @@ def test_a_blob_over_the_limit_is_served_all_the_same(tier: Tier) -> None:
     assert filler.calls == 2
 
 
+def test_blobs_are_discarded_once_those_made_of_them_are_cached(tier: Tier) -> None:
+    for name in ("a", "b", "made 1"):
+        tier.get_or_fill(key(name), Filler(b"bytes of " + name.encode()))
+    view = tier.get(key("a"))
+    made = [key("made 1"), key("made 2")]
+    tier.discard([key("a"), key("absent")], made)
+    assert tier.get(key("a")) is not None
+    tier.get_or_fill(key("made 2"), Filler(b"more"))
+    tier.discard([key("a"), key("absent")], made)
+    assert tier.get(key("a")) is None
+    assert tier.stored_bytes(key("a")) == 0
+    assert view == b"bytes of a"
+    for name in ("b", "made 1", "made 2"):
+        assert tier.get(key(name)) is not None
+    again = Filler(b"again")
+    assert tier.get_or_fill(key("a"), again) == b"again"
+    assert again.calls == 1
+
+
 def test_it_pickles(tier: Tier) -> None:
     tier.get_or_fill(key("a"), Filler(b"bytes"))
     copy: Tier = pickle.loads(pickle.dumps(tier))

@@ -1,0 +1,92 @@
+"""Cached blocks of small row groups: kept while a row group needs them, and discarded once its rows are cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import CacheConfig, make_dataset
+from dataload.cache.local import fsck
+from dataload.dataset import Dataset
+
+BLOCK = 64 << 10
+GROUPS, ROWS = 6, 2000  # of 16 KB a row group: four of them touch a block
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Callable[..., Dataset]:
+    rows = GROUPS * ROWS
+    table = pa.table({"a": range(rows), "b": [number % 3 for number in range(rows)]})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=ROWS, use_dictionary=False, compression="none")
+
+    def opened(cache_bytes: str = "100MB", **options: Any) -> Dataset:
+        cache = CacheConfig(str(tmp_path / "cache"), cache_bytes, block_bytes=BLOCK)
+        return make_dataset(tmp_path / "x.parquet", cache=cache, **options)
+
+    return opened
+
+
+def cached_blocks(dataset: Dataset) -> list[int]:
+    """Return the numbers of the cached blocks of the file."""
+    file, blocks = dataset.row_groups[0].file, dataset.blocks
+    return [
+        number for number in range(-(-file.size // BLOCK)) if blocks.tier.stored_bytes(blocks._key_of(file, number))
+    ]
+
+
+def users(dataset: Dataset, block: int) -> set[int]:
+    """Return the row groups that have bytes of a block."""
+    maker, blocks = dataset.rowstore.blobs.maker, dataset.blocks
+    return {group for group in range(GROUPS) if block in blocks.numbers(maker.sources(group)[0])}
+
+
+@pytest.mark.parametrize("order", [range(GROUPS), [3, 0, 5, 1, 4, 2]])
+def test_a_block_stays_until_the_rows_of_all_its_row_groups_are_cached(
+    opened: Callable[..., Dataset], order: Any
+) -> None:
+    dataset = opened()
+    assert any(len(users(dataset, block)) > 2 for block in range(3))
+    made: set[int] = set()
+    fetched: set[int] = set()
+    for group in order:
+        assert dataset.rowstore.blobs.make(group)
+        made.add(group)
+        fetched |= {block for block in range(10) if group in users(dataset, block)}
+        assert cached_blocks(dataset) == sorted(block for block in fetched if not users(dataset, block) <= made)
+    assert cached_blocks(dataset) == []
+    assert dataset.blocks.stats()["bytes_origin"] <= 1.1 * dataset.row_groups[0].file.size + (64 << 10)
+    assert not fsck.verify(dataset.blocks.tier.folder).problems
+    few = opened(columns=["b"], fill_null=None)
+    before = few.blocks.stats()["bytes_origin"]
+    assert few.__getitems__([0, 7000]).columns["b"].tolist() == [0, 1]
+    assert few.blocks.stats()["bytes_origin"] == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"columns": ["a"]}, {"fill_null": 0}, {"null_masks": True}, {"filters": [("a", ">=", ROWS)]}],
+    ids=str,
+)
+def test_blocks_stay_that_other_datasets_of_the_file_may_need(
+    opened: Callable[..., Dataset], options: dict[str, Any]
+) -> None:
+    dataset = opened(**options)
+    for group in range(len(dataset.row_groups)):
+        assert dataset.rowstore.blobs.make(group)
+    assert cached_blocks(dataset)
+
+
+def test_blocks_stay_if_the_rows_do_not_fit(opened: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = opened()
+    for group in range(GROUPS - 1):
+        assert dataset.rowstore.blobs.make(group)
+    last = cached_blocks(dataset)
+    assert last
+    monkeypatch.setattr(dataset.blocks.tier, "reserve", lambda *_: False)
+    assert not dataset.rowstore.blobs.make(GROUPS - 1)
+    assert cached_blocks(dataset) == last
