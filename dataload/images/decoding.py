@@ -115,7 +115,8 @@ def _resized(pixels: Pixels, size: int, crop: Crop) -> Pixels:
     shorter = min(height, width)
     if shorter != size:
         shape = (height * size // shorter, width * size // shorter)
-        image = torch.from_numpy(pixels).permute(2, 0, 1)[None]  # in memory, the channels come last
+        # With these strides, torch sees that the channels come last, and writes them so.
+        image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
         pixels = interpolate(image, size=shape, mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
         height, width = shape
     if crop == "full":
