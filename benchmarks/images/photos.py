@@ -15,7 +15,7 @@ import pyarrow as pa
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
 CROP = 224
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random resized crop
-LEAST_TILE = 240  # pixels of a picture's width
+LEAST_TILE = 360  # pixels of a picture's width
 SOURCES = {
     "skimage": ("data", ["astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "rocket.jpg"]),
     "sklearn": ("datasets/images", ["china.jpg", "flower.jpg"]),
@@ -40,7 +40,7 @@ def tile(rng: np.random.Generator) -> bytes:
     most = min(picture.width, picture.height * WIDTH // HEIGHT)
     width = int(rng.integers(LEAST_TILE, most + 1))
     height = width * HEIGHT // WIDTH
-    left, top = (int(rng.integers(0, most + 1)) for most in (picture.width - width, picture.height - height))
+    left, top = rng.random(2) * (picture.width - width, picture.height - height)
     part = picture.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS, (left, top, left + width, top + height))
     encoded = io.BytesIO()
     (ImageOps.mirror(part) if rng.random() < 0.5 else part).save(encoded, "jpeg", quality=QUALITY)

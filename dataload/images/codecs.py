@@ -1,0 +1,87 @@
+"""The pixels of one encoded image: JPEG by libjpeg-turbo, other formats by Pillow."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+
+from dataload.errors import ConfigError
+from dataload.images.orientation import TAG, UPRIGHT, Pixels, jpeg_orientation, upright
+
+try:
+    import simplejpeg
+    from PIL import Image, UnidentifiedImageError
+except ImportError as error:
+    raise ConfigError(f"images need more packages ({error.name}): pip install 'dataload[images]'") from error
+
+MOST_PIXELS = 178_956_970  # as Pillow: a larger image is an attack, or a damaged header
+KEPT_BYTES = 64 << 20  # of memory for the pixels of the next image
+CHANNELS = 3
+_JPEG = b"\xff\xd8\xff"
+_FRACTIONS = (8, 4, 2)  # The codec has no vector code for others.
+
+
+class Decoder:
+    """Decodes images one after the other. JPEGs share the memory of their pixels.
+
+    Args:
+        least: Least length of the shorter side that the caller needs, in pixels. A JPEG of at least twice that is
+            decoded to a half, a quarter or an eighth. 0: never.
+    """
+
+    def __init__(self, least: int = 0) -> None:
+        self._least = least
+        self._memory = np.empty(0, np.uint8)
+
+    def __call__(self, encoded: Any) -> Pixels:
+        """Return the upright pixels of an image, uint8 [H, W, 3], until the next call.
+
+        Args:
+            encoded: The file, bytes-like. Grey, CMYK, palettes and 16 bits become RGB of 8 bits; alpha is dropped. Of
+                an animation, it is the first frame.
+
+        Raises:
+            Exception: The image is damaged, or of an unknown format.
+        """
+        if not len(encoded):
+            raise ValueError("it is empty")
+        if bytes(encoded[:3]) == _JPEG:
+            try:
+                return self._jpeg(encoded)
+            except ValueError:  # Pillow reads a file with harmless errors, or gives the reason.
+                pass
+        return _by_pillow(encoded)
+
+    def _jpeg(self, encoded: Any) -> Pixels:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(encoded)
+        if colorspace in ("CMYK", "YCCK") or height * width > MOST_PIXELS:
+            raise ValueError(colorspace)
+        fraction = next((each for each in _FRACTIONS if min(height, width) >= each * self._least), 1)
+        fraction = fraction if self._least else 1
+        height, width = -(-height // fraction), -(-width // fraction)
+        size = height * width * CHANNELS
+        memory = self._memory if size <= len(self._memory) else np.empty(size, np.uint8)
+        if len(memory) <= KEPT_BYTES:
+            self._memory = memory
+        pixels: Pixels = simplejpeg.decode_jpeg(encoded, buffer=memory[:size], min_height=height, min_width=width)
+        orientation = jpeg_orientation(encoded)
+        return pixels if orientation == UPRIGHT else upright(pixels, orientation)
+
+
+def _by_pillow(encoded: Any) -> Pixels:
+    try:
+        opened = Image.open(io.BytesIO(encoded))
+    except UnidentifiedImageError:
+        raise ValueError("it is not an image, or of an unknown format") from None
+    with opened as picture:
+        if picture.width * picture.height > MOST_PIXELS:
+            raise ValueError(f"it has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS:,}")
+        orientation = picture.getexif().get(TAG, UPRIGHT)
+        if picture.mode.startswith("I"):  # 16 bits, which `convert` would clip
+            grey = (np.asarray(picture) >> 8).astype(np.uint8)
+            pixels = np.repeat(grey[:, :, None], CHANNELS, axis=2)
+        else:
+            pixels = np.array(picture.convert("RGB"))
+    return pixels if orientation not in range(2, 9) else upright(pixels, orientation)

@@ -1,0 +1,301 @@
+"""`images.decode`: the pixels of Pillow from every format, or an error that names the row."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from dataload import images, make_loader
+from dataload.errors import ConfigError, DataError
+from dataload.images import codecs
+from dataload.images.orientation import jpeg_orientation
+
+WIDTH, HEIGHT = 90, 60
+
+
+def picture(width: int = WIDTH, height: int = HEIGHT, mode: str = "RGB") -> Image.Image:
+    """Return a smooth picture without a symmetry."""
+    y, x = np.mgrid[0:height, 0:width]
+    channels = [x * 255 / width, y * 255 / height, (x + 2 * y) * 255 / (width + 2 * height)]
+    return Image.fromarray(np.stack(channels, axis=2).astype(np.uint8)).convert(mode)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    sink = io.BytesIO()
+    image.save(sink, kind, **options)
+    return sink.getvalue()
+
+
+def by_pillow(data: bytes) -> np.ndarray:
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+def with_orientation(orientation: int, order: str = "big", kind: str = "JPEG") -> bytes:
+    exif = Image.Exif()
+    exif.endian = "<" if order == "little" else ">"
+    exif[0x0112] = orientation
+    return encoded(picture(), kind, exif=exif.tobytes())
+
+
+# Formats
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encoded(picture()),
+        encoded(picture(), progressive=True, subsampling=0),
+        encoded(picture(mode="L")),
+        encoded(picture(mode="CMYK")),
+        encoded(picture(), "PNG"),
+        encoded(picture(mode="L"), "PNG"),
+        encoded(picture(mode="P"), "PNG"),
+        encoded(picture(mode="1"), "PNG"),
+        encoded(picture(mode="LA"), "PNG"),
+        encoded(picture(), "WEBP", lossless=True),
+        encoded(picture(), "WEBP"),
+        encoded(picture(), "GIF"),
+        encoded(picture(), "BMP"),
+        encoded(picture(), "TIFF"),
+    ],
+    ids=lambda data: repr(data[:4]),
+)
+def test_pixels_are_those_of_pillow(data: bytes) -> None:
+    [pixels] = images.decode([data])
+    assert pixels.dtype == torch.uint8
+    assert np.array_equal(pixels, by_pillow(data))
+
+
+def test_alpha_is_dropped() -> None:
+    image = picture(mode="RGBA")
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    for kind in ("PNG", "WEBP"):
+        [pixels] = images.decode([encoded(image, kind, lossless=True)])
+        shown = np.asarray(image)[:, :, 3] > 0  # WebP does not store the colours of transparent pixels
+        assert np.array_equal(pixels.numpy()[shown], np.asarray(picture())[shown])
+
+
+def test_sixteen_bits_are_shifted_not_clipped() -> None:
+    deep = (np.arange(HEIGHT * WIDTH, dtype=np.uint16) * 12).reshape(HEIGHT, WIDTH)
+    [pixels] = images.decode([encoded(Image.fromarray(deep), "PNG")])
+    assert pixels.shape == (HEIGHT, WIDTH, 3)
+    assert np.array_equal(pixels.numpy(), np.repeat((deep >> 8)[:, :, None], 3, axis=2))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("order", ["big", "little"])
+def test_photographs_are_upright(orientation: int, order: str) -> None:
+    data = with_orientation(orientation, order)
+    assert jpeg_orientation(data) == orientation
+    [pixels] = images.decode([data])
+    assert np.array_equal(pixels, by_pillow(data))
+    assert pixels.shape == ((HEIGHT, WIDTH, 3) if orientation < 5 else (WIDTH, HEIGHT, 3))
+    [cropped] = images.decode([data], size=HEIGHT)
+    edge = (WIDTH - HEIGHT) // 2
+    part = slice(edge, edge + HEIGHT)
+    assert np.array_equal(cropped, by_pillow(data)[:, part] if orientation < 5 else by_pillow(data)[part])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_other_formats_have_an_orientation(kind: str) -> None:
+    data = with_orientation(6, kind=kind)
+    assert np.array_equal(images.decode([data])[0], by_pillow(data))
+
+
+def test_a_damaged_orientation_is_none() -> None:
+    data = with_orientation(6)
+    for end in range(2, len(data) - 1, 3):
+        jpeg_orientation(data[:end])
+    start = data.index(b"Exif\0\0") + 6
+    assert jpeg_orientation(data[: start + 8] + b"\xff\xff" + data[start + 10 :]) in (1, 6)  # too many entries
+    assert jpeg_orientation(data.replace(struct.pack(">HHIH", 0x0112, 3, 1, 6), struct.pack(">HHIH", 0x0112, 3, 1, 99)))
+    assert np.array_equal(images.decode([encoded(picture(), exif=b"Exif\0\0nonsense")])[0].numpy().shape, (60, 90, 3))
+
+
+# Sizes
+
+
+@pytest.mark.parametrize(("width", "height"), [(90, 60), (60, 90), (61, 61), (200, 64), (64, 201), (20, 31)])
+def test_the_shorter_side_is_resized_and_the_centre_is_cut_out(width: int, height: int) -> None:
+    data = encoded(picture(width, height), "PNG")
+    factor = 48 / min(width, height)
+    resized = picture(width, height).resize((int(width * factor), int(height * factor)), Image.Resampling.BILINEAR)
+    [full] = images.decode([data], size=48, crop="full")
+    assert full.shape[:2] == (resized.height, resized.width)
+    assert np.abs(full.numpy().astype(int) - np.asarray(resized)).max() <= 1
+    [cropped] = images.decode([data], size=48)
+    top, left = round((resized.height - 48) / 2), round((resized.width - 48) / 2)
+    assert torch.equal(cropped, full[top : top + 48, left : left + 48])
+
+
+@pytest.mark.parametrize(("size", "decoded"), [(201, 400), (200, 200), (101, 200), (100, 100), (60, 100), (20, 50)])
+def test_a_large_jpeg_is_decoded_to_a_fraction(size: int, decoded: int) -> None:
+    """To a half, a quarter or an eighth that is not smaller than the result; the result differs little."""
+    data = encoded(picture(600, 400), quality=95)
+    assert codecs.Decoder(size)(data).shape[0] == decoded
+    [scaled] = images.decode([data], size=size)
+    [whole] = images.decode([encoded(Image.fromarray(by_pillow(data)), "PNG")], size=size)
+    assert np.abs(scaled.numpy().astype(int) - whole.numpy()).max() <= 6
+
+
+def test_images_of_different_shapes_need_a_size() -> None:
+    data = [encoded(picture()), encoded(picture()), encoded(picture(80, 60))]
+    with pytest.raises(DataError, match=r"image: rows 0 and 2 have 90 x 60 and 80 x 60 pixels, .* use size= and crop="):
+        images.decode(data)
+    with pytest.raises(DataError, match="rows 0 and 2 have"):
+        images.decode(data, size=30, crop="full")
+    assert images.decode(data, size=30).shape == (3, 30, 30, 3)
+    assert images.decode([], size=30).shape[0] == 0
+
+
+def test_images_do_not_share_memory() -> None:
+    data = [encoded(picture()), encoded(ImageOps.mirror(picture())), encoded(picture())]
+    pixels = images.decode(data)
+    assert np.array_equal(pixels[0], by_pillow(data[0]))
+    assert np.array_equal(pixels[1], by_pillow(data[1]))
+
+
+# Damaged images
+
+
+def truncated(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def oversized() -> bytes:
+    data = bytearray(encoded(picture()))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = b"\xff\xff\xff\xff"  # 65,535 x 65,535 pixels, 12 GB
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "reason"),
+    [
+        (b"", "it is empty"),
+        (b"no image", "it is not an image, or of an unknown format"),
+        (truncated(encoded(picture(), quality=100)), "truncated"),
+        (truncated(encoded(picture(), "PNG")), "truncated"),
+        (truncated(encoded(picture(), "WEBP", lossless=True)), ""),
+        (encoded(picture())[:20], ""),
+        (b"\xff\xd8\xff", ""),
+        (oversized(), "65535 x 65535 pixels, more than|decompression bomb"),
+        (None, "it is null"),
+        ({"bytes": None, "path": "cat.jpg"}, "it has no bytes, only the path 'cat.jpg'"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_damaged_image_is_named(damaged: Any, reason: str) -> None:
+    good = encoded(picture())
+    with pytest.raises(DataError, match=rf"photo: row 2 cannot be decoded: .*({reason})") as error:
+        images.decode("photo", size=32)({"photo": [good, good, damaged, good]})
+    assert " at 0x" not in str(error.value)
+
+
+def test_harmless_bytes_in_a_jpeg_are_no_error() -> None:
+    data = encoded(picture())
+    extended = data[:-2] + b"\0\0\0\0\0" + data[-2:]  # libjpeg warns of extraneous bytes
+    assert np.array_equal(images.decode([extended])[0], by_pillow(data))
+
+
+# Columns and batches
+
+
+def test_columns_of_hugging_face() -> None:
+    data = encoded(picture())
+    assert torch.equal(images.decode([{"bytes": data, "path": None}]), images.decode([data]))
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: pa.py_buffer(data)])
+def test_any_bytes(kind: Any) -> None:
+    assert images.decode([kind(encoded(picture()))]).shape == (1, HEIGHT, WIDTH, 3)
+    assert images.decode([kind(encoded(picture(), "PNG"))]).shape == (1, HEIGHT, WIDTH, 3)
+
+
+def test_a_function_of_a_batch() -> None:
+    function = images.decode("image", size=32)
+    batch = {"image": [encoded(picture())], "label": [3]}
+    decoded = pickle.loads(pickle.dumps(function))(batch)
+    assert decoded["label"] == [3]
+    assert decoded["image"].shape == (1, 32, 32, 3)
+    assert isinstance(batch["image"], list)
+    with pytest.raises(ConfigError, match="no column is called 'image'; there are label"):
+        function({"label": [3]})
+
+
+def test_arguments() -> None:
+    with pytest.raises(ConfigError, match="crop='middle' is unknown: use 'center' or 'full'"):
+        images.decode("image", crop="middle")  # type: ignore[call-overload]
+    with pytest.raises(ConfigError, match="size=0 must be at least 1"):
+        images.decode([], size=0)
+
+
+def test_in_a_loader_with_threads(tmp_path: Path) -> None:
+    data = [encoded(picture(60 + row, 60)) for row in range(40)]
+    pq.write_table(pa.table({"image": data, "row": np.arange(40)}), tmp_path / "a.parquet")
+    loader = make_loader(
+        str(tmp_path / "a.parquet"),
+        8,
+        transform=images.decode("image", size=24),
+        num_threads=2,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    for batch in loader:
+        expected = images.decode([data[row] for row in batch["row"].tolist()], size=24)
+        assert torch.equal(batch["image"], expected)
+
+
+def test_decoding_releases_the_interpreter_lock() -> None:
+    """Another thread can run only while the decoder has released the lock."""
+    data = encoded(picture(1000, 750), quality=95)
+    begun, ran = threading.Event(), threading.Event()
+
+    def run() -> None:
+        begun.set()
+        for _ in range(20):  # The system may not run the other thread at once.
+            images.decode([data])
+            if ran.is_set():
+                return
+
+    images.decode([data])
+    thread, interval = threading.Thread(target=run), sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # seconds after which a thread has to release the lock
+    try:
+        thread.start()
+        begun.wait()
+        decoding = thread.is_alive()
+        ran.set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+    assert decoding
+
+
+def test_importing_dataload_imports_no_codec() -> None:
+    program = "import sys, dataload, dataload.images; print({'PIL', 'simplejpeg', 'cv2', 'torch'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_missing_packages_are_named() -> None:
+    program = (
+        "import sys; sys.modules['simplejpeg'] = None\n"
+        "from dataload.errors import ConfigError\n"
+        "try:\n    import dataload.images.codecs\nexcept ConfigError as error:\n    print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "images need more packages (simplejpeg): pip install 'dataload[images]'" in done.stdout
