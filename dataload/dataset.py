@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -20,6 +20,7 @@ from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
+from dataload.formats.schema import is_flat
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
@@ -177,6 +178,8 @@ class Dataset(MapStyle):
     ) -> None:
         if columns is not None and (isinstance(columns, str) or not columns):
             raise ConfigError(f"columns={columns!r} must be a list of at least one name")
+        if isinstance(fill_null, Mapping):
+            _check_filled(manifest, fill_null)
         self.manifest = manifest
         self.blocks = blocks
         self.fill_null = fill_null
@@ -273,6 +276,18 @@ def _narrowed(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     return narrow(manifest, blocks, filters)
 
 
+def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
+    try:
+        manifest.check_columns(names)
+    except ConfigError as error:
+        raise ConfigError(f"fill_null: {error}") from None
+    for name in names:
+        if name not in manifest.schema.names:
+            raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
+        if not is_flat(field := manifest.schema.field(name)):
+            raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
+
+
 def _array(numbers: Any) -> npt.NDArray[Any]:
     return np.asarray(numbers.cpu() if isinstance(numbers, torch.Tensor) else numbers)
 
@@ -300,9 +315,9 @@ def make_dataset(
             hold; of a list of such lists, one must hold; a null matches no predicate. Or an expression of
             `pyarrow.compute`, such as `field("year") > 2020`. See `Dataset.filter`.
         storage_options: Options of the URL's filesystem, as fsspec takes them.
-        fill_null: Replacement for nulls, for all columns that can hold it or by column. Without one, nulls of strings,
-            bytes and nested values are None, those of floats are NaN, and those of integers, booleans and times raise
-            a DataError.
+        fill_null: Replacement for nulls, for all columns that can hold it or by column. Nulls of nested values stay.
+            Without one, nulls of strings, bytes and nested values are None, those of floats are NaN, and those of
+            integers, booleans and times raise a DataError.
         null_masks: Instead of that error, make these nulls zeros, and add "<column>.is_null": a bool Tensor[B] of the
             rows that have nulls. Each column of integers, booleans or times, or of lists of these, has a mask.
         cache: The host's cache: a `CacheConfig`, or None for the default one. False: cache nothing outside this

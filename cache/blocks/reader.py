@@ -91,9 +91,9 @@ class Blocks(ForkAware):
     def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int]]:
         return Blocks, (self.origin, self.tier, self.block_bytes)
 
-    def key(self, obj: Object, what: str) -> BlobKey:
-        """Return the cache key of a part or derivative of an object."""
-        return BlobKey(self.origin.identity, obj.path, obj.version, what)
+    def key(self, obj: Object, what: str, group: str = "") -> BlobKey:
+        """Return the cache key of a part or derivative of an object; `group` as for `BlobKey`."""
+        return BlobKey(self.origin.identity, obj.path, obj.version, what, group)
 
     @property
     def retains_blocks(self) -> bool:

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.single_flight import make_once
-from dataload.cache.tier import BlobKey, Span, Tier
+from dataload.cache.tier import BlobKey, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
@@ -142,7 +144,7 @@ class RowGroupCache:
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """The sizes that `measure` measures."""
-        return ValueSizes(self._manifest, self.plan.layout, self._blocks)
+        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows.tolist(), self._fill_null)
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
@@ -167,6 +169,12 @@ class RowGroupCache:
     def num_bytes(self) -> int:
         """Estimate of the bytes of the blobs of all row groups."""
         return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
+
+    @cached_property
+    def group_numbers(self) -> npt.NDArray[np.uint64]:
+        """The number of each row group in the cache, uint64 [row groups]; see `BlobKey`. Equal ones share blobs."""
+        keys = (self._key(number, "row group") for number in range(len(self._manifest.row_groups)))
+        return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self._manifest.row_groups))
 
     @property
     def row_bytes(self) -> int:
@@ -243,7 +251,8 @@ class RowGroupCache:
         return [self._key(number, part) for part in self.plan.parts(number)]
 
     def _key(self, number: int, part: str) -> BlobKey:
-        return self._blocks.key(self._manifest.row_groups[number].file, self.plan.qualified(number, part))
+        file = self._manifest.row_groups[number].file
+        return self._blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number))
 
 
 def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Iterator[dict[str, Column]]:

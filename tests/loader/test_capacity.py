@@ -16,7 +16,7 @@ import pytest
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cli.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
-from dataload.loader.capacity import check_shared_memory, region_of
+from dataload.loader.capacity import check_shared_memory, need_of
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.memory_budget import MemoryBudget, ReservationCancelled
 from dataload.samplers.order import Order
@@ -133,9 +133,14 @@ def test_the_transient_region_grows_where_that_is_negligible(groups: int, furthe
     blobs, sizes = dataset.rowstore.blobs, [group.rows for group in dataset.row_groups]
     order = Order(sizes, shuffle="block", seed=0, window=2, num_streams=1)
     group_bytes = blobs.num_bytes // groups
-    assert region_of([(order, blobs)], blobs.num_bytes // 2) == (further * group_bytes, further)
-    assert region_of([(order, blobs)], blobs.num_bytes * 2) == (0, 0)
-    assert region_of([(order, blobs)], 5 * group_bytes) == (min(5, further) * group_bytes, min(5, further))
+
+    def region(limit: int) -> tuple[int, int]:
+        need = need_of([(order, blobs)], limit)
+        return need.region(limit, need.total)
+
+    assert region(blobs.num_bytes // 2) == (further * group_bytes, further)
+    assert region(blobs.num_bytes * 2) == (0, 0)
+    assert region(5 * group_bytes) == (min(5, further) * group_bytes, min(5, further))
 
 
 @pytest.mark.parametrize(
