@@ -98,14 +98,6 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         """Return the name of a row group's source; None if this is no mixture."""
         return None
 
-    def by_source(self, figures: Mapping[int, float]) -> dict[str, float]:
-        """Return figures of row groups, added up by source; nothing if this is no mixture."""
-        total: dict[str, float] = {}
-        for group, value in figures.items():
-            if (name := self.source_of(group)) is not None:
-                total[name] = total.get(name, 0.0) + value
-        return total
-
     @overload
     def locate(self, row_ids: int) -> Location: ...
     @overload

@@ -25,6 +25,7 @@ from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.runtime.redact import redacted
 from dataload.samplers.rank_sampler import RankSampler
+from dataload.telemetry.loader_stats import summed
 from dataload.telemetry.wait_timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -213,10 +214,10 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             stop: As in `RowStore.gather`.
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
-        sizes, cursor, opened = request.sizes, request.cursor, dict[int, bool]()
-        waits = dict[int, float]()
+        sizes, cursor, opened, waits = request.sizes, request.cursor, dict[int, bool](), dict[int, float]()
         rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, opened, waits), request.rows)
-        loading = self._dataset.by_source(waits)
+        sources = ((self._dataset.source_of(group), seconds) for group, seconds in waits.items())
+        loading = summed({name: seconds} for name, seconds in sources if name is not None)
         row_groups: dict[int, Mapping[str, float] | None] = {
             group: {} if new else None for group, new in opened.items()
         }

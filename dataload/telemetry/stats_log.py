@@ -195,7 +195,7 @@ def _pass(line: Any) -> Pass:
     counts = {name: _number(line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
-    by_source = {
+    by_source: dict[str, Any] = {
         name: {str(source): _number(value) for source, value in dict(line.get(name, {})).items()} for name in BY_SOURCE
     }
     host = str.encode(line["host"], errors="replace").decode()  # JSON may hold lone surrogates, which no file can

@@ -15,6 +15,8 @@ from dataload.samplers.mixture.schedule import Schedule, schedule, shuffled
 
 Int64 = npt.NDArray[np.int64]
 
+SCHEDULES = 32  # kept, of 384 KiB each: an epoch of 2 million units
+
 
 @dataclass(frozen=True, eq=False)
 class _Block:
@@ -38,7 +40,7 @@ class UnitSequence:
         self._weights, self._total = tuple(weights), sum(weights)
         self._seed = seed
         self._borders = Borders(weights)
-        self._schedules: LRU[int, Schedule] = LRU(2)  # the same in all epochs
+        self._schedules: LRU[int, Schedule] = LRU(SCHEDULES)  # the same in all epochs
         self._blocks: LRU[tuple[int, int], _Block] = LRU(4)
 
     def draws(self, epoch: int, units: Int64) -> tuple[Int64, Int64]:
