@@ -36,9 +36,7 @@ def measure(name: str, size: str, folder: Path, table: Table) -> list[float]:
     write(workload, folder / "data")
     whole = make_dataset(folder / "data", cache=CacheConfig(cache_dir=str(folder / "cache"), cache_bytes="4GB"))
     group = {"x": list(workload.features)} if name == "table" else None
-    third = -(-len(whole) // 3)
-    thirds = [whole.select(range(first, min(len(whole), first + third))) for first in range(0, len(whole), third)]
-    loaders = [make_loader(dataset, BATCH, group=group) for dataset in (whole, mix(thirds))]
+    loaders = [make_loader(dataset, BATCH, group=group) for dataset in (whole, mix(whole.split([1 / 3] * 3)))]
     column = "x" if group else whole.schema.names[0]
     ratios = []
     for number in range(1 + ROUNDS):

@@ -123,6 +123,7 @@ class MixtureOrder:
         self.n = self._length(rows)
         if self.n > self.unit * (END - BLOCK):
             raise ConfigError(f"an epoch of {self.n} rows is too long: raise the smallest weights, or set num_rows")
+        self._units = UnitSequence(self.weights, self.seed, self.n // self.unit + 1)
 
     @property
     def options(self) -> dict[str, Any]:
