@@ -94,6 +94,10 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         """
         return [{} for _ in sizes]
 
+    def source_of(self, group: int) -> str | None:  # noqa: ARG002 (a mixture's)
+        """Return the name of a row group's source; None if this is no mixture."""
+        return None
+
     @overload
     def locate(self, row_ids: int) -> Location: ...
     @overload

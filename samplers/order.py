@@ -15,6 +15,7 @@ from dataload.samplers.epoch import EpochOrder
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU
 from dataload.samplers.placement import place_row_groups
+from dataload.samplers.share import RUN_ROWS
 from dataload.samplers.window_size import default_window
 
 Int64 = npt.NDArray[np.int64]
@@ -55,6 +56,7 @@ class Order:
     """
 
     homogeneous = False  # as in `PositionOrder`
+    run_rows = RUN_ROWS
 
     def __init__(
         self,

@@ -28,12 +28,14 @@ class PositionOrder(Protocol):
         num_streams: Position p of an epoch belongs to stream p mod num_streams.
         seed: Seed of the shuffle.
         homogeneous: Whether a global batch must not have rows of other positions, such as the epoch's first ones.
+        run_rows: Rows that a rank computes together.
     """
 
     n: int
     num_streams: int
     seed: int
     homogeneous: bool
+    run_rows: int
 
     @property
     def orders(self) -> tuple[Order, ...]:
@@ -245,7 +247,7 @@ class RankSampler(DistributedSampler[int]):
         """Use this order from now on."""
         self.order = order
         world = self.num_replicas, self.rank, self.batch_size, self.drop_last
-        self._share = Share(*world, order.num_streams, self.num_nodes, order.homogeneous)
+        self._share = Share(*world, order.num_streams, self.num_nodes, order.homogeneous, order.run_rows)
         self.seed, self.shuffle = order.seed, bool(order.shuffle)
         self.num_samples = self._share.num_samples(order.n)
         self.total_size = self.num_samples * self.num_replicas

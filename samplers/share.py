@@ -33,6 +33,7 @@ class Share:
     num_streams: int = 1
     num_nodes: int = 1
     pads_with_tail: bool = False
+    run_rows: int = RUN_ROWS
 
     @property
     def global_batch_size(self) -> int:
@@ -75,7 +76,7 @@ class Share:
         while done < full:
             repeats, batches = np.divmod(np.arange(done, min(done + step, full)), len(pattern))
             yield pattern[batches] + repeats[:, None] * period
-            done, step = done + step, min(2 * step, max(1, RUN_ROWS // self.batch_size))
+            done, step = done + step, min(2 * step, max(1, self.run_rows // self.batch_size))
         if tail and not self.drop_last:
             yield self._tail(n - tail, n)[None]
 

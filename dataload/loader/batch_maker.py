@@ -25,6 +25,7 @@ from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.runtime.redact import redacted
 from dataload.samplers.rank_sampler import RankSampler
+from dataload.telemetry.loader_stats import summed
 from dataload.telemetry.wait_timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Answer:
         making: The activities of the worker.
         skipped: The rows that raised and were replaced.
         by_source: The number of rows of each source of a mixture, by name.
+        loading: Seconds that the request waited for row groups of each source of a mixture, in its first answer only.
     """
 
     cursor: int
@@ -83,6 +85,7 @@ class Answer:
     making: Timeline = field(default_factory=Timeline)
     skipped: tuple[int, ...] = ()
     by_source: Mapping[str, int] = field(default_factory=dict)
+    loading: Mapping[str, float] = field(default_factory=dict)
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
@@ -211,21 +214,23 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             stop: As in `RowStore.gather`.
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
-        sizes, cursor, opened = request.sizes, request.cursor, dict[int, bool]()
-        rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, opened), request.rows)
+        sizes, cursor, opened, waits = request.sizes, request.cursor, dict[int, bool](), dict[int, float]()
+        rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, opened, waits), request.rows)
+        sources = ((self._dataset.source_of(group), seconds) for group, seconds in waits.items())
+        loading = summed({name: seconds} for name, seconds in sources if name is not None)
         row_groups: dict[int, Mapping[str, float] | None] = {
             group: {} if new else None for group, new in opened.items()
         }
         by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
         memory, start = empty if self.only_gathers else None, 0
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
-            answer = Answer(cursor, size, columns, row_groups, by_source=next(by_source))
+            answer = Answer(cursor, size, columns, row_groups, by_source=next(by_source), loading=loading)
             if columns is not None and self.only_gathers:
                 yield partial(_same, answer)
             else:
                 part = rows.part(slice(start, start + size))
                 yield partial(self._answer, request, answer, part, memory, stop)
-            cursor, start, row_groups = cursor + request.step, start + size, {}
+            cursor, start, row_groups, loading = cursor + request.step, start + size, {}, {}
 
     def _answer(
         self, request: Request, answer: Answer, rows: NumberedRows, empty: Empty | None, stop: Future[None] | None

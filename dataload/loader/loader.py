@@ -161,7 +161,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         rowstore = self.dataset.rowstore
         stats = self._stats = LoaderStats(epoch, memory_bytes=rowstore.blobs.maker.rank_memory)
         in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
-        served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight)
+        served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight, self.dataset.source_of)
         needs = Needs(_needs(sampler, epoch, cursor))
         process = None if self.stats_dir is None else process_among(sampler.num_replicas)
         samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas, process)
@@ -178,11 +178,12 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                 requested = perf_counter()
                 answer = next(answers, None)
                 now = perf_counter()
-                stats.waited(waiting.take(requested, now), rowstore.scheduler.usual_cause)
+                loading = stats.waited(waiting.take(requested, now), rowstore.scheduler.usual_cause)
                 stats.seconds = now - started
                 if answer is None:
                     break
                 stats.count(answer.rows, answer.by_source, answer.skipped)
+                stats.waited_for(loading, answer.loading)
                 used = min(answer.cursor + step, sampler.num_rows)
                 if latest:
                     self._yielded = epoch, used

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -60,6 +61,7 @@ class Mixture(MapStyle):
         self._datasets = tuple(sources.values())
         self.schema: pa.Schema = self._datasets[0].schema
         self._order = order
+        self._first_groups = np.cumsum([0, *(len(each.row_groups) for each in self._datasets)]).tolist()
         self._first_rows: npt.NDArray[np.int64] = np.cumsum([0, *map(len, self._datasets)])
         self.num_rows = int(self._first_rows[-1])
         if name_column is not None:
@@ -132,6 +134,10 @@ class Mixture(MapStyle):
         batches = np.repeat(np.arange(shape[0]) * shape[1], sizes)
         counts = np.bincount(batches + self._sources_of(numbers), minlength=shape[0] * shape[1]).reshape(shape)
         return [dict(zip(self.names, batch, strict=True)) for batch in counts.tolist()]
+
+    def source_of(self, group: int) -> str:
+        """Return the name of a row group's source."""
+        return self.names[bisect_right(self._first_groups, group) - 1]
 
     def _sources_of(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         return sources_of(numbers, self._first_rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
@@ -12,7 +12,7 @@ from statistics import fmean, median_low
 import numpy as np
 import numpy.typing as npt
 
-from dataload.telemetry.loader_stats import ADVICE, MOST_ROW_IDS, LoaderStats
+from dataload.telemetry.loader_stats import ADVICE, BY_SOURCE, MOST_ROW_IDS, LoaderStats, summed
 from dataload.telemetry.stats_log import CLOCKS, Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
@@ -99,11 +99,14 @@ def added(stats: Sequence[LoaderStats]) -> LoaderStats:
     """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
     total = LoaderStats(stats[0].epoch)
     for field in fields(LoaderStats):
-        if field.name not in ("epoch", "waits", "skipped_row_ids", "rows_by_source"):
+        if field.name not in ("epoch", "waits", "skipped_row_ids", *BY_SOURCE):
             values = [getattr(rank_stats, field.name) for rank_stats in stats]
             setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
     total.skipped_row_ids = [row for rank_stats in stats for row in rank_stats.skipped_row_ids][:MOST_ROW_IDS]
-    total.rows_by_source = dict(sum((Counter(rank_stats.rows_by_source) for rank_stats in stats), Counter()))
+    for name in BY_SOURCE:
+        by_source = summed(getattr(rank_stats, name) for rank_stats in stats)
+        means = {source: value / len(stats) for source, value in by_source.items()}
+        setattr(total, name, means if name == "waits_by_source" else by_source)
     total.waits = {cause: fmean(rank_stats.waits[cause] for rank_stats in stats) for cause in CAUSES}
     return total
 

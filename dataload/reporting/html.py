@@ -140,7 +140,24 @@ def _epoch(epoch: Epoch, *, opened: bool) -> str:
 <div class="wide"><table>
 <tr>{"".join(f"<th>{heading}</th>" for heading in headings)}</tr>
 {rows}</table></div>
-</details>
+{_sources(epoch)}</details>
+"""
+
+
+def _sources(epoch: Epoch) -> str:
+    """Return a table of the sources of a mixture, or nothing without sources."""
+    total = epoch.total
+    if not total.rows_by_source:
+        return ""
+    rows = ""
+    for name, count in sorted(total.rows_by_source.items(), key=itemgetter(1), reverse=True):
+        waited, fetched = total.waits_by_source.get(name, 0.0), int(total.bytes_by_source.get(name, 0))
+        cells = name, f"{count:,}", f"{count / max(1, total.rows):.1%}", f"{waited:,.1f}", decimal(fetched)
+        rows += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>\n"
+    headings = "source", "rows", "share of the rows", "waiting, s", "fetched"
+    return f"""<div class="wide"><table>
+<tr>{"".join(f"<th>{heading}</th>" for heading in headings)}</tr>
+{rows}</table></div>
 """
 
 

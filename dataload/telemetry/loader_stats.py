@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich.filesize import decimal
 
 from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
 TRAFFIC = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin", "memory_bytes")
+BY_SOURCE = ("rows_by_source", "waits_by_source", "bytes_by_source")  # empty if the dataset is no mixture
+LOADING = ("origin", "cluster", "disk", "decode")  # causes of waits for row groups
+MOST_SOURCES = 4  # named in one line
 TIERS = ("local", "cluster", "origin")
 MOST_ROW_IDS = 100  # of replaced rows, listed in the statistics
 MIN_STALL = 0.05  # stall fraction below which no advice is given
@@ -50,6 +54,8 @@ class LoaderStats:
         skipped_rows: Rows that raised and were replaced (`on_error="skip"`).
         skipped_row_ids: The numbers of the first `MOST_ROW_IDS` of them.
         rows_by_source: `rows` by source of a mixture, by name. A replaced row counts for its own source.
+        waits_by_source: The part of `wait_seconds` for the row groups of each source, by name.
+        bytes_by_source: `bytes_cluster` and `bytes_origin` by source, by name.
         waits: `wait_seconds` by cause, one of `dataload.telemetry.wait_timeline.CAUSES`.
     """
 
@@ -68,19 +74,36 @@ class LoaderStats:
     skipped_rows: int = 0
     skipped_row_ids: list[int] = field(default_factory=list)
     rows_by_source: dict[str, int] = field(default_factory=dict)
+    waits_by_source: dict[str, float] = field(default_factory=dict)
+    bytes_by_source: dict[str, int] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
 
-    def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> None:
-        """Add a wait of the training loop.
+    def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> float:
+        """Add a wait of the training loop. Return how long it waited for row groups, in seconds.
 
         Args:
             causes: Seconds by cause. `IDLE` counts as collating, which includes handing a batch over.
             elsewhere: Returns the cause of waits for another process of this host.
         """
+        loading = 0.0
         for cause, seconds in causes.items():
             known = elsewhere() if cause == ELSEWHERE else cause or "collate"
             self.waits[known] += seconds
             self.wait_seconds += seconds
+            loading += seconds if known in LOADING else 0.0
+        return loading
+
+    def waited_for(self, seconds: float, by_source: Mapping[str, float]) -> None:
+        """Divide a wait for row groups among the sources of a mixture.
+
+        Args:
+            seconds: The wait.
+            by_source: How long the maker of the batch waited for the row groups of each source.
+        """
+        total = sum(by_source.values())
+        for name, part in by_source.items():
+            if part:
+                self.waits_by_source[name] = self.waits_by_source.get(name, 0.0) + seconds * part / total
 
     def count(self, rows: int, by_source: Mapping[str, int], skipped: Sequence[int]) -> None:
         """Count a batch.
@@ -124,8 +147,24 @@ class LoaderStats:
         return (
             f"epoch {self.epoch}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
             f"{self.stall_fraction:.0%} of it waiting{self._advice()}; {skipped}"
-            f"{read}{shared}{decimal(int(self.bytes_origin))} from the origin"
+            f"{read}{shared}{decimal(int(self.bytes_origin))} from the origin{self._sources()}"
         )
+
+    def _sources(self) -> str:
+        """Return rows, bytes and waits of the largest sources of a mixture, or nothing without sources."""
+        if not self.rows_by_source:
+            return ""
+        largest = sorted(self.rows_by_source, key=self.rows_by_source.__getitem__, reverse=True)
+        parts = []
+        for name in largest[:MOST_SOURCES]:
+            part = f"{name} {self.rows_by_source[name]:,} rows"
+            if fetched := self.bytes_by_source.get(name, 0):
+                part += f", {decimal(int(fetched))}"
+            if (seconds := self.waits_by_source.get(name, 0.0)) > MIN_STALL * self.seconds:
+                part += f", {seconds:.1f} s of the waits"
+            parts.append(part)
+        more = len(largest) - MOST_SOURCES
+        return "; by source: " + "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 
     def _advice(self) -> str:
         """Return the main cause of the waits and a remedy, or nothing if the loop barely waited."""
@@ -134,3 +173,12 @@ class LoaderStats:
             return ""
         rate = f" at {decimal(int(self.bytes_origin / self.seconds))}/s" if cause == "origin" else ""
         return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}{rate}: {ADVICE[cause]}"
+
+
+def summed(figures: Iterable[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the sum of figures by name."""
+    total: dict[str, Any] = {}
+    for each in figures:
+        for name, value in each.items():
+            total[name] = total.get(name, 0) + value
+    return total

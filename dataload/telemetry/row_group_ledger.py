@@ -74,10 +74,19 @@ class Served:
         in_flight: Batches that worker processes make at the same time, at most. The answer to any of them may show
             that a worker fetched a row group that another worker found in the cache. A hit is counted only after that
             many further batches.
+        source_of: Returns the name of a row group's source of a mixture, or None.
     """
 
-    def __init__(self, stats: LoaderStats, ledger: Ledger, size_of: Callable[[int], int], in_flight: int = 0) -> None:
+    def __init__(
+        self,
+        stats: LoaderStats,
+        ledger: Ledger,
+        size_of: Callable[[int], int],
+        in_flight: int = 0,
+        source_of: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
         self._stats = stats
+        self._source_of = source_of
         self._ledger = ledger
         self._size_of = size_of
         self._in_flight = in_flight
@@ -129,6 +138,9 @@ class Served:
         stats = self._stats
         for name in FETCHED:
             setattr(stats, name, getattr(stats, name) + int(account.get(name, 0)))
+        fetched = int(account.get("bytes_cluster", 0)) + int(account.get("bytes_origin", 0))
+        if fetched and (source := self._source_of(group)) is not None:
+            stats.bytes_by_source[source] = stats.bytes_by_source.get(source, 0) + fetched
         if group in self._counted:
             return
         if _is_miss(account):

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from dataload.errors import ConfigError
-from dataload.telemetry.loader_stats import TRAFFIC, LoaderStats
+from dataload.telemetry.loader_stats import BY_SOURCE, TRAFFIC, LoaderStats, summed
 from dataload.telemetry.wait_timeline import CAUSES
 
 # A sample is due after EVERY seconds, or after 1/FINENESS of the epoch so far if that is longer. A long epoch then has
@@ -169,7 +169,8 @@ def _peers(passes: Iterable[Pass]) -> list[list[Pass]]:
 def _one_of(peers: Sequence[Pass]) -> Pass:
     """Return the pass of the peer that waited longest, with the traffic of all."""
     slowest = max(peers, key=lambda each: each.stats.wait_seconds)
-    traffic = {name: sum(getattr(each.stats, name) for each in peers) for name in TRAFFIC}
+    traffic: dict[str, Any] = {name: sum(getattr(each.stats, name) for each in peers) for name in TRAFFIC}
+    traffic["bytes_by_source"] = summed(each.stats.bytes_by_source for each in peers)
     return replace(slowest, stats=replace(slowest.stats, **traffic))
 
 
@@ -185,21 +186,23 @@ def _lines(path: Path) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`, `process` and `rows_by_source`.
+    """Parse a line. Old lines lack `world_size`, `process` and the figures by source.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
-    names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", "rows_by_source"}
+    names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", *BY_SOURCE}
     counts = {name: _number(line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
-    by_source = {str(name): _number(index(rows)) for name, rows in dict(line.get("rows_by_source", {})).items()}
+    by_source: dict[str, Any] = {
+        name: {str(source): _number(value) for source, value in dict(line.get(name, {})).items()} for name in BY_SOURCE
+    }
     host = str.encode(line["host"], errors="replace").decode()  # JSON may hold lone surrogates, which no file can
     numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
     rank, world_size, process = (_number(index(number)) for number in numbers)
     began, ended = _number(line["began"]), bool(line["ended"])
-    stats = LoaderStats(**counts, skipped_row_ids=row_ids, rows_by_source=by_source, waits=waits)
+    stats = LoaderStats(**counts, skipped_row_ids=row_ids, waits=waits, **by_source)
     return Pass(rank, world_size, process, host, began, ended, stats, [])
 
 

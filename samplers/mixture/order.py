@@ -19,6 +19,7 @@ from dataload.samplers.mixture.sequence import UnitSequence
 from dataload.samplers.mixture.source import Source, SourceRows
 from dataload.samplers.mixture.weights import integer_weights
 from dataload.samplers.order import Order, Shuffle, checked
+from dataload.samplers.share import RUN_ROWS
 
 Int64 = npt.NDArray[np.int64]
 Stop = Literal["first_exhausted", "all_exhausted"]
@@ -26,6 +27,7 @@ Batching = Literal["mixed", "homogeneous"]
 
 OPTIONS: Final = ("shuffle", "seed", "windows", "num_streams", "weights", "stop", "num_rows", "batching", "batch_rows")
 MOST_SOURCES = 1 << 10
+MOST_RUNS = 8  # of RUN_ROWS that are computed together
 NEEDS_APART = 1 << 10  # positions between two needs of a row group of a small source, if it repeats more often
 
 
@@ -115,11 +117,13 @@ class MixtureOrder:
         self.first_blocks: Int64 = np.cumsum([0, *(len(order.block_lengths) for order in self.orders)])
         self.weights = integer_weights(rows if weights is None else weights)
         self.unit = (self.batch_rows or 1) if batching == "homogeneous" else self.num_streams
+        self.run_rows = RUN_ROWS * min(MOST_RUNS, 1 + len(self.orders) // 16)  # each source costs its own overhead
         self._units = UnitSequence(self.weights, self.seed)
         self._source_rows = [SourceRows(order) for order in self.orders]
         self.n = self._length(rows)
         if self.n > self.unit * (END - BLOCK):
             raise ConfigError(f"an epoch of {self.n} rows is too long: raise the smallest weights, or set num_rows")
+        self._units = UnitSequence(self.weights, self.seed, self.n // self.unit + 1)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ NEVER = np.iinfo(np.int64).max
 FAR = 1 << 14  # more than all exchanges together move a unit
 STRIDES = (64, 32, 16, 8, 4, 2, 1)  # of the exchanges in a part
 SHIFTS = (0, 43, 86)  # of the parts; a unit thus crosses their borders
+MARGIN = 2 * PART  # positions before an end beyond which the shuffle does not depend on the end
 
 
 class Schedule(NamedTuple):
@@ -90,24 +91,28 @@ def _priority(last: Int64, left: Bool, sources: Int64, num_sources: int) -> Int6
     return order
 
 
-def shuffled(units: Schedule, key: int) -> Schedule:
+def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Schedule:
     """Return the schedule after exchanges of pairs of units that a key draws; the quotas hold after each exchange.
 
     Two units may change places if both are allowed at the other's position. Each round pairs all positions of the parts
     at one distance, and exchanges half of the pairs that may. Then the parts are cut elsewhere, for more rounds.
+
+    Only the first `size` positions are right, and not many more are returned.
     """
-    columns = np.stack(units)
+    end = min(BLOCK, -(-size // PART) * PART + MARGIN)
+    columns = np.stack([column[:end] for column in units])
     draws = mix(key, np.arange(len(SHIFTS) * len(STRIDES) * BLOCK // 128, dtype=np.uint64))
     bits = np.unpackbits(draws.astype("<u8").view(np.uint8)).reshape(len(SHIFTS), len(STRIDES), BLOCK // 2)
     for shift, rounds in zip(SHIFTS, bits, strict=True):
-        parts = slice(shift, BLOCK - (PART - shift) % PART)
+        parts, of_block = slice(shift, end - (PART - shift) % PART), (BLOCK - shift) // PART
         # Positions of all parts in a row are adjacent in memory, which numpy needs for speed.
         table = np.ascontiguousarray(columns[:, parts].reshape(3, -1, PART).transpose(0, 2, 1))
         for stride, drawn in zip(STRIDES, rounds, strict=True):
             sides = table.reshape(3, PART // (2 * stride), 2, stride, -1)
             before, after = sides[:, :, 0], sides[:, :, 1]
             allowed = (before[2] >= stride) & (after[1] >= stride)
-            allowed &= drawn[: allowed.size].reshape(allowed.shape).view(bool)
+            all_drawn = drawn[: PART // 2 * of_block].reshape(*allowed.shape[:2], of_block).view(bool)
+            allowed &= all_drawn[:, :, : allowed.shape[2]]
             change = (before ^ after) * allowed
             before ^= change
             after ^= change

@@ -10,15 +10,17 @@ import numpy.typing as npt
 
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU
-from dataload.samplers.mixture.borders import BLOCK, Borders
+from dataload.samplers.mixture.borders import BLOCK, END, Borders
 from dataload.samplers.mixture.schedule import Schedule, schedule, shuffled
 
 Int64 = npt.NDArray[np.int64]
 
+SCHEDULES = 32  # kept, of 384 KiB each: an epoch of 2 million units
+
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The sources of a block's units, uint16 [BLOCK], and their numbers in their sources, int64 [BLOCK]."""
+    """The sources of a block's units, uint16 [k], and their numbers in their sources, int64 [k]."""
 
     source: npt.NDArray[np.uint16]
     number: Int64
@@ -30,15 +32,16 @@ class UnitSequence:
     Args:
         weights: Weight of each source, see `integer_weights`.
         seed: Seed of the exchanges in blocks.
+        end: Units of an epoch. None beyond them is asked for.
 
     Notes: a block costs 10 to 40 ms for up to 50 sources and is cached, so nearby units are cheap.
     """
 
-    def __init__(self, weights: Sequence[int], seed: int) -> None:
+    def __init__(self, weights: Sequence[int], seed: int, end: int = END) -> None:
         self._weights, self._total = tuple(weights), sum(weights)
-        self._seed = seed
+        self._seed, self._end = seed, end
         self._borders = Borders(weights)
-        self._schedules: LRU[int, Schedule] = LRU(2)  # the same in all epochs
+        self._schedules: LRU[int, Schedule] = LRU(SCHEDULES)  # the same in all epochs
         self._blocks: LRU[tuple[int, int], _Block] = LRU(4)
 
     def draws(self, epoch: int, units: Int64) -> tuple[Int64, Int64]:
@@ -78,10 +81,11 @@ class UnitSequence:
     def _make_block(self, key: tuple[int, int]) -> _Block:
         epoch, block = key
         units = self._schedules.get(block, lambda number: schedule(self._borders, number * BLOCK))
-        source = shuffled(units, derive_key("mixture", self._seed, epoch, block)).source.astype(np.uint16)
+        size = min(BLOCK, self._end - block * BLOCK)
+        source = shuffled(units, derive_key("mixture", self._seed, epoch, block), size).source[:size].astype(np.uint16)
         by_source = np.argsort(source, kind="stable")  # numpy sorts 16 bits by radix
         counts = np.bincount(source, minlength=len(self._weights))
         shifts = self._borders.counts(block * BLOCK) - (np.cumsum(counts) - counts)
-        number = np.empty(BLOCK, np.int64)
-        number[by_source] = np.arange(BLOCK) + np.repeat(shifts, counts)
+        number = np.empty(size, np.int64)
+        number[by_source] = np.arange(size) + np.repeat(shifts, counts)
         return _Block(source, number)

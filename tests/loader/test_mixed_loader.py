@@ -28,11 +28,13 @@ from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture
+from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.executor import current_turn
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import Source
+from dataload.telemetry.stats_log import read
 
 FILES = {"a": [[40, 60], [7, 0, 93]], "b": [[30, 31]], "c": [[11], [9, 3]]}
 ROWS = {"a": 200, "b": 61, "c": 23}
@@ -378,6 +380,28 @@ def test_each_byte_is_fetched_once_over_all_epochs(sources: Sources, bucket: Any
         list(loader)
         assert loader.stats().misses == 0
     assert bucket.server.stats()["get_bytes"] == fetched
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_statistics_by_source(sources: Sources, tmp_path: Path, workers: int) -> None:
+    """Source c is cached before, so only a and b are fetched and waited for."""
+    datasets = sources()
+    list(make_loader(datasets["c"], 8, world=World(0, 1)))
+    options = {"transform": dict, "num_workers": workers} if workers else {}
+    loader = make_loader(mix(datasets, WEIGHTS, num_rows=100), 10, stats_dir=tmp_path, world=World(0, 1), **options)
+    list(loader)
+    stats = loader.stats()
+    assert stats.rows_by_source == {"a": 50, "b": 30, "c": 20}
+    assert stats.bytes_by_source.keys() == {"a", "b"}
+    assert sum(stats.bytes_by_source.values()) == stats.bytes_origin > 0
+    assert 0 < sum(stats.waits_by_source.values()) <= stats.wait_seconds + 1e-9
+    assert stats.waits_by_source.keys() <= {*NAMES}
+    assert "; by source: a 50 rows, " in str(stats)
+    assert "b 30 rows, " in str(stats)
+    total = summary(read(tmp_path))["epochs"][0]["total"]
+    assert total["bytes_by_source"] == stats.bytes_by_source
+    assert total["waits_by_source"] == pytest.approx(stats.waits_by_source, abs=1e-6)
+    assert "<td>b</td><td>30</td><td>30.0%</td>" in html(read(tmp_path), "run")
 
 
 LARGE = {"a": [[1000] * 30], "b": [[1000] * 20], "c": [[1000] * 10]}

@@ -117,7 +117,7 @@ def test_a_struct_without_members(tmp_path: Path) -> None:
     expected = {"e": [{}, None, {}], "s.e": [{}, None, {}], "l": [[{}, None], None, []]}
     with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
         writer.write_table(table)
-    dataset = make_dataset(tmp_path, cache=None)
+    dataset = make_dataset(tmp_path, cache=False)
     assert dataset.schema.names == ["e", "s.e", "s.x", "l"]
     batch = dataset.__getitems__(range(3)).columns
     assert {name: batch[name] for name in expected} == expected

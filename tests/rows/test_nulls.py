@@ -195,11 +195,11 @@ def test_replacements_of_columns_that_cannot_be_filled(name: str, says: str, tmp
     pq.write_table(table, tmp_path / "x.parquet")
     for columns in (None, ["text"]):
         with pytest.raises(ConfigError, match=says):
-            make_dataset(tmp_path / "x.parquet", columns=columns, fill_null={name: "?"}, cache=None)
+            make_dataset(tmp_path / "x.parquet", columns=columns, fill_null={name: "?"}, cache=False)
         with pytest.raises(ConfigError, match=says):
-            make_loader(tmp_path / "x.parquet", 1, columns=columns, fill_null={"text": "?", name: "?"}, cache=None)
+            make_loader(tmp_path / "x.parquet", 1, columns=columns, fill_null={"text": "?", name: "?"}, cache=False)
     dataset = make_dataset(
-        tmp_path / "x.parquet", columns=["text", "tags"], fill_null={"s.x": 1, "text": "?"}, cache=None
+        tmp_path / "x.parquet", columns=["text", "tags"], fill_null={"s.x": 1, "text": "?"}, cache=False
     )
     assert dataset.__getitems__([0, 1]).columns == {"text": ["a", "?"], "tags": [["a"], None]}
 

@@ -27,7 +27,7 @@ def shared(values: list[str], rows: int = ROWS) -> list[str]:
 
 def blobs_of(path: Path, column: list[Any], fill_null: Any = None, **options: Any) -> RowGroupCache:
     pq.write_table(pa.table({"c": column}), path, **options)
-    return make_dataset(path, cache=None, fill_null=fill_null).rowstore.blobs
+    return make_dataset(path, cache=False, fill_null=fill_null).rowstore.blobs
 
 
 def made(blobs: RowGroupCache, group: int = 0) -> int:

@@ -180,6 +180,16 @@ def test_needs_come_before_the_first_use_and_soon(weights, unit, monkeypatch):
             assert first < position + 2 * order.unit * (1 + sum(order.weights) / order.weights[source])
 
 
+@pytest.mark.parametrize("num_rows", [1, 127, 128, 129, 1000, 65_537, 66_000, 131_072])
+def test_the_order_does_not_depend_on_the_length_of_the_epoch(num_rows):
+    """The last block of an epoch is drawn only as far as the epoch needs it."""
+    order = MixtureOrder(SOURCES, [5, 3, 2], num_rows=num_rows)
+    positions = np.arange(max(0, num_rows - 1500), num_rows)
+    whole = order.with_options(num_rows=200_000)
+    assert order.rows(3, positions).tolist() == whole.rows(3, positions).tolist()
+    assert list(order.needs_from(3, num_rows)) == []
+
+
 @pytest.mark.parametrize("unit", [{}, {"num_streams": 3}])
 def test_a_small_source_that_repeats_often_needs_its_row_groups_seldom(unit):
     sources = [Source([4, 3, 2], "small"), Source([1], "one"), SOURCES[2]]
