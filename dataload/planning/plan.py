@@ -49,7 +49,8 @@ class Plan:
         decoded_bytes: Bytes of the rows as records.
         is_estimate: Whether decoded_bytes and cache_bytes_needed come from sampled row groups, because values are
             dictionary-encoded.
-        cache_bytes_needed: With a cache of this size, only the first epoch fetches.
+        cache_bytes_needed: With a cache of this size, only the first epoch fetches. It counts the blocks of small row
+            groups, which are discarded after their rows are cached.
         cache_bytes: Size limit of the cache.
         footers: Fetched once per host to read the footers.
         first_epoch: Fetched in the first epoch, without the footers.

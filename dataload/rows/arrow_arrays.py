@@ -68,12 +68,20 @@ def plain(array: pa.Array) -> pa.Array:
     if is_run_end_encoded or _is_foreign(kind):
         return plain(pc.run_end_decode(array) if is_run_end_encoded else array.storage)
     if types.is_dictionary(kind):
-        return plain(array.dictionary).take(array.indices)  # A gather would join the dictionaries of all row groups.
+        return decoded(plain(array.dictionary), array)  # A gather would join the dictionaries of all row groups.
     if types.is_struct(kind):
         return _plain_struct(array)
     if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
         return _plain_list(array)
     return array
+
+
+def decoded(values: pa.Array, array: pa.DictionaryArray) -> pa.Array:
+    """Return the rows of an array whose dictionary has these values.
+
+    Arrow's own arrays have index 0 in a null struct, also if the dictionary is empty.
+    """
+    return values.take(array.indices) if len(values) else pa.nulls(len(array), values.type)
 
 
 def _is_foreign(kind: pa.DataType) -> bool:

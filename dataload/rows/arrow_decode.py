@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 
 from dataload.errors import DataError
 from dataload.formats.schema import Field, flatten_table, is_bytes, is_list, is_text, mask_name, needs_mask, storage
-from dataload.rows.arrow_arrays import bounds, numbers, plain, valid
+from dataload.rows.arrow_arrays import bounds, decoded, numbers, plain, valid
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
@@ -222,7 +222,7 @@ def _plain_column(column: Any) -> Any:
         values = column.storage
         return _plain_column(values.cast(pa.bool_()) if kind.extension_name == "arrow.bool8" else values)
     if pa.types.is_dictionary(kind):
-        return _plain_column(column.dictionary).take(column.indices)
+        return decoded(_plain_column(column.dictionary), column)
     if pa.types.is_run_end_encoded(kind):
         return _plain_column(pc.run_end_decode(column))
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column

@@ -51,7 +51,7 @@ class Samples:
         self._origin["process"] = rank if process is None else process
         self._stats = stats
         self._next_due = EVERY
-        self._written = asdict(LoaderStats(stats.epoch))
+        self._written = asdict(LoaderStats(stats.epoch)) if folder else {}
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -59,7 +59,7 @@ class Samples:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         # The seconds grow if the loop requested a batch after the last one; the counts, if a load ended meanwhile.
-        if asdict(self._stats) != self._written:
+        if self._path is not None and asdict(self._stats) != self._written:
             self._append(ended=self._ended or kind is None)
 
     def take(self, *, last: bool) -> None:

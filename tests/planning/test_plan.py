@@ -138,7 +138,9 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     assert epochs(origin, dataset, name, 2) == [found.first_epoch, Fetched()]
     assert dataset.blocks.stats()["refused"] == 0
     used = dataset.blocks.tier.folder.index.used_bytes()
-    assert used <= found.cache_bytes_needed <= 1.1 * used
+    # Blocks of small row groups take space until the rows of their neighbours are cached, too.
+    blocks = 0 if name == "images" else found.bytes
+    assert used <= found.cache_bytes_needed <= 1.1 * (used + blocks)
     assert found.decoded_bytes == pytest.approx(decoded(dataset), rel=0.01)
     assert found.is_estimate == (name == "captions")
 

@@ -129,6 +129,12 @@ def test_a_struct_without_members(tmp_path: Path) -> None:
     assert [row["s.e"] for row in rows] == expected["s.e"]
 
 
+def test_an_empty_dictionary_in_a_null_struct() -> None:
+    kind = pa.struct([("a", pa.dictionary(pa.int8(), pa.string()))])
+    assert whole(pa.table({"c": pa.array([[None], []], pa.list_(kind))})) == {"c": [[None], []]}
+    assert whole(pa.table({"c": pa.array([None], kind)})) == {"c.a": [None]}
+
+
 class Private(pa.ExtensionType):
     """A type that one process of a job has registered, and another one has not."""
 
