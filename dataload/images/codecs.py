@@ -40,8 +40,8 @@ class Decoder:
         """Return the upright pixels of an image, uint8 [H, W, 3], until the next call.
 
         Args:
-            encoded: The file, bytes-like. Grey, CMYK, palettes and 16 bits become RGB of 8 bits; alpha is dropped. Of
-                an animation, it is the first frame.
+            encoded: The file, bytes-like. Grey, CMYK, palettes and 16 bits become RGB of 8 bits; alpha is dropped. An
+                animation gives its first frame.
             out: Memory for the pixels, contiguous. It is used for a JPEG that is as large.
 
         Raises:
