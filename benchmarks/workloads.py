@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
+from dataload.benchmarks.images.photos import decode_and_crop as decode_and_crop_at_random
+from dataload.benchmarks.images.photos import photos
 from dataload.errors import ConfigError
 
 SEED = 20_26
@@ -44,6 +46,8 @@ class Workload:
         bytes_per_second: Bandwidth of a connection with `--wire`.
         features: Columns of one dtype that become one contiguous array of shape (batch, len(features)).
         transform: Applied to each row by every system.
+        in_threads: Whether the transform releases the interpreter lock. dataload then runs it in as many threads as
+            other systems have workers.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Workload:
     bytes_per_second: float
     features: tuple[str, ...] = ()
     transform: Callable[[Row], Row] | None = None
+    in_threads: bool = False
 
     def consumer(self) -> Consumer:
         return Consumer(self.features)
@@ -152,6 +157,11 @@ def workloads(size: str) -> dict[str, Workload]:
         Workload("table", table, int(250_000 * factor), 50_000, 5, 256, "zstd", 6e6, FEATURES),
         Workload("text", text, int(40_000 * factor), 4_000, 8, 256, "zstd", 6e6),
         Workload("jpeg", jpeg, int(250 * factor), 50, 5, 64, "none", 20e6, transform=decode_and_crop),
+        Workload(
+            *("photos", photos, int(1000 * factor), 100, 5, 64, "none", 20e6),
+            transform=decode_and_crop_at_random,
+            in_threads=True,
+        ),
     )
     return {workload.name: workload for workload in described}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -28,8 +29,7 @@ class Dataload:
             setting.batch_size,
             seed=setting.seed,
             group={"x": list(workload.features)} if workload.features else None,
-            num_workers=setting.num_workers,
-            persistent_workers=setting.num_workers > 0,
+            **_parallel(setting),
             transform=partial(_transformed, workload.transform) if workload.transform else None,
         )
 
@@ -39,6 +39,12 @@ class Dataload:
 
     def close(self) -> None:
         del self._loader
+
+
+def _parallel(setting: Setting) -> dict[str, Any]:
+    if setting.workload.in_threads:
+        return {"num_threads": max(1, setting.num_workers)}
+    return {"num_workers": setting.num_workers, "persistent_workers": setting.num_workers > 0}
 
 
 def _transformed(transform: Callable[[Row], Row], batch: Batch) -> Batch:

@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dataload.errors import ConfigError
 from dataload.images.orientation import TAG, UPRIGHT, Pixels, jpeg_orientation, upright
@@ -35,12 +36,13 @@ class Decoder:
         self._least = least
         self._memory = np.empty(0, np.uint8)
 
-    def __call__(self, encoded: Any) -> Pixels:
+    def __call__(self, encoded: Any, out: Pixels | None = None) -> Pixels:
         """Return the upright pixels of an image, uint8 [H, W, 3], until the next call.
 
         Args:
-            encoded: The file, bytes-like. Grey, CMYK, palettes and 16 bits become RGB of 8 bits; alpha is dropped. Of
-                an animation, it is the first frame.
+            encoded: The file, bytes-like. Grey, CMYK, palettes and 16 bits become RGB of 8 bits; alpha is dropped. An
+                animation gives its first frame.
+            out: Memory for the pixels, contiguous. It is used for a JPEG that is as large.
 
         Raises:
             Exception: The image is damaged, or of an unknown format.
@@ -49,12 +51,12 @@ class Decoder:
             raise ValueError("it is empty")
         if bytes(encoded[:3]) == _JPEG:
             try:
-                return self._jpeg(encoded)
+                return self._jpeg(encoded, out)
             except ValueError:  # Pillow reads a file with harmless errors, or gives the reason.
                 pass
         return _by_pillow(encoded)
 
-    def _jpeg(self, encoded: Any) -> Pixels:
+    def _jpeg(self, encoded: Any, out: Pixels | None) -> Pixels:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(encoded)
         if colorspace in ("CMYK", "YCCK") or height * width > MOST_PIXELS:
             raise ValueError(colorspace)
@@ -62,12 +64,18 @@ class Decoder:
         fraction = fraction if self._least else 1
         height, width = -(-height // fraction), -(-width // fraction)
         size = height * width * CHANNELS
-        memory = self._memory if size <= len(self._memory) else np.empty(size, np.uint8)
-        if len(memory) <= KEPT_BYTES:
-            self._memory = memory
-        pixels: Pixels = simplejpeg.decode_jpeg(encoded, buffer=memory[:size], min_height=height, min_width=width)
+        memory = out.reshape(-1) if out is not None and out.size == size else self._memory_of(size)
+        pixels: Pixels = simplejpeg.decode_jpeg(encoded, buffer=memory, min_height=height, min_width=width)
         orientation = jpeg_orientation(encoded)
         return pixels if orientation == UPRIGHT else upright(pixels, orientation)
+
+    def _memory_of(self, size: int) -> npt.NDArray[np.uint8]:
+        if size > len(self._memory):
+            memory = np.empty(size, np.uint8)
+            if size > KEPT_BYTES:
+                return memory
+            self._memory = memory
+        return self._memory[:size]
 
 
 def _by_pillow(encoded: Any) -> Pixels:

@@ -76,7 +76,7 @@ def _decoded(images: Sequence[Any], size: int | None, crop: Crop, name: str) -> 
     decoder, pixels = Decoder(size or 0), np.empty((0, 0, 0, 3), np.uint8)
     for row, image in enumerate(images):
         try:
-            one = decoder(_bytes_of(image))
+            one = decoder(_bytes_of(image), pixels[row] if row and size is None else None)
         except Exception as error:
             raise DataError(f"{name}: row {row} cannot be decoded: {error}") from error
         if size is not None:
@@ -89,7 +89,8 @@ def _decoded(images: Sequence[Any], size: int | None, crop: Crop, name: str) -> 
                 f"{name}: rows 0 and {row} have {shapes} pixels, but the images of a batch need one shape: use size= "
                 "and crop='center'"
             )
-        pixels[row] = one
+        if not np.may_share_memory(one, pixels):  # It was not decoded there.
+            pixels[row] = one
     return torch.from_numpy(pixels)
 
 

@@ -158,15 +158,19 @@ def test_images_of_different_shapes_need_a_size() -> None:
         images.decode(data)
     with pytest.raises(DataError, match="rows 0 and 2 have"):
         images.decode(data, size=30, crop="full")
+    with pytest.raises(DataError, match="rows 0 and 1 have 90 x 60 and 60 x 90 pixels"):
+        images.decode([data[0], encoded(picture(60, 90))])
     assert images.decode(data, size=30).shape == (3, 30, 30, 3)
     assert images.decode([], size=30).shape[0] == 0
 
 
 def test_images_do_not_share_memory() -> None:
-    data = [encoded(picture()), encoded(ImageOps.mirror(picture())), encoded(picture())]
-    pixels = images.decode(data)
-    assert np.array_equal(pixels[0], by_pillow(data[0]))
-    assert np.array_equal(pixels[1], by_pillow(data[1]))
+    """They are decoded in place where that is possible."""
+    mirrored = ImageOps.mirror(picture())
+    data = [encoded(picture()), encoded(mirrored), encoded(mirrored, "PNG"), with_orientation(3), encoded(picture())]
+    for pixels in (images.decode(data), images.decode(data, size=HEIGHT, crop="full")):
+        for one, each in zip(pixels, data, strict=True):
+            assert np.array_equal(one, by_pillow(each))
 
 
 # Damaged images
