@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,9 @@ def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) 
         os.waitpid(child, 0)
         assert tier.division().total == 40 * ON_DISK
         assert tier.region == 0
+    [dead] = {file.parent for file in (tmp_path / "cache" / "tmp").rglob("announced")} - {tier.folder.staging._path}
+    with Child("a", tmp_path / "cache"):
+        assert not dead.exists()
     fresh = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     assert fresh.division().total == 40 * ON_DISK
     del lease
@@ -247,3 +251,5 @@ class Child:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._end)
+        with suppress(ChildProcessError):  # The test has waited for a child that it killed.
+            os.waitpid(self.pid, 0)
