@@ -13,7 +13,7 @@ from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order
 
 if TYPE_CHECKING:
-    from dataload.dataset import MapStyle
+    from dataload.map_style import MapStyle
     from dataload.samplers.rank_sampler import RankSampler
 
 FITS = 0.95  # usable part of a cache; the rest is footers and the padding of files to whole pages

@@ -28,9 +28,11 @@ class RowGroupPlan:
         columns: Names of the columns to store.
         fill_null: The replacement of nulls, which is part of the names of the blobs.
         null_masks: Whether the layout has masks of nulls, see `fields_of`.
+        made_by: Keys of what makes the rows, if it is not the decoding of files.
 
     Attributes:
         layout: Layout of a record.
+        digest: Digest of the columns and of how they are made.
         blob_rows: Rows of a full blob, by row group, int64 [groups]. A power of two, so that blobs of few columns are
             made of whole blobs of all columns.
         group_starts: Number of each row group's first blob, int64 [groups + 1].
@@ -39,7 +41,13 @@ class RowGroupPlan:
     """
 
     def __init__(
-        self, manifest: Manifest, columns: Sequence[str], fill_null: Any = None, *, null_masks: bool = False
+        self,
+        manifest: Manifest,
+        columns: Sequence[str],
+        fill_null: Any = None,
+        *,
+        null_masks: bool = False,
+        made_by: Sequence[str] = (),
     ) -> None:
         self._manifest = manifest
         self._columns = tuple(columns)
@@ -53,7 +61,7 @@ class RowGroupPlan:
         self.group_starts = np.concatenate(([0], np.cumsum(counts)))
         self.most_of_a_group = int(counts.max(initial=1))
         self.row_starts = self._first_rows(lengths, counts)
-        self._digest = _digest(self.layout, fill_null)
+        self.digest = _digest(self.layout, fill_null, made_by)
 
     def use_mean_sizes(self, means: Mapping[str, float]) -> None:
         """Estimate sizes by the measured bytes of a value, by column, where the footers only tell those of codes."""
@@ -88,7 +96,7 @@ class RowGroupPlan:
 
     def qualified(self, number: int, part: str) -> str:
         """Return the name of a part of a row group within its file. It identifies the content of the records."""
-        return f"records {self._manifest.row_groups[number].number} {part} {self._digest}"
+        return f"records {self._manifest.row_groups[number].number} {part} {self.digest}"
 
     def stored(self, group: RowGroup) -> list[str]:
         """Return the columns that a row group's file holds. The others are constants of its folder names."""
@@ -124,9 +132,9 @@ class RowGroupPlan:
         return np.append(starts, firsts[-1])
 
 
-def _digest(layout: Layout, fill_null: Any) -> str:
-    """Return a digest of the columns, their layout in records, and the replacement of nulls."""
-    content = [row_block.VERSION, layout.describe(), repr(_complete(fill_null))]
+def _digest(layout: Layout, fill_null: Any, made_by: Sequence[str]) -> str:
+    """Return a digest of the columns, their layout in records, the replacement of nulls, and what makes the rows."""
+    content = [row_block.VERSION, layout.describe(), repr(_complete(fill_null)), *made_by]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
