@@ -218,7 +218,7 @@ def _in_a_process(python: Path, task: Task, scratch: Path, patience: float) -> R
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(asdict(task)))
                 process.stdin.close()
-            peak = _peak_memory(process, patience)
+            peak = peak_memory(process, patience)
         finally:
             timed_out = process.poll() is None
             _kill(process)
@@ -231,7 +231,7 @@ def _in_a_process(python: Path, task: Task, scratch: Path, patience: float) -> R
         return {"error": f"ended with {process.returncode}: {_last_line(output.read())}"}
 
 
-def _peak_memory(process: psutil.Popen, patience: float) -> int:
+def peak_memory(process: psutil.Popen, patience: float) -> int:
     """Sample the memory of a process and its children until it exits, for at most `patience` seconds. Return the peak.
 
     The memory is anonymous and shared memory, each page once, without the page cache.

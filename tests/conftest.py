@@ -20,6 +20,18 @@ from moto_server import S3Server
 
 from dataload.cache.config import CacheConfig
 
+# The modules that take longest. They run first, so that no process of pytest-xdist runs one alone at the end.
+LONGEST = """
+    test_examples test_demo_parts test_local_tier_kills test_demo test_cluster_training test_filters test_loader
+    test_train_kills test_endings test_integrations test_mesh test_background_decoder test_bad_rows test_docs
+""".split()  # noqa: SIM905 (a name in a line each would be longer than what it orders)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests by module, the longest modules first."""
+    ranks = {name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[S3Server]:
@@ -138,8 +150,13 @@ def nothing_left_behind() -> Iterator[None]:
         thread.join(10)
     assert not [thread for thread in ours if thread.is_alive()], f"threads left behind: {ours}"
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    left = [child for child in children if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()]
+    left = [child for child in children if not serves_processes(Path(f"/proc/{child}/cmdline").read_bytes())]
     assert not left, f"processes left behind: {left}"
+
+
+def serves_processes(command: bytes) -> bool:
+    """Return whether a command is a helper of multiprocessing, which may outlive a test."""
+    return b"resource_tracker" in command or b"forkserver" in command
 
 
 def lives_on(thread: threading.Thread) -> bool:

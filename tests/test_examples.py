@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import zlib
@@ -19,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.*"))
@@ -89,15 +89,9 @@ def check_rows(folder, out, ranks, peers=1):
             assert all(len(part["rows"]) >= size // ranks for part in parts)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 @pytest.mark.slow
 def test_ddp_on_two_nodes(folder, tmp_path):
-    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", free_port()]
+    nodes = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     job = program("train_ddp.py", folder, tmp_path)
     output = run_all([[*RUN, *nodes, "--node-rank", str(node), *job] for node in range(2)], tmp_path)
     check_rows(folder, tmp_path, 2)
@@ -137,7 +131,7 @@ def installed(package):
 
 def stand_in(folder, tmp_path, environ_of):
     """Run the plain loop on two ranks, with the environment that `environ_of(rank)` returns."""
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     job = ["env", *(f"{name}={value}" for name, value in shared.items())]
     run = [sys.executable, *program("train_plain_ddp.py", folder, tmp_path)]
     ranks = [[f"{name}={value}" for name, value in environ_of(str(rank)).items()] for rank in range(2)]
@@ -147,7 +141,15 @@ def stand_in(folder, tmp_path, environ_of):
 
 def test_deepspeed(folder, tmp_path):
     if installed("deepspeed"):
-        two = ["-m", "deepspeed.launcher.runner", "--no_local_rank", "--num_gpus", "2", "--master_port", free_port()]
+        two = [
+            "-m",
+            "deepspeed.launcher.runner",
+            "--no_local_rank",
+            "--num_gpus",
+            "2",
+            "--master_port",
+            str(free_port()),
+        ]
         environ = ["env", "DS_ACCELERATOR=cpu"]
         output = run_all([[*environ, sys.executable, *two, *program("train_deepspeed.py", folder, tmp_path)]], tmp_path)
         assert re.search(r"epoch 1: accuracy \d+\.\d% of 101 rows", output)
@@ -198,7 +200,7 @@ def test_slurm(folder, tmp_path):
     (bin_ / "srun").write_text(SRUN.format(python=sys.executable, program=[sys.executable, *job]))
     (bin_ / "scontrol").write_text("#!/bin/sh\necho 127.0.0.1\n")
     script = tmp_path / "job.sh"
-    script.write_text((ROOT / "examples/train_slurm.sh").read_text().replace("29500", free_port()))
+    script.write_text((ROOT / "examples/train_slurm.sh").read_text().replace("29500", str(free_port())))
     for file in (*bin_.iterdir(), script):
         file.chmod(0o755)
     options = program("train_ddp.py", folder, tmp_path)[5:]

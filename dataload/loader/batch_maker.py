@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,6 +16,7 @@ import torch
 
 from dataload.errors import ConfigError
 from dataload.loader.bad_rows import naming_rows, replacements
+from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import pack
 from dataload.map_style import MapStyle
 from dataload.rows.collate import Batch, Empty, Rows
@@ -24,9 +24,8 @@ from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.runtime.redact import redacted
-from dataload.samplers.keys import derive_key
 from dataload.samplers.rank_sampler import RankSampler
-from dataload.telemetry.wait_timeline import Timeline, doing
+from dataload.telemetry.wait_timeline import Timeline
 
 log = logging.getLogger(__name__)
 
@@ -173,15 +172,14 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             )
         self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
         self._collate = collate_fn
-        self._transform = transform
-        self._wants_rng = _takes_rng(transform)
+        self._transform = Transform(transform)
         self._skip = on_error == "skip"
         self._warned = False
 
     @property
     def only_gathers(self) -> bool:
         """Whether batches are made without code of the user."""
-        return self._collate is None and self._transform is None
+        return self._collate is None and self._transform.function is None
 
     @property
     def makes_objects(self) -> bool:
@@ -192,7 +190,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         """Return the answer to a request of one batch, packed: torch calls this in a worker."""
         making = Timeline(usually="collate")
         with making.here():
-            [answer] = self.make(request)
+            [answer] = (call() for call in self.calls(request))
             packed = pack(list(answer.batch) if isinstance(answer.batch, Rows) else answer.batch)
         take = self._dataset.rowstore.scheduler.ledger.take
         row_groups = {
@@ -201,8 +199,12 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         }
         return replace(answer, batch=packed, row_groups=row_groups, making=making.end())
 
-    def make(self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None) -> Iterator[Answer]:
-        """Yield the batches of a request, whose rows are gathered in one call.
+    def calls(
+        self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None
+    ) -> Iterator[Callable[[], Answer]]:
+        """Yield a call for each batch of a request, whose rows are gathered in one call.
+
+        The user's code runs in the calls, each of which may run in another thread.
 
         Args:
             request: The request.
@@ -215,18 +217,25 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             group: {} if new else None for group, new in opened.items()
         }
         by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
-        only_gathers, start = self.only_gathers, 0
-        memory = empty if only_gathers else None
+        memory, start = empty if self.only_gathers else None, 0
         for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
-            batch: Any = columns
-            skipped: tuple[int, ...] = ()
-            if columns is None or not only_gathers:
-                _, epoch, rank = request.stream
-                name = f"rank {rank}, epoch {epoch}, batch {cursor // request.step}"
-                make = partial(self._made, stream=request.stream, cursor=cursor, empty=memory)
-                batch, skipped = self._checked(rows.part(slice(start, start + size)), columns, make, name, stop)
-            yield Answer(cursor, size, batch, row_groups, skipped=skipped, by_source=next(by_source))
+            answer = Answer(cursor, size, columns, row_groups, by_source=next(by_source))
+            if columns is not None and self.only_gathers:
+                yield partial(_same, answer)
+            else:
+                part = rows.part(slice(start, start + size))
+                yield partial(self._answer, request, answer, part, memory, stop)
             cursor, start, row_groups = cursor + request.step, start + size, {}
+
+    def _answer(
+        self, request: Request, answer: Answer, rows: NumberedRows, empty: Empty | None, stop: Future[None] | None
+    ) -> Answer:
+        """Return the answer with its batch made by the user's code."""
+        _, epoch, rank = request.stream
+        name = f"rank {rank}, epoch {epoch}, batch {answer.cursor // request.step}"
+        make = partial(self._made, stream=request.stream, cursor=answer.cursor, empty=empty)
+        batch, skipped = self._checked(rows, answer.batch, make, name, stop)
+        return replace(answer, batch=batch, skipped=skipped)
 
     def collate(self, rows: NumberedRows) -> Any:
         """Return the batch of these rows.
@@ -236,7 +245,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         Raises:
             ConfigError: The transform takes `rng`, which only the loader has.
         """
-        if self._wants_rng:
+        if self._transform.wants_rng:
             raise ConfigError("transform(batch, rng) needs the loader itself: skip batches by load_state_dict instead")
         return self._checked(rows.shaped(**self._shape), None, self._made, "this batch")[0]
 
@@ -308,8 +317,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     ) -> Any:
         """Return the batch of some rows, whose columns may be there already."""
         if self._collate is not None:
-            return self._transformed(self._collate(rows), stream, cursor)
-        return self._transformed(rows.batch(empty) if columns is None else columns, stream, cursor)
+            return self._transform(self._collate(rows), stream, cursor)
+        return self._transform(rows.batch(empty) if columns is None else columns, stream, cursor)
 
     def _warn(self, skipped: Sequence[int], error: Exception) -> None:
         """Log the first row that is replaced in this process. The loader's statistics count the others."""
@@ -331,19 +340,6 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 redacted(error),
             )
 
-    def _transformed(self, batch: Any, stream: tuple[int, ...] = (), cursor: int = 0) -> Any:
-        if self._transform is None:
-            return batch
-        with doing("transform"):
-            if not self._wants_rng:
-                return self._transform(batch)
-            seed, epoch, rank = stream
-            key = derive_key("transform", seed, epoch, cursor, rank)
-            return self._transform(batch, rng=np.random.Generator(np.random.Philox(key)))
 
-
-def _takes_rng(transform: Callable[..., Any] | None) -> bool:
-    try:
-        return transform is not None and "rng" in inspect.signature(transform).parameters
-    except ValueError:  # a builtin without a signature
-        return False
+def _same(answer: Answer) -> Answer:
+    return answer

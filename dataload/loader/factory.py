@@ -15,6 +15,7 @@ from dataload.cache.config import CacheConfig
 from dataload.catalog.manifest import Source
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
+from dataload.loader.arguments import check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
@@ -44,6 +45,7 @@ def make_loader(
     window: int | None = None,
     num_streams: int | None = None,
     num_workers: int = 0,
+    num_threads: int | None = None,
     group: Mapping[str, Sequence[str]] | None = None,
     ragged: str = "list",
     transform: Callable[..., Any] | None = None,
@@ -79,16 +81,19 @@ def make_loader(
         window: Row groups that are shuffled together, of each source of a mixture. None: `default_window` of their rows
             and bytes.
         num_streams: Parts of the dataset, of which each node reads its own. None: one for each node.
-        num_workers: Processes that run `transform` and `collate_fn`. With 0, or with neither of them, a thread makes
-            the batches.
+        num_workers: Processes that run `transform` and `collate_fn`. With 0, or with neither of them, threads of this
+            process make the batches.
+        num_threads: Threads that run `transform` and `collate_fn`, each for another batch, without `num_workers`. It
+            pays if they release the interpreter lock, as most image decoders do. The functions must be thread-safe.
+            None: one thread. 0: the thread of the loop runs them, when it needs a batch.
         group: Name -> columns of one dtype that are returned together as one Tensor[B, k].
         ragged: "list", or "flat" for values and offsets (`dataload.rows.collate.Flat`), nested where the lists are.
         transform: Called as transform(batch), or as transform(batch, rng=numpy Generator) if it has a parameter `rng`.
-            The generator is the same for the same batch, with any number of workers and after a resume.
+            The generator is the same for the same batch, with any number of workers or threads and after a resume.
         collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch.
         device: Device of the batches.
         pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
-        prefetch: Batches that each worker, or the thread, prepares ahead.
+        prefetch: Batches that each worker, or all threads together, prepare ahead: at least 2, and one per thread.
         row_ids: Add the column "row_id": the number of each row in the dataset, int64 Tensor[B]. `Dataset.locate`
             returns its file and row group.
         on_error: "raise" raises an exception of `transform` or `collate_fn`, or of a value that cannot be decoded, with
@@ -131,13 +136,11 @@ def make_loader(
     nulls = {"fill_null": fill_null, "null_masks": null_masks or None}
     cache_options = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
     dataset = _dataset_of(source, {**options, **nulls}, cache_options)
-    _check_arguments(batch_size, ragged, prefetch, dataloader_kwargs)
+    check_arguments(batch_size, ragged, prefetch, num_workers, num_threads, dataloader_kwargs)
     detected = world is None and mesh is None
     world = world_of(world, mesh)
     _share_host(dataset, world, num_workers)
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    if num_workers and prefetch is not None:
-        dataloader_kwargs["prefetch_factor"] = prefetch
     shape = {"ragged": ragged, "group": group, "computed": {**dataset.computed, **(ROW_IDS if row_ids else {})}}
     return Loader(
         dataset,
@@ -147,12 +150,12 @@ def make_loader(
         drop_last=drop_last,
         device=None if device is None else torch.device(device),
         prefetch=prefetch or BATCHES_AHEAD,
+        num_threads=num_threads,
         detected=detected,
         mesh=mesh,
         stats_dir=None if stats_dir is None else Path(stats_dir),
-        num_workers=num_workers,
         pin_memory=pin_memory,
-        **dataloader_kwargs,
+        **_with_workers(dataloader_kwargs, num_workers, prefetch),
     )
 
 
@@ -171,14 +174,10 @@ def _sampler(
     return TrainerSampler(only.block_lengths, world.world_size, world.rank, window=width, dataset_key=key, **order)
 
 
-def _check_arguments(batch_size: int, ragged: str, prefetch: int | None, dataloader_kwargs: Mapping[str, Any]) -> None:
-    if ragged not in ("list", "flat"):
-        raise ConfigError(f"ragged={ragged!r} is unknown: use 'list' or 'flat'")
-    for name, number in (("batch_size", batch_size), ("prefetch", 1 if prefetch is None else prefetch)):
-        if number < 1:
-            raise ConfigError(f"{name}={number} must be at least 1")
-    if not dataloader_kwargs.get("in_order", True):
-        raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
+def _with_workers(dataloader_kwargs: dict[str, Any], num_workers: int, prefetch: int | None) -> dict[str, Any]:
+    """Return the arguments of torch's DataLoader."""
+    factor = {"prefetch_factor": prefetch} if num_workers and prefetch is not None else {}
+    return {**dataloader_kwargs, **factor, "num_workers": num_workers}
 
 
 def _dataset_of(source: Source | MapStyle, dataset_options: dict[str, Any], cache_options: dict[str, Any]) -> MapStyle:

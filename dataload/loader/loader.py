@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter
@@ -15,11 +16,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
+from dataload.loader.background_iterator import run_ahead
 from dataload.loader.batch_maker import Answer, BatchMaker, Requests
 from dataload.loader.capacity import check_shared_memory, gathered_at_once, reserve_capacity
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
-from dataload.loader.lookahead import Lookahead, Needs, run_ahead
+from dataload.loader.lookahead import Lookahead, Needs
 from dataload.loader.ranks import check_data_parallel, process_among
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
@@ -55,6 +57,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         drop_last: bool = False,
         device: torch.device | None = None,
         prefetch: int = BATCHES_AHEAD,
+        num_threads: int | None = None,
         detected: bool = False,
         mesh: DeviceMesh | None = None,
         stats_dir: Path | None = None,
@@ -69,6 +72,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.maker = maker
         self.device = device
         self.prefetch = prefetch
+        self.num_threads = num_threads
         self.detected = detected
         self.mesh = mesh
         self._checked = False  # whether a mesh that began after the loader was made has been searched for
@@ -197,7 +201,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         lookahead, stop = self._lookahead(needs), Future[None]()
         memory = host_memory_for(device, self.pin_memory)
         if self._workers is None:
-            answers = self._from_thread(epoch, cursor, lookahead, waiting, stop, memory)
+            answers = self._from_threads(epoch, cursor, lookahead, waiting, stop, memory)
         else:
             self._requests.start_at(epoch, cursor, on_request=lookahead.reach)
             self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it after the constructor.
@@ -232,7 +236,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         prefetch = rowstore.prefetch if useful else lambda _: None
         return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.passes)
 
-    def _from_thread(
+    def _from_threads(
         self,
         epoch: int,
         cursor: int,
@@ -241,21 +245,23 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         stop: Future[None],
         memory: HostMemory | None,
     ) -> Generator[Answer, None, None]:
-        """Yield batches made on a thread. Small ones are gathered, and without user code also passed on, together."""
+        """Yield batches made on threads. Small ones are gathered, and without user code also passed on, together."""
+        only_gathers = self.maker.only_gathers
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
-        together = at_once if self.maker.only_gathers else 1
+        together = at_once if only_gathers else 1
         passed_on = 1 if self.maker.makes_objects else together
+        # One thread gathers at a time.
+        threads = 1 if self.num_threads is None or (only_gathers and self.num_threads) else self.num_threads
 
-        def make() -> Iterator[list[Answer]]:
+        def calls() -> Iterator[Callable[[], list[Answer]]]:
             for request in self._requests.start_at(epoch, cursor, at_once):
                 lookahead.reach(request.end)
-                answers = self.maker.make(request, stop, None if memory is None else memory.empty)
-                if memory is not None and not self.maker.only_gathers:
-                    answers = _prepared(answers, memory)
-                while chunk := list(islice(answers, passed_on)):
-                    yield chunk
+                calls = self.maker.calls(request, stop, None if memory is None else memory.empty)
+                while chunk := list(islice(calls, passed_on)):
+                    yield partial(_answers, chunk, None if only_gathers else memory)
 
-        with closing(run_ahead(make(), max(2, self.prefetch // together), stop, waiting)) as chunks:
+        depth = max(2, self.prefetch // together, threads)
+        with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
             for answers in chunks:
                 yield from answers
 
@@ -279,12 +285,13 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             raise error.with_traceback(None)  # noqa: B904
 
 
-def _prepared(answers: Iterable[Answer], memory: HostMemory) -> Iterator[Answer]:
-    """Copy batches that the user's code has made to host memory for the device."""
-    for answer in answers:
-        with doing("transfer"):
-            batch = memory.prepare(answer.batch)
-        yield replace(answer, batch=batch)
+def _answers(calls: Iterable[Callable[[], Answer]], memory: HostMemory | None) -> list[Answer]:
+    """Return the results of calls, with batches that the user's code has made in host memory for the device."""
+    answers = [call() for call in calls]
+    if memory is None:
+        return answers
+    with doing("transfer"):
+        return [replace(answer, batch=memory.prepare(answer.batch)) for answer in answers]
 
 
 def _needs(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:

@@ -1,85 +1,13 @@
-"""Prefetching: batches on a thread, and row groups in the order of their first use."""
+"""Prefetching of row groups in the order of their first use."""
 
 from __future__ import annotations
 
-import atexit
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from itertools import tee
-from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
-from dataload.telemetry.wait_timeline import Timeline
-
-JOIN_SECONDS = 1.0
-POLL_SECONDS = 0.2
 SCAN_FACTOR = 8  # row groups scanned for each one prefetched further ahead; a scan takes 50 µs
-
-T = TypeVar("T")
-
-
-def run_ahead(items: Iterable[T], depth: int, stop: Future[None], waiting: Timeline) -> Generator[T, None, None]:
-    """Yield items that a thread makes at most `depth` ahead of their use.
-
-    An exception of `items` is raised here, in the place of the item. Closing the generator stops the thread and waits
-    up to `JOIN_SECONDS` for it, and so does the end of the program. A longer wait could deadlock: the closing thread
-    may hold a lock that the thread needs.
-
-    Args:
-        items: The items.
-        depth: Most items that are ready and not yet used.
-        stop: Set when the generator is closed, so that `items` can stop waiting.
-        waiting: Timeline that records the causes of the waits for items.
-    """
-    ready: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-    capacity = threading.Semaphore(depth)
-    making = Timeline(usually="collate")
-
-    def make() -> None:
-        with making.here():
-            try:
-                iterator = iter(items)
-                while capacity.acquire() and not stop.done():
-                    ready.put((next(iterator), None))
-            except BaseException as error:  # noqa: BLE001 (raised where the item is used)
-                ready.put((None, error))
-
-    thread = threading.Thread(target=make, name="dataload-ahead", daemon=True)
-
-    def end() -> None:
-        if not stop.done():
-            stop.set_result(None)
-        capacity.release()
-        if thread is not threading.current_thread():  # The garbage collector runs in any thread.
-            thread.join(JOIN_SECONDS)
-
-    thread.start()
-    atexit.register(end)  # A thread cannot run or be joined once the interpreter shuts down.
-    try:
-        while True:
-            since = perf_counter()
-            item, error = _next_of(ready)
-            waiting.waited(since, making, instead="collate")
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            capacity.release()
-            yield item  # type: ignore[misc]
-    finally:
-        atexit.unregister(end)
-        end()
-
-
-def _next_of(ready: queue.SimpleQueue[T]) -> T:
-    while True:
-        # The interpreter handles a signal that arrives just before the wait only after it, so the wait is short.
-        with suppress(queue.Empty):
-            return ready.get(timeout=POLL_SECONDS)
 
 
 class Needs(Iterator[tuple[int, int]]):

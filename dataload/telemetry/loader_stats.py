@@ -20,7 +20,7 @@ ADVICE = {
     "decode": "decoding is the limit: warm the cache first, or give the job more cores",
     "map": "the function of map is the limit: warm the cache first, use processes=, or give the job more cores",
     "collate": "making batches is the limit: use group=, ragged='flat', or a larger batch",
-    "transform": "transform is the limit: use num_workers, or make it cheaper",
+    "transform": "transform is the limit: use num_threads if it releases the interpreter lock, or else num_workers",
     "transfer": "copying to the device is the limit: use pin_memory, or smaller dtypes",
 }
 

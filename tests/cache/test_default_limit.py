@@ -25,9 +25,9 @@ from dataload.doctor.finding import Case
 PROCESSES = 6
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> Iterator[None]:
-    with fork_server():
+    with fork_server(__name__):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -251,11 +251,16 @@ def identity(file: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_mtime_ns, status.st_size
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> Iterator[None]:
+    with tiers.fork_server(__name__):
+        yield
+
+
 @pytest.mark.timeout(3600 if NIGHTLY else 120)
 @pytest.mark.parametrize("policy", ["pin", "lru"])
 def test_any_order_of_operations_keeps_the_promises(policy: str) -> None:
     if not SPANS:
         print("spans are not read: LocalTier.get takes none")
     machine: Callable[[], Machine] = lambda: Machine(policy)  # noqa: E731
-    with tiers.fork_server("hypothesis.stateful"):
-        run_state_machine_as_test(machine, settings=SETTINGS)
+    run_state_machine_as_test(machine, settings=SETTINGS)

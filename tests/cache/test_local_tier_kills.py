@@ -33,9 +33,9 @@ KILLS_A_ROUND = 20
 SAMPLES = 5000 if NIGHTLY else 400
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _fork_server() -> Iterator[None]:
-    with tiers.fork_server():
+    with tiers.fork_server(__name__):
         yield
 
 

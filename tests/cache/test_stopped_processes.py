@@ -22,7 +22,7 @@ NAMES = ("x/0", "x/2", "x/3")
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
-    with fork_server():
+    with fork_server(__name__):
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ports import free_port
 
 from dataload import World, make_dataset, make_loader
 from dataload.errors import ConfigError
@@ -40,14 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_two_ranks(program: str, folder: Path, out: Path, *more: str, number: int = 2) -> Seen:
     """Run tests/support/`program` on two ranks, or on `number`. Return their output, by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     shared = {
         "WORLD_SIZE": str(number),
         "LOCAL_WORLD_SIZE": str(number),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(free_port()),
     }
     shared |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(Path(__file__).parent.parent / "support" / program), str(folder), str(out), *more]

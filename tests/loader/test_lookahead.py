@@ -1,78 +1,12 @@
-"""Prefetching on a thread, and in the order of need."""
+"""Prefetching in the order of need."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future
-from typing import TypeVar
+from collections.abc import Iterator
 
 import pytest
 
-from dataload.loader.lookahead import SCAN_FACTOR, Lookahead, run_ahead
-from dataload.telemetry.wait_timeline import Timeline
-
-T = TypeVar("T")
-
-
-def ahead_of(items: Iterable[T], depth: int) -> Generator[T, None, None]:
-    return run_ahead(items, depth, Future(), Timeline())
-
-
-def test_items_come_in_order() -> None:
-    assert list(ahead_of(range(100), depth=3)) == list(range(100))
-    assert list(ahead_of([], depth=3)) == []
-    assert list(ahead_of([None, 1], depth=1)) == [None, 1]
-
-
-def test_it_runs_ahead_at_most_depth_items() -> None:
-    made: list[int] = []
-    three = threading.Event()
-
-    def items() -> Iterator[int]:
-        for number in range(100):
-            made.append(number)
-            if number == 2:
-                three.set()
-            yield number
-
-    ahead = ahead_of(items(), depth=3)
-    assert next(ahead) == 0
-    assert three.wait(30)
-    ahead.close()
-    assert len(made) <= 5  # one taken, three ready and perhaps one in progress
-
-
-def test_an_error_is_raised_in_the_place_of_its_item() -> None:
-    def items() -> Iterator[int]:
-        yield 1
-        raise ValueError("broken")
-
-    ahead = ahead_of(items(), depth=5)
-    assert next(ahead) == 1
-    with pytest.raises(ValueError, match="broken"):
-        next(ahead)
-    assert list(ahead) == []
-
-
-def test_closing_waits_for_the_thread() -> None:
-    before = threading.active_count()
-    closed = threading.Event()
-
-    def items() -> Iterator[int]:
-        try:
-            while True:
-                yield 1
-        finally:
-            closed.set()
-
-    ahead = ahead_of(items(), depth=2)
-    next(ahead)
-    assert threading.active_count() == before + 1
-    ahead.close()
-    assert threading.active_count() == before
-    del ahead
-    assert closed.is_set()
+from dataload.loader.lookahead import SCAN_FACTOR, Lookahead
 
 
 def test_lookahead_prefetches_in_order_and_stays_ahead() -> None:

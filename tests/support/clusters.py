@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 import pytest
 import valkey
+from ports import free_port
 
 PATIENCE = 30  # seconds; only a hang takes that long
 NODE_TIMEOUT = 1000  # milliseconds until a cluster marks a node as failed
@@ -29,12 +29,6 @@ def binary() -> str:
     except ImportError as error:
         pytest.skip(f"no Valkey server here: {error}")
     return str(_binary.get_binary_path())
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 class Clock:

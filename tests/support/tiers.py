@@ -8,11 +8,14 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from dataload.cache.local import failpoints, fsck
 from dataload.cache.local.tier import LocalTier
@@ -128,9 +131,15 @@ def assert_sound(path: Path, limit: int, policy: str = "lru", *, alone: bool = T
 
 @contextmanager
 def fork_server(*preloaded: str) -> Iterator[None]:
-    """Preload modules in the `FORKSERVER` for the duration of the block, and stop the server afterwards."""
+    """Preload modules in the `FORKSERVER` for the duration of the block, and stop the server afterwards.
+
+    Its processes then import nothing. The server finds modules of tests by PYTHONPATH only.
+    """
     FORKSERVER.set_forkserver_preload([*PRELOADED, *preloaded])
     try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            forkserver.ensure_running()
         yield
     finally:
         forkserver._forkserver._stop()

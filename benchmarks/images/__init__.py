@@ -1,0 +1,1 @@
+"""Measurements of images: photographs to read, and the decoder of `dataload.images`."""

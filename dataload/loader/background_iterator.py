@@ -1,0 +1,176 @@
+"""An iterator whose items threads make ahead of their use."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from time import perf_counter
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from dataload.telemetry.wait_timeline import Timeline
+
+JOIN_SECONDS = 1.0
+POLL_SECONDS = 0.2
+
+T = TypeVar("T")
+
+
+def run_ahead(
+    calls: Iterable[Callable[[], T]], threads: int, depth: int, stop: Future[None], waiting: Timeline
+) -> Generator[T, None, None]:
+    """Yield the results of calls in their order. Threads make them at most `depth` ahead of their use.
+
+    An exception of `calls`, or of a call, is raised here, in the place of the item. Closing the generator stops the
+    threads and waits up to `JOIN_SECONDS` for them, and so does the end of the program. A longer wait could deadlock:
+    the closing thread may hold a lock that a thread needs.
+
+    Args:
+        calls: The calls. One thread at a time takes the next one; the calls themselves run concurrently.
+        threads: Number of threads. With 0, the thread that iterates runs the calls, when it needs their items.
+        depth: Most items that are being made, or ready and not yet used.
+        stop: Set when the generator is closed, so that the calls can stop waiting.
+        waiting: Timeline that records the causes of the waits for items.
+    """
+    if not threads:
+        yield from _run_here(calls, waiting)
+        return
+    work = _Work(iter(calls), depth, stop)
+    started: list[threading.Thread] = []
+
+    def end() -> None:
+        if not stop.done():
+            stop.set_result(None)
+        work.capacity.put(None)
+        until = perf_counter() + JOIN_SECONDS
+        for thread in started:
+            if thread is not threading.current_thread():  # The garbage collector runs in any thread.
+                thread.join(max(0.0, until - perf_counter()))
+
+    atexit.register(end)  # A thread cannot run or be joined once the interpreter shuts down.
+    try:
+        for number in range(threads):
+            thread = threading.Thread(target=work.run, name=f"dataload-ahead_{number + 1}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # The system cannot start another thread: the others make all items.
+                if not started:
+                    raise
+                break
+            started.append(thread)
+        yield from _in_order(work, waiting)
+    finally:
+        atexit.unregister(end)
+        end()
+
+
+class _Made(NamedTuple, Generic[T]):
+    """An item, or the error in its place, with the timeline of the thread that made it."""
+
+    item: T | None
+    error: BaseException | None
+    making: Timeline
+
+
+class _Work(Generic[T]):
+    """The calls of an iterator, which threads take in turn.
+
+    Attributes:
+        capacity: A token for each further item that may be made. Queues are reentrant: a garbage collection inside one
+            may close the iterator.
+        made: The items with their numbers, in the order in which they were done.
+    """
+
+    def __init__(self, calls: Iterator[Callable[[], T]], depth: int, stop: Future[None]) -> None:
+        self.capacity: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self.capacity.put(None)
+        self.made: queue.SimpleQueue[tuple[int, _Made[T]]] = queue.SimpleQueue()
+        self._calls = calls
+        self._stop = stop
+        self._turn = threading.Lock()  # held by the thread that takes the next call
+        self._taken = 0
+        self._ended = False
+
+    def run(self) -> None:
+        """Make items until there are no more, one raises, or the iterator stops."""
+        making = Timeline(usually="collate")
+        with making.here():
+            while self._make_next(making):
+                pass
+        self.capacity.put(None)  # for the next thread, which also ends
+
+    def _make_next(self, making: Timeline) -> bool:
+        with self._turn:
+            self.capacity.get()
+            if self._ended or self._stop.done():
+                return False
+            number, self._taken = self._taken, self._taken + 1
+            try:
+                call = next(self._calls)
+            except BaseException as error:  # noqa: BLE001 (raised where the item is used)
+                return self._fail(number, error, making)
+        try:
+            self.made.put((number, _Made(call(), None, making)))
+        except StopIteration as error:  # It must not end the loop in silence.
+            return self._fail(number, _as_error(error), making)
+        except BaseException as error:  # noqa: BLE001 (raised where the item is used)
+            return self._fail(number, error, making)
+        return True
+
+    def _fail(self, number: int, error: BaseException, making: Timeline) -> bool:
+        self._ended = True
+        self.made.put((number, _Made(None, error, making)))
+        return False
+
+
+def _run_here(calls: Iterable[Callable[[], T]], waiting: Timeline) -> Generator[T, None, None]:
+    iterator = iter(calls)
+    while True:
+        with waiting.here():
+            call = next(iterator, None)
+            if call is None:
+                return
+            item = call()
+        del call
+        yield item
+
+
+def _in_order(work: _Work[T], waiting: Timeline) -> Generator[T, None, None]:
+    early: dict[int, _Made[T]] = {}
+    number = 0
+    while True:
+        since = perf_counter()
+        while number not in early:
+            done, made = _next_of(work.made)
+            early[done] = made
+        made = early.pop(number)
+        waiting.waited(since, made.making, instead="collate")
+        if isinstance(made.error, StopIteration):
+            return
+        if made.error is not None:
+            try:
+                raise made.error
+            finally:
+                del made  # The error's traceback refers to this frame, which would make a reference cycle.
+        work.capacity.put(None)
+        number += 1
+        yield made.item  # type: ignore[misc]
+        del made  # A wait must not keep the last item alive.
+
+
+def _as_error(error: StopIteration) -> RuntimeError:
+    """Return the error that a generator raises in the place of a StopIteration."""
+    raised = RuntimeError("the call raised StopIteration")
+    raised.__cause__ = error
+    return raised
+
+
+def _next_of(ready: queue.SimpleQueue[Any]) -> Any:
+    while True:
+        # The interpreter handles a signal that arrives just before the wait only after it, so the wait is short.
+        with suppress(queue.Empty):
+            return ready.get(timeout=POLL_SECONDS)
