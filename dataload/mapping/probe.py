@@ -94,7 +94,7 @@ def _sampled(
         except ChunkError as error:
             rows = rows_text(manifest.selection, number, 0, len(records), error.row)
             place = f"{where(manifest.row_groups[number], blocks)} {rows}"
-            raise DataError(f"{place}: map {user.name}: {error.text}") from error
+            raise DataError(f"{place}: map {user.name}: {error.text}") from error.__cause__
         samples.append({name: form for name, (form, _) in forms.items()})
         sizes = {name: size for name, (_, size) in forms.items()} | runner.kept_bytes(records)
         # The largest, because a cache of exactly the mean size would be too small by chance.

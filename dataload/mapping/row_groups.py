@@ -240,7 +240,7 @@ class MappedMaker(RowGroupMaker):
             except ChunkError as error:
                 rows = rows_text(self._stage.selection, number, done, sizes[index], error.row)
                 place = f"{self._where(number)} {rows}"
-                raise DataError(f"{place}: map {self._stage.function.name}: {error.text}") from error
+                raise DataError(f"{place}: map {self._stage.function.name}: {error.text}") from error.__cause__
             if columns is None:
                 return
             yield columns, sizes[index]

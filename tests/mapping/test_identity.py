@@ -125,7 +125,7 @@ FUNCTIONS: dict[str, Callable[[ModuleType], Any]] = {
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        pytest.param("plain", '+ step}  # the', '- step}  # the', id="source"),
+        pytest.param("plain", "+ step}  # the", "- step}  # the", id="source"),
         pytest.param("plain", "step=2", "step=3", id="default"),
         pytest.param("plain", "SIZE = 3", "SIZE = 4", id="constant of a helper"),
         pytest.param("plain", "return values + SIZE", "return values - SIZE", id="helper"),
@@ -140,7 +140,12 @@ FUNCTIONS: dict[str, Callable[[ModuleType], Any]] = {
         pytest.param("object", "GAIN = 1", "GAIN = 2", id="constant of a base class"),
         pytest.param("object", "values * self", "values + self", id="method of a base class"),
         pytest.param("method", "Resize(4)", "Resize(5)", id="object of a method"),
-        pytest.param("lambda", 'first, second = lambda batch: {"x": batch["x"]}', 'first, second = lambda batch: {"x": 1}', id="lambda"),
+        pytest.param(
+            "lambda",
+            'first, second = lambda batch: {"x": batch["x"]}',
+            'first, second = lambda batch: {"x": 1}',
+            id="lambda",
+        ),
     ],
 )
 def test_what_changes_results_changes_the_identity(project: Project, name: str, old: str, new: str) -> None:
