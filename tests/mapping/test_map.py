@@ -182,9 +182,9 @@ def test_a_mixture_takes_columns_in_another_order(dataset: Dataset) -> None:
 def test_filters_read_the_files(dataset: Dataset) -> None:
     mapped = dataset.map(plus, columns=["id"])
     assert ids(mapped.filter([("label", "=", "dog")])) == [n + 1 for n in range(1, ROWS, 2)]
-    with pytest.raises(ConfigError, match="'id'.* filter before map"):
+    with pytest.raises(ConfigError, match=r"'id'.* filter before map"):
         mapped.filter([("id", ">", 3)])
-    with pytest.raises(ConfigError, match="'new'.* filter before map"):
+    with pytest.raises(ConfigError, match=r"'new'.* filter before map"):
         dataset.map(lambda batch: {"new": batch["id"]}).filter([("new", ">", 3)])
 
 
@@ -393,7 +393,7 @@ def test_a_process_that_dies_is_replaced(dataset: Dataset, tmp_path: Path) -> No
     parent, marker = os.getpid(), str(tmp_path / "died")
 
     def dying(batch: dict[str, Any]) -> dict[str, Any]:
-        if os.getpid() != parent and 97 in batch["id"] and not os.path.exists(marker):
+        if os.getpid() != parent and 97 in batch["id"] and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return {"id": batch["id"]}
