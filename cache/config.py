@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import bitmath
 import platformdirs
@@ -87,6 +88,29 @@ class CacheConfig:
     def block(self) -> int:
         """The size of a block in bytes."""
         return int(self.block_bytes)
+
+
+def chosen(cache: CacheConfig | Literal[False] | None, **options: Any) -> CacheConfig | None:
+    """Return the cache that a dataset's arguments choose; None: no cache.
+
+    Args:
+        cache: A `CacheConfig`; False: no cache; None: the default cache, with these options.
+        **options: Arguments of `CacheConfig`. None is the same as not given.
+
+    Raises:
+        ConfigError: `cache` is of another type or comes with options, or an option is invalid.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    if cache is None:
+        return CacheConfig(**given)
+    if given:
+        advice = "leave it out" if cache is False else "pass it inside cache=CacheConfig(...)"
+        raise ConfigError(f"{min(given)}: {advice}")  # without the value, which may contain a password
+    if cache is False:
+        return None
+    if not isinstance(cache, CacheConfig):
+        raise ConfigError(f"cache={cache!r} must be a CacheConfig, False for no cache, or None for the default cache")
+    return cache
 
 
 def parse_bytes(name: str, size: int | str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from dataload.cache.local.key_locks import ThreadLocks
+from dataload.cache.room import Division, Need
 from dataload.cache.tier import BlobKey, Draft, Fill, Span, cut
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
@@ -34,6 +35,10 @@ class MemoryTier(ForkAware):
         self._mutex = threading.Lock()
         self._blobs: OrderedDict[bytes, memoryview] = OrderedDict()
         self._used = 0
+
+    @property
+    def location(self) -> str:
+        return str(id(self))
 
     def __reduce__(self) -> tuple[type[MemoryTier], tuple[int]]:
         return MemoryTier, (self.limit,)
@@ -84,6 +89,12 @@ class MemoryTier(ForkAware):
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (there is no region)
         return False
+
+    def lease(self, need: Need) -> None:
+        """Do nothing: no other process uses this tier."""
+
+    def division(self) -> Division:
+        return Division()
 
     def stored_bytes(self, key: BlobKey) -> int:
         with self._mutex:

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from dataload.cache.room import Division, Need
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
+
+GROUP_BYTES = 8
 
 Allocate = Callable[[int], memoryview]
 """`allocate(size)` returns writable memory of exactly `size` bytes for the blob. A fill calls it once."""
@@ -32,26 +35,38 @@ class BlobKey:
         path: Path of the object in the store.
         version: Version of the object.
         what: Part or derivative of the object, such as a byte range.
-        digest: Digest of all parts, 32 bytes.
+        group: Name of the blobs of the object that are read together, such as those of a row group. "": none.
+        digest: Digest of all parts, 32 bytes. The last 8 are the number of the group, see `group_number`.
     """
 
     origin: str
     path: str
     version: str
     what: str
+    group: str = ""
     digest: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # A path on disk need not be UTF-8.
-        parts = [part.encode(errors="surrogateescape") for part in (self.origin, self.path, self.version, self.what)]
-        content = b"".join([len(part).to_bytes(8, "little") + part for part in parts])
-        digest = hashlib.blake2b(content, digest_size=32, person=b"dataload blob").digest()
+        digest = _digest_of(32, self.origin, self.path, self.version, self.what)
+        if self.group:
+            digest = digest[:-GROUP_BYTES] + _digest_of(GROUP_BYTES, self.origin, self.path, self.version, self.group)
         object.__setattr__(self, "digest", digest)
 
     @cached_property
     def name(self) -> str:
         """The name in messages and the prefix for eviction; without credentials."""
         return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()
+
+
+def group_number(digest: bytes) -> int:
+    """Return the number of a blob's group, 64 bits, from the digest of its key. It is a digest itself."""
+    return int.from_bytes(digest[-GROUP_BYTES:], "little")
+
+
+def _digest_of(size: int, *parts: str) -> bytes:
+    encoded = [part.encode(errors="surrogateescape") for part in parts]  # A path on disk need not be UTF-8.
+    content = b"".join([len(part).to_bytes(8, "little") + part for part in encoded])
+    return hashlib.blake2b(content, digest_size=size, person=b"dataload blob").digest()
 
 
 class Waited(Enum):
@@ -69,16 +84,18 @@ class NoRoomError(Exception):
 class Tier(Protocol):
     """A cache of blobs of any size.
 
-    Attributes:
-        region: Bytes of the limit for blobs that the "pin" policy cannot keep; they evict each other. 0: no region.
-
     Notes:
         Any thread of any process may call every method. One caller fills a blob at a time; the others wait for it.
         Views stay valid after the blob is evicted. A tier never raises its own failures: it counts them, and the
         caller gets the bytes from `fill`.
     """
 
-    region: int
+    @property
+    def region(self) -> int:
+        """Bytes of the limit for blobs that the "pin" policy cannot keep, and which evict each other. 0: no region.
+
+        It follows from what the loaders of the host need.
+        """
 
     @property
     def shared(self) -> bool:
@@ -87,6 +104,10 @@ class Tier(Protocol):
     @property
     def limit(self) -> int:
         """The capacity in bytes."""
+
+    @property
+    def location(self) -> str:
+        """Identifies the cache in this process: tiers of one location share their blobs."""
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         """Return the blob, or `span` of it, as a read-only view of bytes. Return None if the blob is not cached.
@@ -135,6 +156,12 @@ class Tier(Protocol):
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         """Return whether the tier has a `region` and caches at least one of these blobs only there, or not at all."""
+
+    def lease(self, need: Need) -> object:
+        """Announce a need to all processes of the host. It lasts as long as the returned object, or this process."""
+
+    def division(self) -> Division:
+        """Return how the needs of the host share this tier now."""
 
     def stored_bytes(self, key: BlobKey) -> int:
         """Return the bytes that a cached blob takes; 0 if it is not cached."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy.typing as npt
 import pyarrow as pa
 import torch
 
 from dataload.cache.blocks.reader import Blocks
-from dataload.cache.config import CacheConfig
+from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.filesystem import open_source
 from dataload.catalog.locations import Location, Locator
 from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
@@ -20,6 +20,7 @@ from dataload.catalog.selection import Selection
 from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
+from dataload.formats.schema import is_flat
 from dataload.map_style import MapStyle, as_array
 from dataload.mapping.places import stored_of
 from dataload.mapping.row_groups import MappedRowGroups
@@ -53,7 +54,7 @@ class Dataset(MapStyle):
         >>> folder = tempfile.TemporaryDirectory()
         >>> path = Path(folder.name) / "rows.parquet"
         >>> pq.write_table(pa.table({"id": range(6)}), path, row_group_size=2)
-        >>> dataset = make_dataset(path, cache=None)
+        >>> dataset = make_dataset(path, cache=False)
         >>> dataset
         Dataset(6 rows in 3 row groups, id)
         >>> len(dataset), int(dataset[-1]["id"])
@@ -79,6 +80,8 @@ class Dataset(MapStyle):
     ) -> None:
         if columns is not None and (isinstance(columns, str) or not columns):
             raise ConfigError(f"columns={columns!r} must be a list of at least one name")
+        if isinstance(fill_null, Mapping):
+            _check_filled(manifest, fill_null)
         self.manifest = manifest
         self.blocks = blocks
         self.fill_null = fill_null
@@ -242,15 +245,30 @@ def _narrowed(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collec
     return narrow(manifest, blocks, filters, made)
 
 
+def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
+    try:
+        manifest.check_columns(names)
+    except ConfigError as error:
+        raise ConfigError(f"fill_null: {error}") from None
+    for name in names:
+        if name not in manifest.schema.names:
+            raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
+        if not is_flat(field := manifest.schema.field(name)):
+            raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
+
+
 def make_dataset(
     source: Source,
     *,
     columns: Sequence[str] | None = None,
     filters: Filters | None = None,
     storage_options: dict[str, Any] | None = None,
-    cache: CacheConfig | None = CacheConfig(),  # noqa: B008 (frozen)
     fill_null: Any = None,
     null_masks: bool = False,
+    cache: CacheConfig | Literal[False] | None = None,
+    cache_dir: str | None = None,
+    cache_bytes: int | str | None = None,
+    cluster: str | None = None,
 ) -> Dataset:
     """Return the dataset at `source`.
 
@@ -262,12 +280,16 @@ def make_dataset(
             hold; of a list of such lists, one must hold; a null matches no predicate. Or an expression of
             `pyarrow.compute`, such as `field("year") > 2020`. See `Dataset.filter`.
         storage_options: Options of the URL's filesystem, as fsspec takes them.
-        cache: The host's cache; None: cache nothing outside this process's memory.
-        fill_null: Replacement for nulls, for all columns that can hold it or by column. Without one, nulls of strings,
-            bytes and nested values are None, those of floats are NaN, and those of integers, booleans and times raise
-            a DataError.
+        fill_null: Replacement for nulls, for all columns that can hold it or by column. Nulls of nested values stay.
+            Without one, nulls of strings, bytes and nested values are None, those of floats are NaN, and those of
+            integers, booleans and times raise a DataError.
         null_masks: Instead of that error, make these nulls zeros, and add "<column>.is_null": a bool Tensor[B] of the
             rows that have nulls. Each column of integers, booleans or times, or of lists of these, has a mask.
+        cache: The host's cache: a `CacheConfig`, or None for the default one. False: cache nothing outside this
+            process's memory.
+        cache_dir: As in `CacheConfig`; not with `cache`.
+        cache_bytes: As in `CacheConfig`; not with `cache`.
+        cluster: As in `CacheConfig`; not with `cache`.
 
     Raises:
         ConfigError: An argument cannot work, or the filters leave no row.
@@ -285,14 +307,15 @@ def make_dataset(
         ...     path.parent.mkdir()
         ...     pq.write_table(pa.table({"id": range(3), "weight": [1.0, 2.5, 4.0]}), path)
         >>> dogs = [("label", "=", "dog")]
-        >>> dataset = make_dataset(folder.name, columns=["weight", "label"], filters=dogs, cache=None)
+        >>> dataset = make_dataset(folder.name, columns=["weight", "label"], filters=dogs, cache=False)
         >>> dataset
         Dataset(3 rows in 1 row groups, weight, label)
         >>> dataset[1]["label"], float(dataset[1]["weight"])
         ('dog', 2.5)
         >>> folder.cleanup()
     """
-    blocks = open_source(source_paths(source)[0], storage_options, cache)
+    config = chosen(cache, cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
+    blocks = open_source(source_paths(source)[0], storage_options, config)
     manifest = resolve(source, blocks)
     if filters is not None:
         manifest.select(columns)  # raises before the filter fetches anything

@@ -54,6 +54,8 @@ class Order:
     copies are small and draw the same order.
     """
 
+    homogeneous = False  # as in `PositionOrder`
+
     def __init__(
         self,
         block_lengths: Sequence[int] | npt.ArrayLike,
@@ -145,6 +147,14 @@ class Order:
         rows = np.empty_like(places)
         rows[by_stream] = self._epoch(epoch).rows(places[by_stream])
         return rows
+
+    def line(self) -> tuple[Int64, Int64]:
+        """Return (rows of all streams in a line, without the shuffle, int64 [n]; their cuts, int64 [S + 1]).
+
+        Memory is O(n). An order without a shuffle has no streams, and raises AttributeError.
+        """
+        first, length = self._placement.first, self._placement.length
+        return np.arange(self.n) + np.repeat(first - np.cumsum(length) + length, length), self._placement.cuts
 
     def blocks_from(self, epoch: int, position: int = 0, streams: Sequence[int] | None = None) -> Iterator[int]:
         """Yield each row group once, in the order in which positions from `position` on first need it.

@@ -27,11 +27,13 @@ class PositionOrder(Protocol):
         n: Rows of an epoch.
         num_streams: Position p of an epoch belongs to stream p mod num_streams.
         seed: Seed of the shuffle.
+        homogeneous: Whether a global batch must not have rows of other positions, such as the epoch's first ones.
     """
 
     n: int
     num_streams: int
     seed: int
+    homogeneous: bool
 
     @property
     def orders(self) -> tuple[Order, ...]:
@@ -226,17 +228,24 @@ class RankSampler(DistributedSampler[int]):
             )
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigError(f"the state lacks {', '.join(sorted(missing))}")
-        order = self.order.with_options(**{name: state[name] for name in self.order.options})
-        _check_cursor(state["cursor"], order)
+        order = self._order_of(state)
+        self._check_start(order, state["cursor"])
         self._follow(order)
         self.seek(state["epoch"], state["cursor"])
+
+    def _order_of(self, state: Mapping[str, Any]) -> Any:
+        """Return the order of a complete state of this data."""
+        return self.order.with_options(**{name: state[name] for name in self.order.options})
+
+    def _check_start(self, order: Any, cursor: int) -> None:
+        """Raise ConfigError unless this sampler can continue an epoch of `order` at `cursor`."""
+        _check_cursor(cursor, order)
 
     def _follow(self, order: PositionOrder) -> None:
         """Use this order from now on."""
         self.order = order
-        self._share = Share(
-            self.num_replicas, self.rank, self.batch_size, self.drop_last, order.num_streams, self.num_nodes
-        )
+        world = self.num_replicas, self.rank, self.batch_size, self.drop_last
+        self._share = Share(*world, order.num_streams, self.num_nodes, order.homogeneous)
         self.seed, self.shuffle = order.seed, bool(order.shuffle)
         self.num_samples = self._share.num_samples(order.n)
         self.total_size = self.num_samples * self.num_replicas

@@ -23,7 +23,7 @@ class Share:
 
     Each global batch is sorted by (owning node of the stream, stream, position) and cut into one equal slice per rank.
     So nodes share few row groups. The last, partial batch of m rows gives each rank ceil(m / num_replicas) rows, padded
-    at its end by the first positions of the epoch; drop_last drops it instead.
+    at its end by the first positions of the epoch, or of the partial batch itself; drop_last drops it instead.
     """
 
     num_replicas: int
@@ -32,6 +32,7 @@ class Share:
     drop_last: bool = False
     num_streams: int = 1
     num_nodes: int = 1
+    pads_with_tail: bool = False
 
     @property
     def global_batch_size(self) -> int:
@@ -91,7 +92,8 @@ class Share:
         size = self._tail_size(n - start)
         low, high = min(self.rank * size, n - start), min((self.rank + 1) * size, n - start)
         pads = np.arange(size - (high - low)) + max(0, self.rank * size - (n - start))
-        return np.concatenate((batch_slice(start, n - start, self._by_owner, low, high), pads % n))
+        pads = start + pads % (n - start) if self.pads_with_tail else pads % n
+        return np.concatenate((batch_slice(start, n - start, self._by_owner, low, high), pads))
 
     def _tail_size(self, tail: int) -> int:
         return 0 if self.drop_last else -(-tail // self.num_replicas)

@@ -21,11 +21,11 @@ from dataload.cache.origin.version import version_of
 from dataload.cache.tier import Allocate, BlobKey, NoRoomError, Span, Tier
 from dataload.errors import ConfigError
 from dataload.runtime.baton import waiting
-from dataload.runtime.executor import DaemonExecutor, awaited
+from dataload.runtime.executor import awaited, shared_executor
 from dataload.runtime.forks import ForkAware
 from dataload.telemetry.wait_timeline import doing
 
-IN_FLIGHT = 16  # concurrent requests for reads, and as many for prefetching
+IN_FLIGHT = 16  # concurrent requests of a process for reads, and as many for prefetching
 UNCACHED_BYTES = 256 << 20
 
 T = TypeVar("T")
@@ -74,8 +74,8 @@ class Blocks(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._reads = DaemonExecutor(IN_FLIGHT, "dataload-blocks-read")
-        self._prefetches = DaemonExecutor(IN_FLIGHT, "dataload-blocks-prefetch")
+        self._reads = shared_executor(IN_FLIGHT, "dataload-blocks-read")
+        self._prefetches = shared_executor(IN_FLIGHT, "dataload-blocks-prefetch")
 
     @classmethod
     def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
@@ -91,9 +91,9 @@ class Blocks(ForkAware):
     def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int]]:
         return Blocks, (self.origin, self.tier, self.block_bytes)
 
-    def key(self, obj: Object, what: str) -> BlobKey:
-        """Return the cache key of a part or derivative of an object."""
-        return BlobKey(self.origin.identity, obj.path, obj.version, what)
+    def key(self, obj: Object, what: str, group: str = "") -> BlobKey:
+        """Return the cache key of a part or derivative of an object; `group` as for `BlobKey`."""
+        return BlobKey(self.origin.identity, obj.path, obj.version, what, group)
 
     @property
     def retains_blocks(self) -> bool:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from dataload.cache.cluster.store import Cluster
+from dataload.cache.room import Division, Need
 from dataload.cache.tier import Allocate, BlobKey, Fill, Span, Tier, copy_into
 from dataload.runtime.baton import waiting
 
@@ -33,13 +34,13 @@ class ClusterTier:
     def region(self) -> int:
         return self.local.region
 
-    @region.setter
-    def region(self, size: int) -> None:
-        self.local.region = size
-
     @property
     def limit(self) -> int:
         return self.local.limit
+
+    @property
+    def location(self) -> str:
+        return self.local.location
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         return self.local.get(key, span)
@@ -77,6 +78,12 @@ class ClusterTier:
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         return self.local.is_transient(keys)
+
+    def lease(self, need: Need) -> object:
+        return self.local.lease(need)
+
+    def division(self) -> Division:
+        return self.local.division()
 
     def stored_bytes(self, key: BlobKey) -> int:
         return self.local.stored_bytes(key)

@@ -26,6 +26,8 @@ from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start, remove
+from dataload.cache.room import Division
+from dataload.cache.surplus import Surplus
 from dataload.errors import ConfigError
 
 FORMAT = 3
@@ -111,10 +113,16 @@ class CacheFolder:
                 raise
             cause = error.strerror or error
             raise ConfigError(f"cache_dir {path} cannot be used ({cause}): name a folder you may write to") from error
+        self._surplus = Surplus()
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
             self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
         )
+
+    @property
+    def released(self) -> bool:
+        """Whether the folder is closed, or the process ends: daemon threads run a little longer."""
+        return not self._close.alive
 
     def close(self) -> None:
         """Close the folder, as the end of the process does. The last process to close it syncs the index to disk."""
@@ -170,7 +178,7 @@ class CacheFolder:
         remove(mark)
 
     def reserve(
-        self, row: Row, draft: str, limit: int, region: int, *, pin: bool, before_evicting: Callable[[], None]
+        self, row: Row, draft: str, limit: int, division: Division, *, pin: bool, before_evicting: Callable[[], None]
     ) -> bool:
         """Enter a row, evicting as many blobs as it takes. Return whether it fits.
 
@@ -181,11 +189,11 @@ class CacheFolder:
             row: The blob to admit.
             draft: The file that the caller writes the blob to. It leads a later sweep to the row after a kill.
             limit: Most bytes on disk.
-            region: Bytes of the limit for transient blobs. A blob that cannot be pinned replaces the oldest of them.
-            pin: Evict only blobs that no running process has used since it started.
+            division: How loaders share the cache. A blob that cannot be pinned replaces the oldest in the region.
+            pin: Evict only blobs that no running process has used since it started, and those above their share.
             before_evicting: Called before blobs are evicted.
         """
-        index = self.index
+        index, region = self.index, division.region
         self.unlink(row.digest)  # a corrupt blob
         for _ in range(ADMIT_ATTEMPTS):
             try:
@@ -201,10 +209,14 @@ class CacheFolder:
             before = self.oldest_process() if pin else time.time_ns()
             if self._evict(max(missing), partial(index.pinned, before)):
                 continue
-            # A process without a region may have filled the region with pinned blobs.
-            overfull = region and missing.pinned > row.size
+            # Other data may have filled the region with pinned blobs.
+            overfull = region > 0 and missing.pinned > row.size
+            if division.stays(row.group) and self._evict_surplus(division, max(missing)):
+                continue
             victims = partial(index.pinned, time.time_ns()) if overfull else partial(index.evictable, before)
-            if missing.total > 0 and not self._evict(missing.total, victims):
+            if missing.total > 0 and not (
+                (overfull and self._evict_surplus(division, missing.total)) or self._evict(missing.total, victims)
+            ):
                 return False
             if index.admit(row, limit=limit, region=region, allow_transient=True) is None:
                 return True
@@ -224,6 +236,13 @@ class CacheFolder:
         return any(total >= size for total in accumulate(row.size for row in victims())) and (
             self._release_some(size, victims()) <= 0
         )
+
+    def _evict_surplus(self, division: Division, size: int) -> bool:
+        """Evict blobs that need not stay until `size` bytes are free. Return whether that succeeded."""
+        scan = partial(self.index.pinned, time.time_ns())
+        while size > 0 and (surplus := self._surplus.take(division, size, scan)):
+            size = self._release_some(size, iter(surplus))
+        return size <= 0
 
     def _release_some(self, size: int, victims: Iterator[Row]) -> int:
         """Release blobs until `size` bytes are free or no victims are left. Return the bytes that are still missing."""

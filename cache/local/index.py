@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dataload.cache.local.lmdb_file import LOCK_SECONDS, LmdbFile
+from dataload.cache.tier import group_number
 
 BATCH_ROWS = 256  # most rows of one transaction
 SUM_ATTEMPTS = 3
@@ -39,6 +40,11 @@ class Row:
     size: int
     used_at: int = field(default_factory=time.time_ns)
     pinned: bool = True
+
+    @property
+    def group(self) -> int:
+        """Number of the blob's group, see `group_number`."""
+        return group_number(self.digest)
 
     @property
     def stamp(self) -> int:

@@ -25,6 +25,7 @@ from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter
+from dataload.cache.needs import DividedTier, needs_of
 from dataload.cache.tier import BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
@@ -40,7 +41,7 @@ FLUSH_SECONDS = 1.0  # Hits are written to the index in batches, at most this mu
 log = logging.getLogger(__name__)
 
 
-class LocalTier(ForkAware):
+class LocalTier(DividedTier, ForkAware):
     """A cache tier on a local disk, shared by all processes of a host that use the same folder.
 
     The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without
@@ -56,7 +57,6 @@ class LocalTier(ForkAware):
 
     Attributes:
         allow_network_filesystem: Open the folder on any filesystem; see `CacheConfig`.
-        region: Bytes of the limit reserved for blobs that do not fit under "pin". The region is a FIFO.
 
     Raises:
         ConfigError: On first use, if the user must fix the folder; see `CacheFolder`.
@@ -73,7 +73,6 @@ class LocalTier(ForkAware):
     ) -> None:
         self.path = Path(path)
         self.policy = policy
-        self.region = 0
         self.allow_network_filesystem = False
         self.fill_seconds = FILL_SECONDS
         self._given_limit = limit
@@ -86,14 +85,15 @@ class LocalTier(ForkAware):
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
+        self.needs = needs_of(self.path)
         self.health = Health(str(self.path), self._clock, self.counters)
         self.verified = blob_file.VerifiedSegments()
         self.buffers = BufferPool()
         self._folder: CacheFolder | None = None
         self._mutex = threading.Lock()  # guards `_touched`
 
-    def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str], dict[str, int]]:
-        state = {"region": self.region, "allow_network_filesystem": self.allow_network_filesystem}
+    def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str], dict[str, bool]]:
+        state = {"allow_network_filesystem": self.allow_network_filesystem}
         return LocalTier, (self.path, self._given_limit, self.policy), state
 
     def __repr__(self) -> str:
@@ -193,7 +193,7 @@ class LocalTier(ForkAware):
                 folder.index.touch(key.digest for key in keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
-        if not self.region or self.policy != "pin" or self.health.reads.tripped or self.health.writes.tripped:
+        if self.health.reads.tripped or self.health.writes.tripped or not self.region:
             return False
         folder = self._opened()
         if folder is not None:
@@ -219,7 +219,7 @@ class LocalTier(ForkAware):
         pin, row = self.policy == "pin", Row(key.digest, key.name, size)
         if self._touched and time.monotonic() >= self._flush_at:
             self.flush(timeout=0)
-        if folder.reserve(row, draft, self.limit, self.region * pin, pin=pin, before_evicting=self.flush):
+        if folder.reserve(row, draft, self.limit, self.division(), pin=pin, before_evicting=self.flush):
             return True
         self.counters.add(refused=1)
         if self.health.is_new("full"):
@@ -236,8 +236,9 @@ class LocalTier(ForkAware):
         try:
             yield
         except (OSError, lmdb.Error) as error:
-            self.health.report(doing, error)
-            if isinstance(error, CorruptEntry) or folder.closed:  # It says nothing about the disk that is in use.
+            if isinstance(error, CorruptEntry) or not folder.released:
+                self.health.report(doing, error)
+            if isinstance(error, CorruptEntry) or folder.released:  # It says nothing about the disk in use.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
                 folder.doubt()

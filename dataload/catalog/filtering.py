@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -73,38 +74,53 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
 def _selection(manifest: Manifest, blocks: Blocks, chosen: Filter) -> Selection:
     """Return the matching rows of each row group."""
     decisions = decide(manifest, blocks, chosen)
-    unknown = [group for group, decision in zip(manifest.row_groups, decisions, strict=True) if decision is None]
-    scanned = _scan(unknown, blocks, chosen)
+    unknown = [number for number, decision in enumerate(decisions) if decision is None]
+    scanned = _scan(manifest, unknown, blocks, chosen)
     every = zip(manifest.row_groups, decisions, strict=True)
     return Selection.of(
         next(scanned) if decision is None else np.full(group.rows, decision) for group, decision in every
     )
 
 
-def _scan(groups: Sequence[RowGroup], blocks: Blocks, chosen: Filter) -> Iterator[Mask]:
-    """Yield which rows of each row group match. The result is cached for every few row groups of a run of files."""
+def _scan(manifest: Manifest, numbers: Sequence[int], blocks: Blocks, chosen: Filter) -> Iterator[Mask]:
+    """Yield which rows of each of these row groups match.
+
+    The result is cached for every few row groups of a run of files, for all datasets. The filter may raise for a row
+    that the dataset does not have. Then only those that it has are tried.
+    """
+    groups, selection = manifest.row_groups, manifest.selection
     ended = threading.Event()
     budget = MemoryBudget(usable_memory() // MEMORY_DIVISOR)
     footers = FooterReader(blocks)
     scans = DaemonExecutor(ROW_GROUPS_AT_ONCE, "dataload-filter")
 
-    def matches(group: RowGroup) -> Mask:
+    def matches(number: int, tried: Selection | None = None) -> Mask:
+        group = groups[number]
         if ended.is_set():  # The caller was interrupted, or another row group cannot be read.
             raise CancelledError
         footer = footers.read(group.file, group.footer_at)
         stored = [name for name in chosen.columns if name not in dict(group.constants)]
         with budget.reserve(HELD_BYTES + 2 * sum(footer.decoded_bytes(group.number, stored))):
-            return _matches(group, footer, stored, blocks, chosen)
+            return _matches(group, footer, stored, blocks, chosen, None if tried is None else tried.mask(number))
 
-    def scan(part: Sequence[RowGroup]) -> Selection:
-        content = [VERSION, chosen.digest, str(chosen.schema)]
-        content += [[group.file.path, group.number, group.constants] for group in part]
+    def matches_of(part: Sequence[int], tried: Selection | None = None) -> Selection:
+        content = [VERSION, chosen.digest, str(chosen.schema), *([] if tried is None else [tried.only(part).digest])]
+        content += [[groups[number].file.path, groups[number].number, groups[number].constants] for number in part]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
-        key = blocks.key(part[0].footer_at.run, f"matches {digest}")
-        found = get_or_make(blocks, key, lambda: Selection.of(scans.map(matches, part)).to_bytes())
+        key = blocks.key(groups[part[0]].footer_at.run, f"matches {digest}")
+        each = partial(matches, tried=tried)
+        found = get_or_make(blocks, key, lambda: Selection.of(scans.map(each, part)).to_bytes())
         return Selection.from_bytes(found)
 
-    runs = [list(run) for _, run in groupby(groups, lambda group: group.footer_at.run)]
+    def scan(part: Sequence[int]) -> Selection:
+        try:
+            return matches_of(part)
+        except ConfigError:
+            if selection is None:
+                raise
+            return matches_of(part, selection)
+
+    runs = [list(run) for _, run in groupby(numbers, lambda number: groups[number].footer_at.run)]
     parts = [run[first : first + CACHED_TOGETHER] for run in runs for first in range(0, len(run), CACHED_TOGETHER)]
     try:
         found = DaemonExecutor(PARTS_AT_ONCE, "dataload-filter-parts").map(scan, parts)
@@ -114,10 +130,16 @@ def _scan(groups: Sequence[RowGroup], blocks: Blocks, chosen: Filter) -> Iterato
         yield from map(selection.mask, range(len(part)))
 
 
-def _matches(group: RowGroup, footer: Footer, stored: Sequence[str], blocks: Blocks, chosen: Filter) -> Mask:
-    """Return which rows of a row group match."""
+def _matches(
+    group: RowGroup, footer: Footer, stored: Sequence[str], blocks: Blocks, chosen: Filter, tried: Mask | None
+) -> Mask:
+    """Return which of the rows of a row group that are tried match. None tries all."""
+    found = np.ones(group.rows, np.bool_) if tried is None else tried.copy()
     with footer.open_row_group(group.file, group.number, stored, blocks, HELD_BYTES) as reader:
-        tables = (
-            with_constants(table, group.constants, len(table), chosen.schema) for table in reader.tables(BATCH_ROWS)
-        )
-        return np.concatenate([chosen.mask(table) for table in tables])
+        first = 0
+        for table in reader.tables(BATCH_ROWS):
+            part = found[first : first + len(table)]
+            first += len(table)
+            whole = with_constants(table, group.constants, len(table), chosen.schema)
+            part[part] = chosen.mask(whole if part.all() else whole.filter(pa.array(part)))
+    return found

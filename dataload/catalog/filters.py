@@ -19,7 +19,7 @@ import pyarrow.dataset as pads
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
-from dataload.formats.schema import is_bytes, number, storage, unsupported
+from dataload.formats.schema import has_members, is_bytes, number, storage, unsupported
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": eq,
@@ -202,7 +202,7 @@ def paths_of(fields: Iterable[pa.Field]) -> dict[str, tuple[tuple[str, ...], pa.
     """Return the path and the type of each column by its flat name; see `dataload.formats.schema.flatten`."""
     found: dict[str, tuple[tuple[str, ...], pa.DataType]] = {}
     for field in fields:
-        if pa.types.is_struct(field.type):
+        if has_members(field.type):
             members = paths_of(field.type).items()
             found |= {f"{field.name}.{name}": ((field.name, *path), kind) for name, (path, kind) in members}
         else:

@@ -14,7 +14,7 @@ from dataload.cache.memory import MemoryTier
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
-from dataload.formats.schema import Field, fields_of, storage
+from dataload.formats.schema import Field, fields_of, flatten_table, storage
 
 COLUMN_BYTES = 1 << 20  # to fetch of each column at first: a large row group is not fetched for its first rows
 RAGGED = {"string": "list[str]", "binary": "list[memoryview]"}
@@ -66,14 +66,13 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
     stored = [name for name in columns if name not in constants]
     rows: list[dict[str, Any]] = [{} for _ in range(min(count, group.rows))]
     if stored:
-        direct = Blocks(blocks.origin, MemoryTier(0), blocks.block_bytes)
-        direct.tier.region = 1  # No block stays, so that byte ranges are fetched instead of blocks.
+        none = MemoryTier(0)
+        none.region = 1  # No block stays, so that byte ranges are fetched instead of blocks.
+        direct = Blocks(blocks.origin, none, blocks.block_bytes)
         footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
         with footer.open_row_group(group.file, group.number, stored, direct, capacity) as reader:
             table = next(iter(reader.tables(len(rows))))
-        table = table.slice(0, len(rows))
-        while any(pa.types.is_struct(storage(kind)) for kind in table.schema.types):
-            table = pa.table([_struct(column) for column in table.columns], table.column_names).flatten()
+        table = flatten_table(table.slice(0, len(rows)), _struct)
         values = [[_value(scalar) for scalar in column] for column in table.columns]
         rows = [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
     return [{name: constants.get(name, row.get(name)) for name in columns} for row in rows]

@@ -52,7 +52,10 @@ class Footer(Protocol):
         """Return about how many bytes each of these columns takes once decompressed."""
 
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
-        """Return the dictionary-encoded ones of these bytes or text columns: `decoded_bytes` may be far too low."""
+        """Return those of these bytes, text or nested columns of which `decoded_bytes` may be far too low.
+
+        Their chunks have dictionary codes, or leave out the prefixes that values share.
+        """
 
     def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges that `open_row_group` reads: through cached blocks, and in requests of their own.

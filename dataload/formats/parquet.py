@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plai
 CODE_BYTES = 4  # most bytes of a dictionary index
 SCHEMAS_KEPT = 16
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
+SHARED_BITS = 0.75  # of the bits of an index without equal values; indices with fewer bits have far fewer values
+PREFIX_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_BINARY_PACKED"}  # the latter of numbers inside nested values
 
 
 class ParquetFooter:
@@ -69,7 +72,7 @@ class ParquetFooter:
         return sum(chunk.total_uncompressed_size for chunk in chunks)
 
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
-        return [name for name in columns if any(map(_is_coded, self._chunks(number, [name])))]
+        return [name for name in columns if any(map(_is_larger_decoded, self._chunks(number, [name])))]
 
     def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
         ranges = _ranges(self._chunks(number, columns), capacity)
@@ -106,7 +109,8 @@ class ParquetFooter:
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
             buffer = 0 if stream.held else BUFFER_BYTES
-            coded = self.coded(number, [name for name in columns if name in self._columns.texts])
+            texts = [name for name in columns if name in self._columns.texts]
+            coded = [name for name in texts if any(map(_has_codes, self._chunks(number, [name])))]
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
             with stream, pq.ParquetFile(stream, metadata=self._metadata, **arguments) as file:
                 stream.wait()
@@ -175,14 +179,28 @@ class _Reader:
             yield pa.Table.from_batches(pending)
 
 
-def _is_coded(chunk: pq.ColumnChunkMetaData) -> bool:
+def _is_larger_decoded(chunk: pq.ColumnChunkMetaData) -> bool:
+    """Return whether the values of a chunk may take far more bytes than its uncompressed pages."""
+    return _has_codes(chunk) or not PREFIX_ENCODINGS.isdisjoint(chunk.encodings)
+
+
+def _has_codes(chunk: pq.ColumnChunkMetaData) -> bool:
     """Return whether the chunk may be mostly dictionary indices, whose bytes do not show the size of the values.
 
-    The footer does not say how many pages are dictionary-encoded, so the bytes per value decide.
+    The footer does not say how many pages are dictionary-encoded, nor how many values the dictionary has. The bytes of
+    the data pages decide: indices are short, and those of a dictionary without equal values have log2(values) bits.
     """
+    if not chunk.has_dictionary_page:
+        return False
     size, values = chunk.total_uncompressed_size, chunk.num_values
-    limit = 2 * (DICTIONARY_BYTES + CODE_BYTES * values)
-    return bool(chunk.has_dictionary_page and size < min(limit, UNLIKE_BYTES * values))
+    is_short = size < UNLIKE_BYTES * values
+    if is_short and size < 2 * (DICTIONARY_BYTES + CODE_BYTES * values):
+        return True
+    if not chunk.dictionary_page_offset or not values:
+        return False
+    data = chunk.total_compressed_size - (chunk.data_page_offset - chunk.dictionary_page_offset)
+    limit = CODE_BYTES * values if is_short else SHARED_BITS * values * math.log2(values) / 8
+    return bool(data < limit)
 
 
 def _leaf_count(kind: pa.DataType) -> int:

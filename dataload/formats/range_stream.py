@@ -52,7 +52,7 @@ class RangeStream(io.RawIOBase):
         super().__init__()
         self._fetch = fetch
         self._object = obj
-        self._ranges = ranges
+        self._ranges = ranges = _without_empty(ranges)
         self._position = 0
         self.held = sum(stop - start for start, stop in ranges) <= capacity
         self._share = capacity // max(1, len(ranges))
@@ -102,6 +102,8 @@ class RangeStream(io.RawIOBase):
     def _take(self, size: int) -> memoryview | bytes:
         """Return the next `size` bytes. Raise DataError if they are outside of the ranges."""
         first, last = self._position, self._position + max(0, size)
+        if first == last:
+            return b""
         for start, stop in self._ranges:
             if start <= first and last <= stop:
                 self._position = last
@@ -148,6 +150,7 @@ def _allocate(size: int) -> memoryview:
 
 def pieces(ranges: Sequence[Span], capacity: int) -> list[Span]:
     """Return the byte ranges of the requests that a `RangeStream` of these ranges makes."""
+    ranges = _without_empty(ranges)
     held, share = sum(stop - start for start, stop in ranges) <= capacity, capacity // max(1, len(ranges))
     found = []
     for start, stop in ranges:
@@ -161,3 +164,8 @@ def _piece_bytes(size: int, share: int, *, held: bool) -> int:
     if not held:
         return max(SMALLEST_PIECE, min(LARGEST_PIECE, share // 2))
     return -(-size // -(-size // LARGEST_PIECE))
+
+
+def _without_empty(ranges: Sequence[Span]) -> list[Span]:
+    """Return the ranges that have bytes. A column chunk without values may have none."""
+    return [(start, stop) for start, stop in ranges if start < stop]

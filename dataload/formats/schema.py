@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class Field:
         dtype: Type of one element.
         shape: Shape of a dense value.
         type: Arrow type of a nested value.
+        unit: Arrow type of a time, whose numbers depend on its unit; "" for other values.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Field:
     dtype: npt.DTypeLike
     shape: tuple[int, ...] = ()
     type: pa.DataType | None = None
+    unit: str = ""
 
     @property
     def ragged(self) -> bool:
@@ -120,6 +122,31 @@ def flatten(schema: pa.Schema) -> pa.Schema:
     return pa.schema(fields)
 
 
+def flatten_table(table: pa.Table, plain: Callable[[pa.ChunkedArray], pa.ChunkedArray]) -> pa.Table:
+    """Return the table with the members of structs as dotted columns, see `flatten`.
+
+    Args:
+        table: The table.
+        plain: Returns a column of structs without the extension types, dictionaries and runs around them.
+    """
+    while any(map(has_members, table.schema.types)):
+        columns: list[tuple[str, pa.ChunkedArray]] = []
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if has_members(column.type):
+                members = plain(column)
+                names = [f"{name}.{member.name}" for member in members.type]
+                columns += zip(names, members.flatten(), strict=True)
+            else:
+                columns.append((name, column))
+        table = pa.table([column for _, column in columns], [name for name, _ in columns])
+    return table
+
+
+def has_members(kind: pa.DataType) -> bool:
+    """Return whether values are structs whose members are columns. A struct without members is a column itself."""
+    return bool(pa.types.is_struct(storage(kind)) and storage(kind).num_fields)
+
+
 def fields_of(schema: pa.Schema, *, null_masks: bool = False) -> tuple[Field, ...]:
     """Return the columns of a flat schema.
 
@@ -137,6 +164,14 @@ def fields_of(schema: pa.Schema, *, null_masks: bool = False) -> tuple[Field, ..
             raise DataError(f"null_masks=True adds a column {min(taken)!r}, which the dataset has: rename it")
         fields += masks
     return tuple(fields)
+
+
+def is_flat(field: pa.Field) -> bool:
+    """Return whether batches can hold a column, and not as nested Python values."""
+    try:
+        return _field(field).kind != "nested"
+    except DataError:
+        return False
 
 
 def mask_name(field: Field) -> str:
@@ -194,6 +229,17 @@ def number(kind: pa.DataType) -> np.dtype[Any] | None:
     return None
 
 
+def unit(kind: pa.DataType) -> str:
+    """Return the type of a date, time, duration or timestamp in words, or "" for other types.
+
+    All timestamps with a time zone count from 1970 in UTC, so their zones make no difference.
+    """
+    kind = storage(kind)
+    if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
+        return ""
+    return f"timestamp[{kind.unit}, UTC]" if getattr(kind, "tz", None) else str(kind)
+
+
 def fixed_shape(field: pa.Field) -> tuple[tuple[int, ...], pa.DataType]:
     """Return the shape of a column's values in batches, and the type of one element.
 
@@ -231,10 +277,10 @@ def _shape_of_datasets(field: pa.Field) -> tuple[int, ...]:
 
 
 def _leaves(field: pa.Field) -> Iterable[pa.Field]:
-    kind = storage(field.type)
-    if not pa.types.is_struct(kind):
+    if not has_members(field.type):
         return [field]
-    return [leaf.with_name(f"{field.name}.{leaf.name}") for member in kind for leaf in _leaves(member)]
+    members = storage(field.type)
+    return [leaf.with_name(f"{field.name}.{leaf.name}") for member in members for leaf in _leaves(member)]
 
 
 def _field(field: pa.Field) -> Field:
@@ -245,14 +291,35 @@ def _field(field: pa.Field) -> Field:
     if is_bytes(kind) and not is_uuid:
         return Field(field.name, "string" if is_text(kind) else "binary", np.uint8)
     if is_list(kind) and not shape and (elements := number(storage(kind.value_type))) is not None:
-        return Field(field.name, "list", elements)
+        return Field(field.name, "list", elements, unit=unit(kind.value_type))
     if dtype is None or is_uuid:
         if reason := unsupported(kind):
             raise DataError(f"column {field.name!r} has type {field.type} with {reason}: leave it out with columns=")
-        return Field(field.name, "nested", np.uint8, type=field.type)
+        return Field(field.name, "nested", np.uint8, type=_portable(field.type))
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) > MOST_VALUE_BYTES:
         raise DataError(f"column {field.name!r} has arrays of {shape} in its rows: leave it out with columns=")
-    return Field(field.name, "dense", dtype, shape)
+    return Field(field.name, "dense", dtype, shape, unit=unit(element))
+
+
+def _portable(kind: pa.DataType) -> pa.DataType:
+    """Return a type without extension types that only some processes know, at any depth."""
+    types = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind if kind.extension_name.startswith("arrow.") else _portable(kind.storage_type)
+    members = [kind.field(number) for number in range(kind.num_fields)]
+    fields = [member.with_type(_portable(member.type)) for member in members]
+    if fields == members or types.is_run_end_encoded(kind):
+        return kind
+    if types.is_struct(kind):
+        return pa.struct(fields)
+    if types.is_map(kind):
+        return pa.map_(*fields[0].type)
+    if types.is_fixed_size_list(kind):
+        return pa.list_(fields[0], kind.list_size)
+    views = {True: pa.large_list_view, False: pa.list_view}
+    lists = {True: pa.large_list, False: pa.list_}
+    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return (views if is_view else lists)[types.is_large_list(kind) or types.is_large_list_view(kind)](fields[0])
 
 
 def unsupported(kind: pa.DataType) -> str | None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from dataload.cache.room import FITS, Need
 from dataload.errors import ConfigError, DataError, OriginError
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order
 
 if TYPE_CHECKING:
+    from dataload.cache.tier import Tier
     from dataload.map_style import MapStyle
-    from dataload.samplers.rank_sampler import RankSampler
+    from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 
-FITS = 0.95  # usable part of a cache; the rest is footers and the padding of files to whole pages
 AHEAD_BYTES = 512 << 20  # objects to prefetch: more than the bytes that are in flight at a time
-MAX_TRANSIENT = 16  # row groups: longer runs of missing ones are rare, and few threads load them
-NEGLIGIBLE = 0.01  # of the bytes that are fetched in each epoch
 DICTIONARY_RATIO = 64  # values may be this much larger than their dictionary codes; measured where it matters
 
 MAX_BATCHES_PER_GATHER = 64
@@ -28,38 +31,66 @@ RUN_BYTES = 2 << 20  # per gather; more would not stay in the processor's cache
 log = logging.getLogger(__name__)
 
 
-def reserve_capacity(dataset: MapStyle, sampler: RankSampler) -> None:
-    """Set how many row groups the dataset keeps open and prefetches, and the transient region of its cache.
+class Capacity:
+    """The capacity that a loader reserves for row groups: open ones, those to prefetch, and its share of the cache.
 
-    If the dataset exceeds the cache, the part that fits stays, and the rest passes through the region. The sources of a
-    mixture share one cache. If they have several, the smallest counts for all.
+    The loaders of all processes of a host share a cache (`dataload.cache.room`). The share of this one lasts as long as
+    this object.
+
+    Args:
+        dataset: The dataset of the loader.
+        sampler: Its order.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
-    order, caches, groups = sampler.order, dataset.rowstore.blobs.caches, dataset.row_groups
-    shared = [(each, blobs) for each, blobs in zip(order.orders, caches, strict=True) if blobs.shared]
-    limit = min((blobs.tier.limit for _, blobs in shared), default=0)
-    if _num_bytes(shared) * sampler.node_share * DICTIONARY_RATIO > limit * FITS:
-        for _, blobs in shared:
-            _measure(blobs)
-    at_once = gathered_at_once(dataset.rowstore.row_bytes * sampler.batch_size)
-    most = order.most_rows(sampler.global_batch_size * at_once)
-    drawn_on = ahead = sum(map(drawn_on_at_a_time, order.orders, most))
-    further = 0
-    if shared:
-        region, further = region_of(shared, limit, sampler.node_share)
-        if region:
-            for _, blobs in shared:
-                blobs.tier.region = max(blobs.tier.region, region)
-        elif groups:
-            mean = sum(group.bytes for group in groups) // len(groups)
-            ahead = min(len(groups), max(drawn_on, AHEAD_BYTES // max(1, mean)))
-    dataset.rowstore.serve(drawn_on, ahead, further)
+
+    def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
+        self._dataset, self._sampler = dataset, sampler
+        self.reserve()
+
+    def reserve(self) -> None:
+        """Reserve the capacity again, for another order or other data. Raises as the class does."""
+        sampler, rowstore, row_groups = self._sampler, self._dataset.rowstore, self._dataset.row_groups
+        order = sampler.order
+        caches: dict[str, list[tuple[Order, RowGroupCache]]] = {}
+        for each, blobs in zip(order.orders, rowstore.blobs.caches, strict=True):
+            if blobs.shared:
+                caches.setdefault(blobs.tier.location, []).append((each, blobs))
+        name = _name_of(order)
+        needs: list[tuple[Tier, Need]] = []
+        for sources in caches.values():
+            tier = sources[0][1].tier
+            if sum(blobs.num_bytes for _, blobs in sources) * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
+                for _, blobs in sources:
+                    _measure(blobs)
+            needs.append((tier, need_of(sources, tier.limit, sampler.node_share, name)))
+        self._leases = [tier.lease(need) for tier, need in needs]
+        self._needs = needs
+        at_once = gathered_at_once(rowstore.row_bytes * sampler.batch_size)
+        most = order.most_rows(sampler.global_batch_size * at_once)
+        self._drawn_on = self._in_full = sum(map(drawn_on_at_a_time, order.orders, most))
+        if needs and row_groups:
+            mean = sum(group.bytes for group in row_groups) // len(row_groups)
+            self._in_full = min(len(row_groups), max(self._drawn_on, AHEAD_BYTES // max(1, mean)))
+        self.ahead()
+
+    def ahead(self) -> tuple[int, int]:
+        """Return how many row groups to prefetch, and how many of those that do not stay in the cache besides.
+
+        Both depend on what the other loaders of the host need at the moment.
+        """
+        regions = [need.region(tier.limit, tier.division().total) for tier, need in self._needs]
+        further = sum(groups for _, groups in regions)
+        ahead = self._drawn_on if further else self._in_full
+        self._dataset.rowstore.serve(self, self._drawn_on, ahead, further)
+        return ahead, further
 
 
-def _num_bytes(sources: Sequence[tuple[Order, RowGroupCache]]) -> int:
-    return sum(blobs.num_bytes for _, blobs in sources)
+def _name_of(order: PositionOrder) -> bytes:
+    """Return a digest of the data and their order."""
+    content = json.dumps([order.digest, order.options], default=str, sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
 def _measure(blobs: RowGroupCache) -> None:
@@ -69,33 +100,26 @@ def _measure(blobs: RowGroupCache) -> None:
         log.warning("cannot measure the size of decoded rows, going by the footers: %s", error)
 
 
-def region_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, node_share: float = 1.0) -> tuple[int, int]:
-    """Return the size of the cache's transient region: its bytes, and the row groups to prefetch into it.
-
-    The region has space for two windows. It grows to at most `MAX_TRANSIENT` row groups if that is negligible beside
-    the bytes that are fetched in each epoch.
+def need_of(
+    sources: Sequence[tuple[Order, RowGroupCache]], limit: int, node_share: float = 1.0, name: bytes = bytes(16)
+) -> Need:
+    """Return what the datasets that a loader reads need of one cache. Row groups that they share count once.
 
     Args:
         sources: The order and the row groups of each dataset that is read at the same time.
         limit: Size of the cache in bytes.
         node_share: Part of the datasets that this node reads.
-
-    Returns:
-        (bytes, row groups); (0, 0) if all datasets fit into the cache together.
+        name: Identifies the data and their order, 16 bytes.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.
     """
-    needs = [needed(order, blobs, node_share) for order, blobs in sources]
-    groups, need = map(sum, zip(*needs, strict=True))
-    _check_fits(sources[0][0], limit, groups, need)
-    total = _num_bytes(sources) * node_share
-    if total <= limit * FITS:
-        return 0, 0
-    mean = _num_bytes(sources) / sum(len(order.block_lengths) for order, _ in sources)
-    spare = min((total - limit) * NEGLIGIBLE, limit - need)
-    more = max(0, min(MAX_TRANSIENT - groups, int(spare / mean)))
-    return need + math.ceil(more * mean), min(MAX_TRANSIENT, groups + more)
+    groups = np.concatenate([blobs.group_numbers for _, blobs in sources])
+    sizes = np.array([blobs.bytes_of(number) for _, blobs in sources for number in range(len(blobs.group_numbers))])
+    at_once, window = map(sum, zip(*(needed(order, blobs, node_share) for order, blobs in sources), strict=True))
+    need = Need.of(name, groups, sizes.astype(np.float64), window, at_once, node_share)
+    _check_fits(sources[0][0], limit, at_once, need.window)
+    return need
 
 
 def gathered_at_once(batch_bytes: int) -> int:

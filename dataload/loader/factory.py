@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,7 +61,7 @@ def make_loader(
     cache_dir: str | None = None,
     cache_bytes: int | str | None = None,
     cluster: str | None = None,
-    cache: CacheConfig | None = None,
+    cache: CacheConfig | Literal[False] | None = None,
     fill_null: Any = None,
     null_masks: bool = False,
     stats_dir: str | os.PathLike[str] | None = None,
@@ -103,11 +103,10 @@ def make_loader(
         columns: As in `make_dataset`.
         filters: As in `make_dataset`.
         storage_options: As in `make_dataset`.
-        cache_dir: As in `CacheConfig`.
-        cache_bytes: As in `CacheConfig`.
-        cluster: As in `CacheConfig`.
-        cache: A `CacheConfig`, instead of the three arguments above. For no cache, pass a dataset made by
-            `make_dataset(..., cache=None)`.
+        cache_dir: As in `make_dataset`.
+        cache_bytes: As in `make_dataset`.
+        cluster: As in `make_dataset`.
+        cache: As in `make_dataset`.
         fill_null: As in `make_dataset`.
         null_masks: As in `make_dataset`.
         stats_dir: Folder to which each process writes its statistics once a second, for `dataload report`. Each loader
@@ -132,16 +131,16 @@ def make_loader(
                 train_step(batch["image"], batch["label"])
         ```
     """
-    options = {"columns": columns, "filters": filters, "storage_options": storage_options}
-    nulls = {"fill_null": fill_null, "null_masks": null_masks or None}
-    cache_options = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
-    dataset = _dataset_of(source, {**options, **nulls}, cache_options)
+    options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
+    cached = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
+    options |= {**cached, "null_masks": null_masks or None}
+    dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
     check_arguments(batch_size, ragged, prefetch, num_workers, num_threads, dataloader_kwargs)
     detected = world is None and mesh is None
     world = world_of(world, mesh)
     _share_host(dataset, world, num_workers)
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    shape = {"ragged": ragged, "group": group, "computed": {**dataset.computed, **(ROW_IDS if row_ids else {})}}
+    shape = {"ragged": ragged, "group": group, "computed": _computed(dataset, row_ids=row_ids)}
     return Loader(
         dataset,
         maker=BatchMaker(dataset, shape, collate_fn, transform, on_error),
@@ -180,21 +179,22 @@ def _with_workers(dataloader_kwargs: dict[str, Any], num_workers: int, prefetch:
     return {**dataloader_kwargs, **factor, "num_workers": num_workers}
 
 
-def _dataset_of(source: Source | MapStyle, dataset_options: dict[str, Any], cache_options: dict[str, Any]) -> MapStyle:
-    if isinstance(source, MapStyle):
-        _reject({**dataset_options, **cache_options}, "pass it to make_dataset or mix, not with its dataset")
-        return source
-    cache = cache_options.pop("cache")
-    if cache is not None:
-        _reject(cache_options, "pass it inside cache=CacheConfig(...)")
-    given = {name: value for name, value in dataset_options.items() if value is not None}
-    return make_dataset(source, cache=cache or CacheConfig(**cache_options), **given)
+def _dataset_of(source: Source | MapStyle, options: dict[str, Any]) -> MapStyle:
+    if not isinstance(source, MapStyle):
+        return make_dataset(source, **options)
+    if options:
+        raise ConfigError(f"{min(options)}: pass it to make_dataset or mix, not with its dataset")
+    return source
 
 
-def _reject(arguments: Mapping[str, Any], advice: str) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ConfigError(f"{name}: {advice}")  # without the value, which may contain a password
+def _computed(dataset: MapStyle, *, row_ids: bool) -> dict[str, Any]:
+    """Return the columns that batches have besides those of the dataset, see `MapStyle.computed`."""
+    added = ROW_IDS if row_ids else {}
+    if taken := dataset.computed.keys() & added.keys():
+        raise ConfigError(
+            f"row_ids=True and name_column both add the column {min(taken)!r}: choose another name_column"
+        )
+    return {**dataset.computed, **added}
 
 
 def _share_host(dataset: MapStyle, world: World, num_workers: int) -> None:

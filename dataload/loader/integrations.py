@@ -13,7 +13,7 @@ Neither library is imported unless the program has imported it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -118,6 +118,11 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
         super().__init__(mixture.sources, num_replicas, rank, **mixture.order, **order)
         self._mixture = mixture
 
+    @property
+    def next_weights(self) -> list[int] | None:
+        """The weights of the mixture, which the next epoch will have, if they are others."""
+        return None if self._mixture.weights == self.order.weights else list(self._mixture.weights)
+
     def renew(self) -> bool:
         """Use the current weights of the mixture. Return whether they differ from those so far."""
         if self._mixture.weights == self.order.weights:
@@ -126,9 +131,13 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
         return True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a position and the weights, which the mixture then has, too."""
+        """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""
         super().load_state_dict(state)
-        self._mixture.weights = self.order.weights
+        self._mixture.weights = self.order.weights if self._next is None else tuple(self._next)
+        self._next = None  # `renew` follows the mixture
+
+    def _known_weights(self) -> list[Sequence[int]]:
+        return [*super()._known_weights(), *self._mixture.earlier_weights]
 
 
 def _accelerate_runs() -> bool:

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.loader.background_iterator import run_ahead
 from dataload.loader.batch_maker import Answer, BatchMaker, Requests
-from dataload.loader.capacity import check_shared_memory, gathered_at_once, reserve_capacity
+from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs
@@ -81,7 +81,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._stats = LoaderStats()
         self._yielded: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has yielded
         self._workers: DataLoader[Answer] | None = None
-        reserve_capacity(dataset, self.sampler)
+        self._capacity = Capacity(dataset, self.sampler)
         if self.num_workers and not maker.only_gathers:
             in_flight = self.num_workers * (self.prefetch_factor or 1) * self.sampler.batch_size
             check_shared_memory(dataset.rowstore.row_bytes * in_flight)
@@ -96,7 +96,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def _renew(self) -> None:
         """Follow changes of the dataset, such as new weights of a mixture, unless an epoch has begun."""
         if self._yielded is None and not self.sampler.cursor and self.sampler.renew():
-            reserve_capacity(self.dataset, self.sampler)
+            self._capacity.reserve()
 
     @property
     def padding(self) -> int:
@@ -126,7 +126,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """
         self.sampler.load_state_dict(state)
         self._yielded = None
-        reserve_capacity(self.dataset, self.sampler)
+        self._capacity.reserve()
 
     def stats(self) -> LoaderStats:
         """Return statistics of the current or last epoch. They are updated when a batch is taken."""
@@ -227,7 +227,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def _lookahead(self, needs: Iterator[tuple[int, int]]) -> Lookahead:
         rowstore = self.dataset.rowstore
-        ahead, further = rowstore.ahead, rowstore.further
+        ahead, further = self._capacity.ahead()
         if further and self._workers is not None:
             # Workers open cached row groups only when they need them. Prefetching more would evict those.
             ahead, further = max(1, ahead // 2), 0

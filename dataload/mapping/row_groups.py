@@ -72,7 +72,7 @@ class MappedRowGroups(RowGroupCache):
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """No sizes: the sample of the map told them."""
-        return ValueSizes(self._manifest, Layout(()), self._blocks)
+        return ValueSizes(self._manifest, Layout(()), self._blocks, self.plan.blob_rows.tolist())
 
     def _columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
         """Return the columns of each blob, made of cached blobs of the source, or None if these are not cached."""
@@ -98,13 +98,20 @@ class MappedPlan(RowGroupPlan):
 
     def qualified(self, number: int, part: str) -> str:
         """Return the name of a part of a row group within its file."""
-        name = super().qualified(number, part)
+        return super().qualified(number, part) + self._rows_of(number)
+
+    def group_name(self, number: int) -> str:
+        """Return the name of a row group's blobs together, within its file."""
+        return super().group_name(number) + self._rows_of(number)
+
+    def _rows_of(self, number: int) -> str:
+        """Return the part of a name that tells which rows are mapped."""
         if self._selection is None:
-            return name
+            return ""
         if number not in self._digests:
             bits = np.packbits(self._selection.mask(number)).tobytes()
             self._digests[number] = hashlib.blake2b(bits, digest_size=8).hexdigest()
-        return f"{name} of {self._digests[number]}"
+        return f" of {self._digests[number]}"
 
 
 class MappedMaker(RowGroupMaker):

@@ -16,7 +16,7 @@ from dataload.catalog.locations import Location
 from dataload.catalog.manifest import Source as Files
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
-from dataload.formats.schema import Field
+from dataload.formats.schema import Field, mask_name
 from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
 from dataload.rows.row_group_cache import RowGroupCache
@@ -46,6 +46,7 @@ class Mixture(MapStyle):
         weights: The weights as the smallest integers of the same proportion.
         schema: Arrow schema of the columns, that of the first source.
         order: Arguments of `MixtureSampler`.
+        earlier_weights: All weights so far. The states of mixtures of hundreds of sources have digests of weights.
 
     Raises:
         ConfigError: An argument cannot work, or the columns of the sources differ.
@@ -65,6 +66,7 @@ class Mixture(MapStyle):
         if name_column is not None:
             self.computed = {name_column: self._sources_of}
         self._check_columns(name_column)
+        self.earlier_weights: tuple[tuple[int, ...], ...] = ()
         self.set_weights(weights)
         self.rowstore = self._row_store()
 
@@ -100,9 +102,11 @@ class Mixture(MapStyle):
         return f"Mixture({sources})"
 
     def set_weights(self, weights: Weights) -> None:
-        """Use other weights. Loaders follow at the start of their next epoch, and their state has the weights.
+        """Use other weights. Loaders follow at the start of their next epoch.
 
-        All ranks must set the same weights. A state that is restored brings its weights with it.
+        The state of a loader has the weights of its epoch, and those of the next epoch if they are others. A state that
+        is restored brings its weights with it. If it is of hundreds of sources it has digests of them: set the same
+        weights before. All ranks must set the same weights; `fit` checks this.
 
         Args:
             weights: As for `mix`.
@@ -121,6 +125,7 @@ class Mixture(MapStyle):
         rows = 1 if self._order.get("batching") == "homogeneous" else None
         order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
         self.weights = order.weights
+        self.earlier_weights = tuple(dict.fromkeys((*self.earlier_weights, order.weights)))
 
     def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
         """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""
@@ -158,8 +163,12 @@ class Mixture(MapStyle):
     def _check_columns(self, name_column: str | None) -> None:
         """Raise ConfigError unless the batches of all sources have the same columns of the same types."""
         first, *others = ({field.name: field for field in dataset.rowstore.layout.fields} for dataset in self._datasets)
-        if name_column in first:
-            raise ConfigError(f"name_column={name_column!r} is a column of the sources: choose another name")
+        if name_column is not None and (not isinstance(name_column, str) or not name_column):
+            raise ConfigError(f"name_column={name_column!r} must be a string of at least one character")
+        masks = {mask_name(field) for field in first.values()}
+        if name_column in first.keys() | masks:
+            kind = "a column of the sources" if name_column in first else "the name of a mask of nulls"
+            raise ConfigError(f"name_column={name_column!r} is {kind}: choose another name")
         for name, dataset, fields in zip(self.names[1:], self._datasets[1:], others, strict=True):
             for column in [*first, *(fields.keys() - first.keys())]:
                 here, there = first.get(column), fields.get(column)
@@ -211,7 +220,7 @@ def mix(
         >>> for name in ("books", "code"):
         ...     pq.write_table(pa.table({"id": range(6)}), Path(folder.name) / f"{name}.parquet")
         >>> sources = {name: f"{folder.name}/{name}.parquet" for name in ("books", "code")}
-        >>> mixture = mix(sources, {"books": 2, "code": 1}, name_column="source", cache=None)
+        >>> mixture = mix(sources, {"books": 2, "code": 1}, name_column="source", cache=False)
         >>> mixture
         Mixture(books: 6 rows, weight 2, code: 6 rows, weight 1)
         >>> [sorted(batch["source"].tolist()) for batch in make_loader(mixture, 3)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from dataload.rows.columns import Array
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_group_maker import RowGroupMaker
-from dataload.runtime.executor import in_turn
 from dataload.runtime.memory_budget import MemoryBudget
 
 
@@ -51,14 +49,13 @@ class MixedRowGroups:
         )
         self._firsts = np.cumsum([0, *(len(plan.group_starts) - 1 for plan in plans)])
         self.maker = MixedMaker([blobs.maker for blobs in caches], self._place)
-        self._turns = itertools.count(1)
 
     def __reduce__(self) -> tuple[type[MixedRowGroups], tuple[tuple[RowGroupCache, ...]]]:
         return MixedRowGroups, (self.caches,)
 
     def in_order(self) -> AbstractContextManager[None]:
         """Load a row group in the block, in the order in which blocks begin, whatever its dataset."""
-        return in_turn(next(self._turns))
+        return self.caches[0].in_order()
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""

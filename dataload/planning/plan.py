@@ -11,11 +11,12 @@ from rich.filesize import decimal
 
 from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
 from dataload.cache.config import CacheConfig
+from dataload.cache.room import FITS
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES
-from dataload.loader.capacity import FITS, needed
+from dataload.loader.capacity import needed
 from dataload.planning.simulate import Costs, Fetched, Reader, footers
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order

@@ -15,7 +15,7 @@ from dataload.cache.tier import Span
 from dataload.catalog.footer_cache import run_key, stored_footer
 from dataload.catalog.manifest import VERSION, Manifest
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
-from dataload.loader.capacity import drawn_on_at_a_time, gathered_at_once, region_of
+from dataload.loader.capacity import drawn_on_at_a_time, gathered_at_once, need_of
 from dataload.loader.lookahead import Lookahead
 from dataload.rows.open_row_groups import evictions
 from dataload.rows.row_group_cache import RowGroupCache
@@ -81,7 +81,8 @@ class Reader:
 
     def __init__(self, costs: Costs, order: Order, limit: int) -> None:
         self._costs, self._order = costs, order
-        region, self._further = region_of([(order, costs.blobs)], limit)
+        need = need_of([(order, costs.blobs)], limit)
+        region, self._further = need.region(limit, need.total)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
         self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch)))  # visits each row

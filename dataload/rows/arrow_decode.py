@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.schema import NULL, Field, is_bytes, is_list, is_text, mask_name, needs_mask, storage
+from dataload.formats.schema import Field, flatten_table, is_bytes, is_list, is_text, mask_name, needs_mask, storage
 from dataload.rows.arrow_arrays import bounds, numbers, plain, valid
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
@@ -31,13 +31,7 @@ def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str)
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
             `where` and the column.
     """
-    while any(pa.types.is_struct(storage(kind)) for kind in table.schema.types):
-        structs = [pa.types.is_struct(storage(column.type)) for column in table.columns]
-        plain_columns = [
-            _plain_column(column) if is_struct else column
-            for column, is_struct in zip(table.columns, structs, strict=True)
-        ]
-        table = pa.table(plain_columns, table.column_names).flatten()
+    table = flatten_table(table, _plain_column)
     columns: dict[str, Column] = {}
     names = {field.name for field in fields}
     for field in fields:
@@ -189,12 +183,13 @@ class _Decoder:
         kind = chunks.type
         if not (pa.types.is_dictionary(kind) and is_bytes(kind.value_type)) or not chunks.num_chunks:
             return None
-        is_filled = self._filling is not None and chunks.null_count > 0
-        if is_filled or any(chunk.dictionary.null_count for chunk in chunks.chunks):
+        if any(chunk.dictionary.null_count for chunk in chunks.chunks):
             return None
         if MIN_SHARING * sum(len(chunk.dictionary) for chunk in chunks.chunks) > len(chunks):
             return None
-        coded = concatenate([_coded(chunk) for chunk in chunks.chunks])
+        null = _plain_column(pa.nulls(1, kind.value_type))
+        null = self._filled(null) if chunks.null_count else null
+        coded = concatenate([_coded(chunk, null) for chunk in chunks.chunks])
         assert isinstance(coded, Coded)
         dictionary = coded.values.nbytes + coded.spans.nbytes
         pays = len(coded.spans) < len(chunks) and dictionary * MIN_SHARING <= whole_bytes(coded)
@@ -233,14 +228,15 @@ def _plain_column(column: Any) -> Any:
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
 
 
-def _coded(chunk: pa.DictionaryArray) -> Coded:
-    starts, data = bounds(_plain_column(chunk.dictionary))
-    distinct = Ragged(data[starts[0] : starts[-1]], starts)
-    spans, codes = spans_of(distinct), numbers(chunk.indices).astype(np.int64)
+def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:
+    """Return a chunk without nulls in its dictionary. `null` is the value of a null, [1]."""
+    values, codes = _plain_column(chunk.dictionary), numbers(chunk.indices).astype(np.int64)
     if chunk.null_count:
-        codes[~valid(chunk.indices)] = len(spans)
-        spans = np.concatenate([spans, np.array([[0, NULL]], np.uint32)])
-    return Coded(distinct.values, spans, codes)
+        codes[~valid(chunk.indices)] = len(values)
+        values = pa.concat_arrays([values, null])
+    starts, data = bounds(values)
+    distinct = Ragged(data[starts[0] : starts[-1]], starts, valid(values) if values.null_count else None)
+    return Coded(distinct.values, spans_of(distinct), codes)
 
 
 def _fixed_lists(kind: pa.DataType, shape: Sequence[int]) -> pa.DataType:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import torch
 
 from dataload.errors import ConfigError, DataError
-from dataload.formats.schema import Field, is_bytes, is_list, is_text, number
+from dataload.formats.schema import Field, has_members, is_bytes, is_list, is_text, number
 from dataload.rows.arrow_arrays import bounds, elements, numbers, valid
 from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
@@ -246,7 +246,7 @@ def _vectors(column: Ragged, empty: Empty | None) -> list[torch.Tensor | None]:
 def _flat(array: pa.Array, field: Field, empty: Empty | None) -> Any:
     """Return nested values as tensors, lists of strings, `Flat`s and dicts of these."""
     kind, types = array.type, pa.types
-    if types.is_struct(kind):
+    if has_members(kind):
         members = zip(kind, array.flatten(), strict=True)  # A null struct makes its members null.
         return {member.name: _flat(values, field, empty) for member, values in members}
     if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):

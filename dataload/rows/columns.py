@@ -77,14 +77,9 @@ def concatenate(parts: Sequence[Column]) -> Column:
     nested = [part.values for part in parts if isinstance(part, Nested)]
     if nested:
         return Nested(pa.concat_arrays(nested))
-    values = np.concatenate([part.values for part in parts])
     if any(isinstance(part, Coded) for part in parts):
-        spans, codes = [spans_of(part) for part in parts], [codes_of(part) for part in parts]
-        starts = np.cumsum([0, *(len(part.values) for part in parts[:-1])])
-        firsts = np.cumsum([0, *(len(part) for part in spans[:-1])])
-        moved_spans = [part + np.array([start, 0], np.uint32) for part, start in zip(spans, starts, strict=True)]
-        moved_codes = [part + first for part, first in zip(codes, firsts, strict=True)]
-        return Coded(values, np.concatenate(moved_spans), np.concatenate(moved_codes))
+        return _concatenate_coded(parts)
+    values = np.concatenate([part.values for part in parts])
     ragged = [part for part in parts if isinstance(part, Ragged)]
     if not ragged:
         return Dense(values)
@@ -92,6 +87,22 @@ def concatenate(parts: Sequence[Column]) -> Column:
     masks = [np.ones(len(part.offsets) - 1, np.bool_) if part.valid is None else part.valid for part in ragged]
     has_nulls = any(part.valid is not None for part in ragged)
     return Ragged(values, np.concatenate(([0], np.cumsum(lengths))), np.concatenate(masks) if has_nulls else None)
+
+
+def _concatenate_coded(parts: Sequence[Column]) -> Coded:
+    """Join columns of strings or bytes of which one is coded. A dictionary that neighbours share is kept once."""
+    dictionaries: list[tuple[Array, Array]] = []  # values, spans
+    codes, first = [], 0
+    for part in parts:
+        own = part.values, spans_of(part)
+        if not dictionaries or not all(map(np.array_equal, own, dictionaries[-1])):
+            first += len(dictionaries[-1][1]) if dictionaries else 0
+            dictionaries.append(own)
+        codes.append(codes_of(part) + first)
+    values, spans = zip(*dictionaries, strict=True)
+    starts = np.cumsum([0, *map(len, values[:-1])])
+    moved = [part + np.array([start, 0], np.uint32) for part, start in zip(spans, starts, strict=True)]
+    return Coded(np.concatenate(values), np.concatenate(moved), np.concatenate(codes))
 
 
 def spans_of(column: Column) -> Array:

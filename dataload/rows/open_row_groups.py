@@ -42,7 +42,7 @@ class OpenRowGroups:
     """
 
     def __init__(self, capacity: int, group_starts: Array, row_starts: Array, layout: Layout) -> None:
-        self.capacity = capacity
+        self.capacity = self._most = capacity
         self._group_starts = group_starts
         self._row_starts = row_starts
         self._layout = layout
@@ -61,11 +61,19 @@ class OpenRowGroups:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def keep_at_most(self, count: int, keep: Collection[int]) -> None:
+        """Open at most `count` row groups from now on, up to the capacity. Evict the others that are not in `keep`."""
+        count = min(count, self.capacity)
+        if count != self._most:
+            self._most = count
+            for old in evictions(self._slots, self._most + 1, keep):
+                self._evict(old)
+
     def put(self, group: int, contents: Sequence[memoryview], keep: Collection[int]) -> None:
         """Open a row group. Evict the oldest row groups that are not in `keep` if too many are open."""
         if group in self._slots:
             return
-        for old in evictions(self._slots, self.capacity, keep):
+        for old in evictions(self._slots, self._most, keep):
             self._evict(old)
         first, last = self._group_starts[group : group + 2].tolist()
         slots = [self._free.pop() for _ in contents]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.single_flight import make_once
-from dataload.cache.tier import BlobKey, Span, Tier
+from dataload.cache.tier import BlobKey, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
 from dataload.errors import DataError
@@ -26,7 +27,7 @@ from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.executor import in_turn
+from dataload.runtime.executor import next_turn
 from dataload.telemetry.wait_timeline import doing
 
 
@@ -70,7 +71,6 @@ class RowGroupCache:
         self._shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
         self.plan = self._new_plan()
         self.maker = self._new_maker()
-        self._turns = itertools.count(1)  # All byte ranges of a row group come before those of the next one.
 
     def _new_plan(self) -> RowGroupPlan:
         return RowGroupPlan(self._manifest, self._columns, self._fill_null, null_masks=self._null_masks)
@@ -90,8 +90,11 @@ class RowGroupCache:
         self.maker.use_memory(state["rank_memory"])
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin."""
-        return in_turn(next(self._turns))
+        """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin.
+
+        So all byte ranges of a row group come before those of the next one, also if they are of several datasets.
+        """
+        return next_turn()
 
     def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
@@ -161,7 +164,7 @@ class RowGroupCache:
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """The sizes that `measure` measures."""
-        return ValueSizes(self._manifest, self.plan.layout, self._blocks)
+        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows.tolist(), self._fill_null)
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
@@ -191,6 +194,12 @@ class RowGroupCache:
     def num_bytes(self) -> int:
         """Estimate of the bytes of the blobs of all row groups."""
         return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
+
+    @cached_property
+    def group_numbers(self) -> npt.NDArray[np.uint64]:
+        """The number of each row group in the cache, uint64 [row groups]; see `BlobKey`. Equal ones share blobs."""
+        keys = (self._key(number, "row group") for number in range(len(self._manifest.row_groups)))
+        return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self._manifest.row_groups))
 
     @property
     def row_bytes(self) -> int:
@@ -267,7 +276,8 @@ class RowGroupCache:
         return [self._key(number, part) for part in self.plan.parts(number)]
 
     def _key(self, number: int, part: str) -> BlobKey:
-        return self._blocks.key(self._manifest.row_groups[number].file, self.plan.qualified(number, part))
+        file = self._manifest.row_groups[number].file
+        return self._blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number))
 
 
 def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Iterator[dict[str, Column]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import wait
@@ -68,6 +69,7 @@ class RowGroupMaker(ForkAware):
         self._schema = schema
         self._blocks = blocks
         self._fill_null = fill_null
+        self._growth = 1.0  # the largest ratio of the bytes of a row group to their estimate
         self._footers = FooterReader(blocks)
         self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
         self.after_fork_in_child()
@@ -189,8 +191,15 @@ class RowGroupMaker(ForkAware):
         A decoder thread makes large ones. Handing over a small one takes longer than decoding it.
         """
         life.enter(State.DECODING)
-        if self._is_small(number):
-            return self._pack(number, keys, columns)
+        expected = self._plan.bytes_of(number)
+        blobs = (self._pack if self._is_small(number) else self._pack_in_thread)(number, keys, columns)
+        if (made := sum(map(len, blobs))) > INLINE_BYTES:
+            self._growth = max(self._growth, made / max(1, expected))
+        return blobs
+
+    def _pack_in_thread(
+        self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]]
+    ) -> list[memoryview]:
         since, decoding = perf_counter(), Timeline()
 
         def pack() -> list[memoryview]:
@@ -254,8 +263,8 @@ class RowGroupMaker(ForkAware):
         return max(total - decoding, total // 2, len(columns) * COLUMN_BYTES)
 
     def _decoding_bytes(self, number: int) -> int:
-        """Return the bytes of one blob, three times."""
-        return 3 * max(self._plan.blob_sizes(number))
+        """Return the bytes of one blob, three times. They follow the blobs that were larger than their estimate."""
+        return math.ceil(3 * self._growth * max(self._plan.blob_sizes(number)))
 
     def _footer(self, group: RowGroup) -> Footer:
         return self._footers.read(group.file, group.footer_at)

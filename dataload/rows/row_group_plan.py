@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from dataload.cache.surplus import RECORDS
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import CODE, SPAN, Layout, fields_of
 from dataload.rows import row_block
@@ -61,7 +62,7 @@ class RowGroupPlan:
         self.group_starts = np.concatenate(([0], np.cumsum(counts)))
         self.most_of_a_group = int(counts.max(initial=1))
         self.row_starts = self._first_rows(lengths, counts)
-        self.digest = _digest(self.layout, fill_null, made_by)
+        self.digest = digest_of(fill_null, row_block.VERSION, self.layout.describe(), *made_by)
 
     def use_mean_sizes(self, means: Mapping[str, float]) -> None:
         """Estimate sizes by the measured bytes of a value, by column, where the footers only tell those of codes."""
@@ -96,7 +97,11 @@ class RowGroupPlan:
 
     def qualified(self, number: int, part: str) -> str:
         """Return the name of a part of a row group within its file. It identifies the content of the records."""
-        return f"records {self._manifest.row_groups[number].number} {part} {self.digest}"
+        return f"{RECORDS}{self._manifest.row_groups[number].number} {part} {self.digest}"
+
+    def group_name(self, number: int) -> str:
+        """Return the name of a row group's blobs together, within its file."""
+        return f"{RECORDS}{self._manifest.row_groups[number].number} {self.digest}"
 
     def stored(self, group: RowGroup) -> list[str]:
         """Return the columns that a row group's file holds. The others are constants of its folder names."""
@@ -132,10 +137,10 @@ class RowGroupPlan:
         return np.append(starts, firsts[-1])
 
 
-def _digest(layout: Layout, fill_null: Any, made_by: Sequence[str]) -> str:
-    """Return a digest of the columns, their layout in records, the replacement of nulls, and what makes the rows."""
-    content = [row_block.VERSION, layout.describe(), repr(_complete(fill_null)), *made_by]
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
+def digest_of(fill_null: Any, *content: Any) -> str:
+    """Return a digest of a replacement of nulls and of JSON-able values."""
+    whole = json.dumps([*content, repr(_complete(fill_null))])
+    return hashlib.blake2b(whole.encode(), digest_size=8).hexdigest()
 
 
 def _complete(fill_null: Any) -> Any:

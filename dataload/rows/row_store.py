@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, Protocol
@@ -48,7 +49,7 @@ class RowStore(ForkAware):
             uses its row groups for longer than the others.
 
     Attributes:
-        capacity: As above; `serve` raises it.
+        capacity: As above; `serve` sets it.
         ahead: How many of the open row groups may be prefetched before a batch needs them.
         further: How many row groups that do not stay in the cache may be prefetched besides.
         blobs: As above.
@@ -70,7 +71,7 @@ class RowStore(ForkAware):
         self.capacity = capacity
         self.ahead = capacity // 2
         self.further = 0
-        self._has_loader = False
+        self._served: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self.blobs = blobs
         plan = blobs.plan
         self._group_of_blob = np.repeat(np.arange(len(plan.group_starts) - 1), np.diff(plan.group_starts))
@@ -91,18 +92,17 @@ class RowStore(ForkAware):
         make = partial(RowStore, by_use=self._by_use)
         return make, (self.blobs, self.capacity, self._make_selected)
 
-    def serve(self, drawn_on: int, ahead: int, further: int = 0) -> None:
-        """Set the capacity for a loader. With several loaders, the largest needs apply.
+    def serve(self, loader: object, drawn_on: int, ahead: int, further: int = 0) -> None:
+        """Set the capacity for a loader, as long as it lives. With several loaders, the largest needs apply.
 
         Args:
+            loader: Identifies the loader.
             drawn_on: Row groups that the loader's batches need at a time.
             ahead: Row groups to prefetch before a batch needs them.
             further: Row groups to prefetch besides, of those that do not stay in the cache.
         """
-        self.capacity = max(drawn_on + ahead, self.capacity if self._has_loader else 0)
-        self.ahead = max(ahead, self.ahead if self._has_loader else 0)
-        self.further = max(further, self.further)
-        self._has_loader = True
+        self._served[loader] = drawn_on + ahead, ahead, further
+        self.capacity, self.ahead, self.further = map(max, zip(*self._served.values(), strict=True))
         if self._selected is not None:
             self._selected.keep(self.capacity)
 
@@ -142,7 +142,7 @@ class RowStore(ForkAware):
         cancelled: set[int] = set()
         while True:  # Other threads may evict row groups that this one has opened.
             with self._mutex:
-                row_groups = self._open_row_groups(len(needed))
+                row_groups = self._open_row_groups(needed)
                 for group, contents in loaded.items():
                     row_groups.put(group, contents, keep=needed)
                     self.scheduler.opened(group, lives[group])
@@ -207,8 +207,9 @@ class RowStore(ForkAware):
         row_groups: list[int] = np.unique(self._group_of_blob[touched]).tolist()
         return row_groups
 
-    def _open_row_groups(self, count: int) -> OpenRowGroups:
-        """Return the open row groups, with a capacity of at least `count`."""
+    def _open_row_groups(self, needed: Collection[int]) -> OpenRowGroups:
+        """Return the open row groups, with a capacity for at least those needed."""
+        count = len(needed)
         plan = self.blobs.plan
         most = max_maps() // (MAPS_PER_BLOB * plan.most_of_a_group)
         if count > most:
@@ -219,4 +220,5 @@ class RowStore(ForkAware):
         capacity = max(min(self.capacity, most), count)
         if self._open is None or self._open.capacity < capacity:
             self._open = OpenRowGroups(capacity, plan.group_starts, plan.row_starts, plan.layout)
+        self._open.keep_at_most(capacity, needed)
         return self._open

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.footer_cache import get_or_make, read_footer
@@ -11,13 +12,13 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Coded, Nested, Ragged, whole_bytes
+from dataload.rows.row_group_plan import digest_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 
 SAMPLES = 4  # row groups
 READS_IN_FLIGHT = 16
-VERSION = 4  # of the cached sizes
-BATCH_ROWS = 1 << 14  # decoded at a time
+VERSION = 5  # of the cached sizes
 HELD_BYTES = 32 << 20  # stored bytes of a column to hold in memory
 
 
@@ -40,6 +41,8 @@ class ValueSizes:
         manifest: The dataset.
         layout: The columns.
         blocks: Reader of the dataset's files, and the cache.
+        blob_rows: Rows of a full blob, by row group: each blob has a dictionary of its own.
+        fill_null: Replacement of nulls, or None, see `decode`.
 
     Attributes:
         samples: Numbers of the sampled row groups, the same on every host.
@@ -48,12 +51,16 @@ class ValueSizes:
         Each host reads each coded column of each sample once. The results are cached like footers.
     """
 
-    def __init__(self, manifest: Manifest, layout: Layout, blocks: Blocks) -> None:
+    def __init__(
+        self, manifest: Manifest, layout: Layout, blocks: Blocks, blob_rows: Sequence[int], fill_null: Any = None
+    ) -> None:
         total, count = len(manifest.row_groups), min(SAMPLES, len(manifest.row_groups))
         self.samples = [(2 * sample + 1) * total // (2 * count) for sample in range(count)]
         self._groups = [manifest.row_groups[number] for number in self.samples]
         self._layout = layout
         self._blocks = blocks
+        self._blob_rows = [blob_rows[number] for number in self.samples]
+        self._fill_null = fill_null
         self._uncached_blocks = Aside.of(blocks)
 
     @property
@@ -70,10 +77,11 @@ class ValueSizes:
             OriginError: The origin does not answer, or a file does not exist.
             DataError: A sample cannot be decoded.
         """
-        reads = [(group, field) for field in self._coded_fields for group in self._groups]
+        groups = zip(self._groups, self._blob_rows, strict=True)
+        reads = [(group, rows, field) for (group, rows), field in product(groups, self._coded_fields)]
         sizes = DaemonExecutor(READS_IN_FLIGHT, "dataload-sizes").map(self._size, reads)
         means = dict.fromkeys(self.coded, MeanSize(0.0, 0.0))
-        for (group, field), (cached, whole) in zip(reads, sizes, strict=True):
+        for (group, _, field), (cached, whole) in zip(reads, sizes, strict=True):
             rows, largest = max(1, group.rows), means[field.name]
             means[field.name] = MeanSize(max(largest.cached, cached / rows), max(largest.whole, whole / rows))
         return means
@@ -87,24 +95,25 @@ class ValueSizes:
             fields = [field for field in fields if field.name in coded]
         return fields
 
-    def _size(self, read: tuple[RowGroup, Field]) -> tuple[int, int]:
+    def _size(self, read: tuple[RowGroup, int, Field]) -> tuple[int, int]:
         """Return the bytes of a column's values in a row group: in the cache, and if no rows shared values."""
-        group, field = read
-        key = self._blocks.key(group.file, f"size {VERSION} {group.number} {field.name}")
-        found = bytes(get_or_make(self._blocks, key, lambda: " ".join(map(str, self._sum(group, field))).encode()))
+        group, rows, field = read
+        name = f"size {VERSION} {group.number} {min(rows, group.rows)} {digest_of(self._fill_null)} {field.name}"
+        key = self._blocks.key(group.file, name)
+        found = bytes(get_or_make(self._blocks, key, lambda: " ".join(map(str, self._sum(*read))).encode()))
         cached, whole = map(int, found.split())
         return cached, whole
 
-    def _sum(self, group: RowGroup, field: Field) -> tuple[int, int]:
-        sizes = list(self._read(group, field))
+    def _sum(self, group: RowGroup, rows: int, field: Field) -> tuple[int, int]:
+        sizes = list(self._read(group, rows, field))
         return sum(cached for cached, _ in sizes), sum(whole for _, whole in sizes)
 
-    def _read(self, group: RowGroup, field: Field) -> Iterator[tuple[int, int]]:
+    def _read(self, group: RowGroup, rows: int, field: Field) -> Iterator[tuple[int, int]]:
         footer = read_footer(group.file, group.footer_at, self._blocks)
         where = f"{group.file.path} row group {group.number}"
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
-            for table in reader.tables(BATCH_ROWS):
-                column = decode(table, [field], None, where)[field.name]  # A null counts no bytes.
+            for table in reader.tables(rows):
+                column = decode(table, [field], self._fill_null, where)[field.name]
                 if isinstance(column, Ragged):
                     yield (whole_bytes(column),) * 2
                 elif isinstance(column, Coded):

@@ -19,7 +19,10 @@ PATIENCE_SECONDS = 0.1  # for a holder that waits without `waiting`; then a thre
 
 
 class _Baton(ForkAware):
-    """Threads receive the baton by turn (`in_turn`), then in the order of their requests."""
+    """Threads receive the baton by turn (`in_turn`), then in the order of their requests.
+
+    It knows its holder: a thread that is interrupted while it takes the baton can tell whether it has it.
+    """
 
     def __init__(self) -> None:
         self.after_fork_in_child()
@@ -28,38 +31,53 @@ class _Baton(ForkAware):
     def after_fork_in_child(self) -> None:
         self._mutex = threading.Lock()
         self._numbers = itertools.count()
-        self._free = True
+        self._holder: threading.Thread | None = None
         self._times_given = 0
-        self._waiters: list[tuple[int, int, threading.Lock]] = []  # a heap: turn, number, released by the last holder
+        # A heap: turn, number, thread, and a lock that the last holder releases.
+        self._waiters: list[tuple[int, int, threading.Thread, threading.Lock]] = []
 
-    def take(self) -> bool:
-        """Wait for the baton. Return whether this thread has it."""
-        with self._mutex:
-            if self._free:
-                self._free = False
-                return True
-            given = threading.Lock()
-            given.acquire()
-            waiter = current_turn(), next(self._numbers), given
-            heappush(self._waiters, waiter)
-            times_given = self._times_given
-        while not given.acquire(timeout=PATIENCE_SECONDS):
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has the baton."""
+        return self._holder is threading.current_thread()
+
+    def take(self) -> None:
+        """Wait for the baton. It may not come: see `is_mine`."""
+        this, waiter = threading.current_thread(), None
+        try:
             with self._mutex:
-                if times_given == self._times_given:  # Therefore this one still waits.
-                    self._waiters.remove(waiter)
-                    heapify(self._waiters)
-                    return False
+                if self._holder in (None, this) or not self._holder.is_alive():
+                    self._holder = this
+                    return
+                given = threading.Lock()
+                given.acquire()
+                waiter = current_turn(), next(self._numbers), this, given
+                heappush(self._waiters, waiter)
                 times_given = self._times_given
-        return True
+            while not given.acquire(timeout=PATIENCE_SECONDS):
+                with self._mutex:
+                    if self._holder is this or times_given == self._times_given:
+                        return
+                    times_given = self._times_given
+        finally:
+            if waiter is not None:
+                self._leave(waiter)
+
+    def _leave(self, waiter: tuple[int, int, threading.Thread, threading.Lock]) -> None:
+        with self._mutex:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+                heapify(self._waiters)
 
     def give(self) -> None:
-        """Give the baton to the next thread."""
+        """Give the baton to the next thread, if this thread has it."""
         with self._mutex:
+            if not self.is_mine:
+                return
             self._times_given += 1
+            self._holder = self._waiters[0][2] if self._waiters else None
             if self._waiters:
                 heappop(self._waiters)[-1].release()
-            else:
-                self._free = True
 
 
 _baton = _Baton()
@@ -69,16 +87,17 @@ _this_thread = threading.local()
 @contextmanager
 def computing() -> Iterator[None]:
     """Hold the baton for the duration of the block. Best effort: a thread goes on without it after a while."""
-    if getattr(_this_thread, "holds", False):
+    is_nested = getattr(_this_thread, "computes", False)
+    if is_nested and _baton.is_mine:
         yield
         return
-    _this_thread.holds = _baton.take()
+    _this_thread.computes = True
     try:
+        _baton.take()
         yield
     finally:
-        if _this_thread.holds:
-            _this_thread.holds = False
-            _baton.give()
+        _this_thread.computes = is_nested
+        _baton.give()
 
 
 @contextmanager
@@ -87,12 +106,11 @@ def waiting() -> Iterator[None]:
 
     Enter it before `doing`: the wait for the baton at its end is not charged to that cause.
     """
-    if not getattr(_this_thread, "holds", False):
+    if not _baton.is_mine:
         yield
         return
-    _this_thread.holds = False
     _baton.give()
     try:
         yield
     finally:
-        _this_thread.holds = _baton.take()
+        _baton.take()

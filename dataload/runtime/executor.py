@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from heapq import heappop, heappush
 from typing import Any, TypeVar
@@ -24,6 +25,8 @@ T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 _turn: ContextVar[int] = ContextVar("turn", default=0)
+_turns = itertools.count(1)
+_shared: weakref.WeakValueDictionary[tuple[int, str], DaemonExecutor] = weakref.WeakValueDictionary()
 
 
 @contextmanager
@@ -36,9 +39,21 @@ def in_turn(turn: int) -> Iterator[None]:
         _turn.reset(token)
 
 
+def next_turn() -> AbstractContextManager[None]:
+    """Give the calls that the block submits the next turn of this process, after those of all earlier blocks."""
+    return in_turn(next(_turns))
+
+
 def current_turn() -> int:
     """Return the turn of this thread's work; 0 outside of every `in_turn`."""
     return _turn.get()
+
+
+def shared_executor(count: int, name: str) -> DaemonExecutor:
+    """Return the pool of this name that all its users in this process share. It ends with the last of them."""
+    key = os.getpid(), name  # A forked child has other threads.
+    found = _shared.get(key)
+    return _shared.setdefault(key, DaemonExecutor(count, name)) if found is None else found
 
 
 class DaemonExecutor:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
+from dataload.mixture import Mixture
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, is_first, process_group, replicate
 from dataload.train.loop import TrainingLoop
@@ -223,6 +224,8 @@ def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
     """Raise ConfigError unless the ranks of a loader of this package are the data-parallel ranks of the run."""
     agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
     if isinstance(loader, Loader):
+        if isinstance(loader.dataset, Mixture):
+            agree("the weights of the mixture", loader.dataset.weights)
         ranks, sampler = world.world_size, loader.sampler
         is_equal = (sampler.num_replicas, sampler.rank) == (ranks, world.rank)
         if (mesh is not None and not all(gather(is_equal))) or (loader.detected and sampler.num_replicas < ranks):

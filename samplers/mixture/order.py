@@ -26,6 +26,7 @@ Batching = Literal["mixed", "homogeneous"]
 
 OPTIONS: Final = ("shuffle", "seed", "windows", "num_streams", "weights", "stop", "num_rows", "batching", "batch_rows")
 MOST_SOURCES = 1 << 10
+NEEDS_APART = 1 << 10  # positions between two needs of a row group of a small source, if it repeats more often
 
 
 class MixtureOrder:
@@ -53,7 +54,7 @@ class MixtureOrder:
             sources must have come once. Both are exact for weights by rows and units of one row; otherwise the epoch is
             shorter or longer by less than one unit of a source, so that its length is the same in all epochs.
         num_rows: Rows of an epoch, instead of `stop`.
-        batching: "mixed" or "homogeneous".
+        batching: "mixed" or "homogeneous". Padding of a partial homogeneous batch repeats rows of that batch.
         batch_rows: Rows of a global batch, for "homogeneous".
         shuffle: As for `Order`, in each source.
         seed: Seed of the mixture. Each source's own seed follows from it and the name.
@@ -89,6 +90,7 @@ class MixtureOrder:
         self.sources, self.seed = tuple(sources), int(seed)
         self.stop, self.num_rows = stop, None if num_rows is None else int(num_rows)
         self.batching, self.batch_rows = batching, None if batch_rows is None else int(batch_rows)
+        self.homogeneous = batching == "homogeneous"
         windows = [None] * len(self.sources) if windows is None else windows
         self._check(weights, windows)
         self.orders = tuple(
@@ -175,8 +177,9 @@ class MixtureOrder:
     ) -> Iterator[tuple[int, int]]:
         """Yield (position, row group) for each row group that the rest of an epoch needs, in ascending order.
 
-        A row group comes once in each epoch of its source. The position is the first one that the quota allows for its
-        first row; the row comes there or less than two units of its source later.
+        A row group comes once in each epoch of its source, or once in about `NEEDS_APART` positions if its source has
+        few rows and repeats more often. The position is the first one that the quota allows for its first row; the row
+        comes there or less than two units of its source later.
 
         Args:
             epoch: Number of the epoch.
@@ -242,6 +245,7 @@ class MixtureOrder:
         self, source: int, epoch: int, position: int, start: int, end: int, streams: Sequence[int] | None
     ) -> Iterator[tuple[int, int]]:
         """Yield (position, row group) for the indices from `start` to `end` of a source."""
-        shift = int(self.first_blocks[source])
-        for index, block in self._source_rows[source].needs(epoch, start, end, streams):
+        shift, share = int(self.first_blocks[source]), self.weights[source] / sum(self.weights)
+        apart = max(1, int(NEEDS_APART * share))
+        for index, block in self._source_rows[source].needs(epoch, start, end, streams, apart):
             yield max(position, self._bound(self._units.earliest, source, index)), shift + block

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dataload.errors import ConfigError
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
 from dataload.samplers.mixture.source import Source
+from dataload.samplers.mixture.state import compact, expand
+from dataload.samplers.mixture.weights import integer_weights
 from dataload.samplers.order import Shuffle
 from dataload.samplers.rank_sampler import RankSampler
 
@@ -40,6 +43,8 @@ class MixtureSampler(RankSampler):
 
     Example:
         >>> from dataload.samplers.mixture.source import Source
+    from dataload.samplers.mixture.state import compact, expand
+    from dataload.samplers.mixture.weights import integer_weights
         >>> from dataload.samplers.mixture.sampler import MixtureSampler
         >>> sources = [Source([4, 4], "books"), Source([3], "code")]
         >>> sampler = MixtureSampler(sources, 1, 0, weights=[3, 1], num_rows=8, batch_size=4, shuffle=False)
@@ -48,6 +53,7 @@ class MixtureSampler(RankSampler):
     """
 
     order: MixtureOrder
+    _next: Sequence[Any] | None = None
 
     def __init__(
         self,
@@ -90,25 +96,47 @@ class MixtureSampler(RankSampler):
         if batching != "mixed":  # The size of a global batch is known now.
             self._follow(order.with_options(batching=batching, batch_rows=self.global_batch_size))
 
+    @property
+    def next_weights(self) -> list[int] | None:
+        """The weights from the next epoch on, if they are others."""
+        return None if self._next is None else list(integer_weights(self._next))
+
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Use other weights from the next epoch on, or from this one if it has not begun. All ranks must do the same.
 
         Raises:
-            ConfigError: A weight cannot work, or the epoch has begun and has batches left.
+            ConfigError: A weight cannot work.
         """
         order = self.order.with_options(weights=weights)
         if self.cursor and not self.finished_at(self.cursor):
-            raise ConfigError("set_weights in the middle of an epoch: call it between epochs")
+            self._next = weights
+            return
         if self.cursor:
             self.seek(self.epoch + 1, 0)
         self._follow(order)
+
+    def seek(self, epoch: int, cursor: int) -> None:
+        """Move to a position, as in `RankSampler`. New weights hold from the first other epoch on."""
+        if self._next is not None and epoch != self.epoch:
+            self._follow(self.order.with_options(weights=self._next))
+            self._next = None
+        super().seek(epoch, cursor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position and the order, as in `RankSampler`, and the next weights.
+
+        Digests replace the weights and windows of hundreds of sources. A process that restores such a state needs the
+        same weights and windows.
+        """
+        return compact({**super().state_dict(), "next_weights": self.next_weights})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken, in its order and with its weights. The world may differ.
 
         Raises:
-            ConfigError: The state is of another mixture or version, or incomplete; or its batches are of one source
-                each, and the global batch here does not divide them.
+            ConfigError: The state is of another mixture or version, or incomplete; or it has digests of other weights
+                or windows; or its batches are of one source each, and those from its position on would not be in this
+                world.
         """
         rows = state.get("batch_rows") if state.get("batching") == "homogeneous" else None
         if rows is not None and rows % self.global_batch_size:
@@ -117,4 +145,25 @@ class MixtureSampler(RankSampler):
                 f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
                 f"{rows}, or a divisor of it"
             )
+        known = self._known_weights()
         super().load_state_dict(state)
+        self._next = expand(state, self.order.windows, known)["next_weights"]
+
+    def _order_of(self, state: Mapping[str, Any]) -> MixtureOrder:
+        order: MixtureOrder = super()._order_of(expand(state, self.order.windows, self._known_weights()))
+        self._next = None
+        return order
+
+    def _known_weights(self) -> list[Sequence[int]]:
+        """Return the weights that a digest in a state may mean."""
+        return [self.order.weights, *([] if self._next is None else [integer_weights(self._next)])]
+
+    def _check_start(self, order: MixtureOrder, cursor: int) -> None:
+        super()._check_start(order, cursor)
+        done = cursor % order.unit
+        if order.homogeneous and done % self.global_batch_size and cursor - done + order.unit < order.n:
+            raise ConfigError(
+                f"the state is {done} rows into a batch of {order.unit} rows of one source, which "
+                f"{self.global_batch_size} rows do not divide: choose batch_size such that all ranks together have "
+                f"{math.gcd(done, order.unit)} rows, or a divisor of it"
+            )

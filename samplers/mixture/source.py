@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dataload.samplers.mixture.small_source import SmallSourceRows, is_small
 from dataload.samplers.order import Order
 
 Int64 = npt.NDArray[np.int64]
@@ -43,11 +44,15 @@ class SourceRows:
 
     def __init__(self, order: Order) -> None:
         self._order = order
+        self._small = SmallSourceRows(order) if is_small(order) else None
+        self._groups = np.repeat(np.arange(len(order.block_lengths)), order.block_lengths) if self._small else None
 
     def rows(self, epoch: int, indices: Int64) -> Int64:
         """Return the rows at these indices in an epoch of the mixture: int64 of the same length."""
         wraps = indices // self._order.n
         positions = self._rotated(indices - wraps * self._order.n, wraps)
+        if self._small is not None:
+            return self._small.rows(epoch, wraps, positions)
         low, high = int(wraps.min(initial=0)), int(wraps.max(initial=0))
         if low == high:
             return self._order.rows(source_epoch(epoch, low), positions)
@@ -58,21 +63,40 @@ class SourceRows:
             rows[chosen] = self._order.rows(source_epoch(epoch, number), positions[chosen])
         return rows
 
-    def needs(self, epoch: int, start: int, end: int, streams: Sequence[int] | None) -> Iterator[tuple[int, int]]:
+    def needs(
+        self, epoch: int, start: int, end: int, streams: Sequence[int] | None, at_once: int = 1
+    ) -> Iterator[tuple[int, int]]:
         """Yield (index, row group) for the row groups of the indices from `start` to `end` (exclusive).
 
-        The index is the first one of the stripe of num_streams that needs the row group first.
+        The index is the first one of the stripe of num_streams that needs the row group first. A small source that
+        repeats more often than each `at_once` indices yields its row groups once in about so many indices.
         """
-        stripe = self._order.num_streams
+        n = self._order.n
         while start < end:
-            wrap, first = divmod(start, self._order.n)
-            needs = self._order.needs_from(source_epoch(epoch, wrap), first - first % stripe, streams)
-            for position, block in needs:
-                index = start - first + position - position % stripe
+            wrap, first = divmod(start, n)
+            for index, block in self._needs_of(epoch, wrap, first, streams):
                 if index >= end:
                     return
                 yield index, block
-            start += self._order.n - first
+            start = (wrap + 1) * n
+            if self._small is not None and not first:
+                start += (at_once - 1) // n * n
+
+    def _needs_of(self, epoch: int, wrap: int, first: int, streams: Sequence[int] | None) -> Iterator[tuple[int, int]]:
+        """Yield the needs of one epoch of the source, from position `first` on."""
+        stripe, begin = self._order.num_streams, wrap * self._order.n
+        aligned = first - first % stripe
+        if self._groups is None:
+            for position, block in self._order.needs_from(source_epoch(epoch, wrap), aligned, streams):
+                yield begin + position - position % stripe, block
+            return
+        indices = np.arange(begin + aligned, begin + self._order.n)
+        if streams is not None and len(streams) < stripe:
+            whole = indices < begin + self._order.n - self._order.n % stripe
+            indices = indices[whole & np.isin(indices % stripe, streams)]
+        groups, firsts = np.unique(self._groups[self.rows(epoch, indices)], return_index=True)
+        for index, block in sorted(zip(indices[firsts].tolist(), groups.tolist(), strict=True)):
+            yield index - (index - begin) % stripe, block
 
     def _rotated(self, positions: Int64, wraps: Int64) -> Int64:
         stripe, n = self._order.num_streams, self._order.n

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tiers import key
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cache.local import blob_file
 from dataload.cache.local.tier import LocalTier
+from dataload.cache.room import MAX_TRANSIENT, Need
 from dataload.cache.tier import Allocate
 from dataload.loader import capacity
 
@@ -33,9 +34,20 @@ def kept(tier: LocalTier) -> list[int]:
 
 
 def tier_of(path: Path, blobs: int, region: int) -> LocalTier:
+    """Return a tier of a process that needs a large dataset, `region` blobs at a time."""
     tier = LocalTier(path, blobs * ON_DISK)
-    tier.region = region * ON_DISK
+    need = Need.of(bytes(16), np.array([1], np.uint64), np.array([1e12]), region * ON_DISK, MAX_TRANSIENT)
+    leases[:] = [tier.lease(need)]
     return tier
+
+
+leases: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _leases_end() -> Iterator[None]:
+    yield
+    leases.clear()
 
 
 def test_what_does_not_fit_passes_through_in_the_order_in_which_it_came(tmp_path: Path) -> None:
@@ -68,7 +80,7 @@ def test_where_there_is_no_room_to_pass_through_nothing_does(tmp_path: Path, cas
     put(tier, *range(5))
     assert tier.is_transient([key("x/4")])
     if case == "no region":
-        tier.region = 0
+        leases.clear()
     elif case == "lru":
         tier.policy = "lru"
     elif case == "reads fail":
@@ -119,7 +131,7 @@ def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path) -> None
     assert tier.stats().get("refused", 0) == 0
 
 
-def test_the_region_travels_with_the_tier(tmp_path: Path) -> None:
+def test_a_copy_of_the_tier_has_the_region(tmp_path: Path) -> None:
     import pickle
 
     assert pickle.loads(pickle.dumps(tier_of(tmp_path, 5, region=2))).region == 2 * ON_DISK
@@ -156,7 +168,7 @@ def test_what_passes_through_is_asked_for_before_what_stays(
     """The region is full of row groups when the first batch of an epoch is ready."""
     monkeypatch.setattr(capacity, "RUN_BYTES", 1)
     url = dataset_of([[1000] * 60])
-    decoded = make_dataset(url, storage_options=bucket.options, cache=None).rowstore.blobs.num_bytes
+    decoded = make_dataset(url, storage_options=bucket.options, cache=False).rowstore.blobs.num_bytes
     cache = CacheConfig(str(tmp_path / "cache"), decoded * 3 // 4)
     dataset = make_dataset(url, storage_options=bucket.options, cache=cache)
     loader = make_loader(dataset, 100, window=2)

@@ -29,8 +29,9 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.filtering import ROW_GROUPS_AT_ONCE, narrow
-from dataload.catalog.filters import Filters
+from dataload.catalog.filters import Filters, filter_of
 from dataload.catalog.manifest import Manifest, RowGroup, resolve
+from dataload.catalog.pruning import decide
 from dataload.errors import ConfigError, OriginError
 
 DAY = dt.datetime(2024, 1, 1)  # noqa: DTZ001 (columns without a time zone are compared with such)
@@ -239,9 +240,9 @@ def test_200_random_expressions_keep_what_pyarrow_keeps(tmp_path: Path) -> None:
         expected = reference.to_table(filter=expression, columns=["id"])["id"].to_numpy()
         if not len(expected):
             with pytest.raises(ConfigError, match="leave none of 4000 rows"):
-                make_dataset(tmp_path, filters=expression, cache=None)
+                make_dataset(tmp_path, filters=expression, cache=False)
             continue
-        dataset = make_dataset(tmp_path, columns=["id"], filters=expression, cache=None)
+        dataset = make_dataset(tmp_path, columns=["id"], filters=expression, cache=False)
         assert len(dataset) == len(expected)
         np.testing.assert_array_equal(
             dataset.__getitems__(range(len(dataset))).columns["id"].numpy(), np.sort(expected), str(expression)
@@ -299,6 +300,41 @@ def test_zeros_in_lists_of_floats(stored: Stored) -> None:
     assert kept(*stored(groups), pc.field("x").isin([0.0])) == [0, 1, 2]
 
 
+def test_zeros_in_functions_of_floats(stored: Stored) -> None:
+    groups = [pa.table({"x": [0.0, 0.0]}), pa.table({"x": [-0.0, 2.0]})]
+    x = pc.field("x")
+    assert kept(*stored(groups), x.cast(pa.string()) == "0") == [0, 1]
+    assert kept(*stored(groups), pc.divide(pc.scalar(1.0), x) > 0) == [0, 1, 3]
+    assert kept(*stored(groups), pc.atan2(x, pc.scalar(-1.0)) > 0) == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "nan", [pc.scalar(math.nan), pc.divide(pc.scalar(0.0), pc.scalar(0.0)), pc.scalar("nan").cast(pa.float64())]
+)
+def test_casts_beside_nan(nan: pc.Expression, stored: Stored) -> None:
+    """Arrow takes NaN for larger than the bounds of an integer."""
+    groups = [pa.table({"x": [1, 255]}), pa.table({"x": [7, 7]}), pa.table({"x": [None, 2]})]
+    numbers = pc.field("x").cast(pa.float64())
+    assert kept(*stored(groups), numbers < nan) == []
+    assert kept(*stored(groups), nan >= numbers) == []
+    assert kept(*stored(groups), ~(numbers <= nan)) == [0, 1, 2, 3, 5]
+
+
+def test_casts_that_overflow(stored: Stored) -> None:
+    groups = [pa.table({"x": pa.array([1, 128], pa.uint8())}), pa.table({"x": pa.array([0, 1], pa.uint8())})]
+    signed = pc.field("x").cast(pa.int8(), safe=False)
+    assert kept(*stored(groups), signed == -128) == [1]
+    assert kept(*stored(groups), ~(signed <= 0)) == [0, 3]
+
+
+def test_columns_and_texts_called_nan(stored: Stored) -> None:
+    """They do not keep statistics from deciding."""
+    groups = [pa.table({"finance": [number], "text": ['a "nan" b']}) for number in range(3)]
+    manifest, blocks = stored(groups)
+    chosen = filter_of((pc.field("finance") > 1) & (pc.field("text") == 'a "nan" b'), manifest, manifest.schema)
+    assert decide(manifest, blocks, chosen) == [False, False, True]
+
+
 def test_statistics_that_arrow_cannot_use(stored: Stored) -> None:
     ids = [uuid.UUID(int=number).bytes for number in range(4)]
     table = pa.table(
@@ -333,6 +369,25 @@ def test_an_expression_that_fails_blames_itself(stored: Stored) -> None:
         narrow(*stored([pa.table({"x": [1, 0]})]), pc.divide(pc.scalar(1), pc.field("x")) > 0)
 
 
+def test_a_filter_does_not_see_rows_that_an_earlier_one_dropped(tmp_path: Path) -> None:
+    table = pa.table({"x": [4, 0, 2, 1, 0, 5], "text": ["1", "a", "", "20", "b", "3"]})
+    pq.write_table(table, tmp_path / "x.parquet", row_group_size=3)
+    cache = CacheConfig(cache_dir=str(tmp_path / "cache"), cache_bytes="100MB")
+    dataset = make_dataset(tmp_path, cache=cache)
+    quotient = pc.divide(pc.scalar(4), pc.field("x")) >= 2
+    number = pc.field("text").cast(pa.int64()) > 1
+    for expression in (quotient, number):
+        with pytest.raises(ConfigError, match="cannot be evaluated"):
+            dataset.filter(expression)
+    without_zeros = dataset.filter(pc.field("x") != 0)
+    assert without_zeros.filter(quotient).__getitems__([0, 1]).columns["x"].tolist() == [2, 1]
+    left = dataset.select([0, 3, 5]).filter(number)
+    assert left.__getitems__(range(len(left))).columns["text"] == ["20", "3"]
+    with pytest.raises(ConfigError, match="cannot be evaluated"):
+        without_zeros.filter(number)
+    assert dataset.select([3, 5]).filter(number).num_rows == 2
+
+
 def test_messages_are_one_short_line(stored: Stored) -> None:
     for filters in ([("x", "in", list(range(100_000)))], pc.field("x").isin(list(range(100)))):
         with pytest.raises(ConfigError, match="leave none of 1 rows") as caught:
@@ -354,6 +409,8 @@ def test_an_error_ends_the_scan(stored: Stored, monkeypatch: pytest.MonkeyPatch)
         return np.zeros(2, bool)
 
     monkeypatch.setattr("dataload.catalog.filtering._matches", matches)
+    # In one part, row group 0 is the first. Others would occupy all threads while they wait for its error.
+    monkeypatch.setattr("dataload.catalog.filtering.CACHED_TOGETHER", len(manifest.row_groups))
     with pytest.raises(OriginError, match="no answer"):
         narrow(manifest, blocks, [("x", "<", 300)])
     released.set()
@@ -373,7 +430,7 @@ def test_members_of_structs_that_are_null(stored: Stored) -> None:
 
 def test_text_that_is_dictionary_coded(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(3000), "word": ["a", "b", "c"] * 1000}), tmp_path / "x.parquet")
-    dataset = make_dataset(tmp_path, filters=[("word", "=", "b")], cache=None)
+    dataset = make_dataset(tmp_path, filters=[("word", "=", "b")], cache=False)
     assert [int(row["x"]) for row in dataset.__getitems__(range(3))] == [1, 4, 7]
 
 

@@ -203,7 +203,7 @@ def test_what_is_held_is_of_the_columns_that_are_read(tmp_path: Path, kind: str)
     else:
         with pa.ipc.new_file(path, table.schema) as writer:
             writer.write_table(table)
-    dataset = make_dataset(str(path), cache=None)
+    dataset = make_dataset(str(path), cache=False)
     [group] = dataset.row_groups
     footer = read_footer(group.file, group.footer_at, dataset.blocks)
     assert bytes_of(footer, ["label", "image"]) == pytest.approx(2_000_000, rel=0.01)

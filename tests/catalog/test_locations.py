@@ -75,5 +75,5 @@ def test_a_split_numbers_its_own_rows(dataset: Dataset) -> None:
 
 def test_the_url_of_a_local_file_opens(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1.5]}), tmp_path / "x.parquet")
-    url = make_dataset(tmp_path, cache=None).locate(0).url
-    assert float(make_dataset(url, cache=None)[0]["x"]) == 1.5
+    url = make_dataset(tmp_path, cache=False).locate(0).url
+    assert float(make_dataset(url, cache=False)[0]["x"]) == 1.5

@@ -152,7 +152,7 @@ def test_hidden_and_folder_objects_are_passed_over(
 
 
 def test_without_a_cache(bucket: Any, dataset_of: Callable[..., str], tmp_path: Path) -> None:
-    dataset = make_dataset(dataset_of([[3]]), storage_options=bucket.options, cache=None)
+    dataset = make_dataset(dataset_of([[3]]), storage_options=bucket.options, cache=False)
     assert dataset[2]["row_id"] == 2
 
 

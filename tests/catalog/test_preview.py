@@ -14,7 +14,7 @@ from dataload.catalog.preview import first_rows
 
 
 def preview(path: Path) -> list[dict[str, Any]]:
-    dataset = make_dataset(str(path), cache=None)
+    dataset = make_dataset(str(path), cache=False)
     return first_rows(dataset.manifest, dataset.manifest.schema.names, dataset.blocks, 2)
 
 

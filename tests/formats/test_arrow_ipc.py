@@ -260,7 +260,7 @@ def damaged(content: bytes, tmp_path: Path) -> None:
     """The whole file is read through a cache."""
     file = tmp_path / "data.arrow"
     file.write_bytes(content)
-    dataset = make_dataset(str(file), columns=CHOSEN, cache=None)
+    dataset = make_dataset(str(file), columns=CHOSEN, cache=False)
     if len(dataset):
         dataset.__getitems__(range(len(dataset)))
 

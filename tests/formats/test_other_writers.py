@@ -105,7 +105,7 @@ WRITERS = {
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    dataset = make_dataset(str(path), cache=None)
+    dataset = make_dataset(str(path), cache=False)
     return [{name: plain(value) for name, value in row.items()} for row in dataset.__getitems__(range(len(dataset)))]
 
 
@@ -146,7 +146,7 @@ def test_features_of_hugging_face_datasets(tmp_path: Path) -> None:
     }
     made = datasets.Dataset.from_dict(rows, features).cast_column("audio", datasets.Audio(decode=False))
     made.to_parquet(str(tmp_path / "x.parquet"))
-    batch = make_dataset(str(tmp_path), cache=None).__getitems__(range(3)).columns
+    batch = make_dataset(str(tmp_path), cache=False).__getitems__(range(3)).columns
     assert [plain(value) for value in batch["image.bytes"]] == [picture.getvalue(), None, b"x"]
     assert batch["image.path"] == [None, None, "a.png"]
     assert [plain(value) for value in batch["audio.bytes"]] == [b"RIFF"] * 3
@@ -176,7 +176,7 @@ def test_arrays_of_hugging_face_are_tensors_with_and_without_its_package(first: 
 {first}
 from dataload import make_dataset
 for name in ("x.parquet", "y.arrow"):
-    cube = make_dataset({str(tmp_path)!r} + "/" + name, cache=None).__getitems__([0]).columns["cube"]
+    cube = make_dataset({str(tmp_path)!r} + "/" + name, cache=False).__getitems__([0]).columns["cube"]
     print(tuple(cube.shape), cube.dtype, cube.flatten().tolist() == list(range(12)))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
@@ -191,7 +191,7 @@ def test_an_array_of_another_shape_than_its_type_says(tmp_path: Path) -> None:
     program = f"""
 import sys, pyarrow as pa, pyarrow.parquet as pq
 from dataload import make_dataset
-make_dataset({str(tmp_path / "x.parquet")!r}, cache=None)[0]
+make_dataset({str(tmp_path / "x.parquet")!r}, cache=False)[0]
 """
     pq.write_table(kept, tmp_path / "x.parquet")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -42,8 +42,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(
-    borders=st.lists(st.integers(0, SIZE), min_size=2, max_size=8, unique=True).map(sorted),
-    room=st.integers(1, 2 * SIZE),
+    borders=st.lists(st.integers(0, SIZE), min_size=2, max_size=8).map(sorted),
+    room=st.integers(0, 2 * SIZE),
     data=st.data(),
 )
 def test_each_range_reads_forward_beside_the_others(origin: Any, borders: list[int], room: int, data: Any) -> None:
@@ -57,6 +57,17 @@ def test_each_range_reads_forward_beside_the_others(origin: Any, borders: list[i
             assert bytes(file.read_buffer(size)) == CONTENT[at[number] : at[number] + size]
             assert file.tell() == at[number] + size
             at[number] += size
+
+
+@pytest.mark.parametrize("room", [0, 1, 10])
+@pytest.mark.parametrize("ranges", [[], [(7, 7)], [(7, 7), (7, 9), (9, 9), (9, 12), (SIZE, SIZE)]])
+def test_ranges_without_bytes(origin: Any, ranges: list[tuple[int, int]], room: int) -> None:
+    assert [span for span in range_stream.pieces(ranges, room) if span[0] >= span[1]] == []
+    with opened(*origin, ranges, room) as file:
+        file.wait()
+        for start, stop in ranges:
+            file.seek(start)
+            assert bytes(file.read_buffer(stop - start)) == CONTENT[start:stop]
 
 
 def test_it_holds_no_more_than_it_may(origin: Any) -> None:

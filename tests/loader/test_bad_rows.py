@@ -35,7 +35,7 @@ def dataset(tmp_path: Path) -> Dataset:
     """Row i has x == i; the text of rows 300 and 301 is not UTF-8."""
     texts = pa.array([b"\xff" if row in (300, 301) else b"row %d" % row for row in range(N)]).view(pa.string())
     pq.write_table(pa.table({"x": np.arange(N), "text": texts}), tmp_path / "a.parquet", row_group_size=100)
-    return make_dataset(tmp_path, cache=None)
+    return make_dataset(tmp_path, cache=False)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def x_of(batches: Any) -> list[list[int]]:
 
 @pytest.fixture
 def numbers(dataset: Dataset, tmp_path: Path) -> Dataset:
-    return make_dataset(tmp_path, columns=["x"], cache=None)
+    return make_dataset(tmp_path, columns=["x"], cache=False)
 
 
 # Rows in real batches
@@ -237,7 +237,7 @@ def test_without_skip_a_bad_row_is_an_error(numbers: Dataset) -> None:
 
 
 def test_one_poisoned_row_is_located(large: str) -> None:
-    dataset = make_dataset(large, cache=None)
+    dataset = make_dataset(large, cache=False)
     loader = make_loader(dataset, 256, on_error="skip", row_ids=True)
     rows = Counter(row for batch in loader for row in batch["row_id"].tolist())
     assert loader.stats().skipped_row_ids == [POISONED]
@@ -248,7 +248,7 @@ def test_one_poisoned_row_is_located(large: str) -> None:
 
 
 def counted(folder: str) -> tuple[int, list[int], int, list[int]]:
-    loader = make_loader(make_dataset(folder, cache=None), 256, on_error="skip", transform=dict, num_workers=1)
+    loader = make_loader(make_dataset(folder, cache=False), 256, on_error="skip", transform=dict, num_workers=1)
     sizes = [len(batch["text"]) for batch in loader]
     return World.detect().rank, sizes, loader.stats().skipped_rows, loader.stats().skipped_row_ids
 

@@ -16,7 +16,7 @@ import pytest
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cli.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
-from dataload.loader.capacity import check_shared_memory, region_of
+from dataload.loader.capacity import check_shared_memory, need_of
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.memory_budget import MemoryBudget, ReservationCancelled
 from dataload.samplers.order import Order
@@ -129,13 +129,18 @@ def test_capacity_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("groups", "further"), [(40, 4), (1000, 9), (4000, 16)])
 def test_the_transient_region_grows_where_that_is_negligible(groups: int, further: int, tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": np.arange(groups * 10)}), tmp_path / "x.parquet", row_group_size=10)
-    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=None)
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=False)
     blobs, sizes = dataset.rowstore.blobs, [group.rows for group in dataset.row_groups]
     order = Order(sizes, shuffle="block", seed=0, window=2, num_streams=1)
     group_bytes = blobs.num_bytes // groups
-    assert region_of([(order, blobs)], blobs.num_bytes // 2) == (further * group_bytes, further)
-    assert region_of([(order, blobs)], blobs.num_bytes * 2) == (0, 0)
-    assert region_of([(order, blobs)], 5 * group_bytes) == (min(5, further) * group_bytes, min(5, further))
+
+    def region(limit: int) -> tuple[int, int]:
+        need = need_of([(order, blobs)], limit)
+        return need.region(limit, need.total)
+
+    assert region(blobs.num_bytes // 2) == (further * group_bytes, further)
+    assert region(blobs.num_bytes * 2) == (0, 0)
+    assert region(5 * group_bytes) == (min(5, further) * group_bytes, min(5, further))
 
 
 @pytest.mark.parametrize(

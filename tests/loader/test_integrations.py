@@ -83,7 +83,7 @@ def epochs_of(folder: Path) -> Callable[[int], list[list[int]]]:
     """Return a function of an epoch: the rows that each rank must get."""
 
     def expected(epoch: int) -> list[list[int]]:
-        dataset = make_dataset(str(folder), cache=None)
+        dataset = make_dataset(str(folder), cache=False)
         loaders = [make_loader(dataset, 16, world=World(rank, 2)) for rank in range(2)]
         return [[row for rows in loader.sampler.batches(epoch, 0) for row in rows.tolist()] for loader in loaders]
 
@@ -127,6 +127,16 @@ def test_accelerate_resumes_in_the_middle_of_an_epoch(accelerated: Seen, epochs_
     assert [rank["resumed"] for rank in accelerated] == [rank["wanted"] for rank in accelerated] == epochs_of(1)
 
 
+def test_accelerate_has_each_row_of_a_mixture_once_and_resumes_with_its_next_weights(accelerated: Seen) -> None:
+    for rank in accelerated:
+        epoch, following = rank["mixed"]
+        assert sorted(epoch) == list(range(N))
+        assert rank["mixed resumed"] == [epoch, following]
+    following = list(chain(*(rank["mixed"][1] for rank in accelerated)))
+    assert len(following) == len({*following}) == 200
+    assert sum(row < 100 for row in following) == 100
+
+
 def test_skip_first_batches(accelerated: Seen) -> None:
     for rank in accelerated:
         assert rank["skipped"] == rank["unskipped"][3:]
@@ -160,6 +170,14 @@ def test_lightning_resumes(lightning: Seen, where: str, left: slice) -> None:
     for rank in lightning:
         expected = {"1": rank["trained"]["1"][left], "2": rank["trained"]["2"]}
         assert rank[where] == {epoch: rows for epoch, rows in expected.items() if rows}
+
+
+def test_lightning_has_each_row_of_a_mixture_once_and_resumes(lightning: Seen) -> None:
+    for epoch in ("0", "1", "2"):
+        assert once([rank["mixed"][epoch] for rank in lightning])
+    for rank in lightning:
+        assert rank["mixed"]["1"] != rank["mixed"]["2"]
+        assert rank["mixed resumed"] == {"1": rank["mixed"]["1"][4 * 16 :], "2": rank["mixed"]["2"]}
 
 
 @pytest.mark.parametrize("made", ["hook", "given", "workers"])
@@ -222,7 +240,7 @@ def test_epochs_counted_from_0_continue_at_the_restored_one(monkeypatch: pytest.
 
 
 def test_a_loader_made_before_the_ranks_were_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = make_dataset(str(folder), cache=None)
+    dataset = make_dataset(str(folder), cache=False)
     loader, explicit = make_loader(dataset, 16), make_loader(dataset, 16, world=World())
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
@@ -232,11 +250,11 @@ def test_a_loader_made_before_the_ranks_were_started(folder: Path, monkeypatch: 
 
 
 def test_a_plain_dataloader_cannot_pass_the_transform_its_generator(folder: Path) -> None:
-    loader = make_loader(make_dataset(str(folder), cache=None), 16, transform=lambda batch, rng: batch)
+    loader = make_loader(make_dataset(str(folder), cache=False), 16, transform=lambda batch, rng: batch)
     with pytest.raises(ConfigError, match="load_state_dict"):
         loader.collate_fn(loader.dataset.__getitems__([1, 2]))
 
 
 def test_trainers_are_not_imported(folder: Path) -> None:
-    list(make_loader(make_dataset(str(folder), cache=None), 16))
+    list(make_loader(make_dataset(str(folder), cache=False), 16))
     assert not {"accelerate", "lightning", "lightning_fabric"} & sys.modules.keys()

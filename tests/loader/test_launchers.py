@@ -218,7 +218,7 @@ def test_node_sizes_that_do_not_add_up(sizes: tuple[int, ...]) -> None:
 
 
 def test_unknown_nodes_warn_once(dataset_of: Any, bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
-    dataset = make_dataset(dataset_of([[8, 8]]), storage_options=bucket.options, cache=None)
+    dataset = make_dataset(dataset_of([[8, 8]]), storage_options=bucket.options, cache=False)
     ranks._warn_of_unknown_nodes.cache_clear()
     with caplog.at_level(logging.WARNING, ranks.log.name):
         for world in (World(), World(0, 2, 0, 2), World(1, 2), World(0, 2), World(0, 2)):
@@ -229,7 +229,7 @@ def test_unknown_nodes_warn_once(dataset_of: Any, bucket: Any, caplog: pytest.Lo
 
 
 def test_ranks_across_nodes_warn_once_a_host(dataset_of: Any, bucket: Any, caplog: pytest.LogCaptureFixture) -> None:
-    dataset = make_dataset(dataset_of([[8, 8]]), storage_options=bucket.options, cache=None)
+    dataset = make_dataset(dataset_of([[8, 8]]), storage_options=bucket.options, cache=False)
     ranks._warn_of_scattered_ranks.cache_clear()
     with caplog.at_level(logging.WARNING, ranks.log.name):
         for world in (*ACROSS, *ACROSS, World(5, 8, 0, 8), *(World(rank, 8, rank % 4, 4) for rank in range(8))):
@@ -261,7 +261,7 @@ def test_the_same_streams_and_bytes_under_each_launcher(
     monkeypatch.setattr(parquet, "SHARED_BYTES", 0)  # row groups as small as these would share requests
     monkeypatch.setattr(capacity, "AHEAD_BYTES", 1)
     url = dataset_of([[ROWS] * 8] * (GROUPS // 8))
-    total = sum(group.bytes for group in make_dataset(url, storage_options=bucket.options, cache=None).row_groups)
+    total = sum(group.bytes for group in make_dataset(url, storage_options=bucket.options, cache=False).row_groups)
     found = {}
     for launcher in KNOWING[:3]:
         rows, streams, fetched = [], [], 0

@@ -574,7 +574,7 @@ def test_without_a_cache_the_main_process_prefetches_nothing_for_workers(workers
     """A row group that workers cannot share is not prefetched for them."""
     table = pa.table({"x": [np.random.default_rng(row).bytes(1000) for row in range(2000)]})
     bucket.put_table("x.parquet", table, row_group_size=500)
-    dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=None)
+    dataset = make_dataset(bucket.url("x.parquet"), storage_options=bucket.options, cache=False)
     bucket.server.reset()
     options = {"num_workers": workers, "transform": _identity} if workers else {}
     assert sum(len(batch["x"]) for batch in make_loader(dataset, 100, **options)) == 2000

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -19,13 +20,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from pyarrow import feather
 
 import dataload
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
+from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture
 from dataload.rows.background_decoder.client import BackgroundDecoder
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.executor import current_turn
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import Source
 
@@ -198,6 +203,13 @@ def test_row_ids_number_all_sources(sources: Sources, bucket: Any) -> None:
             assert f"/{NAMES[source]}/" in loader.dataset.locate(row).url
 
 
+def test_two_computed_columns_of_one_name_are_refused(sources: Sources) -> None:
+    mixture = mix(sources(["half"]), name_column="row_id")
+    assert {*stream_of([{**b, "source": b["row_id"]} for b in make_loader(mixture, 16)])} == {(i, i) for i in range(3)}
+    with pytest.raises(ConfigError, match="both add the column 'row_id'"):
+        make_loader(mixture, 16, row_ids=True)
+
+
 def test_transforms_get_the_random_numbers_of_their_batch(sources: Sources) -> None:
     def drawn(workers: int) -> list[float]:
         loader = make_loader(mix(sources()), 16, transform=draw, num_workers=workers, world=World(0, 1))
@@ -214,17 +226,17 @@ def draw(batch: Any, rng: np.random.Generator) -> float:
 
 def test_bad_rows_are_replaced_and_named(sources: Sources) -> None:
     def transform(batch: Any) -> Any:
-        if any((batch["source"] == 2) & (batch["row_id"] == 7)):
-            raise ValueError("row 7 of c")
+        if any((batch["source"] == 2) & (batch["row_id"] == 5)):
+            raise ValueError("row 5 of c")
         return batch
 
     mixture = mix(sources(), WEIGHTS, num_rows=100, name_column="source")
-    with pytest.raises(ValueError, match="row 7 of c") as caught:
+    with pytest.raises(ValueError, match="row 5 of c") as caught:
         list(make_loader(mixture, 10, transform=transform, world=World(0, 1)))
-    assert "268" in caught.value.__notes__[0]
+    assert "266" in caught.value.__notes__[0]
     loader = make_loader(mixture, 10, transform=transform, on_error="skip", world=World(0, 1))
-    assert (2, 7) not in stream_of(loader)
-    assert loader.stats().skipped_row_ids == [268]
+    assert (2, 5) not in stream_of(loader)
+    assert loader.stats().skipped_row_ids == [266]
     assert loader.stats().rows_by_source == {"a": 50, "b": 30, "c": 20}
 
 
@@ -240,7 +252,7 @@ def test_a_resume_on_other_ranks_after_a_wrap_repeats_and_loses_nothing(
     options = {"transform": dict, "num_workers": workers} if workers else {}
 
     def loaders(size: int) -> list[Any]:
-        mixture = mix(sources(), WEIGHTS, num_rows=480, batching=batching, name_column="source")
+        mixture = mix(sources(), WEIGHTS, num_rows=485, batching=batching, name_column="source")
         return [make_loader(mixture, 12 // size, world=World(rank, size), **options) for rank in range(size)]
 
     whole = global_batches(loaders(1))
@@ -320,7 +332,7 @@ def test_new_weights_hold_from_the_next_epoch_on_and_are_in_the_state(sources: S
             mixture.set_weights({"c": 1, "a": 1, "b": 2})
             middle = loader.state_dict()
     assert loader.stats().rows_by_source == {"a": 100, "b": 60, "c": 40}
-    assert middle["weights"] == [5, 3, 2]
+    assert (middle["weights"], middle["next_weights"]) == ([5, 3, 2], [1, 2, 1])
     state = json.loads(json.dumps(loader.state_dict()))
     assert state["weights"] == [1, 2, 1]
     stream = stream_of(loader)
@@ -332,6 +344,13 @@ def test_new_weights_hold_from_the_next_epoch_on_and_are_in_the_state(sources: S
     assert again.weights == (1, 2, 1)
     assert stream_of(resumed) == stream
     assert stream_of(resumed) == stream_of(loader)
+
+    again = mixture_of(sources())
+    again.set_weights([1, 1, 1])  # The state has precedence.
+    resumed = make_loader(again, 10, world=World(0, 1))
+    resumed.load_state_dict(json.loads(json.dumps(middle)))
+    assert len(stream_of(resumed)) == 100
+    assert stream_of(resumed) == stream
 
 
 def test_the_length_follows_new_weights(sources: Sources) -> None:
@@ -368,7 +387,7 @@ def test_the_sources_share_the_limit_of_the_cache(bucket: Any, dataset_of: Calla
     """The cache holds half of all rows. Each source would fit into it by itself."""
     urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
     options = {"storage_options": bucket.options}
-    decoded = mix(urls, cache=None, **options).rowstore.blobs.num_bytes
+    decoded = mix(urls, cache=False, **options).rowstore.blobs.num_bytes
     mixture = mix(urls, cache=CacheConfig(str(tmp_path / "cache"), decoded // 2), name_column="source", **options)
     total = sum({group.file.path: group.file.size for group in mixture.row_groups}.values())
     loader = make_loader(mixture, 100, window=2, world=World(0, 1))
@@ -389,7 +408,7 @@ def test_a_cache_that_is_too_small_for_all_sources_together(
 ) -> None:
     urls = {name: dataset_of(files, name) for name, files in LARGE.items()}
     options = {"storage_options": bucket.options}
-    whole = mix(urls, cache=None, **options).rowstore.blobs
+    whole = mix(urls, cache=False, **options).rowstore.blobs
     limit = whole.num_bytes * 10 // 60
     cache = CacheConfig(str(tmp_path / "cache"), limit)
     for url in urls.values():
@@ -452,6 +471,34 @@ def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources
         decoder.end()
 
 
+def test_row_groups_of_all_sources_are_fetched_in_one_order(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the background decoder, which makes row groups in the order of the requests."""
+    turns: list[int] = []
+
+    def made(*_: Any) -> list[memoryview]:
+        turns.append(current_turn())
+        return []
+
+    monkeypatch.setattr(RowGroupCache, "_made_once", made)
+    blobs = mix(sources()).rowstore.blobs
+    for group in (0, 1, 5, 2, 6, 0):  # of the sources a, a, b, a, c, a
+        blobs.make(group)
+    assert turns == sorted({*turns})
+    assert len(turns) == 6
+
+
+def test_the_sources_share_one_pool_of_threads(tmp_path: Path) -> None:
+    for number in range(40):
+        pq.write_table(pa.table({"x": [number]}), tmp_path / f"{number}.parquet")
+    mixture = mix([tmp_path / f"{number}.parquet" for number in range(40)], cache=False)
+    gate = threading.Event()
+    calls = [each.blocks.submit(gate.wait, 60) for each in mixture.datasets]
+    names = [thread.name for thread in threading.enumerate()]
+    gate.set()
+    assert all(call.result() for call in calls)
+    assert sum(name.startswith("dataload-blocks-read") for name in names) == IN_FLIGHT
+
+
 # Mistakes
 
 
@@ -477,7 +524,10 @@ def test_wrong_weights(sources: Sources, weights: Any, says: str) -> None:
         ({"stop": "never"}, "stop='never'"),
         ({"batching": "random"}, "batching='random'"),
         ({"num_rows": 0}, "num_rows=0"),
-        ({"name_column": "half"}, "name_column='half'"),
+        ({"name_column": "half"}, "name_column='half' is a column of the sources"),
+        ({"name_column": "row_id.is_null"}, "is the name of a mask of nulls"),
+        ({"name_column": ""}, "name_column='' must be a string"),
+        ({"name_column": 1}, "name_column=1 must be a string"),
         ({"columns": ["half"]}, "columns: pass it to make_dataset"),
     ],
 )
@@ -506,15 +556,82 @@ def test_sources_with_other_columns(tmp_path: Path, columns: Any, says: str) -> 
     pq.write_table(pa.table(columns), tmp_path / "two.parquet")
     urls = {name: str(tmp_path / f"{name}.parquet") for name in ("one", "two")}
     with pytest.raises(ConfigError, match=says):
-        mix(urls, cache=None)
+        mix(urls, cache=False)
+
+
+MS, US = pa.timestamp("ms"), pa.timestamp("us")
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (MS, US),
+        (pa.timestamp("us", "UTC"), US),
+        (pa.duration("s"), pa.duration("ms")),
+        (pa.time32("s"), pa.time32("ms")),
+        (pa.time64("us"), pa.time64("ns")),
+        (pa.date32(), pa.date64()),
+        (pa.int64(), US),
+        (pa.list_(MS), pa.list_(US)),
+        (pa.list_(MS, 1), pa.list_(US, 1)),
+    ],
+)
+def test_times_of_other_units_never_share_a_batch(tmp_path: Path, one: pa.DataType, two: pa.DataType) -> None:
+    for name, kind in (("one", one), ("two", two)):
+        value: Any = [0] if pa.types.is_nested(kind) else 0
+        feather.write_feather(pa.table({"at": pa.array([value], kind)}), tmp_path / f"{name}.arrow")
+    datasets = {name: make_dataset(tmp_path / f"{name}.arrow", cache=False) for name in ("one", "two")}
+    with pytest.raises(ConfigError) as caught:
+        mix(datasets)
+    assert f"column 'at' is {one} in source 'one' and {two} in source 'two'" in str(caught.value)
+
+
+def test_time_zones_may_differ(tmp_path: Path) -> None:
+    """All timestamps with a time zone are in UTC."""
+    for name, zone in (("one", "UTC"), ("two", "Europe/Paris")):
+        pq.write_table(pa.table({"at": pa.array([7], pa.timestamp("us", zone))}), tmp_path / f"{name}.parquet")
+    [batch] = make_loader(mix([make_dataset(tmp_path / f"{name}.parquet", cache=False) for name in ("one", "two")]), 2)
+    assert batch["at"].tolist() == [7, 7]
 
 
 def test_columns_may_be_in_another_order(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [1], "y": [10]}), tmp_path / "one.parquet")
     pq.write_table(pa.table({"y": [20], "x": [2]}), tmp_path / "two.parquet")
-    [batch] = make_loader(mix([str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")], cache=None), 2)
+    [batch] = make_loader(mix([str(tmp_path / "one.parquet"), str(tmp_path / "two.parquet")], cache=False), 2)
     assert [*batch] == ["x", "y"]
     assert sorted(zip(batch["x"].tolist(), batch["y"].tolist(), strict=True)) == [(1, 10), (2, 20)]
+
+
+@pytest.mark.parametrize("options", [{"cache": False}, {"cache": CacheConfig}, {"cache_dir": "cache"}])
+def test_the_cache_of_the_sources(tmp_path: Path, options: dict[str, Any]) -> None:
+    """`mix` hands the arguments of the cache to `make_dataset`, also if some sources are datasets."""
+    given = {name: str(tmp_path / "cache") if value == "cache" else value for name, value in options.items()}
+    if given.get("cache") is CacheConfig:
+        given["cache"] = CacheConfig(str(tmp_path / "cache"), "1GB")
+    pq.write_table(pa.table({"x": range(8)}), tmp_path / "x.parquet")
+    mixture = mix([make_dataset(tmp_path / "x.parquet", cache=False), tmp_path / "x.parquet"], **given)
+    loader = make_loader(mixture, 4, world=World(0, 1))
+    assert sorted(row for batch in loader for row in batch["x"].tolist()) == sorted([*range(8), *range(8)])
+    assert [dataset.blocks.tier.shared for dataset in mixture.datasets] == [False, given != {"cache": False}]
+    assert (tmp_path / "cache").exists() == (given != {"cache": False})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"cache": True}, "cache=True must be a CacheConfig, False"),
+        ({"cache": "/nvme"}, "cache='/nvme' must be"),
+        ({"cache": False, "cache_bytes": 10}, "cache_bytes: leave it out"),
+        ({"cache": CacheConfig(), "cluster": "valkey://:password@x"}, r"cluster: pass it inside cache=CacheConfig"),
+        ({"cache_bytes": 0}, "cache_bytes=0"),
+    ],
+)
+def test_wrong_caches(tmp_path: Path, options: dict[str, Any], says: str) -> None:
+    pq.write_table(pa.table({"x": range(8)}), tmp_path / "x.parquet")
+    for opened in (make_dataset, lambda path, **given: make_loader(path, 2, **given), lambda *a, **b: mix([*a], **b)):
+        with pytest.raises(ConfigError, match=says) as caught:
+            opened(tmp_path / "x.parquet", **options)
+        assert "password" not in str(caught.value)
 
 
 def test_arguments_of_datasets_do_not_go_with_a_mixture(sources: Sources) -> None:

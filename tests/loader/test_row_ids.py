@@ -223,7 +223,7 @@ def test_an_error_of_a_value_names_the_rows_of_its_batch_though_batches_are_made
     texts = pa.array([b"\xff" if row == 40 else b"row" for row in range(64)]).view(pa.string())
     pq.write_table(pa.table({"text": texts}), tmp_path / "x.parquet")
     with pytest.raises(DataError, match="'text' has a string that is not UTF-8") as caught:
-        list(make_loader(make_dataset(tmp_path, cache=None), 8, shuffle=False))
+        list(make_loader(make_dataset(tmp_path, cache=False), 8, shuffle=False))
     assert "rank 0, epoch 0, batch 5 has 8 rows of the dataset: 40-47\n" in caught.value.__notes__[0]
 
 

@@ -115,7 +115,7 @@ def test_each_form_of_a_row(
 ) -> None:
     monkeypatch.setattr(row_groups, "CHUNK_ROWS", 8)  # Chunks end within blobs of 16 rows and with row groups.
     monkeypatch.setattr(row_group_plan, "BLOB_ROWS", 16)
-    dataset = make_dataset(file, cache=cache if is_cached else None).map(every_form, processes=processes)
+    dataset = make_dataset(file, cache=cache if is_cached else False).map(every_form, processes=processes)
     assert dataset.schema.names == ["id", "half", "image", "tokens", "upper", "raw"]
     assert dataset.schema.field("image").type == pa.fixed_shape_tensor(pa.uint8(), [2, 3])
     numbers = np.random.default_rng(0).permutation(ROWS)
@@ -146,7 +146,7 @@ def test_columns_that_the_function_does_not_get_stay(dataset: Dataset) -> None:
 def test_masks_and_nulls_go_with_their_column(tmp_path: Path) -> None:
     table = pa.table({"x": pa.array([1, None, 3]), "y": pa.array([None, 5, 6]), "s": ["a", None, "c"]})
     pq.write_table(table, tmp_path / "nulls.parquet")
-    dataset = make_dataset(tmp_path / "nulls.parquet", cache=None, null_masks=True)
+    dataset = make_dataset(tmp_path / "nulls.parquet", cache=False, null_masks=True)
     mapped = dataset.map(lambda batch: {"x": batch["x"] * 2, "was_null": batch["x.is_null"]}, columns=["x"])
     batch = mapped.__getitems__([2, 1, 0]).columns
     assert batch["x"].tolist() == [6, 0, 2]

@@ -101,7 +101,7 @@ def counted(origin: Origin) -> Fetched:
 
 
 def files(origin: Origin, name: str) -> set[Object]:
-    dataset = make_dataset(f"s3://bucket/{name}", storage_options=origin.storage_options, cache=None)
+    dataset = make_dataset(f"s3://bucket/{name}", storage_options=origin.storage_options, cache=False)
     return {group.file for group in dataset.row_groups}
 
 

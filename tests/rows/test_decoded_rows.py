@@ -131,7 +131,7 @@ def test_rows_are_those_of_take(
     kept = data.draw(st.booleans())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_group_plan, "BLOB_ROWS", blob_rows)
-        cache = CacheConfig(str(folder / "cache"), "1GB") if kept else None
+        cache = CacheConfig(str(folder / "cache"), "1GB") if kept else False
         dataset = make_dataset(str(folder / "x.parquet"), cache=cache)
     assert found(dataset, rows) == expected(table.take(rows))
 
@@ -151,7 +151,7 @@ def test_a_file_without_rows(tmp_path: Path) -> None:
     table = pa.table({"a": pa.array([], pa.int64()), "s": pa.array([], pa.string())})
     pq.write_table(table, tmp_path / "0.parquet")
     pq.write_table(pa.table({"a": [1], "s": ["x"]}), tmp_path / "1.parquet")
-    dataset = make_dataset(str(tmp_path), cache=None)
+    dataset = make_dataset(str(tmp_path), cache=False)
     assert len(dataset) == 1
     assert found(dataset, [0]) == {"a": [1], "s": ["x"]}
 

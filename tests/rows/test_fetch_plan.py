@@ -88,7 +88,7 @@ def test_a_thread_that_computes_has_the_baton(
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noting(*args: Any) -> Any:
             thread = threading.current_thread().name.partition("_")[0]
-            seen.add((name, thread, getattr(baton._this_thread, "holds", False)))
+            seen.add((name, thread, baton._baton.is_mine))
             return call(*args)
 
         return noting
@@ -109,7 +109,7 @@ def test_a_thread_that_waits_for_a_decoder_leaves_the_baton(
 
     def computes(*args: Any) -> Any:
         with baton.computing():
-            received.append(baton._this_thread.holds)
+            received.append(baton._baton.is_mine)
         return decode(*args)
 
     monkeypatch.setattr(baton, "PATIENCE_SECONDS", 20)
@@ -153,7 +153,7 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(files: Pat
 
 
 def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
-    dataset = make_dataset(str(files / "bucket"), cache=None)
+    dataset = make_dataset(str(files / "bucket"), cache=False)
     dataset.rowstore.blobs.maker.use_memory(123 << 20)
     copy = pickle.loads(pickle.dumps(dataset))
     assert copy.rowstore.blobs.maker.rank_memory == 123 << 20

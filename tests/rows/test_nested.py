@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 from nightly import NIGHTLY
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.catalog.preview import first_rows
 from dataload.errors import DataError
 from dataload.formats import parquet
-from dataload.formats.schema import fields_of
+from dataload.formats.schema import Layout, fields_of
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows import row_group_plan
+from dataload.rows.arrow_arrays import plain as plain_array
 from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
 from dataload.train.batch_size import find_batch_size
 
@@ -100,6 +102,65 @@ def values_of(kind: pa.DataType) -> st.SearchStrategy[Any]:
     else:
         found = st.lists(values_of(kind.value_type), max_size=3)
     return st.none() | found
+
+
+def test_a_struct_without_members(tmp_path: Path) -> None:
+    empty = pa.struct([])
+    members = pa.struct([("e", empty), ("x", pa.int64())])
+    table = pa.table(
+        {
+            "e": pa.array([{}, None, {}], empty),
+            "s": pa.array([{"e": {}, "x": 1}, {"e": None, "x": 2}, {"e": {}, "x": 3}], members),
+            "l": pa.array([[{}, None], None, []], pa.list_(empty)),
+        }
+    )
+    expected = {"e": [{}, None, {}], "s.e": [{}, None, {}], "l": [[{}, None], None, []]}
+    with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    dataset = make_dataset(tmp_path, cache=None)
+    assert dataset.schema.names == ["e", "s.e", "s.x", "l"]
+    batch = dataset.__getitems__(range(3)).columns
+    assert {name: batch[name] for name in expected} == expected
+    assert batch["s.x"].tolist() == [1, 2, 3]
+    flat = next(iter(make_loader(dataset, 3, shuffle=False, ragged="flat")))
+    assert (flat["e"], flat["l"].values) == (expected["e"], [{}, None])
+    assert dataset.filter(pc.field("e").is_valid()).__getitems__([0, 1]).columns["e"] == [{}, {}]
+    rows = first_rows(dataset.manifest, dataset.schema.names, dataset.blocks, 3)
+    assert [row["s.e"] for row in rows] == expected["s.e"]
+
+
+class Private(pa.ExtensionType):
+    """A type that one process of a job has registered, and another one has not."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.list_(pa.int32()), "private")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type: pa.DataType, serialized: bytes) -> Private:
+        return cls()
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda kind: pa.list_(kind),
+        lambda kind: pa.large_list(pa.list_view(kind)),
+        lambda kind: pa.list_(pa.struct([("a", pa.int8()), ("b", kind)]), 2),
+        lambda kind: pa.map_(pa.string(), pa.large_list_view(kind)),
+    ],
+)
+def test_records_have_one_name_whatever_types_a_process_knows(around: Any) -> None:
+    """Hugging Face datasets registers types for its arrays. Cached rows serve processes with and without it."""
+    [known, unknown] = [
+        Layout(fields_of(pa.schema([pa.field("c", around(kind))]))).describe()
+        for kind in (Private(), Private().storage_type)
+    ]
+    assert known == unknown
+    [field] = fields_of(pa.schema([pa.field("c", around(Private()))]))
+    assert plain_array(pa.nulls(2, around(Private()))).type.equals(plain_array(pa.nulls(2, field.type)).type)
 
 
 def columns_with_rows(*, views: bool) -> st.SearchStrategy[pa.Table]:
@@ -206,7 +267,7 @@ def test_files_are_read_like_arrow_reads_them(tmp_path_factory: pytest.TempPathF
     rows = data.draw(st.lists(st.integers(0, len(table) - 1), min_size=1, max_size=6))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_group_plan, "BLOB_ROWS", data.draw(st.sampled_from([1, 2, 1 << 16])))
-        dataset = make_dataset(str(folder), cache=None)
+        dataset = make_dataset(str(folder), cache=False)
     found = dataset.__getitems__(rows)
     assert [dict(row.items()) for row in found] == [table.slice(row, 1).to_pylist()[0] for row in rows]
 
@@ -444,7 +505,7 @@ def test_nested_rows_have_a_size(tmp_path: Path) -> None:
     """The estimate for the plan of the cache is measured where dictionary codes hide the sizes."""
     rows = [["a long tag that repeats" * 20] * 3] * 2000
     pq.write_table(pa.table({"tags": rows}), tmp_path / "x.parquet")
-    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=None)
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=False)
     blobs = dataset.rowstore.blobs
     before = blobs.num_bytes
     blobs.measure()

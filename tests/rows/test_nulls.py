@@ -20,11 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataload import CacheConfig, make_dataset, make_loader
-from dataload.errors import DataError
+from dataload.errors import ConfigError, DataError
 from dataload.formats import parquet
 from dataload.formats.schema import fields_of
 from dataload.rows.arrow_decode import decode
 from dataload.rows.collate import Flat, to_batch
+from dataload.rows.columns import Coded
 
 WAYS_OUT = "pass fill_null= to replace them, or null_masks=True to mark them"
 
@@ -143,6 +144,22 @@ def test_nulls_are_replaced(kind: pa.DataType, filling: Any, expected: list[Any]
         assert (column.tolist() if isinstance(column, torch.Tensor) else column) == expected
 
 
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.large_string()])
+def test_nulls_of_coded_text_are_replaced_and_stay_coded(kind: pa.DataType) -> None:
+    rows = [None if row % 3 == 0 else "ab"[row % 2] * 50 for row in range(90)]
+    column = pa.array(rows).dictionary_encode().cast(pa.dictionary(pa.int8(), kind))
+    table = pa.table({"c": pa.chunked_array([column[:40], column[40:]])})
+    filling = "?" if kind != pa.binary() else b"?"
+    decoded = decode(table, fields_of(table.schema), filling, "here")["c"]
+    assert isinstance(decoded, Coded)
+    assert len(decoded.spans) == 3
+    found = [plain(value) for value in whole(table, {"c": filling})["c"]]
+    assert found == [filling if row is None else row if kind != pa.binary() else row.encode() for row in rows]
+    assert [value is None for value in whole(table, 1)["c"]] == [row is None for row in rows]
+    with pytest.raises(DataError, match="'c': fill_null=1 is no large_"):
+        whole(table, {"c": 1})
+
+
 def test_a_null_without_a_replacement_names_file_row_group_and_column() -> None:
     table = pa.table({"c": pa.array([1, None])})
     for fill_null in (None, {"other": 0}):
@@ -163,6 +180,28 @@ def test_one_replacement_is_for_the_columns_that_can_hold_it() -> None:
     for name, filling, kind in (("s", -1, "large_string"), ("f", "?", "float"), ("i", 1.5, "int8")):
         with pytest.raises(DataError, match=re.escape(f"'{name}': fill_null={filling!r} is no {kind}")):
             whole(table.select([name]), {name: filling})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Text", "fill_null: column 'Text' is not in the dataset: did you mean 'text'"),
+        ("tags", r"fill_null is for flat columns, and 'tags' has the nested type list<.*string>"),
+        ("s", r"fill_null: 's' is a struct, name its members: \['s.x'\]"),
+    ],
+)
+def test_replacements_of_columns_that_cannot_be_filled(name: str, says: str, tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", None], "tags": [["a"], None], "s": [{"x": 1}, None]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    for columns in (None, ["text"]):
+        with pytest.raises(ConfigError, match=says):
+            make_dataset(tmp_path / "x.parquet", columns=columns, fill_null={name: "?"}, cache=None)
+        with pytest.raises(ConfigError, match=says):
+            make_loader(tmp_path / "x.parquet", 1, columns=columns, fill_null={"text": "?", name: "?"}, cache=None)
+    dataset = make_dataset(
+        tmp_path / "x.parquet", columns=["text", "tags"], fill_null={"s.x": 1, "text": "?"}, cache=None
+    )
+    assert dataset.__getitems__([0, 1]).columns == {"text": ["a", "?"], "tags": [["a"], None]}
 
 
 def test_a_null_replacement_of_another_type() -> None:

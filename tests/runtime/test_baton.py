@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 
@@ -38,6 +39,10 @@ def queued() -> int:
     return len(baton._baton._waiters)
 
 
+def is_free() -> bool:
+    return baton._baton._holder is None
+
+
 def test_the_baton_goes_to_the_lowest_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
     order: list[int] = []
@@ -62,27 +67,77 @@ def test_a_thread_that_waits_leaves_the_baton_and_receives_it_again(monkeypatch:
     monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
     with computing():
         with waiting(), held_elsewhere():
-            assert not baton._this_thread.holds
-        assert baton._this_thread.holds
+            assert not baton._baton.is_mine
+        assert baton._baton.is_mine
         with computing():  # nested
             pass
-        assert baton._this_thread.holds
-    assert baton._baton._free
+        assert baton._baton.is_mine
+    assert is_free()
 
 
 def test_an_error_gives_the_baton_back() -> None:
     with pytest.raises(KeyError), computing(), waiting():
         raise KeyError
-    assert baton._baton._free
+    assert is_free()
+
+
+@pytest.mark.parametrize("from_waiting", [False, True])
+def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(
+    monkeypatch: pytest.MonkeyPatch, *, from_waiting: bool
+) -> None:
+    """The next holder would give the baton to it, and the baton would stay taken for ever."""
+    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not queued() and not ended.is_set():
+            threading.Event().wait(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ExitStack() as stack:
+        thread = threading.Thread(target=interrupt)
+        stack.callback(thread.join)
+        stack.callback(ended.set)
+        with pytest.raises(KeyboardInterrupt), computing() if from_waiting else nullcontext():
+            with waiting():
+                stack.enter_context(held_elsewhere())
+                thread.start()
+            with computing():
+                pass
+        assert queued() == 0
+    assert is_free()
+
+
+def test_a_thread_that_is_interrupted_just_after_it_received_the_baton(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = baton._baton.take
+
+    def interrupted() -> None:
+        take()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(baton._baton, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt), computing():
+        pass
+    assert is_free()
+
+
+def test_a_thread_that_died_with_the_baton() -> None:
+    thread = threading.Thread(target=baton._baton.take)
+    thread.start()
+    thread.join()
+    assert not is_free()
+    with computing():
+        assert baton._baton.is_mine
+    assert is_free()
 
 
 def test_a_holder_that_never_ends_stops_no_other() -> None:
     """As if it waited for a lock that this thread has."""
     with held_elsewhere():
         with computing():
-            assert not baton._this_thread.holds
+            assert not baton._baton.is_mine
         assert queued() == 0
-    assert baton._baton._free
+    assert is_free()
 
 
 def test_a_forked_child_has_a_baton_of_its_own() -> None:
@@ -90,5 +145,5 @@ def test_a_forked_child_has_a_baton_of_its_own() -> None:
         child = os.fork()
         if child == 0:
             with computing():
-                os._exit(int(not baton._this_thread.holds))
+                os._exit(int(not baton._baton.is_mine))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

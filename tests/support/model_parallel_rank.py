@@ -19,7 +19,7 @@ from dataload import ConfigError, make_dataset, make_loader
 warnings.filterwarnings("ignore")
 folder, out, trainer = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 rank = int(os.environ["RANK"])
-dataset = make_dataset(folder, cache=None)
+dataset = make_dataset(folder, cache=False)
 seen = {"rows": []}
 
 

@@ -115,7 +115,7 @@ def test_large_row_groups_are_charged_to_the_byte(bucket: Any, cache: CacheConfi
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_without_a_cache_memory_gives_the_hits(bucket: Any, url: str, workers: int) -> None:
-    dataset = make_dataset(url, storage_options=bucket.options, cache=None)
+    dataset = make_dataset(url, storage_options=bucket.options, cache=False)
     loader = make_loader(dataset, 8, num_workers=workers, transform=same)
     for hits in (0, 0 if workers else GROUPS):  # Each epoch has new worker processes.
         rows_of(loader)

@@ -53,7 +53,7 @@ def evaluated(folder, batch_size, cursor=0, **options):
     model = nn.Linear(1, 1)
     world = World.detect()
     with process_group(world, torch.device("cpu")):
-        loader = make_loader(make_dataset(folder, cache=None), batch_size, **options)
+        loader = make_loader(make_dataset(folder, cache=False), batch_size, **options)
         if cursor:
             loader.load_state_dict({**loader.state_dict(), "cursor": cursor})
         found = evaluate_over(model, loader, metrics)

@@ -52,7 +52,7 @@ def twenty_steps(folder, batch_size, accumulate=1):
     rank_batches.gather_count = None  # With this package's loader, ranks need not exchange batch sizes.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
-    loader = make_loader(make_dataset(str(folder / "train"), cache=None), batch_size)
+    loader = make_loader(make_dataset(str(folder / "train"), cache=False), batch_size)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     options = {"epochs": 2, "precision": "fp32", "accumulate": accumulate, "progress": False}
     fit(model, optimizer, loader, cross_entropy, **options)
@@ -78,7 +78,7 @@ def learn_digits(folder):
         nn.Flatten(),
         nn.Linear(32 * 64, 10),
     )
-    train, held_out = (make_dataset(str(folder / name), cache=None) for name in ("train", "held-out"))
+    train, held_out = (make_dataset(str(folder / name), cache=False) for name in ("train", "held-out"))
     loader, other = make_loader(train, 32, transform=single), make_loader(held_out, 64, transform=single, shuffle=False)
 
     def evaluate(model):

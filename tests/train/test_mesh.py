@@ -70,7 +70,7 @@ def read(folder, shape, names, local_size, state=None, stop=None, batch=BATCH):
 
     def run():
         _, mesh = mesh_of(shape, names)
-        loader = make_loader(make_dataset(folder, cache=None), batch, mesh=mesh)
+        loader = make_loader(make_dataset(folder, cache=False), batch, mesh=mesh)
         if state is not None:
             loader.load_state_dict(state)
         padding = loader.padding
@@ -136,7 +136,7 @@ def test_a_stopped_epoch_continues_with_fewer_data_parallel_ranks(ranks, folder)
 def refusals(folder, line):
     def run():
         mesh, dp = mesh_of((2, 2), DP)
-        dataset, errors = make_dataset(folder, cache=None), []
+        dataset, errors = make_dataset(folder, cache=False), []
         for options in ({}, {"mesh": mesh}, {"mesh": dp, "world": World()}):
             try:
                 make_loader(dataset, BATCH, **options)
@@ -161,7 +161,7 @@ def logged(folder, out, given):
     def run():
         _, dp = mesh_of((2, 2), DP)
         chosen = {"mesh": dp} if given == "mesh" else {"world": World(dist.get_rank() // 2, 2)}
-        loader = make_loader(make_dataset(folder, cache=None), BATCH, stats_dir=out, **chosen)
+        loader = make_loader(make_dataset(folder, cache=False), BATCH, stats_dir=out, **chosen)
         for _ in range(2):
             dist.barrier()
             list(loader)
@@ -243,8 +243,8 @@ def train(folder, shape=None, names=DP, *, batch=4, accumulate=1, epochs=1, chec
             fully_shard(model.first, mesh=dp)
             fully_shard(model, mesh=dp)
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-        loader = make_loader(make_dataset(folder, cache=None), batch, mesh=dp)
-        held_out = make_loader(make_dataset(folder, cache=None), 50, shuffle=False, mesh=dp)
+        loader = make_loader(make_dataset(folder, cache=False), batch, mesh=dp)
+        held_out = make_loader(make_dataset(folder, cache=False), 50, shuffle=False, mesh=dp)
         history = fit(
             model,
             optimizer,
@@ -343,7 +343,7 @@ def with_noise(folder, checkpoints=None, crash_at=None):
     def run():
         _, dp = mesh_of((2, 2), DP)
         torch.manual_seed(0)
-        model, loader = Network(), make_loader(make_dataset(folder, cache=None), 4, mesh=dp)
+        model, loader = Network(), make_loader(make_dataset(folder, cache=False), 4, mesh=dp)
         torch.manual_seed(dist.get_rank())
         options = {"checkpoint_dir": checkpoints, "checkpoint_every": 4, "precision": "fp32", "progress": False}
         history = fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, **options)
@@ -370,10 +370,10 @@ def test_the_traffic_and_the_generators_of_peers_count(ranks, folder, tmp_path):
 def refused_models(folder):
     def run():
         whole, dp = mesh_of((2, 2), DP)
-        loader, errors = make_loader(make_dataset(folder, cache=None), BATCH, mesh=dp), []
-        other = make_loader(make_dataset(folder, cache=None), BATCH, world=World(dist.get_rank(), 4))
+        loader, errors = make_loader(make_dataset(folder, cache=False), BATCH, mesh=dp), []
+        other = make_loader(make_dataset(folder, cache=False), BATCH, world=World(dist.get_rank(), 4))
         _, both = mesh_of((2, 2), HSDP[:2])
-        replicated = make_loader(make_dataset(folder, cache=None), BATCH, mesh=both)
+        replicated = make_loader(make_dataset(folder, cache=False), BATCH, mesh=both)
         tensor_parallel, partly, fully, one_dimension = (Network() for _ in range(4))
         parallelize_module(tensor_parallel, whole["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
         fully_shard(partly.first, mesh=dp)
@@ -414,7 +414,7 @@ def in_evaluation_mode(folder):
             modes.append(model.training)
             return loss_of(model, batch)
 
-        loader = make_loader(make_dataset(folder, cache=None), BATCH)
+        loader = make_loader(make_dataset(folder, cache=False), BATCH)
         fit(model, torch.optim.SGD(model.parameters(), 0.1), loader, loss, epochs=1, precision="fp32", progress=False)
         return all(modes)
 
@@ -431,7 +431,7 @@ def exchanges(folder):
         model, wanted = fully_shard(Network(), mesh=dp), []
         original = model.set_requires_gradient_sync
         model.set_requires_gradient_sync = lambda wants, **options: (wanted.append(wants), original(wants, **options))
-        loader = make_loader(make_dataset(folder, cache=None), 20, mesh=dp)
+        loader = make_loader(make_dataset(folder, cache=False), 20, mesh=dp)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         fit(model, optimizer, loader, loss_of, epochs=1, accumulate=3, precision="fp32", progress=False)
         return wanted

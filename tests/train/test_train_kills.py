@@ -56,7 +56,7 @@ def train(folder, checkpoints, seen=None, victim=None, moment=(10**9, 0)):
         moment: When it does: the step of this process, and the function calls after its forward.
     """
     world = World.detect()
-    loader = make_loader(make_dataset(folder, cache=None), BATCH, transform=augmented)
+    loader = make_loader(make_dataset(folder, cache=False), BATCH, transform=augmented)
     torch.manual_seed(5)
     layers = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
     model = nn.Sequential(*layers).double()

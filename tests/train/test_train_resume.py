@@ -158,7 +158,7 @@ def test_ranks_are_resumed_with_their_own_loaders(ranks, tmp_path):
 def train_from_files(folder, crash_at=None):
     model, batches = nn.Linear(1, 1), count()
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
-    loader = make_loader(make_dataset(str(folder / "rows.parquet"), cache=None), 4, drop_last=True)
+    loader = make_loader(make_dataset(str(folder / "rows.parquet"), cache=False), 4, drop_last=True)
 
     def loss(model, batch):
         if next(batches) == crash_at:

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from dataload.errors import ConfigError
-from dataload.samplers.keys import derive_key
+from dataload.samplers.epoch import EpochOrder
+from dataload.samplers.keys import derive_key, mix
+from dataload.samplers.mixture import order as mixture_order
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.mixture.source import Source, source_epoch
 from dataload.samplers.order import Order
@@ -36,7 +38,9 @@ def walk(order, epoch):
         streams = order.num_streams
         if position < ROWS[source] - ROWS[source] % streams:  # Index i of a source belongs to stream i mod streams.
             position += index % streams - position % streams
-        if (source, wrap) not in cache:
+        if (source, wrap) not in cache and ROWS[source] <= 200:
+            cache[source, wrap] = small_epoch(order, source, epoch, wrap)
+        elif (source, wrap) not in cache:
             alone = Order(
                 LENGTHS[source],
                 seed=derive_key("source", order.seed, order.sources[source].name),
@@ -46,6 +50,20 @@ def walk(order, epoch):
             cache[source, wrap] = alone.rows(source_epoch(epoch, wrap), np.arange(alone.n))
         expected.append((source, index, int(cache[source, wrap][position])))
     return expected
+
+
+def small_epoch(order, source, epoch, wrap):
+    """Return the rows of a small source in one of its epochs: those of each stream, sorted by hash."""
+    alone, rows = order.orders[source], ROWS[source]
+    key = derive_key("small source", derive_key("source", order.seed, order.sources[source].name), epoch)
+    hashes = mix(key, np.arange(wrap * rows, (wrap + 1) * rows, dtype=np.uint64)) >> np.uint64(16)
+    line, cuts = alone.line()
+    drawn = np.empty(rows, np.int64)
+    for stream, (first, end) in enumerate(pairwise(cuts.tolist())):
+        by_hash = sorted(range(first, end), key=hashes.__getitem__)
+        drawn[stream :: alone.num_streams] = line[by_hash]
+    assert sorted(drawn.tolist()) == list(range(rows))
+    return drawn
 
 
 def random_sources(chance):
@@ -134,7 +152,8 @@ def test_an_epoch_ends_where_a_source_is_exhausted(seed, unit):
 
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("weights", [None, [1, 1, 1]])
-def test_needs_come_before_the_first_use_and_soon(weights, unit):
+def test_needs_come_before_the_first_use_and_soon(weights, unit, monkeypatch):
+    monkeypatch.setattr(mixture_order, "NEEDS_APART", 1)
     order = MixtureOrder(SOURCES, weights, num_rows=3000, seed=1, **unit)
     sources, indices = order.draws(1, np.arange(order.n))
     rows = order.rows(1, np.arange(order.n))
@@ -159,6 +178,34 @@ def test_needs_come_before_the_first_use_and_soon(weights, unit):
             source = int(np.searchsorted(order.first_blocks, group, "right")) - 1
             assert start <= position <= first
             assert first < position + 2 * order.unit * (1 + sum(order.weights) / order.weights[source])
+
+
+@pytest.mark.parametrize("unit", [{}, {"num_streams": 3}])
+def test_a_small_source_that_repeats_often_needs_its_row_groups_seldom(unit):
+    sources = [Source([4, 3, 2], "small"), Source([1], "one"), SOURCES[2]]
+    order = MixtureOrder(sources, [5, 4, 1], num_rows=20_000, seed=1, **unit)
+    rows = order.rows(1, np.arange(order.n))
+    groups = np.searchsorted(np.cumsum(order.block_lengths), rows, "right")
+    for start in (0, 12_345):
+        needs = [need for need in order.needs_from(1, start) if need[1] < 4]
+        assert len(needs) < 4 * ((order.n - start) / mixture_order.NEEDS_APART + 2)
+        for group in range(4):
+            needed = np.array([position for position, number in needs if number == group])
+            used = np.flatnonzero(groups[start:] == group) + start
+            latest = needed[np.searchsorted(needed, used, "right") - 1]
+            assert needed[0] <= used[0]
+            assert (used - latest).max() < mixture_order.NEEDS_APART + 100
+
+
+def test_a_source_of_one_row_with_a_large_share_takes_no_order_for_each_row(monkeypatch):
+    """Its 50,000 epochs are one permutation, and so are 4,000 epochs of a source of 12 rows."""
+    made = []
+    make = EpochOrder.__init__
+    monkeypatch.setattr(EpochOrder, "__init__", lambda self, *arguments: (made.append(1), make(self, *arguments))[0])
+    order = MixtureOrder([Source([1], "one"), Source([5, 7], "few"), SOURCES[2]], [1, 1, 1], num_rows=150_000)
+    drawn = order.rows(0, np.arange(order.n))
+    assert np.bincount(drawn[drawn < 13]).tolist()[0] == 50_000
+    assert len(made) < 50_000 // 650 + 10
 
 
 def test_needs_of_streams():
@@ -222,35 +269,27 @@ def test_file_order():
 
 def test_the_order_is_golden():
     order = MixtureOrder(SOURCES, [5, 3, 2], seed=7, num_rows=100_000)
-    assert order.rows(3, np.arange(24)).tolist() == [
+    assert order.rows(3, np.arange(16)).tolist() == [
         763,
-        47,
-        160,
-        60,
-        156,
-        55,
-        64,
-        161,
-        795,
-        51,
-        48,
+        85,
+        163,
+        96,
         157,
-        62,
-        722,
-        50,
-        162,
-        46,
-        819,
-        59,
-        158,
+        112,
+        135,
+        167,
+        795,
         63,
-        159,
-        727,
-        40,
+        23,
+        171,
+        142,
+        722,
+        152,
+        165,
     ]
-    assert order.rows(3, np.arange(99_990, 100_000)).tolist() == [120, 730, 146, 169, 135, 170, 87, 541, 67, 171]
+    assert order.rows(3, np.arange(99_990, 100_000)).tolist() == [38, 730, 54, 170, 151, 157, 70, 541, 11, 164]
     order = MixtureOrder(SOURCES, seed=7, num_streams=2, windows=[2, 2, 2])
-    assert order.rows(3, np.arange(24)).tolist() == [
+    assert order.rows(3, np.arange(16)).tolist() == [
         439,
         617,
         317,
@@ -267,17 +306,9 @@ def test_the_order_is_golden():
         490,
         213,
         717,
-        401,
-        506,
-        20,
-        101,
-        245,
-        690,
-        418,
-        621,
     ]
     order = MixtureOrder(SOURCES, seed=7, batching="homogeneous", batch_rows=4)
-    assert order.rows(3, np.arange(24)).tolist() == [
+    assert order.rows(3, np.arange(16)).tolist() == [
         763,
         795,
         722,
@@ -286,22 +317,14 @@ def test_the_order_is_golden():
         752,
         797,
         781,
-        47,
-        60,
-        55,
-        64,
+        85,
+        96,
+        112,
+        135,
         805,
         818,
         731,
         796,
-        760,
-        800,
-        780,
-        793,
-        740,
-        791,
-        768,
-        726,
     ]
 
 

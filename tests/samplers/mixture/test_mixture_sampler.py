@@ -116,6 +116,47 @@ def test_padding_repeats_the_first_rows_at_the_very_end():
         assert rows[:101] == expected
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("num_replicas", "batch_size"), [(1, 24), (3, 8), (6, 4), (8, 3), (4, 3), (3, 1)])
+def test_homogeneous_batches_keep_to_one_source_at_the_end(num_replicas, batch_size, drop_last):
+    """Each epoch ends with a partial global batch, whose padding repeats its own rows."""
+    options = {"weights": WEIGHTS, "batching": "homogeneous", "drop_last": drop_last}
+    for num_rows in (961, 965, 969, 976, 983, 984):
+        state = MixtureSampler(SOURCES, 1, 0, num_rows=num_rows, batch_size=24, **options).state_dict()
+        samplers = ranks(num_replicas, batch_size=batch_size, drop_last=drop_last)
+        size = num_replicas * batch_size
+        for sampler in samplers:
+            sampler.load_state_dict(state)
+        order = samplers[0].order
+        for epoch, cursor in ((0, 0), (3, 960 - 2 * size), (4, num_rows - num_rows % size)):
+            expected = order.rows(epoch, np.arange(cursor, num_rows)).tolist()
+            left = len(expected) - (len(expected) % size if drop_last else 0)
+            assert len({sum(map(len, sampler.batches(epoch, cursor))) for sampler in samplers}) == 1
+            batches = global_batches(samplers, epoch, cursor)
+            assert [len(batch) for batch in batches[:-1]] == [size] * max(0, len(batches) - 1)
+            for batch in batches:
+                assert len(set(np.searchsorted(order.first_rows, batch, "right"))) == 1
+            whole = [row for batch in batches for row in batch]
+            assert whole[:left] == expected[:left]
+            assert set(whole[left:]) <= set(expected[-(len(expected) % size or 1) :])
+            assert len(whole) - left == (0 if drop_last else -left % num_replicas)
+
+
+def test_a_start_inside_a_homogeneous_batch():
+    sampler = MixtureSampler(SOURCES, 1, 0, weights=WEIGHTS, num_rows=107, batch_size=16, batching="homogeneous")
+    for cursor, sizes, wrong in ((8, (8, 4), (16,)), (100, (16, 4), ()), (104, (8, 16), ()), (107, (16,), ())):
+        state = {**sampler.state_dict(), "cursor": cursor}
+        for size in (*sizes, *wrong):
+            resumed = MixtureSampler(SOURCES, 1, 0, batch_size=size)
+            if size in wrong:
+                with pytest.raises(ConfigError, match="all ranks together have 8 rows"):
+                    resumed.load_state_dict(state)
+                continue
+            resumed.load_state_dict(state)
+            for rows in resumed.batches():
+                assert len(set(np.searchsorted(resumed.order.first_rows, rows, "right"))) == 1
+
+
 @pytest.mark.parametrize(("num_nodes", "num_streams", "per_node", "batch_size"), [(2, 2, 1, 8), (3, 6, 2, 4)])
 def test_nodes_keep_to_their_own_row_groups(num_nodes, num_streams, per_node, batch_size):
     chance = random.Random(1)
@@ -160,15 +201,29 @@ def test_weights_change_between_epochs_and_are_in_the_state():
     resumed = MixtureSampler(SOURCES, 1, 0, batch_size=10)
     resumed.load_state_dict(state)
     assert resumed.order.weights == (2, 1, 1)
-    resumed.advance()
-    with pytest.raises(ConfigError, match="between epochs"):
-        resumed.set_weights([1, 1, 1])
-    assert resumed.order.weights == (2, 1, 1)
     resumed.seek(1, 500)
     with pytest.raises(ConfigError, match="weight -1 of source 1"):
         resumed.set_weights([1, -1, 1])
     resumed.set_weights([1, 1, 1])
     assert (resumed.epoch, resumed.cursor, resumed.order.weights) == (2, 0, (1, 1, 1))
+
+
+def test_weights_that_are_set_in_an_epoch_hold_from_the_next_one_on():
+    sampler = MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=500, weights=WEIGHTS)
+    sampler.advance(3)
+    sampler.set_weights([2, 2, 1])
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert (state["weights"], state["next_weights"]) == (WEIGHTS, [2, 2, 1])
+    resumed = MixtureSampler(SOURCES, 1, 0, batch_size=10)
+    resumed.load_state_dict(state)
+    for each in (sampler, resumed):
+        assert each.order.weights == (3, 1, 4)
+        assert len(list(each)) == 470
+        assert (each.order.weights, each.next_weights) == ((2, 2, 1), None)
+        each.advance(3)
+    resumed.load_state_dict({**state, "next_weights": None})  # An earlier change does not hold any more.
+    list(resumed)
+    assert resumed.order.weights == (3, 1, 4)
 
 
 def test_weights_change_the_length_of_an_epoch():
@@ -195,11 +250,29 @@ def test_a_state_that_does_not_suit():
         MixtureSampler(SOURCES, 1, 0, batch_size=16).load_state_dict({n: v for n, v in state.items() if n != "weights"})
 
 
-def test_the_state_of_200_sources_is_small():
+@pytest.mark.parametrize("count", [2, 100, 250, 1024])
+def test_the_state_of_many_sources_is_small_and_exact(count):
     chance = random.Random(0)
-    sources = [Source([chance.randint(1, 10**8)] * 10, f"source number {number}") for number in range(200)]
-    state = MixtureSampler(sources, 1, 0, num_rows=10**6).state_dict()
-    assert len(json.dumps(state)) < 4096
+    lengths = [chance.randint(1, 10**8) for _ in range(count)]
+    sources = [Source([rows] * 10, f"source number {number}") for number, rows in enumerate(lengths)]
+    weights = [chance.random() for _ in sources]
+    sampler = MixtureSampler(sources, 1, 0, weights=weights, num_rows=10**6, batch_size=100)
+    sampler.advance(5)
+    sampler.set_weights(lengths)
+    text = json.dumps(sampler.state_dict())
+    assert len(text) <= 4096
+    known = {} if count <= 100 else {"weights": weights}
+    resumed = MixtureSampler(sources, 1, 0, num_rows=10, **known)
+    if count == 1024:
+        with pytest.raises(ConfigError, match="next_weights"):
+            resumed.load_state_dict(json.loads(text))
+        resumed.advance()
+        resumed.set_weights(lengths)
+    resumed.load_state_dict(json.loads(text))
+    assert json.dumps(resumed.state_dict()) == text
+    if count > 100:
+        with pytest.raises(ConfigError, match="digest of its weights"):
+            MixtureSampler(sources, 1, 0).load_state_dict(json.loads(text))
 
 
 def test_under_a_plain_dataloader():

@@ -1,0 +1,154 @@
+"""The needs of the loaders of a host: each process announces its own, and reads those of the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dataload.cache.room import Division, Need, divide
+from dataload.runtime.forks import ForkAware
+
+if TYPE_CHECKING:
+    from dataload.cache.local.directory import CacheFolder
+
+LOOK_SECONDS = 0.5  # between two looks at the needs of other processes
+
+
+class Lease:
+    """A need of this process. It lasts as long as this object."""
+
+    def __init__(self, needs: HostNeeds, need: Need) -> None:
+        self._end = weakref.finalize(self, needs.release, needs.add(need))
+        self._end.atexit = False  # the end of the process ends it
+
+
+class DividedTier:
+    """A tier in a cache folder that the loaders of a host divide by need."""
+
+    path: Path
+    policy: str
+    needs: HostNeeds
+
+    @property
+    def limit(self) -> int:
+        raise NotImplementedError
+
+    def _opened(self) -> CacheFolder | None:
+        raise NotImplementedError
+
+    @property
+    def location(self) -> str:
+        return str(self.path)
+
+    @property
+    def region(self) -> int:
+        return self.division().region
+
+    def lease(self, need: Need) -> Lease:
+        lease = Lease(self.needs, need)
+        self.division()  # announces the need
+        return lease
+
+    def division(self) -> Division:
+        folder = self._opened() if self.policy == "pin" else None
+        return Division() if folder is None else self.needs.division(folder, self.limit)
+
+
+class HostNeeds(ForkAware):
+    """The needs of the loaders of all processes that use a cache folder.
+
+    A process announces its needs in its staging folder, so they end with the process. Each process reads those of the
+    others again after `LOOK_SECONDS`, and all compute the same division.
+
+    Notes:
+        Any thread may call it. A forked child has none of its parent's needs, but sees those that its parent announced.
+    """
+
+    def __init__(self) -> None:
+        self.after_fork_in_child()
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        self._mutex = threading.Lock()  # guards all but `_own`
+        self._own: dict[int, Need] = {}
+        self._folder: CacheFolder | None = None  # where the needs of this process are announced
+        self._announced: tuple[Need, ...] = ()
+        self._contents: dict[Path, Any] = {}
+        self._others: dict[Path, list[Need]] = {}
+        self._divided: tuple[int, Division] = 0, Division()  # for a limit
+        self._stale = False  # whether needs have changed since
+        self._look_at = 0.0
+
+    def add(self, need: Need) -> int:
+        """Add a need of this process. Return a token for `release`."""
+        token = id(need)
+        self._own[token] = need
+        self._look_at = 0.0
+        return token
+
+    def release(self, token: int) -> None:
+        """End a need. The garbage collector may call it in any thread, so it never blocks."""
+        self._own.pop(token, None)
+        self._look_at = 0.0
+        folder = self._folder
+        if folder is not None and not folder.closed and self._mutex.acquire(blocking=False):
+            try:
+                self._announce(folder)
+            finally:
+                self._mutex.release()
+
+    def division(self, folder: CacheFolder, limit: int) -> Division:
+        """Return how all needs share a cache of `limit` bytes in `folder`."""
+        if time.monotonic() < self._look_at and folder is self._folder and limit == self._divided[0]:
+            return self._divided[1]
+        while True:
+            with self._mutex:
+                self._announce(folder)
+                self._look(folder)
+                if self._stale or limit != self._divided[0]:
+                    self._stale = False
+                    self._divided = limit, divide(limit, [self._announced, *self._others.values()])
+                self._look_at = time.monotonic() + LOOK_SECONDS
+            if self._announced == tuple(self._own.copy().values()):  # else a need has ended meanwhile
+                return self._divided[1]
+
+    def _announce(self, folder: CacheFolder) -> None:
+        """Announce the needs of this process, if they have changed."""
+        own = tuple(self._own.copy().values())
+        if own == self._announced and folder is self._folder:
+            return
+        if own or self._announced:
+            with suppress(OSError):  # The disk is full or the folder was removed: the others do not see these needs.
+                folder.staging.announce(b"".join(need.to_bytes() for need in own))
+        self._announced, self._folder, self._stale = own, folder, True
+
+    def _look(self, folder: CacheFolder) -> None:
+        """Read the needs of the other processes, if they have changed."""
+        found = folder.staging.others_announced(self._contents)
+        if found == self._contents:
+            return
+        self._others = {
+            file: self._others[file] if self._contents.get(file) is announced else _needs_in(announced.content)
+            for file, announced in found.items()
+        }
+        self._contents, self._stale = found, True
+
+
+def _needs_in(content: bytes) -> list[Need]:
+    try:
+        return Need.all_from(content)
+    except ValueError:  # written by another version
+        return []
+
+
+_of_folders: weakref.WeakValueDictionary[Path, HostNeeds] = weakref.WeakValueDictionary()
+
+
+def needs_of(path: Path) -> HostNeeds:
+    """Return the needs of this process for the cache folder at a path."""
+    needs = _of_folders.get(path)
+    return _of_folders.setdefault(path, HostNeeds()) if needs is None else needs

@@ -1,0 +1,201 @@
+"""Room for all datasets that live loaders of a host read through one cache: what stays, and what passes through."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+FITS = 0.95  # usable part of a cache; the rest is footers and the padding of files to whole pages
+MAX_TRANSIENT = 16  # row groups: longer runs of missing ones are rare, and few threads load them
+NEGLIGIBLE = 0.01  # of the bytes that are fetched in each epoch
+MOST_GROUPS = 1 << 16  # of a published need: a megabyte. Of larger datasets a sample is published.
+
+Numbers = npt.NDArray[np.uint64]
+Sizes = npt.NDArray[np.float64]
+
+_HEADER = struct.Struct("<16sQQQQd")  # name, window, at_once, sample, number of groups, mean
+
+
+@dataclass(frozen=True, eq=False)
+class Need:
+    """The bytes that a loader needs in a cache.
+
+    Args:
+        name: Identifies the data and their order, 16 bytes. Ranks that read one epoch together have the same name.
+        groups: Numbers of the groups of blobs that an epoch reads, ascending and distinct, uint64 [n]; see
+            `group_number`.
+        sizes: Bytes of each group, float64 [n].
+        window: Bytes that are read at a time.
+        at_once: How many groups these are.
+        mean: Mean bytes of a group.
+        sample: Only the groups whose number is a multiple of it are in `groups`; 1: all.
+    """
+
+    name: bytes
+    groups: Numbers
+    sizes: Sizes
+    window: int = 0
+    at_once: int = 0
+    mean: float = 0.0
+    sample: int = 1
+
+    @classmethod
+    def of(
+        cls, name: bytes, groups: Numbers, sizes: Sizes, window: int = 0, at_once: int = 0, node_share: float = 1.0
+    ) -> Self:
+        """Return the need of these groups. A group may come several times, such as in two filters of one dataset.
+
+        Args:
+            name: As above.
+            groups: Numbers of groups, uint64 [n].
+            sizes: Bytes of each group, float64 [n].
+            window: As above.
+            at_once: As above.
+            node_share: Part of the groups that this host reads.
+        """
+        distinct, firsts = np.unique(groups, return_index=True)
+        own = sizes[firsts]
+        mean = float(own.mean()) if len(own) else 0.0
+        return cls(name, distinct, own * node_share, int(min(window, own.sum())), at_once, mean)
+
+    @property
+    def total(self) -> float:
+        """Bytes of all groups."""
+        return float(self.sizes.sum()) * self.sample
+
+    def region(self, limit: int, total: float) -> tuple[int, int]:
+        """Return the part of the transient region for this need: its bytes, and the groups to prefetch into it.
+
+        It has space for what is read at a time. It grows to at most `MAX_TRANSIENT` groups if that is negligible beside
+        the bytes that are fetched in each epoch.
+
+        Args:
+            limit: Size of the cache in bytes.
+            total: Bytes of all groups that loaders of the host need.
+
+        Returns:
+            (bytes, groups); (0, 0) if all groups fit into the cache together.
+        """
+        if total <= limit * FITS:
+            return 0, 0
+        fetched = (total - limit) * min(1.0, self.total / total)
+        spare = min(fetched * NEGLIGIBLE, limit - self.window)
+        more = max(0, min(MAX_TRANSIENT - self.at_once, int(spare / max(1.0, self.mean))))
+        return self.window + math.ceil(more * self.mean), min(MAX_TRANSIENT, self.at_once + more)
+
+    def to_bytes(self) -> bytes:
+        """Return the need as bytes, with a sample of at most `MOST_GROUPS` groups."""
+        sample = self.sample
+        while np.count_nonzero(self.groups % np.uint64(sample) == 0) > MOST_GROUPS:
+            sample *= 2
+        kept = self.groups % np.uint64(sample) == 0
+        header = _HEADER.pack(self.name, self.window, self.at_once, sample, int(kept.sum()), self.mean)
+        return b"".join([header, self.groups[kept].tobytes(), self.sizes[kept].tobytes()])
+
+    @classmethod
+    def all_from(cls, content: bytes) -> list[Self]:
+        """Return the needs in concatenated results of `to_bytes`.
+
+        Raises:
+            ValueError: The content is incomplete.
+        """
+        found, start = [], 0
+        while start < len(content):
+            try:
+                name, window, at_once, sample, count, mean = _HEADER.unpack_from(content, start)
+            except struct.error as error:
+                raise ValueError(str(error)) from error
+            start += _HEADER.size
+            groups = np.frombuffer(content, np.uint64, count, start)
+            sizes = np.frombuffer(content, np.float64, count, start + 8 * count)
+            start += 16 * count
+            found.append(cls(name, groups, sizes, window, at_once, mean, max(1, sample)))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """How the needs of a host share a cache. `divide` makes one.
+
+    Attributes:
+        region: Bytes of the cache through which the groups pass that do not stay. 0: all groups stay.
+        total: Bytes that all needs have together; what several needs share counts once.
+        stays_below: The groups with numbers below it stay.
+        groups: Numbers of all needed groups, ascending, uint64 [n].
+        sample: Of more than `MOST_GROUPS` groups, only multiples of it are in `groups`.
+    """
+
+    region: int = 0
+    total: float = 0.0
+    stays_below: int = 1 << 64
+    groups: Numbers = field(default_factory=lambda: np.empty(0, np.uint64))
+    sample: int = 1
+
+    def is_needed(self, group: int) -> bool:
+        """Return whether a loader needs a group of blobs; True if that is not known."""
+        if group % self.sample:
+            return True
+        place = int(np.searchsorted(self.groups, np.uint64(group)))
+        return place < len(self.groups) and int(self.groups[place]) == group
+
+    def stays(self, group: int) -> bool:
+        """Return whether a group of blobs is among those that stay."""
+        return group < self.stays_below and self.is_needed(group)
+
+
+def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
+    """Divide a cache among the needs of all processes of a host.
+
+    A group that several loaders need counts once. If not all groups fit, each dataset keeps the same part of its bytes,
+    so the shares are by need. The numbers of groups are digests, and those with the smallest numbers stay. So all
+    processes agree on the groups that stay, and a change of the shares moves no other groups.
+
+    Args:
+        limit: Size of the cache in bytes.
+        processes: The needs of each process.
+
+    Example:
+        >>> numbers = np.array([1, 2, 3, 4, 5, 6], np.uint64)
+        >>> one, other = (Need.of(bytes(16), some, np.full(4, 10.0), window=5) for some in (numbers[:4], numbers[2:]))
+        >>> divide(100, [[one], [other]]).total
+        60.0
+        >>> division = divide(40, [[one], [other]])
+        >>> [group for group in range(8) if division.stays(group)]
+        [1, 2, 3]
+    """
+    listed = [list(needs) for needs in processes]
+    needs = list(chain.from_iterable(listed))
+    if not needs:
+        return Division()
+    sample = max(need.sample for need in needs)
+    kept = [need.groups % np.uint64(sample) == 0 for need in needs]
+    groups, firsts = np.unique(
+        np.concatenate([need.groups[which] for need, which in zip(needs, kept, strict=True)]), return_index=True
+    )
+    sizes = np.concatenate([need.sizes[which] for need, which in zip(needs, kept, strict=True)])[firsts] * sample
+    total = float(sizes.sum())
+    region = min(limit, _region(limit, total, listed))
+    stays_below = 1 << 64
+    if region and any(int(which.sum()) != len(groups) for which in kept):  # A single dataset may fill the cache freely.
+        count = int(np.searchsorted(np.cumsum(sizes), limit * FITS - region, side="right"))
+        stays_below = int(groups[count]) if count < len(groups) else stays_below
+    return Division(region, total, stays_below, groups, sample)
+
+
+def _region(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> int:
+    """Return the bytes of the transient region. Ranks that read an epoch together share their part of it."""
+    regions: Counter[bytes] = Counter()
+    for needs in processes:
+        own: Counter[bytes] = Counter()
+        for need in needs:
+            own[need.name] += need.region(limit, total)[0]
+        regions |= own  # the larger count
+    return regions.total()

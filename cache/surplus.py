@@ -1,0 +1,74 @@
+"""The blobs that make room for those that stay: data that no loader needs, and data above its share of the cache."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from dataload.cache.room import Division
+
+if TYPE_CHECKING:
+    from dataload.cache.local.index import Row
+
+RECORDS = "records "  # the names of the blobs of row groups begin with it, after the name of the file
+_NAME = re.compile(rf"#({RECORDS}[^#]*|\d+-\d+)$")  # of a blob of records, or of a block of a file
+PAUSES = 20  # times the duration of a scan, until the next one
+
+
+class Surplus:
+    """The pinned blobs that may be evicted for a blob that stays.
+
+    First those of row groups that no loader needs, then those above the share of their dataset, then blocks of files
+    if the datasets do not fit. Of each kind, the least recently used come first.
+
+    Notes:
+        A scan of the index finds all of them, for one division. Once they are used up, the index is scanned again after
+        a pause. Any thread may call it.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._division: Division | None = None
+        self._rows: deque[Row] = deque()
+        self._scan_at = 0.0
+
+    def take(self, division: Division, size: int, scan: Callable[[], Iterable[Row]]) -> list[Row]:
+        """Return rows of at least `size` bytes together, which the caller evicts; none if there are not enough.
+
+        Args:
+            division: How loaders share the cache.
+            size: Bytes to free.
+            scan: Yields the pinned rows, the least recently used first.
+        """
+        with self._mutex:
+            started = time.monotonic()
+            if division is not self._division or (started >= self._scan_at and not self._has(size)):
+                self._rows, self._division = _surplus(division, scan()), division
+                now = time.monotonic()
+                self._scan_at = now + PAUSES * (now - started)
+            taken: list[Row] = []
+            while size > 0 and self._has(size):
+                taken.append(self._rows.popleft())
+                size -= taken[-1].size
+            return taken
+
+    def _has(self, size: int) -> bool:
+        return any(total >= size for total in accumulate(row.size for row in self._rows))
+
+
+def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
+    kinds: tuple[list[Row], ...] = [], [], []
+    for row in rows:
+        found = _NAME.search(row.name)
+        if found is None or division.stays(row.group):
+            continue
+        if found[1].startswith(RECORDS):
+            kinds[division.is_needed(row.group)].append(row)
+        elif division.region:  # Without a region, row groups are made of blocks.
+            kinds[2].append(row)
+    return deque(row for kind in kinds for row in kind)

@@ -1,0 +1,249 @@
+"""Several datasets share one cache: by need, whatever the number of loaders, until their process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataload.cache import needs, room
+from dataload.cache.local import blob_file
+from dataload.cache.local.tier import LocalTier
+from dataload.cache.room import Division, Need, divide
+from dataload.cache.tier import Allocate, BlobKey, group_number
+
+SIZE = 10_000
+PATIENCE = 60  # seconds; only a hang takes that long
+
+
+def key(dataset: str, number: int, part: str = "rows 0+8") -> BlobKey:
+    return BlobKey("origin", f"bucket/{dataset}", "version", f"records {number} {part} digest", f"records {number}")
+
+
+ON_DISK = blob_file.size_on_disk(SIZE, key("a", 0).name)
+
+
+def need_of(dataset: str, count: int = 40, window: int = 1, name: str = "") -> Need:
+    numbers = [group_number(key(dataset, number).digest) for number in range(count)]
+    sizes = np.full(count, float(ON_DISK))
+    return Need.of((name or dataset).ljust(16).encode(), np.array(numbers, np.uint64), sizes, window * ON_DISK, 16)
+
+
+@pytest.fixture(autouse=True)
+def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("dataload.cache.surplus.PAUSES", 0)
+
+
+def read(tier: LocalTier, dataset: str, numbers: Any) -> int:
+    """Read blobs and return how many were filled."""
+    filled = []
+
+    def fill(allocate: Allocate) -> None:
+        filled.append(1)
+        allocate(SIZE)[:] = bytes(SIZE)
+
+    for number in numbers:
+        tier.get_or_fill(key(dataset, number), fill)
+        assert tier.folder.index.used_bytes() <= tier.limit
+    return len(filled)
+
+
+def kept(tier: LocalTier, dataset: str, count: int = 40) -> set[int]:
+    return {number for number in range(count) if tier.get(key(dataset, number), (0, 0)) is not None}
+
+
+def shuffled(epoch: int, count: int = 40) -> Any:
+    return np.random.default_rng(epoch).permutation(count)
+
+
+def test_blobs_of_a_group_share_its_number_and_nothing_else_changes() -> None:
+    one, other = key("a", 1), key("a", 1, "rows 8+8")
+    alone = BlobKey("origin", "bucket/a", "version", one.what)
+    assert group_number(one.digest) == group_number(other.digest)
+    assert one.digest[:24] != other.digest[:24]
+    assert one.digest[:24] == alone.digest[:24]
+    assert len({group_number(key(name, number).digest) for name in "ab" for number in range(100)}) == 200
+
+
+def test_without_needs_nothing_stays_and_nothing_passes() -> None:
+    assert divide(100, []).region == divide(100, [[], []]).region == 0
+    assert not Division().stays(1)
+
+
+def test_all_that_fits_stays() -> None:
+    division = divide(100 * ON_DISK, [[need_of("a")], [need_of("b")]])
+    assert (division.region, division.total) == (0, 80 * ON_DISK)
+    assert all(division.stays(group_number(key(name, number).digest)) for name in "ab" for number in range(40))
+    assert not division.stays(group_number(key("c", 0).digest))
+
+
+def test_what_several_loaders_need_counts_once() -> None:
+    """Two ranks, and two filters of one dataset that overlap, in one loader or in two."""
+    a, overlapping = need_of("a"), need_of("a", 30, name="filter")
+    assert divide(1, [[a], [need_of("a")], [overlapping]]).total == 40 * ON_DISK
+    twice = Need.of(
+        bytes(16), np.concatenate([a.groups, overlapping.groups]), np.concatenate([a.sizes, overlapping.sizes])
+    )
+    assert twice.total == 40 * ON_DISK
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_shares_are_by_need(share: float) -> None:
+    sizes = {"a": 2000, "b": 1000, "c": 500}
+    wanted = [[need_of(name, count)] for name, count in sizes.items()]
+    limit = int(share * 3500 * ON_DISK)
+    division = divide(limit, wanted)
+    staying = {
+        name: sum(division.stays(group_number(key(name, number).digest)) for number in range(count))
+        for name, count in sizes.items()
+    }
+    assert limit * room.FITS - division.region - ON_DISK < sum(staying.values()) * ON_DISK <= limit * room.FITS
+    for name, count in sizes.items():
+        assert staying[name] / count == pytest.approx(sum(staying.values()) / 3500, abs=0.05)
+    assert divide(limit, wanted[::-1]).stays_below == division.stays_below
+
+
+def test_the_region_is_for_all_loaders_but_once_for_the_ranks_of_one() -> None:
+    def region(*processes: list[Need]) -> int:
+        return divide(10 * ON_DISK, processes).region // ON_DISK
+
+    a, b = need_of("a", window=2), need_of("b", window=3)
+    assert region([a]) == region([a], [a]) == 2
+    assert region([a, b]) == region([a], [b]) == region([a, b], [a]) == 5
+    assert region([a, a]) == 4  # two loaders of a process may be at different places
+    assert region([a, a, a, b, b, b]) == 10
+
+
+def test_the_need_of_a_large_dataset_is_announced_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MOST_GROUPS", 100)
+    a, b = need_of("a", 3000), need_of("b", 50)
+    found = Need.all_from(a.to_bytes() + b.to_bytes())
+    assert [len(need.groups) <= 100 for need in found] == [True, True]
+    assert found[1].total == 50 * ON_DISK
+    assert found[0].total == pytest.approx(3000 * ON_DISK, rel=0.5)
+    assert (found[0].name, found[0].window, found[0].at_once, found[0].mean) == (a.name, a.window, a.at_once, a.mean)
+    division = divide(1000 * ON_DISK, [found])
+    assert 100 < sum(division.stays(group) for group in a.groups.tolist()) < 2000
+
+
+@pytest.mark.parametrize("content", [b"x", b"x" * 70])
+def test_a_need_of_another_version_is_skipped(content: bytes) -> None:
+    assert needs._needs_in(content) == []
+
+
+def test_two_datasets_that_do_not_fit_together_keep_their_shares(tmp_path: Path) -> None:
+    """The first one fills the cache alone, then both are read by turns."""
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    leases = [tier.lease(need_of("a"))]
+    assert tier.region == 0
+    assert read(tier, "a", shuffled(0)) == 40
+    assert read(tier, "a", shuffled(1)) == 0
+    leases.append(tier.lease(need_of("b")))
+    assert tier.region == 2 * ON_DISK
+    assert kept(tier, "a") == set(range(40))  # Nothing is evicted before its space is needed.
+    read(tier, "b", shuffled(2))
+    filled = [read(tier, name, shuffled(epoch)) for epoch in range(3, 6) for name in "ab"]
+    staying = {name: kept(tier, name) for name in "ab"}
+    division = tier.division()
+    for name in "ab":
+        should = {number for number in range(40) if division.stays(group_number(key(name, number).digest))}
+        assert should <= staying[name]
+    assert sum(filled[2:]) / 2 <= 1.02 * (80 - 48) + 1
+    assert tier.stats().get("refused", 0) == 0
+
+
+def test_the_share_of_an_ended_loader_is_free(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    leases = [tier.lease(need_of("a")), tier.lease(need_of("b"))]
+    for epoch in range(2):
+        for name in "ab":
+            read(tier, name, shuffled(epoch))
+    leases.pop(0)
+    assert tier.region == 0
+    read(tier, "b", shuffled(2))
+    assert read(tier, "b", shuffled(3)) == 0
+    leases.clear()
+    assert not tier.division().groups.size
+
+
+def test_blocks_make_room_for_rows_if_not_all_rows_fit(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+
+    def fill(allocate: Allocate) -> None:
+        allocate(20 * SIZE)[:] = bytes(20 * SIZE)
+
+    block = BlobKey("origin", "bucket/a", "version", "0-200000")
+    tier.get_or_fill(block, fill)
+    footer = BlobKey("origin", "bucket/a", "version", "footers 0-200000 x")
+    tier.get_or_fill(footer, fill)
+    lease = tier.lease(need_of("a", 60))
+    read(tier, "a", range(60))
+    assert tier.get(block, (0, 0)) is None
+    assert tier.get(footer, (0, 0)) is not None
+    assert tier.folder.index.used_bytes() <= tier.limit
+    del lease
+
+
+def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    lease = tier.lease(need_of("a"))
+    with Child("b", tmp_path / "cache") as child:
+        assert tier.division().total == 80 * ON_DISK
+        assert tier.region == 2 * ON_DISK
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert tier.division().total == 40 * ON_DISK
+        assert tier.region == 0
+    fresh = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    assert fresh.division().total == 40 * ON_DISK
+    del lease
+    assert fresh.division().total == 0
+
+
+def test_a_forked_child_does_not_prolong_a_need(tmp_path: Path) -> None:
+    """The child inherits the file of the need, and outlives the process that announced it."""
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    assert tier.division().total == 0
+    with Child("b", tmp_path / "cache", then_fork=True) as child:
+        assert tier.division().total == 40 * ON_DISK
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert tier.division().total == 0
+
+
+class Child:
+    """A forked process that leases the need of a dataset, until it is killed or this block ends."""
+
+    def __init__(self, dataset: str, path: Path, *, then_fork: bool = False) -> None:
+        ready, announced = os.pipe()
+        wait, self._end = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._end)
+            signal.alarm(PATIENCE)
+            tier = LocalTier(path, 50 * ON_DISK)
+            lease = tier.lease(need_of(dataset))
+            if then_fork and os.fork() == 0:
+                signal.alarm(PATIENCE)
+                os.write(announced, b"x")
+                os.read(wait, 1)
+                os._exit(0)
+            if not then_fork:
+                os.write(announced, b"x")
+            os.read(wait, 1)
+            os._exit(lease is None)
+        os.close(wait)
+        assert os.read(ready, 1) == b"x"
+        os.close(ready)
+        os.close(announced)
+
+    def __enter__(self) -> int:
+        return self.pid
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._end)

@@ -1,0 +1,79 @@
+"""The forecast of the bytes of decoded rows, beside the bytes that are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import make_dataset
+from dataload.rows import row_group_plan
+from dataload.rows.row_group_cache import RowGroupCache
+
+ROWS = 40_000
+LONG = [f"{number:0100d}" for number in range(20_000)]
+ADDRESSES = [f"{'https://example.org/a/long/path/' * 4}{row}" for row in range(ROWS)]
+WHOLE = {"dictionary_pagesize_limit": 64 << 20}
+PREFIXES = {"use_dictionary": False, "column_encoding": {"c": "DELTA_BYTE_ARRAY"}}
+
+
+def shared(values: list[str], rows: int = ROWS) -> list[str]:
+    return np.random.default_rng(0).choice(values, rows).tolist()
+
+
+def blobs_of(path: Path, column: list[Any], fill_null: Any = None, **options: Any) -> RowGroupCache:
+    pq.write_table(pa.table({"c": column}), path, **options)
+    return make_dataset(path, cache=None, fill_null=fill_null).rowstore.blobs
+
+
+def made(blobs: RowGroupCache, group: int = 0) -> int:
+    return sum(map(len, blobs.load(group)))
+
+
+@pytest.mark.parametrize(
+    ("column", "options"),
+    [
+        pytest.param(shared(LONG), WHOLE, id="a dictionary of 2 MB"),
+        pytest.param(shared([text * 50 for text in LONG[:50]], 2000), WHOLE, id="few large values"),
+        pytest.param(ADDRESSES, PREFIXES, id="common prefixes"),
+        pytest.param(
+            [[[row, 1]] for row in range(ROWS)],
+            {"use_dictionary": False, "column_encoding": {"c.list.element.list.element": "DELTA_BINARY_PACKED"}},
+            id="numbers in nested lists",
+        ),
+    ],
+)
+def test_measured_sizes(column: list[Any], options: dict[str, Any], tmp_path: Path) -> None:
+    blobs = blobs_of(tmp_path / "x.parquet", column, **options)
+    blobs.measure()
+    assert blobs.num_bytes == pytest.approx(made(blobs), rel=0.02)
+
+
+@pytest.mark.parametrize("blob_rows", [1 << 10, 1 << 16])
+def test_each_blob_has_a_dictionary(blob_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_group_plan, "BLOB_ROWS", blob_rows)
+    blobs = blobs_of(tmp_path / "x.parquet", shared(LONG[:100]))
+    blobs.measure()
+    assert blobs.num_bytes == pytest.approx(made(blobs), rel=0.02)
+
+
+def test_nulls_that_are_replaced_by_long_text_share_it(tmp_path: Path) -> None:
+    column = [None if row % 3 else text for row, text in enumerate(shared(LONG[:100]))]
+    sizes = []
+    for filling in (None, "unknown" * 100):
+        blobs = blobs_of(tmp_path / f"{filling is None}.parquet", column, {"c": filling} if filling else None)
+        blobs.measure()
+        sizes.append(made(blobs))
+        assert blobs.num_bytes == pytest.approx(sizes[-1], rel=0.02)
+    assert 700 <= sizes[1] - sizes[0] < 800
+
+
+def test_reservations_follow_blobs_that_are_larger_than_footers_say(tmp_path: Path) -> None:
+    blobs = blobs_of(tmp_path / "x.parquet", ADDRESSES, row_group_size=ROWS // 2, **PREFIXES)
+    size = made(blobs)
+    assert blobs.plan.bytes_of(1) < size / 4
+    assert blobs.maker._decoding_bytes(1) == pytest.approx(3 * size, rel=0.1)
