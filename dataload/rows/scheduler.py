@@ -160,8 +160,8 @@ class RowGroupScheduler:
 
     def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
         since = perf_counter()
-        # Another process takes no work from a loop that waits for row groups most of the time. A function of the user
-        # may hold the interpreter lock, so that a second process makes the rows in half of the time.
+        # Another process takes no work from a loop that waits for row groups most of the time. But a function of the
+        # user may hold the interpreter lock, and the other process has one of its own.
         is_wanted = self._blobs.is_mapped or not self._demand.prevails
         if self.decoder is not None and (self.decoder.started or is_wanted):
             self.decoder.begin()

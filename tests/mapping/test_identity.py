@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import pickle
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 
 from dataload.errors import ConfigError
 from dataload.mapping.identity import identity
+from dataload.mapping.stage import UserFunction
 
 SOURCE = '''
 import functools, logging
@@ -215,6 +217,16 @@ def test_a_file_that_changed_since_its_import_is_no_identity(project: Project, t
     (tmp_path / "project.py").write_text(SOURCE.replace("+ step", "- step"))
     with pytest.raises(ConfigError, match="has changed since plain was imported"):
         identity(module.plain)
+
+
+def test_a_process_that_imports_another_source_refuses_the_function(project: Project) -> None:
+    sent = pickle.dumps(UserFunction.of(project().plain, None))
+    assert pickle.loads(sent).call({"x": 1}) == {"x": 6}
+    project(("# a comment", "# another one"))
+    assert pickle.loads(sent).call({"x": 1}) == {"x": 6}
+    project(("SIZE = 3", "SIZE = 4"))
+    with pytest.raises(ConfigError, match=r"project\.plain, or something that it refers to, has changed since"):
+        pickle.loads(sent)
 
 
 def test_installed_packages_count_by_version(monkeypatch: pytest.MonkeyPatch) -> None:

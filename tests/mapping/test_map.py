@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import tiers
 import torch
+from clusters import until
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
@@ -418,3 +420,42 @@ def test_three_deaths_of_one_chunk_are_an_error(dataset: Dataset, file: Path) ->
     mapped = dataset.map(deadly, processes=1)
     with pytest.raises(DataError, match=rf"{file} row group 0 rows 0 to 19: .*3 processes died.*3, 3, 3"):
         mapped[0]
+
+
+class Endless:
+    """A function that never returns in a process other than that of the sample. It writes the process's number."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.parent = str(path), os.getpid()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if os.getpid() != self.parent:
+            Path(f"{self.path}-draft").write_text(str(os.getpid()))
+            Path(f"{self.path}-draft").rename(self.path)
+            threading.Event().wait()
+        return {"id": batch["id"]}
+
+
+def run_endless(file: Path, path: Path) -> None:
+    make_dataset(file, cache=False).map(Endless(path), version="1", processes=1)[0]
+
+
+def test_a_process_ends_with_a_killed_trainer_in_the_middle_of_a_call(file: Path, tmp_path: Path) -> None:
+    trainer = tiers.start(run_endless, file, tmp_path / "pid")
+    until(lambda: (tmp_path / "pid").exists())
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    trainer.kill()
+    assert tiers.end(trainer) == -signal.SIGKILL
+    assert psutil.wait_procs([child], tiers.PATIENCE)[1] == []
+
+
+def test_the_loop_waits_for_the_function(dataset: Dataset) -> None:
+    """The background decoder starts with the first row group, although the loop waits all the time."""
+
+    def slow(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"id": batch["id"], "total": [sum(range(20_000 + number)) for number in batch["id"].tolist()]}
+
+    loader = make_loader(dataset.map(slow), 16)
+    next(iter(loader))
+    assert loader.stats().waits["map"] > 0
+    assert loader.dataset.rowstore.scheduler.decoder.started
