@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import torch
@@ -17,11 +16,15 @@ from dataload.cache.filesystem import open_source
 from dataload.catalog.locations import Location, Locator
 from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
 from dataload.catalog.selected_rows import SelectedRows
+from dataload.catalog.selection import Selection
 from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.formats.schema import is_flat
-from dataload.rows.numbered_rows import NumberedRows
+from dataload.map_style import MapStyle, as_array
+from dataload.mapping.places import stored_of
+from dataload.mapping.row_groups import MappedRowGroups
+from dataload.mapping.stage import Stage, fingerprint_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
@@ -29,101 +32,7 @@ from dataload.samplers.window_size import default_window
 
 if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
-
-
-class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows by number: a `Dataset` or a mixture of several.
-
-    Attributes:
-        num_rows: Number of rows.
-        rowstore: The rows.
-        computed: Columns of each batch that are computed from the numbers of its rows, by name.
-    """
-
-    num_rows: int
-    rowstore: RowStore
-    computed: Mapping[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {}
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        """Return one row as a dict. A negative number counts from the end.
-
-        Raises:
-            IndexError: The dataset has no such row.
-            OriginError: The origin failed.
-            DataError: The row group cannot be decoded.
-        """
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
-        return self.__getitems__([range(len(self))[row]])[0]
-
-    def __getitems__(self, rows: Any) -> NumberedRows:
-        """Return a batch of rows: a sequence of row dicts whose `.columns` is the batch by column.
-
-        Args:
-            rows: Row numbers, int64 [B], each in [0, len(self)).
-
-        Raises:
-            IndexError: The batch is empty, or the dataset lacks one of the rows.
-            OriginError: The origin failed.
-            DataError: A row group cannot be decoded.
-        """
-        numbers = np.asarray(rows, np.int64)
-        if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
-            raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
-        return NumberedRows(self.rowstore.gather(numbers), numbers, computed=self.computed)
-
-    @property
-    def datasets(self) -> tuple[Dataset, ...]:
-        """The datasets that have the rows, one after the other."""
-        raise NotImplementedError
-
-    @property
-    def row_groups(self) -> tuple[RowGroup, ...]:
-        """All row groups in the order of their rows."""
-        return tuple(group for dataset in self.datasets for group in dataset.manifest.row_groups)
-
-    def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:  # noqa: ARG002 (a mixture's)
-        """Return the number of rows of each source, by name, in consecutive batches; nothing if this is no mixture.
-
-        Args:
-            numbers: The rows of all batches, int64 [n].
-            sizes: Rows of each batch.
-        """
-        return [{} for _ in sizes]
-
-    def source_of(self, group: int) -> str | None:  # noqa: ARG002 (a mixture's)
-        """Return the name of a row group's source; None if this is no mixture."""
-        return None
-
-    @overload
-    def locate(self, row_ids: int) -> Location: ...
-    @overload
-    def locate(self, row_ids: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> list[Location]: ...
-    def locate(self, row_ids: int | Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Location | list[Location]:
-        """Return the file, the row group and the row in it of rows, such as those of the column "row_id" of a batch.
-
-        Args:
-            row_ids: A row number, or several. A dataset numbers its own rows from 0, in file order, and so does each
-                split of it. A mixture numbers the rows of all sources, one source after the other.
-
-        Returns:
-            The `Location` of one number; a list of them for a sequence or a tensor [n].
-
-        Raises:
-            IndexError: The dataset has no such row.
-            TypeError: The numbers are not integers.
-
-        Notes: a search takes O(log(row groups)) and fetches nothing.
-        """
-        numbers = _array(row_ids)
-        found = self._located(numbers)
-        return found if numbers.ndim else found[0]
-
-    def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
-        raise NotImplementedError
+    from dataload.mapping.running import Function
 
 
 class Dataset(MapStyle):
@@ -134,7 +43,7 @@ class Dataset(MapStyle):
     Attributes:
         schema: Arrow schema of the chosen columns.
         row_groups: The row groups that have rows of the dataset, in file order.
-        fingerprint: Digest of the objects, their versions and the selected rows.
+        fingerprint: Digest of the objects, their versions, the selected rows and the maps.
         window: Default number of row groups that a loader shuffles together.
 
     Example:
@@ -167,6 +76,7 @@ class Dataset(MapStyle):
         columns: Sequence[str] | None = None,
         fill_null: Any = None,
         null_masks: bool = False,
+        stages: Sequence[Stage] = (),
     ) -> None:
         if columns is not None and (isinstance(columns, str) or not columns):
             raise ConfigError(f"columns={columns!r} must be a list of at least one name")
@@ -176,13 +86,29 @@ class Dataset(MapStyle):
         self.blocks = blocks
         self.fill_null = fill_null
         self.null_masks = null_masks
-        self.schema: pa.Schema = pa.schema([manifest.schema.field(name) for name in manifest.select(columns)])
+        self.stages = tuple(stages)
+        self._columns = manifest.select(columns)
+        read = pa.schema([manifest.schema.field(name) for name in self._columns])
+        self.schema: pa.Schema = stages[-1].schema if stages else read
         self.block_lengths = manifest.block_lengths
         # From the bytes of whole row groups: the order must not depend on the chosen columns.
         self.window = default_window(self.block_lengths, [group.bytes for group in manifest.row_groups])
-        blobs = RowGroupCache(manifest, self.schema.names, blocks, fill_null, null_masks)
-        selected = None if manifest.selection is None else partial(SelectedRows, manifest.selection)
-        self.rowstore = RowStore(blobs, 2 * self.window, selected)
+        selected = None if self.stored_selection is None else partial(SelectedRows, self.stored_selection)
+        self.rowstore = RowStore(self.cached_row_groups(), 2 * self.window, selected)
+
+    def cached_row_groups(self, columns: Sequence[str] | None = None) -> RowGroupCache:
+        """Return the row groups in the cache. columns: those to store, in this order; None: all."""
+        own = self._columns if self.stages or columns is None else columns
+        blobs = RowGroupCache(self.manifest, own, self.blocks, self.fill_null, self.null_masks)
+        for stage in self.stages:
+            blobs = MappedRowGroups(blobs, stage, self.blocks, columns if stage is self.stages[-1] else None)
+        return blobs
+
+    @cached_property
+    def stored_selection(self) -> Selection | None:
+        """The rows of the dataset among those that are stored; None: all."""
+        stored = self.stages[-1].selection if self.stages else None
+        return stored_of(self.manifest.selection, stored, len(self.manifest.row_groups))
 
     @property
     def num_rows(self) -> int:  # type: ignore[override]
@@ -201,8 +127,8 @@ class Dataset(MapStyle):
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the objects' paths, sizes, versions and partition keys, and of the selected rows."""
-        return self.manifest.fingerprint
+        """Hex digest of the objects' paths, sizes, versions and partition keys, the selected rows and the maps."""
+        return fingerprint_of(self.manifest, self.stages)
 
     def __repr__(self) -> str:
         return f"Dataset({self.num_rows} rows in {len(self.row_groups)} row groups, {', '.join(self.schema.names)})"
@@ -244,7 +170,12 @@ class Dataset(MapStyle):
             OriginError: The origin failed.
             DataError: A row group cannot be decoded.
         """
-        return self._of(_narrowed(self.manifest, self.blocks, filters))
+        made = {name for stage in self.stages for name in stage.made}
+        try:
+            return self._of(_narrowed(self.manifest, self.blocks, filters, made))
+        except ConfigError as error:
+            hint = "; filters read the files, not the columns that map made: filter before map" if made else ""
+            raise ConfigError(f"{error}{hint}") from error
 
     def select(self, rows: Sequence[int] | npt.NDArray[Any] | torch.Tensor) -> Dataset:
         """Return the dataset of some rows, in file order.
@@ -256,16 +187,62 @@ class Dataset(MapStyle):
             ConfigError: There are no rows, a number comes twice, or the mask is not as long as the dataset.
             IndexError: The dataset has no such row.
         """
-        return self._of(subset(self.manifest, _array(rows)))
+        return self._of(subset(self.manifest, as_array(rows)))
 
-    def _of(self, manifest: Manifest) -> Dataset:
-        return Dataset(manifest, self.blocks, self.schema.names, self.fill_null, self.null_masks)
+    def map(
+        self,
+        function: Function,
+        *,
+        columns: Sequence[str] | None = None,
+        version: Any = None,
+        processes: int | None = None,
+    ) -> Dataset:
+        """Return the dataset of the rows that a deterministic function makes. Each host runs it once for each row.
+
+        The function gets a dict of columns, as batches of a loader are: tensors [n, …], list[str], list[memoryview],
+        list[Tensor]. It returns a dict of columns of n rows: arrays or tensors [n, …], or lists of n numbers, strings,
+        bytes, or lists of numbers. It runs on chunks of a row group, ahead of the loop. The results are cached like
+        decoded rows, and later epochs read them. Each row must depend on its own row only.
+
+        Args:
+            function: The function.
+            columns: Names of the columns that the function gets. It replaces them by those that it returns, and the
+                other columns stay. None: it gets all columns, and those that it returns are all that there are.
+                (`map` of Hugging Face datasets keeps the columns that are not returned: here, return
+                `{**batch, "new": …}`.)
+            version: Identifies the function together with its name. Change it with the function's results. None: the
+                function's source, default and closure values, and those of all that it refers to in the project,
+                identify it; installed packages count by version. Comments and docstrings do not count.
+            processes: Number of processes that run the function, if it holds the interpreter lock. None: threads.
+
+        Raises:
+            ConfigError: An argument cannot work, or the function needs a version.
+            DataError: The function raised in a sample of the rows, or it returned what no column can hold.
+            OriginError: The origin failed.
+
+        Notes:
+            `map` runs the function on a sample of at most 128 rows at once, to know the columns and their sizes. All
+            rows are mapped that the dataset has now. If few are needed, call `filter` or `select` first.
+        """
+        from dataload.mapping.probe import stage_of
+
+        stage = stage_of(
+            *(function, self.rowstore.blobs, self.manifest, self.schema, self.blocks),
+            columns=columns,
+            version=version,
+            processes=processes,
+        )
+        return self._of(self.manifest, [*self.stages, stage])
+
+    def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None) -> Dataset:
+        kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
+        return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept)
 
 
-def _narrowed(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
+def _narrowed(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collection[str] = ()) -> Manifest:
     from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
 
-    return narrow(manifest, blocks, filters)
+    return narrow(manifest, blocks, filters, made)
 
 
 def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
@@ -278,10 +255,6 @@ def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
             raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
         if not is_flat(field := manifest.schema.field(name)):
             raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
-
-
-def _array(numbers: Any) -> npt.NDArray[Any]:
-    return np.asarray(numbers.cpu() if isinstance(numbers, torch.Tensor) else numbers)
 
 
 def make_dataset(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from itertools import groupby
@@ -35,7 +35,7 @@ HELD_BYTES = 8 << 20  # of each row group in flight; the rest of its columns is 
 BATCH_ROWS = 1 << 14
 
 
-def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
+def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collection[str] = ()) -> Manifest:
     """Return the manifest of the rows that match.
 
     Partition keys and statistics decide first. Where they do not, the filter's columns are fetched. Each host finds the
@@ -45,9 +45,10 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
         manifest: The dataset.
         blocks: Reads the objects through the cache.
         filters: As in `make_dataset`.
+        made: Names of the columns that `map` made, which no filter can read.
 
     Raises:
-        ConfigError: The filters are malformed, or no row matches.
+        ConfigError: The filters are malformed, they name a column that `map` made, or no row matches.
         OriginError: The origin failed.
         DataError: A row group cannot be decoded.
     """
@@ -57,6 +58,8 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters) -> Manifest:
     own = read_footer(first.file, first.footer_at, blocks).schema
     keys = [manifest.schema.field(name) for name, _ in first.constants]
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
+    if mapped := {*made} & {*chosen.columns}:
+        raise ConfigError(f"map made the column {min(mapped)!r}")
     key = blocks.key(Object(first.file.path, 0, manifest.fingerprint), f"matches {VERSION} {chosen.digest}")
     found = blocks.tier.get(key)
     if found is None:

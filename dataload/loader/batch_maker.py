@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataload.dataset import MapStyle
 from dataload.errors import ConfigError
 from dataload.loader.bad_rows import naming_rows, replacements
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import pack
+from dataload.map_style import MapStyle
 from dataload.rows.collate import Batch, Empty, Rows
 from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows

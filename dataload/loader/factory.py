@@ -13,13 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.cache.config import CacheConfig
 from dataload.catalog.manifest import Source
-from dataload.dataset import MapStyle, make_dataset
+from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader.arguments import check_arguments
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.integrations import TrainerMixtureSampler, TrainerSampler
 from dataload.loader.loader import BATCHES_AHEAD, Loader
 from dataload.loader.ranks import world_of
+from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.rows.numbered_rows import ROW_IDS
 from dataload.samplers.order import Shuffle

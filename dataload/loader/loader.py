@@ -16,7 +16,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
-from dataload.dataset import MapStyle
 from dataload.loader.background_iterator import run_ahead
 from dataload.loader.batch_maker import Answer, BatchMaker, Requests
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
@@ -25,6 +24,7 @@ from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, a
 from dataload.loader.lookahead import Lookahead, Needs
 from dataload.loader.ranks import check_data_parallel, process_among
 from dataload.loader.worker_transport import unpack
+from dataload.map_style import MapStyle
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Served

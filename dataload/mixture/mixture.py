@@ -15,9 +15,10 @@ import pyarrow as pa
 
 from dataload.catalog.locations import Location
 from dataload.catalog.manifest import Source as Files
-from dataload.dataset import Dataset, MapStyle, make_dataset
+from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import Field, mask_name
+from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
@@ -157,11 +158,8 @@ class Mixture(MapStyle):
         ]
 
     def _row_store(self) -> RowStore:
-        caches = [
-            RowGroupCache(each.manifest, self.schema.names, each.blocks, each.fill_null, each.null_masks)
-            for each in self._datasets
-        ]
-        selected, selections = None, [each.manifest.selection for each in self._datasets]
+        caches = [each.cached_row_groups(self.schema.names) for each in self._datasets]
+        selected, selections = None, [each.stored_selection for each in self._datasets]
         if any(selection is not None for selection in selections):
             first_stored = np.cumsum([0, *(int(blobs.plan.row_starts[-1]) for blobs in caches)])
             selected = partial(MixedSelectedRows, selections, self._first_rows, first_stored)

@@ -89,6 +89,11 @@ class MixedRowGroups:
         return blobs.bytes_of(own)
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether a function of the user makes rows."""
+        return any(blobs.is_mapped for blobs in self.caches)
+
+    @property
     def shared(self) -> bool:
         """Whether other processes can read the cached blobs of all datasets."""
         return all(blobs.shared for blobs in self.caches)

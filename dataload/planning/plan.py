@@ -135,7 +135,7 @@ def plan(
         rows=manifest.num_rows,
         row_groups=len(lengths),
         decoded_bytes=blobs.num_bytes,
-        is_estimate=bool(blobs.value_sizes.coded),
+        is_estimate=blobs.is_estimate,
         cache_bytes_needed=needed_bytes,
         cache_bytes=limit,
         footers=all_footers,

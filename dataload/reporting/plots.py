@@ -26,6 +26,7 @@ COLOURS = {
     "cluster": "#cc79a7",
     "disk": "#e69f00",
     "decode": "#0072b2",
+    "map": "#f0e442",
     "collate": "#56b4e9",
     "transform": "#009e73",
     "transfer": "#999999",

@@ -16,6 +16,7 @@ from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.single_flight import make_once
 from dataload.cache.tier import BlobKey, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest
+from dataload.catalog.selection import Selection
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
 from dataload.rows.columns import Column, concatenate
@@ -43,10 +44,15 @@ class RowGroupCache:
     Attributes:
         plan: Names, lengths and sizes of the blobs.
         maker: Makes the row groups that are not cached.
+        is_mapped: Whether a function of the user makes the rows.
+        selection: The rows of each row group that the blobs hold; None: all.
 
     Notes:
         Any thread may call it.
     """
+
+    is_mapped = False
+    selection: Selection | None = None
 
     def __init__(
         self,
@@ -63,9 +69,15 @@ class RowGroupCache:
         self._null_masks = null_masks
         self._measured = False
         self._shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
-        self.plan = RowGroupPlan(manifest, columns, fill_null, null_masks=null_masks)
-        schema = pa.schema([manifest.schema.field(name) for name in columns])
-        self.maker = RowGroupMaker(manifest, self.plan, schema, blocks, fill_null)
+        self.plan = self._new_plan()
+        self.maker = self._new_maker()
+
+    def _new_plan(self) -> RowGroupPlan:
+        return RowGroupPlan(self._manifest, self._columns, self._fill_null, null_masks=self._null_masks)
+
+    def _new_maker(self) -> RowGroupMaker:
+        schema = pa.schema([self._manifest.schema.field(name) for name in self._columns])
+        return RowGroupMaker(self._manifest, self.plan, schema, self._blocks, self._fill_null)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (
@@ -127,6 +139,14 @@ class RowGroupCache:
         """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
         return self._blocks.tier.is_transient(self._keys(number))
 
+    def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
+        """Return the columns of each blob of a row group, or None if this host has not cached them."""
+        found = self._cached(self._keys(number))
+        if found is None:
+            return self._columns_of_wider(number)
+        blobs = zip(found, self.plan.lengths(number), strict=True)
+        return _joined([Blob(*blob, self.plan.layout) for blob in blobs], 1, self.plan.layout)
+
     def measure(self) -> None:
         """Measure the sizes of dictionary-coded values by reading a few row groups.
 
@@ -149,6 +169,11 @@ class RowGroupCache:
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
         return self.plan.bytes_of(number)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether `num_bytes` comes from a sample, because the footers do not tell it."""
+        return bool(self.value_sizes.coded)
 
     @property
     def caches(self) -> tuple[RowGroupCache, ...]:

@@ -24,6 +24,7 @@ from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Column
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
+from dataload.rows.size_sampling import Aside
 from dataload.runtime.baton import waiting
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import charge
@@ -112,7 +113,7 @@ class RowGroupMaker(ForkAware):
 
     def has_capacity(self, number: int) -> bool:
         """Return whether the budget has room for another row group now."""
-        return self.memory.fits(self._reservation(number))
+        return self.memory.fits(self.reservation(number))
 
     @contextmanager
     def reserve(self, number: int, life: RowGroupLife) -> Iterator[None]:
@@ -121,7 +122,7 @@ class RowGroupMaker(ForkAware):
         Raises:
             ReservationCancelled: The life was cancelled before the memory was reserved.
         """
-        size = self._reservation(number)
+        size = self.reservation(number)
         try:
             with ExitStack() as stack:
                 with nullcontext() if self.memory.fits(size) else waiting():
@@ -142,14 +143,46 @@ class RowGroupMaker(ForkAware):
             DataError: The row group cannot be decoded.
         """
         charge(decoded=1)
+        with self.opened(number) as columns:
+            return self.pack(number, keys, columns, life)
+
+    @contextmanager
+    def opened(self, number: int, besides: int = 0) -> Iterator[Iterator[dict[str, Column]]]:
+        """Fetch a row group, and yield an iterator that decodes the columns of one blob after the other.
+
+        Args:
+            number: The row group.
+            besides: Bytes of memory that the consumer of the columns takes.
+
+        Raises:
+            OriginError: The origin does not answer, or the file does not exist.
+            DataError: The row group cannot be decoded.
+        """
         group = self._manifest.row_groups[number]
         stored = self._plan.stored(group)
         if not stored:
-            return self.pack(number, keys, self._decoded([pa.table({})] * len(keys), number), life)
-        held_limit = self._held_limit(self._decoding_bytes(number), stored)
+            yield self._decoded([pa.table({})] * len(self._plan.lengths(number)), number)
+            return
+        held_limit = self._held_limit(self._decoding_bytes(number) + besides, stored)
         with self._footer(group).open_row_group(group.file, group.number, stored, self._blocks, held_limit) as reader:
-            tables = reader.tables(int(self._plan.blob_rows[number]))
-            return self.pack(number, keys, self._decoded(tables, number), life)
+            yield self._decoded(reader.tables(int(self._plan.blob_rows[number])), number)
+
+    def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
+        """Yield the columns of a row group and their rows, `rows` at a time. The first ones need few of its bytes.
+
+        Raises:
+            OriginError: The origin does not answer, or the file does not exist.
+            DataError: The row group cannot be decoded.
+        """
+        group, aside = self._manifest.row_groups[number], Aside.of(self._blocks)
+        stored = self._plan.stored(group)
+        if not stored:
+            yield self._decoded_table(pa.table({}), group.rows, group), group.rows
+            return
+        held_limit = COLUMN_BYTES * len(stored)
+        with self._footer(group).open_row_group(group.file, group.number, stored, aside, held_limit) as reader:
+            for table in reader.tables(rows):
+                yield self._decoded_table(table, len(table), group), len(table)
 
     def pack(
         self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], life: RowGroupLife
@@ -160,7 +193,7 @@ class RowGroupMaker(ForkAware):
         """
         life.enter(State.DECODING)
         expected = self._plan.bytes_of(number)
-        blobs = (self._pack if expected <= INLINE_BYTES else self._pack_in_thread)(number, keys, columns)
+        blobs = (self._pack if self._is_small(number) else self._pack_in_thread)(number, keys, columns)
         if (made := sum(map(len, blobs))) > INLINE_BYTES:
             self._growth = max(self._growth, made / max(1, expected))
         return blobs
@@ -180,6 +213,9 @@ class RowGroupMaker(ForkAware):
         waited(since, decoding, instead=decoding.longest())
         return packed.result()
 
+    def _is_small(self, number: int) -> bool:
+        return self._plan.bytes_of(number) <= INLINE_BYTES
+
     def _pack(
         self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]]
     ) -> list[memoryview]:
@@ -193,17 +229,23 @@ class RowGroupMaker(ForkAware):
 
     def _decoded(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:
         """Yield the decoded columns of each blob of a row group."""
-        group = self._manifest.row_groups[number]
         for table, rows in zip(tables, self._plan.lengths(number), strict=True):
-            whole = with_constants(table, group.constants, rows, self._schema)
-            yield decode(whole, self._plan.layout.fields, self._fill_null, _location(group))
+            yield self._decoded_table(table, rows, self._manifest.row_groups[number])
 
-    def _reservation(self, number: int) -> int:
+    def _decoded_table(self, table: pa.Table, rows: int, group: RowGroup) -> dict[str, Column]:
+        whole = with_constants(table, group.constants, rows, self._schema)
+        return decode(whole, self._plan.layout.fields, self._fill_null, _location(group))
+
+    def reservation(self, number: int, besides: int = 0) -> int:
         """Return the bytes of memory that a row group takes: the bytes fetched and held, and one blob three times.
 
         Arrow has a blob's columns, may copy them to join their parts, and they are packed into a buffer.
+
+        Args:
+            number: The row group.
+            besides: Bytes of memory that the consumer of the columns takes.
         """
-        group, decoding = self._manifest.row_groups[number], self._decoding_bytes(number)
+        group, decoding = self._manifest.row_groups[number], self._decoding_bytes(number) + besides
         stored = self._plan.stored(group)
         if not stored:
             return decoding

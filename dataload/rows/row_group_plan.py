@@ -29,9 +29,11 @@ class RowGroupPlan:
         columns: Names of the columns to store.
         fill_null: The replacement of nulls, which is part of the names of the blobs.
         null_masks: Whether the layout has masks of nulls, see `fields_of`.
+        made_by: Keys of what makes the rows, if it is not the decoding of files.
 
     Attributes:
         layout: Layout of a record.
+        digest: Digest of the columns and of how they are made.
         blob_rows: Rows of a full blob, by row group, int64 [groups]. A power of two, so that blobs of few columns are
             made of whole blobs of all columns.
         group_starts: Number of each row group's first blob, int64 [groups + 1].
@@ -40,7 +42,13 @@ class RowGroupPlan:
     """
 
     def __init__(
-        self, manifest: Manifest, columns: Sequence[str], fill_null: Any = None, *, null_masks: bool = False
+        self,
+        manifest: Manifest,
+        columns: Sequence[str],
+        fill_null: Any = None,
+        *,
+        null_masks: bool = False,
+        made_by: Sequence[str] = (),
     ) -> None:
         self._manifest = manifest
         self._columns = tuple(columns)
@@ -54,7 +62,7 @@ class RowGroupPlan:
         self.group_starts = np.concatenate(([0], np.cumsum(counts)))
         self.most_of_a_group = int(counts.max(initial=1))
         self.row_starts = self._first_rows(lengths, counts)
-        self._digest = digest_of(fill_null, row_block.VERSION, self.layout.describe())
+        self.digest = digest_of(fill_null, row_block.VERSION, self.layout.describe(), *made_by)
 
     def use_mean_sizes(self, means: Mapping[str, float]) -> None:
         """Estimate sizes by the measured bytes of a value, by column, where the footers only tell those of codes."""
@@ -89,11 +97,11 @@ class RowGroupPlan:
 
     def qualified(self, number: int, part: str) -> str:
         """Return the name of a part of a row group within its file. It identifies the content of the records."""
-        return f"{RECORDS}{self._manifest.row_groups[number].number} {part} {self._digest}"
+        return f"{RECORDS}{self._manifest.row_groups[number].number} {part} {self.digest}"
 
     def group_name(self, number: int) -> str:
         """Return the name of a row group's blobs together, within its file."""
-        return f"{RECORDS}{self._manifest.row_groups[number].number} {self._digest}"
+        return f"{RECORDS}{self._manifest.row_groups[number].number} {self.digest}"
 
     def stored(self, group: RowGroup) -> list[str]:
         """Return the columns that a row group's file holds. The others are constants of its folder names."""

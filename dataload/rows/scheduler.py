@@ -39,7 +39,7 @@ class RowGroupScheduler:
     Attributes:
         ledger: The accounts of the row groups.
         sizes: Bytes of the row groups that were loaded, by row group.
-        decoder: The background decoder, once `start` was called for a large dataset.
+        decoder: The background decoder, once `start` was called for a large or mapped dataset.
 
     Notes:
         One thread at a time may call `start`, `request`, `opened` and `cancel`. Any thread may call the others.
@@ -57,11 +57,12 @@ class RowGroupScheduler:
         self.sizes: dict[int, int] = {}
 
     def start(self) -> None:
-        """Prepare for prefetches: keep the cached row groups, and decode a large dataset in a background process."""
+        """Prepare for prefetches: keep the cached row groups. A background process makes those of a large dataset."""
         if not self._started:
             self._started = True
             self._threads.submit(self._blobs.touch)
-            if self._blobs.shared and self._blobs.num_bytes >= BACKGROUND_BYTES:
+            is_long = self._blobs.is_mapped or self._blobs.num_bytes >= BACKGROUND_BYTES
+            if self._blobs.shared and is_long:
                 self.decoder, self._demand = BackgroundDecoder(self._blobs), DemandSignal()
 
     def request(self, group: int, most: int, *, counted: bool = True, own_thread: bool = False) -> RowGroupLife:
@@ -159,8 +160,11 @@ class RowGroupScheduler:
 
     def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
         since = perf_counter()
-        # Another process takes no work from a loop that waits for row groups most of the time.
-        if self.decoder is not None and (self.decoder.started or not self._demand.prevails):
+        # Another process takes no work from a loop that waits for row groups most of the time. But a function of the
+        # user may hold the interpreter lock, and the other process has one of its own.
+        is_wanted = self._blobs.is_mapped or not self._demand.prevails
+        if self.decoder is not None and (self.decoder.started or is_wanted):
+            self.decoder.begin()
             self.decoder.make(group, self._demand, life.account)
             if (contents := self._blobs.find(group)) is not None:
                 life.enter(State.CACHED)

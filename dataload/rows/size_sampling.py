@@ -61,7 +61,7 @@ class ValueSizes:
         self._blocks = blocks
         self._blob_rows = [blob_rows[number] for number in self.samples]
         self._fill_null = fill_null
-        self._uncached_blocks = Aside(blocks.origin, blocks.tier, blocks.block_bytes)
+        self._uncached_blocks = Aside.of(blocks)
 
     @property
     def coded(self) -> list[str]:
@@ -124,6 +124,11 @@ class ValueSizes:
 
 class Aside(Blocks):
     """A reader that uses cached blocks and caches no others, for data that is not needed yet."""
+
+    @classmethod
+    def of(cls, blocks: Blocks) -> Aside:
+        """Return such a reader of the same objects."""
+        return cls(blocks.origin, blocks.tier, blocks.block_bytes)
 
     @property
     def retains_blocks(self) -> bool:

@@ -13,7 +13,7 @@ from time import perf_counter
 
 from dataload.telemetry.spans import stage
 
-CAUSES = ("origin", "cluster", "disk", "decode", "collate", "transform", "transfer")
+CAUSES = ("origin", "cluster", "disk", "decode", "map", "collate", "transform", "transfer")
 IDLE = ""
 CHANGES_KEPT = 4096
 ELSEWHERE = "elsewhere"  # another process of the host makes what is awaited

@@ -151,6 +151,11 @@ class BackgroundDecoder(ForkAware):
             self._paused_until = monotonic() + BACKOFF_SECONDS
         return done.cached
 
+    def begin(self) -> None:
+        """Start the process if there is none, although threads wait for row groups: it is ready for later ones."""
+        if not _program_exits.is_set():
+            self._running()
+
     @property
     def started(self) -> bool:
         """Whether this process has started a background process."""

@@ -1,0 +1,332 @@
+"""The identity of a function: a digest that changes if its results may change."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import dis
+import enum
+import fractions
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import pathlib
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from dataload.errors import ConfigError
+from dataload.mapping.sources import Sources, is_generated
+
+VERSION = 1
+MOST_BYTES = 16 << 20  # of an array; a larger one takes long to hash
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), type(NotImplemented))
+_SHOWN: tuple[type, ...] = (decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, np.dtype)
+_SHOWN += (dt.date, dt.time, dt.timedelta, dt.timezone)
+_WRAPPERS = (staticmethod, classmethod, functools.cached_property)
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return the qualified name of a function, or of the class of a callable object, for people."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def identity(function: Callable[..., Any], version: Any = None) -> str:
+    """Return a hex digest of a function.
+
+    It covers the module, the qualified name, the source without comments and docstrings, default values, the values of
+    closures, arguments of `functools.partial`, and the same for all functions, classes and constants of the project
+    that the function refers to. Installed packages count by name and version.
+
+    Args:
+        function: The function.
+        version: A version that the user changes with the function. The digest then covers only it and the name.
+
+    Raises:
+        ConfigError: The function has no source, or it refers to an object whose state cannot be compared.
+    """
+    name = name_of(function)
+    if version is not None:
+        content: Any = ["version", name, repr(version)]
+    else:
+        try:
+            content = _Walk().describe(function, name)
+        except ConfigError as error:
+            raise ConfigError(
+                f"map cannot tell one version of {name} from another: {error}. Pass version=, and change it whenever "
+                "the function's results change"
+            ) from None
+    encoded = json.dumps([VERSION, content]).encode()
+    return hashlib.blake2b(encoded, digest_size=16, person=b"dataload map").hexdigest()
+
+
+class _Walk:
+    """Describes a function and all that it refers to, each object once."""
+
+    def __init__(self) -> None:
+        self._sources = Sources()
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that no other object gets the id of one that was described
+
+    def describe(self, value: Any, where: str) -> Any:
+        """Return a JSON-able description of a value.
+
+        Args:
+            value: The value.
+            where: Its name in errors.
+
+        Raises:
+            ConfigError: The value cannot be described.
+        """
+        if isinstance(value, enum.Enum):
+            return ["enum", self.describe(type(value), where), value.name]
+        if isinstance(value, (*_SCALARS, *_SHOWN)):
+            return [type(value).__qualname__, repr(value)]
+        if isinstance(value, types.ModuleType):
+            return self._global(value, {*vars(value)}, where)
+        if id(value) in self._numbers:
+            return ["again", self._numbers[id(value)]]
+        self._numbers[id(value)] = len(self._numbers)
+        self._kept.append(value)
+        return self._object(value, where)
+
+    def _object(self, value: Any, where: str) -> Any:
+        if isinstance(value, (type, types.FunctionType)) and _package(value.__module__) is None:
+            return self._class(value) if isinstance(value, type) else self._function(value)
+        for kinds, describe in _KINDS:
+            if isinstance(value, kinds):
+                return [type(value).__qualname__, describe(self, value, where)]
+        if (name := _installed_name(value)) is not None:
+            return name
+        if all(base is object or _package(base.__module__) is None for base in type(value).__mro__):
+            return ["object", self.describe(type(value), where), self._state(value, where)]
+        raise ConfigError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which may have any state")
+
+    def array(self, value: Any, where: str) -> Any:
+        """Return a description of an array by its dtype, shape and bytes."""
+        array = np.asarray(value)
+        if array.dtype.hasobject or array.nbytes > MOST_BYTES:
+            raise ConfigError(f"{where} is an array of objects, or of more than {MOST_BYTES >> 20} MiB")
+        content = hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=16).hexdigest()
+        return [str(array.dtype), array.shape, content]
+
+    def items(self, values: Iterable[Any], where: str) -> list[Any]:
+        """Return descriptions of values in their order."""
+        return [self.describe(each, where) for each in values]
+
+    def unordered(self, values: Iterable[Any], where: str) -> list[Any]:
+        """Return descriptions of values in an order of their own."""
+        return sorted(self.items(sorted(values, key=repr), where), key=json.dumps)
+
+    def entries(self, value: Mapping[Any, Any], where: str) -> list[Any]:
+        """Return descriptions of the keys and values of a mapping."""
+        return [[self.describe(key, where), self.describe(each, f"{where}[{key!r}]")] for key, each in value.items()]
+
+    def _state(self, value: Any, where: str) -> Any:
+        slots = [name for base in type(value).__mro__ for name in _names(vars(base).get("__slots__", ()))]
+        state = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
+        state |= getattr(value, "__dict__", {})
+        return [[name, self.describe(each, f"{where}.{name}")] for name, each in sorted(state.items())]
+
+    def _function(self, function: types.FunctionType) -> Any:
+        code, where = function.__code__, f"{function.__module__}.{function.__qualname__}"
+        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+        return [
+            *("function", function.__module__, function.__qualname__, self._sources.of_function(code)),
+            self.describe(function.__defaults__, f"a default of {where}"),
+            self.describe(function.__kwdefaults__, f"a default of {where}"),
+            self._references(code, {name: cell for name, cell in cells if _is_set(cell)}, function.__globals__, where),
+        ]
+
+    def _references(
+        self, code: CodeType, cells: Mapping[str, types.CellType], scope: Mapping[str, Any], where: str
+    ) -> list[Any]:
+        """Return descriptions of closure values, globals, and modules that a function imports when it is called."""
+        names = _names_in(code)
+        values = [(name, cell.cell_contents) for name, cell in sorted(cells.items())]
+        values += [(name, scope[name]) for name in sorted(names & scope.keys())]
+        values += [(module.__name__, module) for module in _imported_in(code, scope)]
+        return [[name, self._global(value, names, f"{name!r} of {where}")] for name, value in values]
+
+    def _global(self, value: Any, names: set[str], where: str) -> Any:
+        """Return a description of a value; of a module of the project, those of the members that `names` may mean."""
+        if not isinstance(value, types.ModuleType):
+            return self.describe(value, where)
+        if (package := _package(value.__name__)) is not None:
+            return ["module", value.__name__, package]
+        members = sorted(name for name in names & vars(value).keys() if not name.startswith("__"))
+        inner = [[name, self._global(vars(value)[name], names - {name}, f"{where}.{name}")] for name in members]
+        return ["module", value.__name__, inner]
+
+    def _class(self, kind: type) -> Any:
+        where = f"{kind.__module__}.{kind.__qualname__}"
+        members = []
+        for name, member in sorted(vars(kind).items()):
+            functions = (each for each in _functions_of(member) if not is_generated(each.__code__))
+            members += [[name, self.describe(function, f"{where}.{name}")] for function in functions]
+            if not name.startswith("_") and not _is_descriptor(member) and not isinstance(kind, enum.EnumMeta):
+                members.append([name, self.describe(member, f"{where}.{name}")])
+        bases = [self.describe(base, where) for base in kind.__bases__ if base is not object]
+        return ["class", kind.__module__, kind.__qualname__, self._sources.of_class(kind), bases, members]
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # The variable has no value yet.
+        return False
+
+
+def _imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[types.ModuleType]:
+    """Return the modules that a function imports when it is called, and their submodules that it names."""
+    found, level = [], 0
+    for step in dis.get_instructions(code):
+        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and isinstance(step.argval, int):
+            level = step.argval
+        elif step.opname == "IMPORT_NAME":
+            parent = importlib.util.resolve_name("." * level + step.argval, scope.get("__package__")) if level else ""
+            found.append(parent or step.argval)
+        elif step.opname == "IMPORT_FROM" and found:
+            found.append(f"{found[-1]}.{step.argval}")
+    for name in found:
+        with suppress(ImportError):  # no module, but a member of one; or a module that is not installed
+            importlib.import_module(name)
+    inner = [
+        module
+        for constant in code.co_consts
+        if isinstance(constant, CodeType)
+        for module in _imported_in(constant, scope)
+    ]
+    return [sys.modules[name] for name in found if name in sys.modules] + inner
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes that a function and the functions in it use."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _names(slots: Any) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
+
+
+def _functions_of(member: Any) -> list[types.FunctionType]:
+    """Return the functions of a member of a class."""
+    if isinstance(member, property):
+        found = [member.fget, member.fset, member.fdel]
+    elif isinstance(member, _WRAPPERS):
+        found = [member.func if isinstance(member, functools.cached_property) else member.__func__]
+    else:
+        found = [member]
+    return [each for each in found if isinstance(each, types.FunctionType)]
+
+
+def _is_descriptor(member: Any) -> bool:
+    return isinstance(member, (types.FunctionType, property, *_WRAPPERS, *_DESCRIPTORS))
+
+
+def _module_function(walk: _Walk, value: Any, where: str) -> Any:
+    """Return a description of a function of an extension, which must not be a method of an object with a state."""
+    owner = value.__self__
+    if owner is None or isinstance(owner, types.ModuleType):
+        return [value.__module__, value.__qualname__, _package(value.__module__ or "builtins")]
+    return [value.__name__, walk.describe(owner, where)]
+
+
+def _tensor(walk: _Walk, value: Any, where: str) -> Any:
+    return walk.array(value.detach().cpu().numpy(), where)
+
+
+class _TensorType(type):
+    """The type of torch's tensors, without importing torch."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        torch = sys.modules.get("torch")
+        return torch is not None and type(value) is torch.Tensor
+
+
+class _Tensor(metaclass=_TensorType):
+    pass
+
+
+def _partial(walk: _Walk, value: Any, where: str) -> Any:
+    parts = (value.func, value.args, value.keywords)
+    return [walk.describe(part, f"an argument of {where}") for part in parts]
+
+
+def _method(walk: _Walk, value: Any, where: str) -> Any:
+    return [walk.describe(value.__func__, where), walk.describe(value.__self__, f"the object of {where}")]
+
+
+_KINDS: list[tuple[Any, Callable[[_Walk, Any, str], Any]]] = [
+    ((tuple, list), lambda walk, value, where: walk.items(value, where)),
+    ((set, frozenset), lambda walk, value, where: walk.unordered(value, where)),
+    ((dict, types.MappingProxyType), lambda walk, value, where: walk.entries(value, where)),
+    ((np.ndarray, np.generic), lambda walk, value, where: walk.array(value, where)),
+    (_Tensor, _tensor),
+    (re.Pattern, lambda _, value, __: [value.pattern, value.flags] if isinstance(value.pattern, str) else repr(value)),
+    (slice, lambda walk, value, where: walk.items((value.start, value.stop, value.step), where)),
+    (bytearray, lambda _, value, __: repr(bytes(value))),
+    (functools.partial, _partial),
+    (types.MethodType, _method),
+    (types.BuiltinFunctionType, _module_function),
+    (functools._lru_cache_wrapper, lambda walk, value, where: walk.describe(value.__wrapped__, where)),  # noqa: SLF001
+    (logging.Logger, lambda _, value, __: value.name),
+]
+
+
+def _installed_name(value: Any) -> Any:
+    """Return the name and version of an object that an installed package defines under its name, or None."""
+    module = getattr(value, "__module__", None) or getattr(type(value), "__module__", "")
+    if not isinstance(module, str) or (package := _package(module)) is None:
+        return None
+    for name in (getattr(value, "__qualname__", None), getattr(value, "__name__", None)):
+        found: Any = sys.modules.get(module)
+        for part in name.split(".") if isinstance(name, str) else ():
+            found = getattr(found, part, None)
+        if name and found is value:
+            return ["installed", module, name, package]
+    shown = repr(value)  # such as torch.float32
+    found = sys.modules.get(module)
+    for part in shown.split(".")[1:] if shown.startswith(f"{module}.") else ():
+        found = getattr(found, part, None)
+    return ["installed", shown, package] if found is value else None
+
+
+@functools.cache
+def _package(module: str) -> str | None:
+    """Return the name and version of the installed package of a module, or None for a module of the project."""
+    if module in ("__main__", "__mp_main__"):
+        return None
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return f"python {sys.version_info.major}.{sys.version_info.minor}"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None and (found := sys.modules.get(root)) is not None:
+        file = getattr(found, "__file__", None)
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    folders = {"site-packages", "dist-packages"}
+    if file is None or not (folders & {*pathlib.PurePath(file).parts} or any(file.startswith(at) for at in installed)):
+        return None
+    names = sorted(set(_distributions().get(root, [])))
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    return ", ".join(versions) or None
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()

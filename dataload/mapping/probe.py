@@ -1,0 +1,134 @@
+"""The columns that a function returns, and their sizes, from a sample that each host maps once."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from dataload.cache.blocks.reader import Blocks, Object
+from dataload.catalog.footer_cache import get_or_make
+from dataload.catalog.manifest import Manifest
+from dataload.errors import ConfigError, DataError
+from dataload.formats.schema import fields_of
+from dataload.mapping.forms import joined_forms
+from dataload.mapping.places import mapped_of, rows_text, where
+from dataload.mapping.running import ChunkError, Function, Runner, blob_of, records_of
+from dataload.mapping.stage import Stage, UserFunction, given_and_kept, key_of, schema_of
+from dataload.rows.row_group_cache import RowGroupCache
+
+if TYPE_CHECKING:
+    from dataload.rows.row_block import Records
+
+VERSION = 1
+SAMPLES = 4  # row groups
+SAMPLE_ROWS = 32  # of each
+
+
+def stage_of(
+    function: Function,
+    source: RowGroupCache,
+    manifest: Manifest,
+    schema: pa.Schema,
+    blocks: Blocks,
+    *,
+    columns: Sequence[str] | None,
+    version: Any,
+    processes: int | None,
+) -> Stage:
+    """Return the map of a dataset. A sample of its rows tells the columns.
+
+    Args:
+        function: The function.
+        source: The row groups that are mapped.
+        manifest: The dataset.
+        schema: Its columns.
+        blocks: The cache.
+        columns: As for `Dataset.map`.
+        version: As for `Dataset.map`.
+        processes: As for `Dataset.map`.
+
+    Raises:
+        ConfigError: An argument cannot work, or the dataset has no row.
+        DataError: The function raised, or it returned what no column can hold.
+        OriginError: The origin failed.
+    """
+    if processes is not None and (not isinstance(processes, int) or processes < 1):
+        raise ConfigError(f"processes={processes!r} must be at least 1, or None for threads")
+    if columns is not None and (isinstance(columns, str) or not columns):
+        raise ConfigError(f"columns={columns!r} must be a list of at least one name")
+    chosen = None if columns is None else tuple(Manifest(schema, (), "").select(columns))
+    if not manifest.num_rows:
+        raise ConfigError("map needs at least one row, and the dataset has none")
+    user = UserFunction.of(function, version)
+    first = Object(manifest.row_groups[0].file.path, 0, manifest.fingerprint)
+    key = blocks.key(first, f"map {VERSION} {key_of(user, chosen)} {source.plan.digest}")
+    found = json.loads(
+        bytes(get_or_make(blocks, key, lambda: _sampled(user, source, manifest, schema, blocks, chosen)))
+    )
+    mapped = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
+    return Stage(user, chosen, processes, manifest, mapped, found["row_bytes"], tuple(found["made"]))
+
+
+def _sampled(
+    user: UserFunction,
+    source: RowGroupCache,
+    manifest: Manifest,
+    schema: pa.Schema,
+    blocks: Blocks,
+    columns: Sequence[str] | None,
+) -> bytes:
+    """Return the schema of the mapped rows, the columns that the function made, and mean sizes, as JSON."""
+    layout = source.plan.layout
+    given, kept = given_and_kept(layout.fields, columns)
+    runner = Runner(user.call, given, kept)
+    samples, row_bytes = [], dict[str, float]()
+    for number in _samples(manifest):
+        records = _head(source, manifest, number, where(manifest.row_groups[number], blocks))
+        try:
+            forms = runner.forms(records)
+        except ChunkError as error:
+            rows = rows_text(manifest.selection, number, 0, len(records), error.row)
+            place = f"{where(manifest.row_groups[number], blocks)} {rows}"
+            raise DataError(f"{place}: map {user.name}: {error.text}") from error.__cause__
+        samples.append({name: form for name, (form, _) in forms.items()})
+        sizes = {name: size for name, (_, size) in forms.items()} | runner.kept_bytes(records)
+        # The largest, because a cache of exactly the mean size would be too small by chance.
+        row_bytes |= {name: max(size, row_bytes.get(name, 0.0)) for name, size in sizes.items()}
+    try:
+        types = {name: form.type for name, form in joined_forms(samples).items()}
+        mapped = schema_of(schema, layout, kept, types)
+        fields_of(mapped)  # raises for a type that batches cannot hold
+    except DataError as error:
+        raise DataError(f"map {user.name}: {error}") from error
+    encoded = base64.b64encode(mapped.serialize()).decode()
+    return json.dumps({"schema": encoded, "made": list(types), "row_bytes": row_bytes}).encode()
+
+
+def _samples(manifest: Manifest) -> list[int]:
+    """Return the numbers of the sampled row groups, the same on every host."""
+    filled = np.flatnonzero(manifest.block_lengths).tolist()
+    count = min(SAMPLES, len(filled))
+    return [filled[(2 * sample + 1) * len(filled) // (2 * count)] for sample in range(count)]
+
+
+def _head(source: RowGroupCache, manifest: Manifest, number: int, place: str) -> Records:
+    """Return the first rows of a row group that are mapped."""
+    mask, layout = mapped_of(manifest.selection, source.selection, number), source.plan.layout
+    start = 0
+    cached = source.cached_columns(number)
+    if cached is None:
+        parts = source.maker.head(number, SAMPLE_ROWS)
+    else:
+        parts = zip(cached, source.plan.lengths(number), strict=True)
+    for columns, rows in parts:
+        chosen = np.arange(rows) if mask is None else np.flatnonzero(mask[start : start + rows])
+        if len(chosen):
+            blob = memoryview(blob_of(columns, rows, layout, place))
+            return records_of(blob, rows, layout, chosen[:SAMPLE_ROWS])
+        start += rows
+    raise AssertionError("the row group has mapped rows")

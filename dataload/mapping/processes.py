@@ -1,0 +1,84 @@
+"""Calls of the user's function in child processes, for functions that hold the interpreter lock."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+
+from dataload.formats.schema import Field, Layout
+from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, records_of
+from dataload.mapping.stage import UserFunction, given_and_kept
+from dataload.rows.columns import Column
+from dataload.rows.row_block import Blob, Records
+from dataload.runtime.child_process import ChildProcesses, ProcessDied, serve
+
+_ROWS_BYTES = 8  # of a request, before the blob of its rows
+_DONE, _FAILED = b"\0", b"\1"  # the first byte of an answer
+
+
+class ProcessRunner:
+    """Calls the function in processes. Rows come and go as blobs of records, so only the function is pickled.
+
+    Args:
+        function: The function.
+        columns: Names of the columns that it gets; None: all.
+        given: The columns of a chunk.
+        fields: The mapped columns.
+        count: Number of processes.
+    """
+
+    def __init__(
+        self, function: UserFunction, columns: Sequence[str] | None, given: Layout, fields: Sequence[Field], count: int
+    ) -> None:
+        self._given, self._layout, self._count = given, Layout(fields), count
+        hello = pickle.dumps((function, columns, given.fields, tuple(fields)))
+        self.processes = ChildProcesses(count, f"{__name__}:run", hello)
+
+    def each(self, chunks: Iterable[Records]) -> Iterator[dict[str, Column]]:
+        """Yield the mapped rows of each chunk, in order. A chunk for each process, and another one, is under way.
+
+        Raises:
+            ChunkError: The function raised, it returned other columns, or processes died of it.
+        """
+        pending: deque[tuple[int, Future[bytes]]] = deque()
+        for records in chunks:
+            columns = {field.name: column_of(records, field) for field in self._given.fields}
+            request = blob_of(columns, len(records), self._given, "a chunk")
+            pending.append((len(records), self.processes.submit(len(records).to_bytes(_ROWS_BYTES) + request)))
+            while len(pending) > self._count:
+                yield self._received(*pending.popleft())
+        while pending:
+            yield self._received(*pending.popleft())
+
+    def _received(self, rows: int, future: Future[bytes]) -> dict[str, Column]:
+        try:
+            answer = memoryview(future.result())
+        except ProcessDied as error:
+            raise ChunkError(None, str(error)) from error
+        if answer[:1] == _FAILED:
+            raise ChunkError(*json.loads(bytes(answer[1:])))
+        blob = Blob(answer[1:], rows, self._layout)
+        return {field.name: blob.column(field) for field in self._layout.fields}
+
+
+def run(descriptor: int) -> None:
+    """Run a child process."""
+    serve(descriptor, _start)
+
+
+def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
+    function, columns, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
+    runner, layout, mapped = Runner(function.call, *given_and_kept(given, columns)), Layout(given), Layout(fields)
+
+    def answer(request: bytes) -> bytes | bytearray:
+        rows = int.from_bytes(request[:_ROWS_BYTES])
+        try:
+            found = runner.columns(records_of(memoryview(request)[_ROWS_BYTES:], rows, layout), fields)
+        except ChunkError as error:
+            return _FAILED + json.dumps([error.row, error.text]).encode()
+        return _DONE + blob_of(found, rows, mapped, "a chunk")
+
+    return answer

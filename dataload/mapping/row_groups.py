@@ -1,0 +1,276 @@
+"""Mapped row groups: blobs of records in the cache, which a function of the user makes."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dataload.cache.blocks.reader import Blocks
+from dataload.cache.tier import Span
+from dataload.catalog.manifest import Manifest
+from dataload.errors import DataError
+from dataload.formats.schema import Layout
+from dataload.mapping.places import mapped_of, rows_text, where
+from dataload.mapping.stage import Stage
+from dataload.rows.columns import Column, concatenate
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_group_maker import RowGroupMaker
+from dataload.rows.row_group_plan import RowGroupPlan
+from dataload.rows.size_sampling import ValueSizes
+from dataload.runtime.cached_property import cached_property
+from dataload.telemetry.wait_timeline import doing
+
+if TYPE_CHECKING:
+    from dataload.mapping.processes import ProcessRunner
+    from dataload.rows.row_block import Records
+
+VERSION = 1
+CHUNK_ROWS = 1024
+CHUNK_BYTES = 16 << 20  # of the rows that the function gets and of those that it returns
+
+
+class MappedRowGroups(RowGroupCache):
+    """The row groups of a mapped dataset.
+
+    Args:
+        source: The row groups that are mapped. They are not cached on the way, but used if they are.
+        stage: The map.
+        columns: Names of the mapped columns to store, in this order; None: all.
+        blocks: The cache.
+    """
+
+    is_mapped = True
+
+    def __init__(
+        self, source: RowGroupCache, stage: Stage, blocks: Blocks, columns: Sequence[str] | None = None
+    ) -> None:
+        self._source, self._stage, self.selection = source, stage, stage.selection
+        super().__init__(stage.stored(), stage.schema.names if columns is None else columns, blocks)
+
+    def _new_plan(self) -> RowGroupPlan:
+        return MappedPlan(self._manifest, self._columns, self._stage, self._source.plan)
+
+    def _new_maker(self) -> RowGroupMaker:
+        return MappedMaker(self._manifest, self.plan, self._source, self._stage, self._blocks)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = self._source, self._stage, self._blocks, self._columns
+        return MappedRowGroups, arguments, {"rank_memory": self.maker.rank_memory}
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether `num_bytes` comes from a sample."""
+        return bool(self.plan.layout.ragged)
+
+    @cached_property
+    def value_sizes(self) -> ValueSizes:
+        """No sizes: the sample of the map told them."""
+        return ValueSizes(self._manifest, Layout(()), self._blocks, self.plan.blob_rows.tolist())
+
+    def _columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
+        """Return the columns of each blob, made of cached blobs of the source, or None if these are not cached."""
+        columns = self._source.cached_columns(number)
+        assert isinstance(self.maker, MappedMaker)
+        return None if columns is None else self.maker.mapped(columns, number)
+
+
+class MappedPlan(RowGroupPlan):
+    """The blobs of a mapped dataset. Their names tell the function, and which rows of the file are mapped.
+
+    Args:
+        manifest: The mapped rows, `Stage.stored`.
+        columns: Names of the columns to store.
+        stage: The map.
+        source: The plan of the rows that are mapped.
+    """
+
+    def __init__(self, manifest: Manifest, columns: Sequence[str], stage: Stage, source: RowGroupPlan) -> None:
+        super().__init__(manifest, columns, made_by=[f"map {VERSION}", stage.key, source.digest])
+        self._selection = stage.selection
+        self._digests: dict[int, str] = {}
+
+    def qualified(self, number: int, part: str) -> str:
+        """Return the name of a part of a row group within its file."""
+        return super().qualified(number, part) + self._rows_of(number)
+
+    def group_name(self, number: int) -> str:
+        """Return the name of a row group's blobs together, within its file."""
+        return super().group_name(number) + self._rows_of(number)
+
+    def _rows_of(self, number: int) -> str:
+        """Return the part of a name that tells which rows are mapped."""
+        if self._selection is None:
+            return ""
+        if number not in self._digests:
+            bits = np.packbits(self._selection.mask(number)).tobytes()
+            self._digests[number] = hashlib.blake2b(bits, digest_size=8).hexdigest()
+        return f" of {self._digests[number]}"
+
+
+class MappedMaker(RowGroupMaker):
+    """Makes the blobs of mapped row groups, within the memory budget.
+
+    Args:
+        manifest: The mapped rows, `Stage.stored`.
+        plan: Names, lengths and sizes of the blobs.
+        source: The row groups that are mapped.
+        stage: The map.
+        blocks: The cache.
+    """
+
+    def __init__(
+        self, manifest: Manifest, plan: RowGroupPlan, source: RowGroupCache, stage: Stage, blocks: Blocks
+    ) -> None:
+        self._source, self._stage = source, stage
+        super().__init__(manifest, plan, stage.schema, blocks, None)
+
+    def after_fork_in_child(self) -> None:
+        """Reset the budget and threads, and leave the processes to the parent."""
+        super().after_fork_in_child()
+        self._starting = threading.Lock()
+        self._processes: ProcessRunner | None = None
+
+    def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
+        """Return the byte ranges to fetch for a row group. See `Footer.fetched`."""
+        return self._of_source().sources(number, columns)
+
+    def reservation(self, number: int, besides: int = 0) -> int:
+        """Return the bytes of memory that a row group takes: those of the source, and one mapped blob three times."""
+        return self._of_source().reservation(number, besides + self._decoding_bytes(number))
+
+    @contextmanager
+    def opened(self, number: int, besides: int = 0) -> Iterator[Iterator[dict[str, Column]]]:
+        """Fetch a row group, and yield an iterator that maps it. See `RowGroupMaker.opened`."""
+        with self._of_source().opened(number, besides + self._decoding_bytes(number)) as columns:
+            yield self.mapped(columns, number)
+
+    def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
+        """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
+        return self._called(self._chunks(self._of_source().head(number, rows), number, rows), number)
+
+    def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Iterator[dict[str, Column]]:
+        """Yield the columns of each mapped blob of a row group.
+
+        Args:
+            columns: The columns of each blob of the source.
+            number: The row group.
+
+        Raises:
+            DataError: The function failed. It names file, row group and row.
+        """
+        lengths, fields = self._plan.lengths(number), self._plan.layout.fields
+        if not sum(lengths):
+            from dataload.mapping.running import no_rows
+
+            yield no_rows(fields)
+            return
+        sources = zip(columns, self._source.plan.lengths(number), strict=True)
+        done = self._called(self._chunks(sources, number, self._chunk_rows(number), lengths[0]), number)
+        for length in lengths:
+            parts: list[dict[str, Column]] = []
+            missing = length
+            while missing:
+                part, rows = next(done)
+                parts.append(part)
+                missing -= rows
+            yield {field.name: concatenate([part[field.name] for part in parts]) for field in fields}
+
+    def _is_small(self, number: int) -> bool:  # noqa: ARG002
+        return False  # The function may take any time, and other threads wait for a thread that loads.
+
+    def _decoding_bytes(self, number: int) -> int:
+        return super()._decoding_bytes(number) + 2 * CHUNK_BYTES
+
+    def _chunk_rows(self, number: int) -> int:
+        """Return how many rows to map together: a power of two, as the rows of blobs are."""
+        plans = self._plan, self._source.plan
+        row_bytes = sum(max(plan.blob_sizes(number)) // max(plan.lengths(number)) for plan in plans)
+        most = CHUNK_BYTES // (self._stage.processes or 1) // max(1, row_bytes)
+        return 1 << (max(1, min(CHUNK_ROWS, most)).bit_length() - 1)
+
+    def _chunks(
+        self, sources: Iterable[tuple[dict[str, Column], int]], number: int, most: int, blob_rows: int = 1 << 62
+    ) -> Iterator[Records]:
+        """Yield the rows to map, in chunks of at most `most` rows that are in one blob of the source and one result.
+
+        Args:
+            sources: The columns of consecutive blobs of the source, and their rows.
+            number: The row group.
+            most: Rows of a chunk.
+            blob_rows: Rows of a mapped blob.
+        """
+        from dataload.mapping.running import blob_of, records_of
+
+        layout = self._source.plan.layout
+        mask = mapped_of(self._stage.selection, self._source.selection, number)
+        first = done = 0
+        for columns, rows in sources:
+            chosen = np.arange(rows) if mask is None else np.flatnonzero(mask[first : first + rows])
+            first += rows
+            blob = memoryview(blob_of(columns, rows, layout, self._where(number)) if len(chosen) else b"")
+            while len(chosen):
+                size = min(most, len(chosen), blob_rows - done % blob_rows)
+                yield records_of(blob, rows, layout, chosen[:size])
+                chosen, done = chosen[size:], done + size
+
+    def _called(self, chunks: Iterator[Records], number: int) -> Iterator[tuple[dict[str, Column], int]]:
+        """Yield the mapped rows of each chunk.
+
+        Raises:
+            DataError: The function failed.
+        """
+        from dataload.mapping.running import ChunkError
+
+        sizes: list[int] = []  # of the chunks that were taken
+
+        def noted() -> Iterator[Records]:
+            while True:
+                with doing("decode"):
+                    records = next(chunks, None)
+                if records is None:
+                    return
+                sizes.append(len(records))
+                yield records
+
+        done, results = 0, self._each(noted())
+        for index in itertools.count():
+            try:
+                with doing("map"):
+                    columns = next(results, None)
+            except ChunkError as error:
+                rows = rows_text(self._stage.selection, number, done, sizes[index], error.row)
+                place = f"{self._where(number)} {rows}"
+                raise DataError(f"{place}: map {self._stage.function.name}: {error.text}") from error.__cause__
+            if columns is None:
+                return
+            yield columns, sizes[index]
+            done += sizes[index]
+
+    @property
+    def _each(self) -> Callable[[Iterator[Records]], Iterator[dict[str, Column]]]:
+        stage, given, fields = self._stage, self._source.plan.layout, self._plan.layout.fields
+        if stage.processes is None:
+            return partial(stage.runner(given.fields).each, fields=fields)
+        with self._starting:
+            if self._processes is None:
+                from dataload.mapping.processes import ProcessRunner
+
+                self._processes = ProcessRunner(stage.function, stage.columns, given, fields, stage.processes)
+            return self._processes.each
+
+    def _where(self, number: int) -> str:
+        return where(self._manifest.row_groups[number], self._blocks)
+
+    def _of_source(self) -> RowGroupMaker:
+        """Return the maker of the source, which has the memory budget of this one."""
+        maker = self._source.maker
+        if maker.memory is not self.memory:
+            maker.share_with(self)
+        return maker

@@ -1,0 +1,191 @@
+"""Calls of the user's function with the rows of a chunk."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dataload.errors import DataError
+from dataload.formats.schema import Field, Layout
+from dataload.mapping.forms import Form, converted, fitted
+from dataload.rows import row_block
+from dataload.rows.collate import to_batch
+from dataload.rows.columns import Coded, Column, Dense, Nested, Ragged, spans_of
+from dataload.rows.row_block import Blob, Records
+
+Function = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+
+class ChunkError(Exception):
+    """The function failed with some rows.
+
+    Args:
+        row: The first row of the chunk that fails when it is alone; None: no row does.
+        text: What failed.
+    """
+
+    def __init__(self, row: int | None, text: str) -> None:
+        super().__init__(row, text)
+        self.row, self.text = row, text
+
+
+class Runner:
+    """Calls the function, and returns the columns of the mapped rows.
+
+    Args:
+        function: The function.
+        given: Names of the columns that it gets, with their masks of nulls.
+        kept: The columns that stay as they are.
+    """
+
+    def __init__(self, function: Function, given: Sequence[str], kept: Sequence[Field]) -> None:
+        self._function = function
+        self._given = given
+        self._kept = kept
+
+    def columns(self, records: Records, fields: Sequence[Field]) -> dict[str, Column]:
+        """Return the mapped rows.
+
+        Args:
+            records: The rows of a chunk.
+            fields: The columns to return.
+
+        Raises:
+            ChunkError: The function raised, or it returned other columns.
+        """
+
+        def fit(part: Records) -> dict[str, Column]:
+            returned = self._call(part)
+            kept = {field.name for field in self._kept}
+            own = [field for field in fields if field.name not in kept]
+            for name in returned.keys() ^ {field.name for field in own}:
+                has = "returned" if name in returned else "did not return"
+                raise DataError(f"it {has} the column {name!r}, unlike for the rows before: return the same columns")
+            return {field.name: fitted(field, returned[field.name], len(part)) for field in own}
+
+        names = {field.name for field in fields}
+        columns: dict[str, Column] = self._located(fit, records)
+        return columns | {field.name: column_of(records, field) for field in self._kept if field.name in names}
+
+    def each(self, chunks: Iterable[Records], fields: Sequence[Field]) -> Iterator[dict[str, Column]]:
+        """Yield the mapped rows of each chunk. See `columns`."""
+        return (self.columns(records, fields) for records in chunks)
+
+    def forms(self, records: Records) -> dict[str, tuple[Form, float]]:
+        """Return the form of each column that the function returns, and the mean bytes of a ragged value.
+
+        Raises:
+            ChunkError: The function raised, or a column can hold no value of it.
+        """
+
+        def convert(part: Records) -> dict[str, tuple[Form, Column]]:
+            returned = self._call(part)
+            for field in self._kept:
+                if field.name in returned:
+                    raise DataError(f"it returned the column {field.name!r}, which it did not get: add it to columns=")
+            if not returned and not self._kept:
+                raise DataError("it returned no column: return at least one")
+            return {name: converted(name, value, len(part)) for name, value in returned.items()}
+
+        found = self._located(convert, records)
+        return {name: (form, bytes_of(column) / len(records)) for name, (form, column) in found.items()}
+
+    def kept_bytes(self, records: Records) -> dict[str, float]:
+        """Return the mean bytes of a value of each kept column that is ragged."""
+        ragged = (field for field in self._kept if field.ragged)
+        return {field.name: bytes_of(column_of(records, field)) / len(records) for field in ragged}
+
+    def _call(self, records: Records) -> dict[str, Any]:
+        batch = to_batch(records, empty=_empty)
+        returned = self._function({name: batch[name] for name in self._given})
+        if not isinstance(returned, Mapping):
+            raise DataError(f"it returned a {type(returned).__qualname__}: return a dict of columns")
+        if unnamed := [name for name in returned if not isinstance(name, str)]:
+            raise DataError(f"it returned a column {unnamed[0]!r}: name columns by strings")
+        return dict(returned)
+
+    def _located(self, call: Callable[[Records], Any], records: Records) -> Any:
+        try:
+            return call(records)
+        except Exception as error:
+            raise ChunkError(_failing(call, records), _shown(error)) from error
+
+
+def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str) -> bytearray:
+    """Return columns as a blob of records. Raise DataError if a column has too many values."""
+    memory = bytearray()
+
+    def allocate(size: int) -> memoryview:
+        memory.extend(bytes(size))
+        return memoryview(memory)
+
+    row_block.pack(columns, rows, layout, where, allocate)
+    return memory
+
+
+def records_of(blob: memoryview, rows: int, layout: Layout, chosen: Any = slice(None)) -> Records:
+    """Return copies of the rows of a blob; chosen: which of them."""
+    view = Blob(blob, rows, layout)
+    records = np.frombuffer(view.records, layout.dtype)[chosen].copy()
+    blobs = [view] if layout.ragged else []
+    return Records(layout, records, blobs, np.zeros(len(records) if blobs else 0, np.int64))
+
+
+def no_rows(fields: Sequence[Field]) -> dict[str, Column]:
+    """Return columns without rows."""
+    return {field.name: column_of(Records.none(Layout(fields)), field) for field in fields}
+
+
+def bytes_of(column: Column) -> int:
+    """Return the bytes of the values of a column."""
+    return int(column.values.nbytes)
+
+
+def column_of(records: Records, field: Field) -> Column:
+    """Return a column of some rows as it is stored. Equal strings of a blob stay shared."""
+    if field.kind == "nested":
+        return Nested(records.nested(field))
+    if not field.ragged:
+        return Dense(records.dense(field))
+    if field.is_bytes and len(records.blobs) == 1:
+        codes, firsts, inverse = np.unique(records.rows[field.name], return_index=True, return_inverse=True)
+        if 2 * len(codes) <= len(records):
+            distinct = Records(records.layout, records.rows[firsts], records.blobs, records.which[firsts])
+            values = distinct.ragged(field)
+            return Coded(values.values, spans_of(values), inverse.astype(np.int64))
+    found: Ragged = records.ragged(field)
+    return found
+
+
+def _failing(call: Callable[[Records], Any], records: Records) -> int | None:
+    """Return the number of a row with which a call fails, by bisection; None: the call works with each half."""
+    start, stop = 0, len(records)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        start, stop = (start, middle) if _fails(call, records[start:middle]) else (middle, stop)
+    return start if _fails(call, records[start:stop]) else None
+
+
+def _fails(call: Callable[[Records], Any], records: Records) -> bool:
+    try:
+        call(records)
+    except Exception:  # noqa: BLE001 (the user's function may raise anything)
+        return True
+    return False
+
+
+def _shown(error: Exception) -> str:
+    """Return an error as text, with the line of the user's function that raised it."""
+    if isinstance(error, DataError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)

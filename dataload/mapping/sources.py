@@ -1,0 +1,167 @@
+"""The source code of functions and classes, without comments and docstrings."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import inspect
+import os
+import textwrap
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
+from types import CodeType
+from typing import Any
+
+from dataload.errors import ConfigError
+
+_FUTURE_FLAGS = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+_PYTEST = "@pytest_ar"  # the name that pytest adds to the functions whose assertions it rewrites
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_Place = tuple[int, int]
+
+
+class Sources:
+    """Finds the source of code objects. It parses each file once.
+
+    A file may have changed since it was imported. The source of such a file is not that of the function that runs, so
+    it is compiled again and compared with the function.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[str, int], tuple[ast.Module, set[CodeType]]] = {}
+
+    def of_function(self, code: CodeType) -> str:
+        """Return the source of a function in a normal form: other comments and docstrings do not change it.
+
+        Raises:
+            ConfigError: There is no source, or it is not that of the function that runs.
+        """
+        tree, compiled = self._parsed(code)
+        rewritten = any(_PYTEST in each.co_names for each in (code, *_nested(code)))
+        if compiled and code not in compiled and not rewritten:
+            raise ConfigError(f"{code.co_filename} has changed since {code.co_qualname} was imported")
+        node = _node_of(tree, code)
+        if node is None:
+            raise ConfigError(f"{code.co_qualname} is not found in {code.co_filename}")
+        return _normal(node)
+
+    def of_class(self, kind: type) -> str:
+        """Return the source of a class in the same form.
+
+        Raises:
+            ConfigError: There is no source.
+        """
+        code = next((code for member in vars(kind).values() if (code := _code_of(member, kind)) is not None), None)
+        if code is None:
+            try:
+                node: ast.AST = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+            except (OSError, TypeError, SyntaxError) as error:
+                raise ConfigError(f"class {kind.__qualname__} has no source: {error}") from error
+            return _normal(node)
+        tree, _ = self._parsed(code)
+        found = _class_of(tree, kind.__qualname__.replace(".<locals>", "").split("."))
+        if found is None:
+            raise ConfigError(f"class {kind.__qualname__} is not found in {code.co_filename}")
+        return _normal(found)
+
+    def _parsed(self, code: CodeType) -> tuple[ast.Module, set[CodeType]]:
+        """Return the syntax tree of a file, and the code objects in it; none if the source cannot change."""
+        try:
+            lines, _ = inspect.findsource(code)
+            text = "".join(lines)
+            key = code.co_filename, hash(text)
+            if key not in self._files:
+                tree = ast.parse(text)
+                compiled: set[CodeType] = set()
+                if os.path.exists(code.co_filename):  # noqa: PTH110 (a cell of a notebook is no file)
+                    flags = code.co_flags & _FUTURE_FLAGS
+                    module = compile(text, code.co_filename, "exec", flags=flags, dont_inherit=True)
+                    compiled = set(_nested(module))
+                self._files[key] = tree, compiled
+        except (OSError, TypeError, SyntaxError, ValueError, IndexError) as error:
+            raise ConfigError(f"{code.co_qualname} has no source: {error}") from error
+        return self._files[key]
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _nested(constant)
+
+
+def _node_of(tree: ast.Module, code: CodeType) -> ast.AST | None:
+    """Return the definition of a function, or the lambda that has all places of the code."""
+    if code.co_name != "<lambda>":
+        found = (node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS) and node.name == code.co_name)
+        return next((node for node in found if _first_line(node) == code.co_firstlineno), None)
+    starts, ends = _extent(code)
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Lambda)
+        and node.lineno == code.co_firstlineno
+        and (node.lineno, node.col_offset) <= starts
+        and ends <= (node.end_lineno or node.lineno, node.end_col_offset or 0)
+    ]
+    return max(around, key=lambda node: (node.lineno, node.col_offset), default=None)  # the innermost
+
+
+def _extent(code: CodeType) -> tuple[_Place, _Place]:
+    """Return the first and the last place of a code object: (line, column) both."""
+    starts, ends = [], []
+    for line, end_line, column, end_column in code.co_positions():
+        if None not in (line, end_line, column, end_column) and (line, column) != (end_line, end_column):
+            starts.append((line or 0, column or 0))
+            ends.append((end_line or 0, end_column or 0))
+    return min(starts, default=(0, 0)), max(ends, default=(0, 0))
+
+
+def _first_line(node: Any) -> int:
+    first: int = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return first
+
+
+def _code_of(member: Any, kind: type) -> CodeType | None:
+    """Return the code of a method that the body of the class defines."""
+    for name in ("__func__", "fget", "__wrapped__"):
+        member = getattr(member, name, None) or member
+    code = getattr(member, "__code__", None)
+    if not isinstance(code, CodeType) or code.co_qualname.rpartition(".")[0] != kind.__qualname__:
+        return None
+    return None if is_generated(code) else code
+
+
+def is_generated(code: CodeType) -> bool:
+    """Return whether a decorator such as `dataclass` made the code."""
+    return code.co_filename == "<string>"
+
+
+def _class_of(node: ast.AST, names: list[str]) -> ast.AST | None:
+    """Return the class at a path of names of functions and classes. Of several with one name, it takes all."""
+    bodies: list[ast.AST] = [node]
+    for name in names:
+        bodies = [
+            child
+            for body in bodies
+            for child in ast.walk(body)
+            if isinstance(child, (ast.ClassDef, *_FUNCTIONS)) and child.name == name
+        ]
+    return ast.Module([body for body in bodies if isinstance(body, ast.stmt)], []) if bodies else None
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.ClassDef, *_FUNCTIONS)) and isinstance(body, list):
+            first = body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body = body[1:] or [ast.Pass()]
+        return node
+
+
+def _normal(node: ast.AST) -> str:
+    copy = ast.parse(ast.unparse(node))
+    return ast.unparse(_WithoutDocstrings().visit(copy))

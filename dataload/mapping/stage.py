@@ -1,0 +1,174 @@
+"""One call of `Dataset.map`: its function, and the rows and columns that it makes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import pyarrow as pa
+
+from dataload.catalog.manifest import Manifest
+from dataload.catalog.selection import Selection
+from dataload.errors import ConfigError
+from dataload.formats.schema import Field, Layout, needs_mask
+from dataload.formats.schema import mask_name as mask_of
+from dataload.mapping.identity import identity, name_of
+
+if TYPE_CHECKING:
+    from dataload.mapping.running import Function, Runner
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """The user's function, with its identity. It can be pickled if cloudpickle can pickle the function.
+
+    Args:
+        call: The function.
+        version: Its version; None: its identity is that of its source.
+        digest: Its identity.
+    """
+
+    call: Function
+    version: Any
+    digest: str
+
+    @classmethod
+    def of(cls, call: Function, version: Any) -> UserFunction:
+        """Return a function with its identity.
+
+        Raises:
+            ConfigError: It cannot be called, or it needs a version.
+        """
+        if not callable(call):
+            raise ConfigError(f"map needs a function, not {call!r}")
+        return cls(call, version, identity(call, version))
+
+    @property
+    def name(self) -> str:
+        """The qualified name, for people."""
+        return name_of(self.call)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (cloudpickle.dumps(self.call), self.version, self.digest)
+
+
+def _unpickled(data: bytes, version: Any, digest: str) -> UserFunction:
+    """Return a function of another process. Functions of modules are imported, so their files may have changed."""
+    call = cloudpickle.loads(data)
+    if version is None and identity(call) != digest:
+        raise ConfigError(
+            f"{name_of(call)}, or something that it refers to, has changed since the program started: start it again"
+        )
+    return UserFunction(call, version, digest)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A map of a dataset.
+
+    Args:
+        function: The function.
+        columns: Names of the columns that the function gets; None: all.
+        processes: Number of processes that call the function; None: it is called in threads.
+        manifest: The rows that are mapped.
+        schema: The mapped columns.
+        row_bytes: Mean bytes of a value, by column.
+        made: Names of the columns that the function returns.
+    """
+
+    function: UserFunction
+    columns: tuple[str, ...] | None
+    processes: int | None
+    manifest: Manifest
+    schema: pa.Schema
+    row_bytes: Mapping[str, float]
+    made: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Digest of the function and of the columns that it gets."""
+        return key_of(self.function, self.columns)
+
+    @property
+    def selection(self) -> Selection | None:
+        """The rows that are mapped of each row group; None: all."""
+        return self.manifest.selection
+
+    def only(self, manifest: Manifest) -> Stage:
+        """Return the map of the row groups of another manifest, which has no others."""
+        groups = {(group.file.path, group.number): number for number, group in enumerate(self.manifest.row_groups)}
+        chosen = [groups[group.file.path, group.number] for group in manifest.row_groups]
+        return replace(self, manifest=self.manifest.only(chosen))
+
+    def runner(self, fields: Sequence[Field]) -> Runner:
+        """Return what calls the function with rows of these columns."""
+        from dataload.mapping.running import Runner  # imports torch, which most background decoders do not need
+
+        return Runner(self.function.call, *given_and_kept(fields, self.columns))
+
+    def stored(self) -> Manifest:
+        """Return the mapped rows as a dataset: its row groups have these rows and no others."""
+        counts = self.manifest.block_lengths.tolist()
+        whole = Manifest(self.schema, (), self.manifest.fingerprint)
+        groups = tuple(
+            replace(
+                group,
+                rows=rows,
+                sizes=tuple(round(self.row_bytes.get(name, 0.0) * rows) for name in whole.ragged),
+                constants=(),
+            )
+            for group, rows in zip(self.manifest.row_groups, counts, strict=True)
+        )
+        return replace(whole, row_groups=groups)
+
+
+def key_of(function: UserFunction, columns: Sequence[str] | None) -> str:
+    """Return a digest of a function and of the columns that it gets."""
+    content = [function.digest, None if columns is None else list(columns)]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"map").hexdigest()
+
+
+def fingerprint_of(manifest: Manifest, stages: Sequence[Stage]) -> str:
+    """Return the fingerprint of a dataset that is mapped by these stages, one after the other."""
+    if not stages:
+        return manifest.fingerprint
+    content = [manifest.fingerprint, *(stage.key for stage in stages)]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"mapped").hexdigest()
+
+
+def given_and_kept(fields: Sequence[Field], columns: Sequence[str] | None) -> tuple[list[str], list[Field]]:
+    """Return the names of the columns that a function gets, and the other columns.
+
+    The mask of a column goes with it.
+    """
+    if columns is None:
+        return [field.name for field in fields], []
+    masks = {mask_of(field) for field in fields if field.name in columns and needs_mask(field)}
+    chosen = {*columns, *(field.name for field in fields if field.kind == "mask" and field.name in masks)}
+    given = [field.name for field in fields if field.name in chosen]
+    return given, [field for field in fields if field.name not in chosen]
+
+
+def schema_of(source: pa.Schema, layout: Layout, kept: Sequence[Field], types: Mapping[str, pa.DataType]) -> pa.Schema:
+    """Return the schema of mapped rows: the columns of the source in their order, then new ones.
+
+    Args:
+        source: Schema of the source.
+        layout: Its columns with their masks.
+        kept: The columns that the function did not get.
+        types: Types of the columns that it returned.
+    """
+    names = {field.name for field in kept}
+    fields = []
+    for field in layout.fields:
+        if field.name in types:
+            fields.append(pa.field(field.name, types[field.name]))
+        elif field.name in names:
+            is_mask = field.kind == "mask"
+            fields.append(pa.field(field.name, pa.bool_()) if is_mask else source.field(field.name))
+    known = {field.name for field in fields}
+    return pa.schema([*fields, *(pa.field(name, kind) for name, kind in types.items() if name not in known)])

@@ -1,0 +1,159 @@
+"""Child processes that answer requests. A process that dies is replaced."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.forks import ForkAware
+
+ATTEMPTS = 3
+EXIT_SECONDS = 0.3  # for a process to exit; then it is killed
+LOOK_SECONDS = 1.0  # between two checks for the death of the parent
+
+
+class ProcessDied(Exception):
+    """Each process that was asked has died. The message has their exit status."""
+
+
+class ChildProcesses(ForkAware):
+    """At most `count` processes, which start on demand and end with this object.
+
+    Args:
+        count: Number of processes.
+        program: The function that a process runs, as "module:name". It gets a descriptor for `serve`.
+        hello: The first message to each process.
+
+    Notes:
+        Any thread may call it. A process exits when its parent has ended, however that ends. A forked child starts
+        processes of its own.
+    """
+
+    def __init__(self, count: int, program: str, hello: bytes) -> None:
+        self._count = count
+        self._program = program
+        self._hello = hello
+        self._idle: list[_Child] = []
+        self.running: list[_Child] = []
+        self.after_fork_in_child()
+        super().__init__()
+        weakref.finalize(self, _end_all, self.running).atexit = False
+
+    def after_fork_in_child(self) -> None:
+        """Leave the processes to the parent."""
+        for child in self.running:
+            child.disown()
+        self.running.clear()
+        self._idle.clear()
+        self._mutex = threading.Lock()
+        self._threads = DaemonExecutor(self._count, "dataload-call")
+
+    def submit(self, request: bytes | bytearray) -> Future[bytes]:
+        """Return a future of the answer. It raises `ProcessDied` if `ATTEMPTS` processes died of the request."""
+        return self._threads.submit(self._answer, request)
+
+    def _answer(self, request: bytes | bytearray) -> bytes:
+        statuses = []
+        for _ in range(ATTEMPTS):
+            child = self._take()
+            try:
+                answer = child.call(request)
+            except (EOFError, OSError):
+                statuses.append(str(child.end()))
+                with self._mutex:
+                    self.running.remove(child)
+                continue
+            with self._mutex:
+                self._idle.append(child)
+            return answer
+        raise ProcessDied(f"{ATTEMPTS} processes died of it, with the exit status {', '.join(statuses)}")
+
+    def _take(self) -> _Child:
+        with self._mutex:
+            if self._idle:
+                return self._idle.pop()
+            child = _Child(self._program, self._hello)
+            self.running.append(child)
+            return child
+
+
+class _Child:
+    """A running process."""
+
+    def __init__(self, program: str, hello: bytes) -> None:
+        module, name = program.split(":")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            path = [*map(str, sys.path)]
+            call = f"from {module} import {name}; {name}({theirs.fileno()})"
+            self._popen = subprocess.Popen(
+                [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {call}"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                process_group=0,  # Ctrl-C is for the parent only.
+            )
+        self._connection = Connection(ours.detach())
+        with suppress(OSError):  # It died; the first call notices.
+            self._connection.send_bytes(hello)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def call(self, request: bytes | bytearray) -> bytes:
+        """Return the answer to a request. Raise EOFError or OSError if the process died."""
+        self._connection.send_bytes(request)
+        return self._connection.recv_bytes()
+
+    def end(self) -> int:
+        """End the process, wait until it has exited, and return its exit status."""
+        with suppress(OSError):
+            self._connection.close()
+        try:
+            return self._popen.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            return self._popen.wait()
+
+    def disown(self) -> None:
+        """Close this process's copy of the connection, in a forked child."""
+        with suppress(OSError):
+            self._connection.close()
+        self._popen.returncode = 0
+
+
+def _end_all(children: list[_Child]) -> None:
+    for child in children:
+        child.end()
+
+
+def serve(descriptor: int, start: Callable[[bytes], Callable[[bytes], bytes | bytearray]]) -> None:
+    """Answer requests until the parent closes the connection or ends.
+
+    Args:
+        descriptor: The socket.
+        start: Returns the function that answers requests, given the first message.
+    """
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    connection = Connection(descriptor)
+    with suppress(EOFError, OSError):
+        answer = start(connection.recv_bytes())
+        while True:
+            connection.send_bytes(answer(connection.recv_bytes()))
+
+
+def _exit_with_parent(parent: int) -> None:
+    """Exit once the parent has ended, also while a request is answered."""
+    while os.getppid() == parent:
+        threading.Event().wait(LOOK_SECONDS)
+    os._exit(1)

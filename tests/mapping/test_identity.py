@@ -1,0 +1,241 @@
+"""Tests of the identity of functions: it changes with their results, and with nothing else."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataload.errors import ConfigError
+from dataload.mapping.identity import identity
+from dataload.mapping.stage import UserFunction
+
+SOURCE = '''
+import functools, logging
+import helpers
+from helpers import scaled
+
+log = logging.getLogger("project")
+SIZE = 3
+TABLE = {"a": [1, 2]}
+
+class Base:
+    """A base."""
+    GAIN = 1
+
+    def grow(self, values):
+        return values * self.GAIN
+
+class Resize(Base):
+    def __init__(self, size):
+        self.size = size
+
+    def __call__(self, batch):
+        return {"x": self.grow(batch["x"]) + self.size}
+
+def inner(values):
+    """Add."""
+    # a comment
+    return values + SIZE
+
+def plain(batch, step=2):
+    """Map."""
+    log.info("called")
+    return {"x": inner(batch["x"]) + step}  # the result
+
+def through_module(batch):
+    return {"x": helpers.scaled(batch["x"]) + helpers.OFFSET}
+
+def imported_late(batch):
+    from helpers import scaled as other
+    return {"x": other(batch["x"])}
+
+def of_table(batch):
+    return {"x": batch["x"] + TABLE["a"][0]}
+
+def make(factor):
+    def closed(batch):
+        return {"x": batch["x"] * factor}
+    return closed
+
+resized = Resize(4)
+first, second = lambda batch: {"x": batch["x"]}, lambda batch: {"x": batch["x"] + 1}
+'''
+HELPERS = '''
+OFFSET = 1
+UNUSED = 1
+
+def scaled(values):
+    """Scale."""
+    return values * doubled(2)
+
+def doubled(value):
+    return value * 2
+'''
+
+
+class Project:
+    """Writes a module and its helper, imports them, and returns the module."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, *changes: tuple[str, str]) -> ModuleType:
+        texts = {"helpers": HELPERS, "project": SOURCE}
+        for old, new in changes:
+            assert any(old in text for text in texts.values())
+            texts = {name: text.replace(old, new) for name, text in texts.items()}
+        for name, text in texts.items():
+            path = self.folder / f"{name}.py"
+            path.write_text(text)
+            spec = importlib.util.spec_from_file_location(name, path)
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)
+            exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))  # no file of bytecode
+        return sys.modules["project"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Project]:
+    yield Project(tmp_path)
+    for name in ("helpers", "project"):
+        sys.modules.pop(name, None)
+
+
+FUNCTIONS: dict[str, Callable[[ModuleType], Any]] = {
+    "plain": lambda module: module.plain,
+    "through_module": lambda module: module.through_module,
+    "imported_late": lambda module: module.imported_late,
+    "of_table": lambda module: module.of_table,
+    "closed": lambda module: module.make(2),
+    "partial": lambda module: functools.partial(module.plain, step=5),
+    "object": lambda module: module.resized,
+    "method": lambda module: module.resized.grow,
+    "lambda": lambda module: module.first,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        pytest.param("plain", "+ step}  # the", "- step}  # the", id="source"),
+        pytest.param("plain", "step=2", "step=3", id="default"),
+        pytest.param("plain", "SIZE = 3", "SIZE = 4", id="constant of a helper"),
+        pytest.param("plain", "return values + SIZE", "return values - SIZE", id="helper"),
+        pytest.param("partial", "SIZE = 3", "SIZE = 4", id="helper of a partial"),
+        pytest.param("through_module", "OFFSET = 1", "OFFSET = 2", id="constant of another module"),
+        pytest.param("through_module", "doubled(2)", "doubled(3)", id="function of another module"),
+        pytest.param("through_module", "value * 2", "value * 3", id="helper of a helper"),
+        pytest.param("imported_late", "value * 2", "value * 3", id="module imported in the function"),
+        pytest.param("of_table", "[1, 2]", "[1, 3]", id="table"),
+        pytest.param("closed", "* factor", "+ factor", id="source of a closure"),
+        pytest.param("object", "Resize(4)", "Resize(5)", id="state of an object"),
+        pytest.param("object", "GAIN = 1", "GAIN = 2", id="constant of a base class"),
+        pytest.param("object", "values * self", "values + self", id="method of a base class"),
+        pytest.param("method", "Resize(4)", "Resize(5)", id="object of a method"),
+        pytest.param(
+            "lambda",
+            'first, second = lambda batch: {"x": batch["x"]}',
+            'first, second = lambda batch: {"x": 1}',
+            id="lambda",
+        ),
+    ],
+)
+def test_what_changes_results_changes_the_identity(project: Project, name: str, old: str, new: str) -> None:
+    before = identity(FUNCTIONS[name](project()))
+    assert identity(FUNCTIONS[name](project((old, new)))) != before
+    assert identity(FUNCTIONS[name](project())) == before
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# a comment", "# another one"),
+        ('"""Add."""', '"""Add a size."""\n'),
+        ('"""A base."""', '"""The base."""'),
+        ('"""Scale."""', '"""Scale it."""'),
+        ("values + SIZE", "(values  +  SIZE)"),
+        ("SIZE = 3", "\n\nSIZE = 3"),
+        ("UNUSED = 1", "UNUSED = 2"),
+    ],
+)
+def test_comments_docstrings_and_layout_do_not(project: Project, name: str, old: str, new: str) -> None:
+    before = identity(FUNCTIONS[name](project()))
+    assert identity(FUNCTIONS[name](project((old, new)))) == before
+
+
+def test_closures_partials_arrays_and_lambdas_of_one_line_differ(project: Project) -> None:
+    module, identities = project(), set()
+    values = [2, 3, "2", b"2", (2,), None, np.arange(2), np.arange(2.0), np.arange(2).reshape(2, 1), np.float32(2)]
+    functions = [*map(module.make, values), functools.partial(module.plain, step=7), module.first, module.second]
+    identities = {identity(function) for function in functions}
+    assert len(identities) == len(functions)
+    assert identity(module.make(np.arange(2))) == identity(module.make(np.arange(2)))
+
+
+def test_the_values_of_sets_are_in_no_order(project: Project) -> None:
+    forward, backward = set(map(str, range(50))), set(map(str, reversed(range(50))))
+    assert identity(project().make(forward)) == identity(project().make(backward))
+
+
+def test_another_process_finds_the_same_identity(project: Project, tmp_path: Path) -> None:
+    expected = identity(project().plain)
+    program = "from dataload.mapping.identity import identity; import project; print(identity(project.plain))"
+    folders = [str(tmp_path), *sys.path]
+    command = [sys.executable, "-c", f"import sys; sys.path[:] = {folders}; {program}"]
+    assert subprocess.check_output(command, text=True).strip() == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(eval("lambda batch: batch"), id="lambda without source"),
+        pytest.param(functools.partial(np.take, np.random.default_rng(0)), id="generator"),
+        pytest.param(functools.partial(np.take, threading.Lock()), id="lock"),
+        pytest.param(np.random.default_rng(0).random, id="method of an extension"),
+        pytest.param(functools.partial(np.take, iter([1])), id="iterator"),
+    ],
+)
+def test_a_function_without_identity_needs_a_version(function: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cannot tell .* Pass version="):
+        identity(function)
+    assert identity(function, "1") == identity(function, "1") != identity(function, "2")
+
+
+def test_a_file_that_changed_since_its_import_is_no_identity(project: Project, tmp_path: Path) -> None:
+    module = project()
+    (tmp_path / "project.py").write_text(SOURCE.replace("+ step", "- step"))
+    with pytest.raises(ConfigError, match="has changed since plain was imported"):
+        identity(module.plain)
+
+
+def test_a_process_that_imports_another_source_refuses_the_function(project: Project) -> None:
+    sent = pickle.dumps(UserFunction.of(project().plain, None))
+    assert pickle.loads(sent).call({"x": 1}) == {"x": 6}
+    project(("# a comment", "# another one"))
+    assert pickle.loads(sent).call({"x": 1}) == {"x": 6}
+    project(("SIZE = 3", "SIZE = 4"))
+    with pytest.raises(ConfigError, match=r"project\.plain, or something that it refers to, has changed since"):
+        pickle.loads(sent)
+
+
+def test_installed_packages_count_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataload.mapping import identity as module
+
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.0")
+    module._package.cache_clear()
+    before = identity(np.linalg.norm)
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "1.1")
+    module._package.cache_clear()
+    assert identity(np.linalg.norm) != before
+    module._package.cache_clear()

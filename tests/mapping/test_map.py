@@ -1,0 +1,461 @@
+"""Tests of `Dataset.map`: the rows, what is computed when, what is cached, and errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import tiers
+import torch
+from clusters import until
+
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
+from dataload.dataset import Dataset
+from dataload.errors import ConfigError, DataError
+from dataload.mapping import row_groups
+from dataload.planning.plan import plan
+from dataload.planning.warm import order_of, warm
+from dataload.rows import row_group_plan
+
+ROWS, GROUP = 200, 20
+SHIFT = 1
+FIFTHS = pc.field("id").isin([*range(0, ROWS, 5)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _fork_server() -> Iterator[None]:
+    with tiers.fork_server(__name__):
+        yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    ids = range(ROWS)
+    columns = {
+        "id": ids,
+        "text": [f"row {n}" for n in ids],
+        "label": ["cat", "dog"] * (ROWS // 2),
+        "tags": [list(range(n % 4)) for n in ids],
+        "note": [[[n], []] for n in ids],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=GROUP)
+    return tmp_path / "rows.parquet"
+
+
+@pytest.fixture
+def dataset(file: Path, cache: CacheConfig) -> Dataset:
+    return make_dataset(file, cache=cache)
+
+
+def every_form(batch: dict[str, Any]) -> dict[str, Any]:
+    ids = batch["id"]
+    return {
+        "id": ids,
+        "half": ids.numpy() / 2,
+        "image": ids.to(torch.uint8)[:, None, None].repeat(1, 2, 3),
+        "tokens": [list(range(len(text))) for text in batch["text"]],
+        "upper": [text.upper() for text in batch["text"]],
+        "raw": [text.encode() for text in batch["text"]],
+    }
+
+
+def plus(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"] + SHIFT}
+
+
+def times(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"] * 2}
+
+
+def told(batch: dict[str, Any], told: Path) -> dict[str, Any]:
+    """Append the ids of the batch to a file."""
+    with told.open("ab", buffering=0) as file:
+        file.write("".join(f"{number} " for number in batch["id"].tolist()).encode())
+    return {"id": batch["id"]}
+
+
+class Told:
+    """A function that notes the rows that it gets."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return told(batch, Path(self.path))
+
+    def counts(self) -> Counter[int]:
+        return Counter(map(int, Path(self.path).read_text().split()))
+
+    def forget(self) -> None:
+        Path(self.path).write_text("")
+
+
+def ids(dataset: Any) -> list[int]:
+    return dataset.__getitems__(range(len(dataset))).columns["id"].tolist()
+
+
+def trained(dataset: Any, **options: Any) -> list[int]:
+    return sorted(number for batch in make_loader(dataset, 16, **options) for number in batch["id"].tolist())
+
+
+@pytest.mark.parametrize(("is_cached", "processes"), [(True, None), (False, None), (True, 1)])
+def test_each_form_of_a_row(
+    file: Path, cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, processes: int | None, is_cached: bool
+) -> None:
+    monkeypatch.setattr(row_groups, "CHUNK_ROWS", 8)  # Chunks end within blobs of 16 rows and with row groups.
+    monkeypatch.setattr(row_group_plan, "BLOB_ROWS", 16)
+    dataset = make_dataset(file, cache=cache if is_cached else False).map(every_form, processes=processes)
+    assert dataset.schema.names == ["id", "half", "image", "tokens", "upper", "raw"]
+    assert dataset.schema.field("image").type == pa.fixed_shape_tensor(pa.uint8(), [2, 3])
+    numbers = np.random.default_rng(0).permutation(ROWS)
+    for _ in range(2):
+        batch = dataset.__getitems__(numbers).columns
+        assert batch["half"].tolist() == (numbers / 2).tolist()
+        assert batch["image"].shape == (ROWS, 2, 3)
+        assert batch["image"][:, 1, 2].tolist() == numbers.astype(np.uint8).tolist()
+        assert [each.tolist() for each in batch["tokens"]] == [list(range(len(f"row {n}"))) for n in numbers]
+        assert batch["upper"] == [f"ROW {n}" for n in numbers]
+        assert [bytes(each) for each in batch["raw"]] == [f"row {n}".encode() for n in numbers]
+    assert dataset[-1]["upper"] == "ROW 199"
+
+
+def test_columns_that_the_function_does_not_get_stay(dataset: Dataset) -> None:
+    mapped = dataset.map(lambda batch: {"length": [len(text) for text in batch["text"]]}, columns=["text"])
+    assert mapped.schema.names == ["id", "label", "tags", "note", "length"]
+    before, batch = (each.__getitems__(range(ROWS)).columns for each in (dataset, mapped))
+    assert batch["length"].tolist() == [len(text) for text in before["text"]]
+    assert batch["id"].tolist() == before["id"].tolist()
+    assert batch["label"] == before["label"]
+    assert batch["note"] == before["note"]
+    assert all(map(torch.equal, batch["tags"], before["tags"]))
+    replaced = dataset.map(lambda batch: {"text": batch["id"]}, columns=["id", "text"])
+    assert replaced.schema.names == ["text", "label", "tags", "note"]
+
+
+def test_masks_and_nulls_go_with_their_column(tmp_path: Path) -> None:
+    table = pa.table({"x": pa.array([1, None, 3]), "y": pa.array([None, 5, 6]), "s": ["a", None, "c"]})
+    pq.write_table(table, tmp_path / "nulls.parquet")
+    dataset = make_dataset(tmp_path / "nulls.parquet", cache=False, null_masks=True)
+    mapped = dataset.map(lambda batch: {"x": batch["x"] * 2, "was_null": batch["x.is_null"]}, columns=["x"])
+    batch = mapped.__getitems__([2, 1, 0]).columns
+    assert batch["x"].tolist() == [6, 0, 2]
+    assert batch["was_null"].tolist() == [False, True, False]
+    assert batch["y.is_null"].tolist() == [False, False, True]
+    assert batch["s"] == ["c", None, "a"]
+
+
+def test_maps_follow_each_other_and_selections(dataset: Dataset) -> None:
+    mapped = dataset.map(plus, columns=["id"]).map(times, columns=["id"])
+    assert ids(mapped) == [2 * (n + 1) for n in range(ROWS)]
+    assert mapped[3]["text"] == "row 3"
+    some = dataset.filter(pc.field("id") > 90).select(np.arange(0, 100, 3)).map(times, columns=["id"])
+    expected = [2 * n for n in range(91, 191, 3)]
+    assert ids(some) == expected
+    chosen = some.select([1, 5, 30]).map(plus, columns=["id"]).select([0, 2])
+    assert ids(chosen) == [expected[1] + 1, expected[30] + 1]
+    assert [place.row for place in chosen.locate([0, 1])] == [(94 % GROUP), (181 % GROUP)]
+    parts = some.split([0.5, 0.5])
+    assert sorted(ids(parts[0]) + ids(parts[1])) == expected
+    again = pickle.loads(pickle.dumps(parts[0]))
+    assert ids(again) == ids(parts[0])
+    assert again.fingerprint == parts[0].fingerprint
+    assert trained(mix([mapped.select(range(50)), some], [50, len(some)])) == sorted([*ids(mapped)[:50], *expected])
+
+
+def test_a_mixture_takes_columns_in_another_order(dataset: Dataset) -> None:
+    one = dataset.map(lambda batch: {"id": batch["id"], "text": batch["text"]})
+    other = dataset.map(lambda batch: {"text": ["x"] * len(batch["id"]), "id": batch["id"] + ROWS})
+    assert trained(mix([one, other])) == list(range(2 * ROWS))
+
+
+def test_filters_read_the_files(dataset: Dataset) -> None:
+    mapped = dataset.map(plus, columns=["id"])
+    assert ids(mapped.filter([("label", "=", "dog")])) == [n + 1 for n in range(1, ROWS, 2)]
+    with pytest.raises(ConfigError, match=r"'id'.* filter before map"):
+        mapped.filter([("id", ">", 3)])
+    with pytest.raises(ConfigError, match=r"'new'.* filter before map"):
+        dataset.map(lambda batch: {"new": batch["id"]}).filter([("new", ">", 3)])
+
+
+def test_only_selected_rows_are_mapped_and_each_once(dataset: Dataset, tmp_path: Path) -> None:
+    function = Told(tmp_path / "told")
+    mapped = dataset.filter(FIFTHS).map(function, version="1")
+    assert set(function.counts()) <= set(range(0, ROWS, 5))
+    function.forget()
+    for _ in range(2):
+        assert trained(mapped) == list(range(0, ROWS, 5))
+    assert trained(mapped.select(range(10))) == list(range(0, 50, 5))
+    assert function.counts() == Counter(range(0, ROWS, 5))
+    again = dataset.filter(FIFTHS).map(function, version="1")
+    assert trained(again) == list(range(0, ROWS, 5))
+    assert function.counts() == Counter(range(0, ROWS, 5))
+
+
+def run_rank(rank: int, file: Path, cache: CacheConfig, told: Path, out: Any) -> None:
+    dataset = make_dataset(file, cache=cache).map(Told(told), version="1")
+    out.put(trained(dataset, world=World(rank, 2, rank, 2)))
+
+
+def test_two_ranks_of_a_host_map_each_row_once(file: Path, cache: CacheConfig, tmp_path: Path) -> None:
+    out = tiers.FORKSERVER.SimpleQueue()
+    arguments = file, cache, tmp_path / "told", out
+    ranks = [tiers.FORKSERVER.Process(target=run_rank, args=(rank, *arguments)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    assert sorted(out.get() + out.get()) == list(range(ROWS))
+    for rank in ranks:
+        rank.join(tiers.PATIENCE)
+        assert rank.exitcode == 0
+    counts = Told(tmp_path / "told").counts()
+    sampled = sum(counts.values()) - ROWS
+    assert sampled == 4 * GROUP  # One rank sampled four row groups; they have fewer than 32 rows.
+    assert set(counts) == set(range(ROWS))
+
+
+def test_another_version_has_other_rows(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = dataset.map(plus, columns=["id"])
+    assert ids(mapped)[:3] == [1, 2, 3]
+    monkeypatch.setattr(f"{__name__}.SHIFT", 5)
+    changed = dataset.map(plus, columns=["id"])
+    assert ids(changed)[:3] == [5, 6, 7]
+    assert ids(mapped)[:3] == [1, 2, 3]
+    prints = {each.fingerprint for each in (dataset, mapped, changed, mapped.select([0]), changed.map(plus))}
+    assert len(prints) == 5
+    monkeypatch.setattr(f"{__name__}.SHIFT", 1)
+    assert dataset.map(plus, columns=["id"]).fingerprint == mapped.fingerprint
+
+
+def wide(batch: dict[str, Any], shift: int) -> dict[str, Any]:
+    return {"id": batch["id"] + shift, "wide": np.repeat(batch["id"].numpy()[:, None] + shift, 500, axis=1)}
+
+
+def run_job(shift: int, file: Path, cache: CacheConfig, out: Any) -> None:
+    dataset = make_dataset(file, cache=cache).map(lambda batch: wide(batch, shift), columns=["id"])
+    loader = make_loader(dataset, 10, window=1)
+    rows = []
+    for _ in range(3):
+        for batch in loader:
+            assert (batch["wide"] == batch["id"][:, None]).all()
+            rows += batch["id"].tolist()
+    out.put((shift, sorted(rows)))
+
+
+def test_two_jobs_with_two_versions_share_a_cache_of_half_their_bytes(file: Path, tmp_path: Path) -> None:
+    cache = CacheConfig(str(tmp_path / "small"), ROWS * 500 * 8)
+    out = tiers.FORKSERVER.SimpleQueue()
+    jobs = [tiers.FORKSERVER.Process(target=run_job, args=(shift, file, cache, out)) for shift in (0, 7)]
+    for job in jobs:
+        job.start()
+    for shift, rows in (out.get(), out.get()):
+        assert rows == sorted([*range(shift, ROWS + shift)] * 3)
+    for job in jobs:
+        job.join(tiers.PATIENCE)
+        assert job.exitcode == 0
+
+
+def test_a_limit_of_half_the_result(file: Path, tmp_path: Path) -> None:
+    half = ROWS * 500 * 8 // 2
+    dataset = make_dataset(file, cache=CacheConfig(str(tmp_path / "small"), half))
+    mapped = dataset.map(lambda batch: wide(batch, 3))
+    assert trained(mapped, window=1) == list(range(3, ROWS + 3))
+    assert 0 < sum(path.stat().st_size for path in (tmp_path / "small").rglob("*") if path.is_file()) < 2 * half
+    with pytest.raises(ConfigError, match="is too small"):
+        make_loader(mapped, 10, shuffle="full").__iter__().__next__()
+
+
+def test_a_resumed_loader_goes_on_at_the_next_row(dataset: Dataset) -> None:
+    mapped = dataset.map(plus, columns=["id"])
+    loader = make_loader(mapped, 16)
+    whole = [batch["id"].tolist() for batch in loader]
+    loader = make_loader(mapped, 16)
+    batches = iter(loader)
+    first = [next(batches)["id"].tolist() for _ in range(3)]
+    state = loader.state_dict()
+    del batches, loader
+    resumed = make_loader(dataset.map(plus, columns=["id"]), 16)
+    resumed.load_state_dict(state)
+    assert first + [batch["id"].tolist() for batch in resumed] == whole
+    with pytest.raises((ConfigError, ValueError), match="dataset"):
+        make_loader(dataset.map(times, columns=["id"]), 16).load_state_dict(state)
+
+
+def test_the_cached_rows_of_the_files_are_used(dataset: Dataset, file: Path) -> None:
+    warm(dataset.rowstore.blobs, range(len(dataset.row_groups)))
+    file.write_bytes(b"")  # The versions were pinned; nothing may be fetched.
+    assert ids(dataset.map(plus, columns=["id"])) == [n + 1 for n in range(ROWS)]
+
+
+def test_a_python_call_warms(dataset: Dataset, tmp_path: Path) -> None:
+    function = Told(tmp_path / "told")
+    mapped = dataset.map(function, version="1")
+    assert warm(mapped.rowstore.blobs, range(len(mapped.row_groups))) == len(mapped.row_groups)
+    function.forget()
+    assert trained(mapped) == list(range(ROWS))
+    assert not function.counts()
+
+
+def test_the_plan_forecasts_the_bytes_of_mapped_rows(dataset: Dataset) -> None:
+    mapped = dataset.map(every_form)
+    blobs = mapped.rowstore.blobs
+    forecast = plan(mapped.manifest, blobs, mapped.blocks, order_of(mapped.manifest), 16)
+    assert forecast.is_estimate
+    exact = sum(len(blob) for number in range(len(mapped.row_groups)) for blob in blobs.load(number))
+    assert exact * 0.9 < forecast.decoded_bytes < exact * 1.1
+    assert forecast.first_epoch.bytes > 0
+
+
+def failing(batch: dict[str, Any]) -> dict[str, Any]:
+    if 97 in batch["id"]:
+        raise KeyError("ninety-seven")
+    return {"id": batch["id"]}
+
+
+def reshaped(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": np.zeros((len(batch["id"]), 2 + int(97 in batch["id"])))}
+
+
+def renamed(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"other" if 97 in batch["id"] else "id": batch["id"]}
+
+
+def dropped(batch: dict[str, Any]) -> dict[str, Any]:
+    return {"id": batch["id"][batch["id"] != 97]}
+
+
+FAILED = r"map test_map.failing: KeyError: 'ninety-seven' \(.*test_map.py:\d+ in failing\)"
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "processes"),
+    [
+        (failing, FAILED, None),
+        (failing, FAILED, 1),
+        (reshaped, r"column 'id' has the form float64 \[B, 3\] here, and float64 \[B, 2\]", None),
+        (renamed, "the column '(other|id)', unlike for the rows before", None),
+        (dropped, "column 'id' has 19 rows, and the batch 20", None),
+    ],
+)
+def test_errors_name_file_row_group_and_row(
+    dataset: Dataset, file: Path, function: Callable[..., Any], error: str, processes: int | None
+) -> None:
+    mapped = dataset.select(range(10, ROWS)).map(function, processes=processes)
+    with pytest.raises(DataError, match=rf"{file} row group 4 row 17: .*{error}"):
+        mapped[97 - 10]
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda batch: [1], "row group 1 row 0: .*returned a list: return a dict"),
+        (lambda batch: {}, "returned no column"),
+        (lambda batch: {3: batch["id"]}, "name columns by strings"),
+        (lambda batch: {"id": None}, "column 'id' is one NoneType"),
+        (lambda batch: {"id": [None] * len(batch["id"])}, "only None or empty lists"),
+        (lambda batch: 1 / 0, "row group 1 row 0: .*ZeroDivisionError"),
+    ],
+)
+def test_the_sample_finds_errors_at_once(dataset: Dataset, function: Callable[..., Any], error: str) -> None:
+    with pytest.raises(DataError, match=error):
+        dataset.map(function)
+
+
+def test_arguments_that_cannot_work(dataset: Dataset) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'text'"):
+        dataset.map(plus, columns=["txet"])
+    with pytest.raises(ConfigError, match="must be a list"):
+        dataset.map(plus, columns="id")
+    with pytest.raises(ConfigError, match="processes=0"):
+        dataset.map(plus, processes=0)
+    with pytest.raises(ConfigError, match="needs a function"):
+        dataset.map({"id": 1})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Pass version="):
+        dataset.map(eval("lambda batch: batch"))
+    with pytest.raises(DataError, match="'label', which it did not get: add it to columns="):
+        dataset.map(lambda batch: {"label": batch["id"]}, columns=["id"])
+
+
+def children() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if "dataload.mapping" in " ".join(each.cmdline())]
+
+
+def test_a_process_that_dies_is_replaced(dataset: Dataset, tmp_path: Path) -> None:
+    parent, marker = os.getpid(), str(tmp_path / "died")
+
+    def dying(batch: dict[str, Any]) -> dict[str, Any]:
+        if os.getpid() != parent and 97 in batch["id"] and not Path(marker).exists():
+            Path(marker).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"id": batch["id"]}
+
+    mapped = dataset.map(dying, processes=1)
+    assert ids(mapped) == list(range(ROWS))
+    assert Path(marker).exists()
+    assert len(children()) == 1
+    del mapped
+    gc.collect()
+    assert not children()
+
+
+def test_three_deaths_of_one_chunk_are_an_error(dataset: Dataset, file: Path) -> None:
+    parent = os.getpid()
+
+    def deadly(batch: dict[str, Any]) -> dict[str, Any]:
+        if os.getpid() != parent:
+            os._exit(3)
+        return {"id": batch["id"]}
+
+    mapped = dataset.map(deadly, processes=1)
+    with pytest.raises(DataError, match=rf"{file} row group 0 rows 0 to 19: .*3 processes died.*3, 3, 3"):
+        mapped[0]
+
+
+class Endless:
+    """A function that never returns in a process other than that of the sample. It writes the process's number."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.parent = str(path), os.getpid()
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if os.getpid() != self.parent:
+            Path(f"{self.path}-draft").write_text(str(os.getpid()))
+            Path(f"{self.path}-draft").rename(self.path)
+            threading.Event().wait()
+        return {"id": batch["id"]}
+
+
+def run_endless(file: Path, path: Path) -> None:
+    make_dataset(file, cache=False).map(Endless(path), version="1", processes=1)[0]
+
+
+def test_a_process_ends_with_a_killed_trainer_in_the_middle_of_a_call(file: Path, tmp_path: Path) -> None:
+    trainer = tiers.start(run_endless, file, tmp_path / "pid")
+    until(lambda: (tmp_path / "pid").exists())
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    trainer.kill()
+    assert tiers.end(trainer) == -signal.SIGKILL
+    assert psutil.wait_procs([child], tiers.PATIENCE)[1] == []
+
+
+def test_the_loop_waits_for_the_function(dataset: Dataset) -> None:
+    """The background decoder starts with the first row group, although the loop waits all the time."""
+
+    def slow(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"id": batch["id"], "total": [sum(range(20_000 + number)) for number in batch["id"].tolist()]}
+
+    loader = make_loader(dataset.map(slow), 16)
+    next(iter(loader))
+    assert loader.stats().waits["map"] > 0
+    assert loader.dataset.rowstore.scheduler.decoder.started
