@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
+from dataload.dataset import MapStyle
 
 SOURCES, FILES, ROWS, BATCH = 200, 10, 500, 256
 
@@ -41,6 +42,7 @@ def measure(folder: Path, *, mixed: bool) -> dict[str, float]:
     cache, process, most = CacheConfig(str(folder / f"cache-{mixed}"), "4GB"), psutil.Process(), [0, 0]
     began = perf_counter()
     paths = [str(folder / f"{source}") for source in range(SOURCES)]
+    data: MapStyle
     if mixed:
         data = mix([make_dataset(path, cache=cache) for path in paths])
     else:
