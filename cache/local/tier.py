@@ -236,10 +236,9 @@ class LocalTier(DividedTier, ForkAware):
         try:
             yield
         except (OSError, lmdb.Error) as error:
-            is_corrupt = isinstance(error, CorruptEntry)
-            if is_corrupt or not folder.released:
+            if isinstance(error, CorruptEntry) or not folder.released:
                 self.health.report(doing, error)
-            if is_corrupt or folder.released:  # It says nothing about the disk that is in use.
+            if isinstance(error, CorruptEntry) or folder.released:  # It says nothing about the disk in use.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
                 folder.doubt()

@@ -69,7 +69,8 @@ class SmallSourceRows:
 
     def _one(self, key: tuple[int, int]) -> Int64:
         epoch, wrap = key
-        return self._drawn(epoch, np.array([wrap]))[0]
+        rows: Int64 = self._drawn(epoch, np.array([wrap]))[0]
+        return rows
 
     def _drawn(self, epoch: int, wraps: Int64) -> Int64:
         """Return the row at each place of some epochs of the source: int64 [epochs, n]."""
