@@ -104,7 +104,7 @@ def random_boxes(
     aspect = np.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1]), (count, ATTEMPTS)))
     sides = np.stack([np.rint(np.sqrt(area / aspect)), np.rint(np.sqrt(area * aspect))], axis=2).astype(np.int64)
     limits = np.array([height, width])
-    fits = np.asarray((sides > 0) & (sides <= limits)).all(axis=2)
+    fits: npt.NDArray[np.bool_] = np.all((sides > 0) & (sides <= limits), axis=2)
     chosen = sides[np.arange(count), fits.argmax(axis=1)]
     never = ~fits.any(axis=1)
     widest = min(width, max(1, round(height * ratio[1])))
