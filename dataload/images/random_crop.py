@@ -65,7 +65,7 @@ def random_resized_crop(
         raise ConfigError(f"size={size}, scale={scale} or ratio={ratio} is not a positive number or range")
     count, height, width, channels = images.shape
     boxes = random_boxes(rng, count, height, width, scale, ratio)
-    mirrored = rng.random(count) < 0.5 if flip else np.zeros(count, np.bool_)
+    mirrored = np.asarray(rng.random(count) < (0.5 if flip else 0.0))
     cropped = np.empty((count, size, size, channels), np.uint8)
     for image, (top, left, high, wide), mirror, out in zip(
         images, boxes.tolist(), mirrored.tolist(), cropped, strict=True
@@ -103,14 +103,15 @@ def random_boxes(
     area = height * width * rng.uniform(*scale, (count, ATTEMPTS))
     aspect = np.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1]), (count, ATTEMPTS)))
     sides = np.stack([np.rint(np.sqrt(area / aspect)), np.rint(np.sqrt(area * aspect))], axis=2).astype(np.int64)
-    fits = ((sides > 0) & (sides <= (height, width))).all(axis=2)
-    first = fits.argmax(axis=1)
-    chosen = sides[np.arange(count), first]
+    limits = np.array([height, width])
+    fits: npt.NDArray[np.bool_] = np.all((sides > 0) & (sides <= limits), axis=2)
+    chosen = sides[np.arange(count), fits.argmax(axis=1)]
+    never = ~fits.any(axis=1)
     widest = min(width, max(1, round(height * ratio[1])))
-    chosen[~fits.any(axis=1)] = min(height, max(1, round(widest / ratio[0]))), widest
-    spare = (height, width) - chosen
+    chosen[never] = min(height, max(1, round(widest / ratio[0]))), widest
+    spare = limits - chosen
     corners = np.minimum((rng.random((count, 2)) * (spare + 1)).astype(np.int64), spare)
-    corners[~fits.any(axis=1)] = (spare // 2)[~fits.any(axis=1)]
+    corners[never] = (spare // 2)[never]
     return np.concatenate([corners, chosen], axis=1)
 
 
@@ -122,5 +123,4 @@ def _shrunk(part: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.uint8]:
     top, left = part.shape[0] % high // 2, part.shape[1] % wide // 2
     rows, columns = part.shape[0] // high, part.shape[1] // wide
     whole = part[top : top + rows * high, left : left + columns * wide]
-    shrunk: npt.NDArray[np.uint8] = cv2.resize(whole, (columns, rows), interpolation=cv2.INTER_AREA)
-    return shrunk
+    return np.asarray(cv2.resize(whole, (columns, rows), interpolation=cv2.INTER_AREA), np.uint8)

@@ -210,6 +210,13 @@ def test_a_damaged_image_is_named(damaged: Any, reason: str) -> None:
     assert " at 0x" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_an_image_of_too_many_pixels_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "MOST_PIXELS", WIDTH * HEIGHT - 1)
+    with pytest.raises(DataError, match="row 0 cannot be decoded: it has 90 x 60 pixels, more than 5,399"):
+        images.decode([encoded(picture(), kind)])
+
+
 def test_harmless_bytes_in_a_jpeg_are_no_error() -> None:
     data = encoded(picture())
     extended = data[:-2] + b"\0\0\0\0\0" + data[-2:]  # libjpeg warns of extraneous bytes

@@ -101,12 +101,12 @@ def test_resizing_is_close_to_torch_with_antialiasing(height: int, size: int) ->
 
 
 def test_fine_patterns_do_not_alias() -> None:
-    """Stripes of one pixel become grey, not wide stripes."""
+    """Stripes of one pixel become grey. Bilinear interpolation alone would miss them."""
     stripes = np.zeros((1, 448, 448, 3), np.uint8)
-    stripes[:, :, ::2] = 255
+    stripes[:, :, ::4] = 255
     [cropped] = random_resized_crop(stripes, generator(), 112, (1.0, 1.0), (1.0, 1.0), flip=False)
-    assert cropped.min() >= 126
-    assert cropped.max() <= 129
+    assert cropped.min() >= 62
+    assert cropped.max() <= 66
 
 
 def test_the_same_random_numbers_give_the_same_crops() -> None:
