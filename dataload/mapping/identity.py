@@ -158,7 +158,7 @@ class _Walk:
         """Return descriptions of closure values, globals, and modules that a function imports when it is called."""
         names = _names_in(code)
         values = [(name, cell.cell_contents) for name, cell in sorted(cells.items())]
-        values += [(name, scope[name]) for name in sorted(names & scope.keys())]
+        values += [(name, scope[name]) for name in sorted(_globals_in(code) & scope.keys())]
         values += [(module.__name__, module) for module in _imported_in(code, scope)]
         return [[name, self._global(value, names, f"{name!r} of {where}")] for name, value in values]
 
@@ -212,6 +212,13 @@ def _imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[types.ModuleT
         for module in _imported_in(constant, scope)
     ]
     return [sys.modules[name] for name in found if name in sys.modules] + inner
+
+
+def _globals_in(code: CodeType) -> set[str]:
+    """Return the names of globals that a function and the functions in it use: those that cloudpickle sends."""
+    inner = (_globals_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*inner)
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -70,7 +70,11 @@ def run(descriptor: int) -> None:
 
 
 def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
-    function, columns, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
+    try:
+        function, columns, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
+    except Exception as error:  # noqa: BLE001 (the modules of the function may raise anything)
+        failure = _failed(ChunkError(None, f"a process cannot load the function: {type(error).__name__}: {error}"))
+        return lambda _: failure
     runner, layout, mapped = Runner(function.call, *given_and_kept(given, columns)), Layout(given), Layout(fields)
 
     def answer(request: bytes) -> bytes | bytearray:
@@ -78,7 +82,11 @@ def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
         try:
             found = runner.columns(records_of(memoryview(request)[_ROWS_BYTES:], rows, layout), fields)
         except ChunkError as error:
-            return _FAILED + json.dumps([error.row, error.text]).encode()
+            return _failed(error)
         return _DONE + blob_of(found, rows, mapped, "a chunk")
 
     return answer
+
+
+def _failed(error: ChunkError) -> bytes:
+    return _FAILED + json.dumps([error.row, error.text]).encode()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -227,6 +228,18 @@ def test_a_process_that_imports_another_source_refuses_the_function(project: Pro
     project(("SIZE = 3", "SIZE = 4"))
     with pytest.raises(ConfigError, match=r"project\.plain, or something that it refers to, has changed since"):
         pickle.loads(sent)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_a_script_has_the_same_identity_after_its_journey(project: Project, name: str) -> None:
+    """Only the globals that it uses travel. The attribute `size` has the name of another one."""
+    module = project(("SIZE = 3", "SIZE = 3\nsize = 1"))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        function = UserFunction.of(FUNCTIONS[name](module), None)
+        assert pickle.loads(pickle.dumps(function)).digest == function.digest
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def test_installed_packages_count_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
