@@ -119,6 +119,11 @@ class CacheFolder:
             self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
         )
 
+    @property
+    def released(self) -> bool:
+        """Whether the folder is closed, or the process ends: daemon threads run a little longer."""
+        return not self._close.alive
+
     def close(self) -> None:
         """Close the folder, as the end of the process does. The last process to close it syncs the index to disk."""
         self.closed = True

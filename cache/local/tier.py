@@ -236,8 +236,9 @@ class LocalTier(DividedTier, ForkAware):
         try:
             yield
         except (OSError, lmdb.Error) as error:
-            self.health.report(doing, error)
-            if isinstance(error, CorruptEntry) or folder.closed:  # It says nothing about the disk that is in use.
+            if isinstance(error, CorruptEntry) or not folder.released:
+                self.health.report(doing, error)
+            if isinstance(error, CorruptEntry) or folder.released:  # It says nothing about the disk in use.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
                 folder.doubt()

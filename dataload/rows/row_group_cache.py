@@ -26,7 +26,7 @@ from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.executor import in_turn, next_turn
+from dataload.runtime.executor import next_turn
 from dataload.telemetry.wait_timeline import doing
 
 
@@ -78,8 +78,11 @@ class RowGroupCache:
         self.maker.use_memory(state["rank_memory"])
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin."""
-        return in_turn(next_turn())  # All byte ranges of a row group come before those of the next one.
+        """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin.
+
+        So all byte ranges of a row group come before those of the next one, also if they are of several datasets.
+        """
+        return next_turn()
 
     def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
@@ -141,7 +144,7 @@ class RowGroupCache:
     @cached_property
     def value_sizes(self) -> ValueSizes:
         """The sizes that `measure` measures."""
-        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows, self._fill_null)
+        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows.tolist(), self._fill_null)
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""

@@ -26,7 +26,7 @@ from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.runtime.baton import waiting
 from dataload.runtime.counters import charge
-from dataload.runtime.executor import shared_pool
+from dataload.runtime.executor import shared_executor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.usable_memory import usable_memory
@@ -79,7 +79,7 @@ class RowGroupMaker(ForkAware):
         self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
-        self._decoders = shared_pool("dataload-decode", len(os.sched_getaffinity(0)))
+        self._decoders = shared_executor(len(os.sched_getaffinity(0)), "dataload-decode")
 
     def share_memory(self, processes: int) -> None:
         """Divide the host's memory for row groups among its ranks and their worker processes."""

@@ -59,7 +59,7 @@ class ValueSizes:
         self._groups = [manifest.row_groups[number] for number in self.samples]
         self._layout = layout
         self._blocks = blocks
-        self._blob_rows = [int(blob_rows[number]) for number in self.samples]
+        self._blob_rows = [blob_rows[number] for number in self.samples]
         self._fill_null = fill_null
         self._uncached_blocks = Aside(blocks.origin, blocks.tier, blocks.block_bytes)
 

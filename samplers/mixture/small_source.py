@@ -18,7 +18,7 @@ STREAM_BITS = 16  # of a hash, as many as `order.MOST_STREAMS` has
 
 def is_small(order: Order) -> bool:
     """Return whether `SmallSourceRows` can draw a source's epochs: it has few rows, and one window has all of them."""
-    groups = np.count_nonzero(order.block_lengths)
+    groups = int(np.count_nonzero(order.block_lengths))
     return bool(order.shuffle) and order.n <= MOST_ROWS and (order.shuffle == "full" or groups <= order.window)
 
 
@@ -48,7 +48,8 @@ class SmallSourceRows:
             positions: Position in the source's epoch: int64 [k].
         """
         if self._n == 1 or not len(positions):
-            return np.broadcast_to(self._rows, positions.shape).copy()
+            only: Int64 = np.broadcast_to(self._rows[:1], positions.shape).copy()
+            return only
         numbers = positions // self._streams
         places = self._cuts[positions - numbers * self._streams] + numbers
         if (wraps[1:] < wraps[:-1]).any():
@@ -57,7 +58,8 @@ class SmallSourceRows:
             begins = np.append(True, wraps[1:] != wraps[:-1])
             different, which = wraps[begins], np.cumsum(begins) - 1
         if len(different) == 1:
-            return self._latest.get((epoch, int(different[0])), self._one)[places]
+            latest: Int64 = self._latest.get((epoch, int(different[0])), self._one)[places]
+            return latest
         rows, at_once = np.empty_like(positions), DRAWN // self._n
         for first in range(0, len(different), at_once):
             chosen = slice(None) if len(different) <= at_once else (which >= first) & (which < first + at_once)
@@ -67,11 +69,12 @@ class SmallSourceRows:
 
     def _one(self, key: tuple[int, int]) -> Int64:
         epoch, wrap = key
-        return self._drawn(epoch, np.array([wrap]))[0]
+        rows: Int64 = self._drawn(epoch, np.array([wrap]))[0]
+        return rows
 
     def _drawn(self, epoch: int, wraps: Int64) -> Int64:
         """Return the row at each place of some epochs of the source: int64 [epochs, n]."""
-        numbers = wraps.astype(np.uint64)[:, None] * np.uint64(self._n) + np.arange(self._n, dtype=np.uint64)
+        numbers = (wraps[:, None] * self._n + np.arange(self._n)).astype(np.uint64)
         hashes = mix(derive_key("small source", self._seed, epoch), numbers) >> np.uint64(STREAM_BITS)
         hashes |= self._upper_bits
         drawn: Int64 = self._rows[np.argsort(hashes, axis=1, kind="stable")]

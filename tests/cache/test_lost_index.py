@@ -402,6 +402,23 @@ def test_who_finds_the_folder_closed_by_another_thread_opens_it_anew(
     assert is_kept(tier, "x/0")
 
 
+def test_threads_that_outlive_the_folder_at_the_end_of_the_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They count no errors, log none, and do not doubt the index."""
+    tier = LocalTier(tmp_path / "c", LIMIT)
+    put(tier, "x/0")
+    tier.folder._close()  # as at the end of the interpreter
+    put(tier, "x/1")
+    assert tier.get(key("x/0")) is not None
+    assert not caplog.records
+    assert tier.stats()["health"]["state"] == "normal"
+    assert (tmp_path / "c" / "index" / "state").read_text() == "closed"
+    tier.folder.close()
+    put(tier, "x/2")
+    assert is_kept(tier, "x/2")
+
+
 def test_an_index_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LMDB must not open the file twice, even while a caller holds the error."""
     opened = index.Index(left / "index")

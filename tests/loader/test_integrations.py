@@ -127,6 +127,16 @@ def test_accelerate_resumes_in_the_middle_of_an_epoch(accelerated: Seen, epochs_
     assert [rank["resumed"] for rank in accelerated] == [rank["wanted"] for rank in accelerated] == epochs_of(1)
 
 
+def test_accelerate_has_each_row_of_a_mixture_once_and_resumes_with_its_next_weights(accelerated: Seen) -> None:
+    for rank in accelerated:
+        epoch, following = rank["mixed"]
+        assert sorted(epoch) == list(range(N))
+        assert rank["mixed resumed"] == [epoch, following]
+    following = list(chain(*(rank["mixed"][1] for rank in accelerated)))
+    assert len(following) == len({*following}) == 200
+    assert sum(row < 100 for row in following) == 100
+
+
 def test_skip_first_batches(accelerated: Seen) -> None:
     for rank in accelerated:
         assert rank["skipped"] == rank["unskipped"][3:]
@@ -160,6 +170,14 @@ def test_lightning_resumes(lightning: Seen, where: str, left: slice) -> None:
     for rank in lightning:
         expected = {"1": rank["trained"]["1"][left], "2": rank["trained"]["2"]}
         assert rank[where] == {epoch: rows for epoch, rows in expected.items() if rows}
+
+
+def test_lightning_has_each_row_of_a_mixture_once_and_resumes(lightning: Seen) -> None:
+    for epoch in ("0", "1", "2"):
+        assert once([rank["mixed"][epoch] for rank in lightning])
+    for rank in lightning:
+        assert rank["mixed"]["1"] != rank["mixed"]["2"]
+        assert rank["mixed resumed"] == {"1": rank["mixed"]["1"][4 * 16 :], "2": rank["mixed"]["2"]}
 
 
 @pytest.mark.parametrize("made", ["hook", "given", "workers"])

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -23,10 +24,13 @@ from pyarrow import feather
 
 import dataload
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
+from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture
 from dataload.rows.background_decoder.client import BackgroundDecoder
+from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.executor import current_turn
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import Source
 
@@ -465,6 +469,34 @@ def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources
             assert blobs.find(group) is not None
     finally:
         decoder.end()
+
+
+def test_row_groups_of_all_sources_are_fetched_in_one_order(sources: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the background decoder, which makes row groups in the order of the requests."""
+    turns: list[int] = []
+
+    def made(*_: Any) -> list[memoryview]:
+        turns.append(current_turn())
+        return []
+
+    monkeypatch.setattr(RowGroupCache, "_made_once", made)
+    blobs = mix(sources()).rowstore.blobs
+    for group in (0, 1, 5, 2, 6, 0):  # of the sources a, a, b, a, c, a
+        blobs.make(group)
+    assert turns == sorted({*turns})
+    assert len(turns) == 6
+
+
+def test_the_sources_share_one_pool_of_threads(tmp_path: Path) -> None:
+    for number in range(40):
+        pq.write_table(pa.table({"x": [number]}), tmp_path / f"{number}.parquet")
+    mixture = mix([tmp_path / f"{number}.parquet" for number in range(40)], cache=False)
+    gate = threading.Event()
+    calls = [each.blocks.submit(gate.wait, 60) for each in mixture.datasets]
+    names = [thread.name for thread in threading.enumerate()]
+    gate.set()
+    assert all(call.result() for call in calls)
+    assert sum(name.startswith("dataload-blocks-read") for name in names) == IN_FLIGHT
 
 
 # Mistakes

@@ -30,7 +30,7 @@ Batch = dict[str, Any]
 def dataset(tmp_path: Path) -> Dataset:
     """Row i has x == i."""
     pq.write_table(pa.table({"x": np.arange(N)}), tmp_path / "a.parquet", row_group_size=20)
-    return make_dataset(tmp_path / "a.parquet", cache=None)
+    return make_dataset(tmp_path / "a.parquet", cache=False)
 
 
 def noisy(batch: Batch, rng: np.random.Generator) -> Batch:

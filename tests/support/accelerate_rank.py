@@ -14,7 +14,7 @@ from accelerate import Accelerator, skip_first_batches
 from accelerate.state import GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 
-from dataload import World, make_dataset, make_loader
+from dataload import World, make_dataset, make_loader, mix
 
 folder, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
@@ -89,6 +89,24 @@ accelerator = accelerator_of()
 loader = accelerator.prepare(make_loader(dataset, 16))
 accelerator.load_state(str(out / "state"))
 seen["resumed"] = begun + rows_of(loader)
+
+# A mixture whose weights are set in an epoch, and its state.
+for name in ("mixed", "mixed resumed"):
+    mixture = mix([dataset.select(range(100)), dataset.select(range(100, len(dataset)))])
+    accelerator = accelerator_of()
+    loader = accelerator.prepare(make_loader(mixture, 16))
+    if name == "mixed":
+        seen["itself"].append(isinstance(loader.dataset, type(mixture)))
+        batches = iter(loader)
+        begun = [row for batch in itertools.islice(batches, 4) for row in accelerator.gather(batch[COLUMN]).tolist()]
+        mixture.set_weights([1, 1])
+        accelerator.save_state(str(out / "mixed"))
+    else:
+        accelerator.load_state(str(out / "mixed"))
+        batches = iter(loader)
+    rest = [row for batch in batches for row in accelerator.gather_for_metrics(batch[COLUMN]).tolist()]
+    seen[name] = begun + rest, rows_of(loader)
+    accelerator.wait_for_everyone()
 
 loader = make_loader(dataset, 16, group={"x": ["half"]})
 seen["skipped"] = [batch["x"].ravel().mul(2).int().tolist() for batch in skip_first_batches(loader, 3)]

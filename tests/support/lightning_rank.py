@@ -15,20 +15,22 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from dataload import make_dataset, make_loader
+from dataload import make_dataset, make_loader, mix
 
 warnings.filterwarnings("ignore", ".*does not have many workers.*")
 folder, out = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
 dataset = make_dataset(folder, cache=False)
+mixture = mix([dataset.select(range(100)), dataset.select(range(100, len(dataset)))])
 seen = {}
 
 
 class Model(LightningModule):
     """A module that records the rows of each epoch and saves checkpoints at given steps."""
 
-    def __init__(self, save_at=None):
+    def __init__(self, save_at=None, data=dataset):
         super().__init__()
+        self.data = data
         self.layer = torch.nn.Linear(1, 1)
         self.save_at = save_at
         self.trained, self.validated = {}, []
@@ -51,7 +53,7 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
     def train_dataloader(self):
-        return make_loader(dataset, 16)
+        return make_loader(self.data, 16)
 
     def val_dataloader(self):
         return make_loader(dataset, 100, shuffle=False)
@@ -93,6 +95,12 @@ for name, save_at in (("middle", (1, 3)), ("last", (1, 9))):
     resumed = Model()
     trainer(num_sanity_val_steps=0).fit(resumed, ckpt_path=out / "checkpoint")
     seen[name] = resumed.trained
+
+mixed = Model((1, 3), mixture)
+trainer(num_sanity_val_steps=0).fit(mixed)
+resumed = Model(data=mix(mixture.datasets))
+trainer(num_sanity_val_steps=0).fit(resumed, ckpt_path=out / "checkpoint")
+seen["mixed"], seen["mixed resumed"] = mixed.trained, resumed.trained
 
 # A loader that a hook returns, and one that is passed to the trainer.
 for name, options in (("hook", None), ("given", {}), ("workers", {"num_workers": 1})):

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from regression import Rows, assert_close, build, in_order, parameters_of, squar
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dataload import make_loader, mix
 from dataload.errors import ConfigError
 from dataload.rows.collate import Flat
 from dataload.train import epoch_metrics, rank_batches
@@ -248,6 +251,22 @@ def test_ranks_with_different_data_are_refused(ranks):
         assert isinstance(error, ConfigError)
         assert "fingerprint: 'abc' on ranks [0]; 'xyz' on ranks [1]" in str(error)
     assert ranks(2, fit_own_data, ("abc", "abc")) == [None, None]
+
+
+def fit_mixture(folder, weights):
+    rank = World.detect().rank
+    mixture = mix([folder, folder], weights[rank], num_rows=16, cache=False)
+    model, optimizer = build()
+    loader = make_loader(mixture, 4, group={"x": ["a", "b", "c"], "y": ["d"]})
+    fit(model, optimizer, loader, squared_error, epochs=1, precision="fp32", progress=False)
+
+
+def test_ranks_with_different_weights_are_refused(ranks, tmp_path):
+    pq.write_table(pa.table(dict.fromkeys("abcd", np.ones(8))), tmp_path / "rows.parquet")
+    for error in ranks(2, fit_mixture, str(tmp_path), ([1, 1], [1, 2])):
+        assert isinstance(error, ConfigError)
+        assert "the weights of the mixture: (1, 1) on ranks [0]; (1, 2) on ranks [1]" in str(error)
+    assert ranks(2, fit_mixture, str(tmp_path), ([1, 1], [2, 2])) == [None, None]
 
 
 @pytest.mark.parametrize(
