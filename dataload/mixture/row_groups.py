@@ -114,7 +114,7 @@ class MixedRowGroups:
 
 
 class MixedMaker:
-    """The makers of several datasets, which share one memory budget and one pool of threads. See `RowGroupMaker`.
+    """The makers of several datasets, which share one memory budget. See `RowGroupMaker`.
 
     Args:
         makers: The maker of each dataset.
