@@ -21,7 +21,7 @@ from dataload.cache.origin.version import version_of
 from dataload.cache.tier import Allocate, BlobKey, NoRoomError, Span, Tier
 from dataload.errors import ConfigError
 from dataload.runtime.baton import waiting
-from dataload.runtime.executor import awaited, shared_pool
+from dataload.runtime.executor import awaited, shared_executor
 from dataload.runtime.forks import ForkAware
 from dataload.telemetry.wait_timeline import doing
 
@@ -74,8 +74,8 @@ class Blocks(ForkAware):
         super().__init__()
 
     def after_fork_in_child(self) -> None:
-        self._reads = shared_pool("dataload-blocks-read", IN_FLIGHT)
-        self._prefetches = shared_pool("dataload-blocks-prefetch", IN_FLIGHT)
+        self._reads = shared_executor(IN_FLIGHT, "dataload-blocks-read")
+        self._prefetches = shared_executor(IN_FLIGHT, "dataload-blocks-prefetch")
 
     @classmethod
     def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:

@@ -15,7 +15,6 @@ from dataload.rows.columns import Array
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_group_maker import RowGroupMaker
-from dataload.runtime.executor import next_turn
 from dataload.runtime.memory_budget import MemoryBudget
 
 
@@ -56,7 +55,7 @@ class MixedRowGroups:
 
     def in_order(self) -> AbstractContextManager[None]:
         """Load a row group in the block, in the order in which blocks begin, whatever its dataset."""
-        return next_turn()
+        return self.caches[0].in_order()
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""

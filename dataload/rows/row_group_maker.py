@@ -28,7 +28,7 @@ from dataload.rows.size_sampling import Aside
 from dataload.runtime.baton import waiting
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import charge
-from dataload.runtime.executor import shared_pool
+from dataload.runtime.executor import shared_executor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.usable_memory import usable_memory
@@ -81,7 +81,7 @@ class RowGroupMaker(ForkAware):
         self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
-        self._decoders = shared_pool("dataload-decode", len(os.sched_getaffinity(0)))
+        self._decoders = shared_executor(len(os.sched_getaffinity(0)), "dataload-decode")
 
     def share_memory(self, processes: int) -> None:
         """Divide the host's memory for row groups among its ranks and their worker processes."""

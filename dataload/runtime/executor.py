@@ -24,9 +24,9 @@ S = TypeVar("S")
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
-_pools: weakref.WeakValueDictionary[tuple[int, str, int], DaemonExecutor] = weakref.WeakValueDictionary()
-_turns = itertools.count(1)
 _turn: ContextVar[int] = ContextVar("turn", default=0)
+_turns = itertools.count(1)
+_shared: weakref.WeakValueDictionary[tuple[int, str, int], DaemonExecutor] = weakref.WeakValueDictionary()
 
 
 @contextmanager
@@ -47,6 +47,13 @@ def next_turn() -> AbstractContextManager[None]:
 def current_turn() -> int:
     """Return the turn of this thread's work; 0 outside of every `in_turn`."""
     return _turn.get()
+
+
+def shared_executor(count: int, name: str) -> DaemonExecutor:
+    """Return the pool of this name that all its users in this process share. It ends with the last of them."""
+    key = os.getpid(), name, count  # A forked child has other threads.
+    found = _shared.get(key)
+    return _shared.setdefault(key, DaemonExecutor(count, name)) if found is None else found
 
 
 class DaemonExecutor:
@@ -103,20 +110,6 @@ class DaemonExecutor:
                 raise
         else:
             self._started += 1
-
-
-def shared_pool(name: str, count: int) -> DaemonExecutor:
-    """Return the pool of this process with a name: one for all datasets, so that their number costs no threads.
-
-    It lasts as long as an object that uses it. A forked child gets another one.
-
-    Args:
-        name: Name of the pool.
-        count: As for `DaemonExecutor`, the same for all users of the pool.
-    """
-    key = os.getpid(), name, count
-    pool = _pools.get(key)
-    return _pools.setdefault(key, DaemonExecutor(count, name)) if pool is None else pool
 
 
 class _Work:

@@ -9,7 +9,7 @@ from concurrent.futures import wait
 import pytest
 from threads import no_more_threads
 
-from dataload.runtime.executor import DaemonExecutor, in_turn, shared_pool
+from dataload.runtime.executor import DaemonExecutor, in_turn, shared_executor
 
 PATIENCE = 60
 
@@ -93,9 +93,9 @@ def test_a_call_hands_its_turn_on() -> None:
 
 
 def test_a_shared_pool_lasts_as_long_as_it_is_used() -> None:
-    pool = shared_pool("test-shared", 2)
-    assert shared_pool("test-shared", 2) is pool
-    assert shared_pool("test-other", 2) is not pool
+    pool = shared_executor(2, "test-shared")
+    assert shared_executor(2, "test-shared") is pool
+    assert shared_executor(2, "test-other") is not pool
     assert [future.result(PATIENCE) for future in [pool.submit(abs, -number) for number in range(5)]] == [*range(5)]
     [*threads] = (one for one in threading.enumerate() if one.name.startswith("test-shared"))
     assert 0 < len(threads) <= 2
@@ -106,10 +106,10 @@ def test_a_shared_pool_lasts_as_long_as_it_is_used() -> None:
 
 
 def test_a_forked_child_has_shared_pools_of_its_own() -> None:
-    pool = shared_pool("test-shared", 2)
+    pool = shared_executor(2, "test-shared")
     assert pool.submit(abs, -1).result(PATIENCE) == 1
     child = os.fork()
     if child == 0:
-        own = shared_pool("test-shared", 2)
+        own = shared_executor(2, "test-shared")
         os._exit(own is pool or own.submit(abs, -1).result(PATIENCE) != 1)
     assert os.waitpid(child, 0)[1] == 0
