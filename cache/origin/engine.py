@@ -20,7 +20,7 @@ from dataload.runtime.redact import redacted
 MAX_READ_RATIO = 2
 
 
-_engines: weakref.WeakValueDictionary[tuple[int, int, str], Any] = weakref.WeakValueDictionary()
+_engines: weakref.WeakValueDictionary[tuple[int, int, str], Engine] = weakref.WeakValueDictionary()
 
 
 class WrongBodyError(OSError):

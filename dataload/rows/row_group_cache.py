@@ -32,7 +32,7 @@ from dataload.telemetry.wait_timeline import doing
 
 
 class RowGroupCache:
-    """The chosen columns of a dataset's row groups, as blobs of records in the cache.
+    """The chosen columns of a dataset's row groups, as blobs of records in the cache. Any thread may call it.
 
     Args:
         manifest: The dataset.
@@ -46,9 +46,6 @@ class RowGroupCache:
         maker: Makes the row groups that are not cached.
         is_mapped: Whether a function of the user makes the rows.
         selection: The rows of each row group that the blobs hold; None: all.
-
-    Notes:
-        Any thread may call it.
     """
 
     is_mapped = False
@@ -90,10 +87,7 @@ class RowGroupCache:
         self.maker.use_memory(state["rank_memory"])
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Load a row group in the block. Row groups are fetched and decoded in the order in which blocks begin.
-
-        So all byte ranges of a row group come before those of the next one, also if they are of several datasets.
-        """
+        """Load a row group in the block: all its byte ranges come before those of later blocks, of whatever dataset."""
         return next_turn()
 
     def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
@@ -111,10 +105,10 @@ class RowGroupCache:
         with computing():
             return self._made_once(number, self._keys(number), None, life or RowGroupLife())
 
-    def find(self, number: int) -> list[memoryview] | None:
-        """Return the blobs of a row group, or None if this host has not cached them."""
+    def find(self, number: int, span: Span | None = None) -> list[memoryview] | None:
+        """Return the blobs of a row group, or `span` of each. None if this host has not cached them."""
         with doing("disk"):
-            return self._cached(self._keys(number))
+            return self._cached(self._keys(number), span)
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
@@ -222,10 +216,6 @@ class RowGroupCache:
         """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does."""
         tier = self._blocks.tier
 
-        def find() -> list[memoryview] | None:
-            with doing("disk"):
-                return self._cached(keys, span)
-
         def make() -> list[memoryview]:
             if fetched := tier.fetch_from_cluster(keys):
                 return fetched
@@ -241,7 +231,7 @@ class RowGroupCache:
         lock, reserve = self._key(number, "row group"), partial(self.maker.reserve, number, life)
         found = tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
         if found is None:
-            found = make_once(tier, lock, find, make, reserve)
+            found = make_once(tier, lock, partial(self.find, number, span), make, reserve)
         life.enter(State.CACHED)
         return found
 
