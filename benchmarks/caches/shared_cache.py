@@ -91,7 +91,8 @@ class Case:
         return self.epochs(lambda: _exhaust(zip(one, other, strict=True) if together else chain(one, other)))
 
     def in_processes(self, ranks: int, workers: int) -> list[float]:
-        program = "import json, sys; from dataload.benchmarks.caches.shared_cache import process; process(*json.loads(sys.argv[1]))"
+        call = "from dataload.benchmarks.caches.shared_cache import process; process(*json.loads(sys.argv[1]))"
+        program = f"import json, sys; {call}"
         children = []
         for name in NAMES:
             for rank in range(ranks):
