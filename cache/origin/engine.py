@@ -80,8 +80,8 @@ def shared_engine(filesystem: Any, requested: str) -> Engine:
     It lasts as long as a dataset uses it. A forked child gets another one.
     """
     key = os.getpid(), id(filesystem), requested  # An engine keeps its filesystem.
-    engine = _engines.get(key)
-    return _engines.setdefault(key, engine_for(filesystem, requested)) if engine is None else engine
+    engine: Engine | None = _engines.get(key)
+    return engine or _engines.setdefault(key, engine_for(filesystem, requested))
 
 
 class Fsspec:
