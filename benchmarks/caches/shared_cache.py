@@ -1,8 +1,4 @@
-<<<<<<<< HEAD:benchmarks/cold/shared_cache.py
-"""Two datasets in one cache, both read at once: `python -m dataload.benchmarks.cold.shared_cache [--share 1.2]`.
-========
 """Two datasets in one cache, both read at once: `python -m dataload.benchmarks.caches.shared_cache [--share 1.2]`.
->>>>>>>> room:benchmarks/caches/shared_cache.py
 
 Each of them fits into the cache, both together do not. An S3 server counts the bytes of each epoch of both. The cases
 are one process that reads them by turns or together; a loader that starts when the other has filled the cache; a
@@ -95,13 +91,8 @@ class Case:
         return self.epochs(lambda: _exhaust(zip(one, other, strict=True) if together else chain(one, other)))
 
     def in_processes(self, ranks: int, workers: int) -> list[float]:
-<<<<<<<< HEAD:benchmarks/cold/shared_cache.py
-        call = "process(*json.loads(sys.argv[1]))"
-        program = f"import json, sys; from dataload.benchmarks.cold.shared_cache import process; {call}"
-========
         call = "from dataload.benchmarks.caches.shared_cache import process; process(*json.loads(sys.argv[1]))"
         program = f"import json, sys; {call}"
->>>>>>>> room:benchmarks/caches/shared_cache.py
         children = []
         for name in NAMES:
             for rank in range(ranks):

@@ -43,8 +43,6 @@ class MixtureSampler(RankSampler):
 
     Example:
         >>> from dataload.samplers.mixture.source import Source
-    from dataload.samplers.mixture.state import compact, expand
-    from dataload.samplers.mixture.weights import integer_weights
         >>> from dataload.samplers.mixture.sampler import MixtureSampler
         >>> sources = [Source([4, 4], "books"), Source([3], "code")]
         >>> sampler = MixtureSampler(sources, 1, 0, weights=[3, 1], num_rows=8, batch_size=4, shuffle=False)
