@@ -225,7 +225,7 @@ class RowGroupCache:
                 return self.maker.pack(number, keys, columns, life)
             made = self.maker.make(number, keys, life)
             if self._shared_blocks is not None:
-                self._shared_blocks.made(number)
+                self._shared_blocks.made(number, self._keys)
             return made
 
         lock, reserve = self._key(number, "row group"), partial(self.maker.reserve, number, life)
@@ -241,7 +241,7 @@ class RowGroupCache:
         is_all = set(self._manifest.schema.names) == set(self._columns)
         if not is_all or self._fill_null is not None or self._null_masks:
             return None
-        return SharedBlocks(self._manifest, self._blocks, self.maker, self._keys)
+        return SharedBlocks(self._manifest, self._blocks, self.maker)
 
     def _cached(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         found = []

@@ -278,21 +278,22 @@ class SharedBlocks:
         manifest: The dataset.
         blocks: Reader of the dataset's files, and the cache.
         maker: Makes the row groups.
-        keys: Returns the keys of the blobs of a row group.
     """
 
-    def __init__(
-        self, manifest: Manifest, blocks: Blocks, maker: RowGroupMaker, keys: Callable[[int], list[BlobKey]]
-    ) -> None:
+    def __init__(self, manifest: Manifest, blocks: Blocks, maker: RowGroupMaker) -> None:
         self._manifest = manifest
         self._blocks = blocks
         self._maker = maker
-        self._keys = keys
         self._blocks_of: dict[int, set[int]] = {}  # by row group
         self._users: dict[tuple[Object, int], list[int]] = {}  # the row groups of a block
 
-    def made(self, number: int) -> None:
-        """Discard each block of a row group that was made if the blobs of all row groups in the block are cached."""
+    def made(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
+        """Discard each block of a row group that was made if the blobs of all row groups in the block are cached.
+
+        Args:
+            number: The row group.
+            keys: Returns the keys of the blobs of a row group.
+        """
         file = self._manifest.row_groups[number].file
         if not self._blocks.retains_blocks or len(self._numbers[file]) == 1:
             return
@@ -300,7 +301,7 @@ class SharedBlocks:
             self._look_up(file)
         for block in self._blocks_of[number]:
             # The last one first: it is usually made last.
-            made = (key for user in reversed(self._users[file, block]) for key in self._keys(user))
+            made = (key for user in reversed(self._users[file, block]) for key in keys(user))
             self._blocks.discard(file, block, made)
 
     @cached_property

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -403,7 +404,12 @@ def test_arguments_that_cannot_work(dataset: Dataset) -> None:
 
 
 def children() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if "dataload.mapping" in " ".join(each.cmdline())]
+    """Return the processes that map, without those of other kinds and those that have just ended."""
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            found += [each] * ("dataload.mapping" in " ".join(each.cmdline()))
+    return found
 
 
 def test_a_process_that_dies_is_replaced(dataset: Dataset, tmp_path: Path) -> None:
