@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import pyarrow as pa
 
 from dataload.catalog.manifest import Manifest
@@ -17,6 +17,7 @@ from dataload.errors import ConfigError
 from dataload.formats.schema import Field, Layout, needs_mask
 from dataload.formats.schema import mask_name as mask_of
 from dataload.mapping.identity import identity, name_of
+from dataload.mapping.pickling import dumps
 
 if TYPE_CHECKING:
     from dataload.mapping.running import Function, Runner
@@ -53,12 +54,12 @@ class UserFunction:
         return name_of(self.call)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (cloudpickle.dumps(self.call), self.version, self.digest)
+        return _unpickled, (dumps(self.call), self.version, self.digest)
 
 
 def _unpickled(data: bytes, version: Any, digest: str) -> UserFunction:
     """Return a function of another process. Functions of modules are imported, so their files may have changed."""
-    call = cloudpickle.loads(data)
+    call = pickle.loads(data)  # noqa: S301 (of the training process)
     if version is None and identity(call) != digest:
         raise ConfigError(
             f"{name_of(call)}, or something that it refers to, has changed since the program started: start it again"

@@ -1,0 +1,154 @@
+"""Tokenize once: `python -m dataload.benchmarks.text.tokenize`.
+
+`Dataset.map` beside `map` of Hugging Face datasets with two processes, in turns, each in a process of its own. Both
+call one tokenizer, which is trained here on the sources of Python's library. The first pass is opening the data,
+tokenizing and a shuffled epoch. Later epochs are shuffled, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dataload.dataset import make_dataset
+from dataload.loader import make_loader
+
+BATCH = 64
+EPOCHS = 3  # later ones of a process
+TEXT_BYTES = 2_000  # of a row
+OURS, PEER = "dataload, map", "datasets.map, 2 processes"
+
+Result = dict[str, float]
+
+
+@functools.cache
+def tokenizer(path: str) -> Any:
+    """Return the tokenizer of a file."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(path)
+
+
+def tokens(batch: dict[str, Any], path: str) -> dict[str, Any]:
+    """Return the numbers of the tokens of each text."""
+    found = tokenizer(path).encode_batch(list(batch["text"]))
+    return {"tokens": [np.array(each.ids, np.int32) for each in found]}
+
+
+def ours(file: str, path: str, folder: str) -> Iterator[Iterator[int]]:
+    """Yield epochs, which yield the tokens of each batch."""
+    dataset = make_dataset(file, cache_dir=folder, cache_bytes="2GB")
+    mapped = dataset.map(functools.partial(tokens, path=path), version="a tokenizer of the benchmark")
+    loader = make_loader(mapped, BATCH)
+    while True:
+        yield (sum(map(len, batch["tokens"])) for batch in loader)
+
+
+def peers(file: str, path: str, folder: str) -> Iterator[Iterator[int]]:
+    """Yield the same of Hugging Face datasets."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    dataset: Any = datasets.Dataset.from_parquet(file, cache_dir=folder)
+    call = functools.partial(tokens, path=path)
+    mapped = dataset.map(call, batched=True, num_proc=2, remove_columns="text").with_format("torch")
+    for epoch in range(EPOCHS + 1):
+        batches = mapped.shuffle(seed=epoch).iter(batch_size=BATCH)
+        yield (sum(map(len, batch["tokens"])) for batch in batches)
+
+
+SYSTEMS: dict[str, Callable[[str, str, str], Iterator[Iterator[int]]]] = {OURS: ours, PEER: peers}
+
+
+def main(
+    rows: Annotated[int, typer.Option(help="Texts of 2,000 bytes.")] = 20_000,
+    rounds: Annotated[int, typer.Option(help="Rounds of both systems.")] = 3,
+) -> None:
+    """Measure both systems, and print their times and ratios."""
+    found: dict[str, list[Result]] = {name: [] for name in SYSTEMS}
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        file, path = Path(folder) / "text.parquet", Path(folder) / "tokenizer.json"
+        texts = library(rows)
+        pq.write_table(pa.table({"text": texts}), file, row_group_size=1000)
+        train(texts[:2000], path)
+        for number in range(rounds):
+            for name in [*SYSTEMS][:: -1 if number % 2 else 1]:
+                found[name].append(in_process(name, file, path, folder))
+    table = Table("system", "first pass, s", "a later epoch, s", "tokens")
+    for name, results in found.items():
+        table.add_row(
+            name, *(ranged([each[key] for each in results]) for key in ("first", "later")), f"{results[0]['tokens']:,}"
+        )
+    Console().print(table)
+    for key in ("first", "later"):
+        ratios = [peer[key] / own[key] for own, peer in zip(found[OURS], found[PEER], strict=True)]
+        Console().print(f"{key}: {ranged(ratios)} x as fast as {PEER}")
+
+
+def ranged(numbers: list[float]) -> str:
+    """Return the median and the range of some numbers."""
+    return f"{median(numbers):.2f} ({min(numbers):.2f}-{max(numbers):.2f})"
+
+
+def library(rows: int) -> list[str]:
+    """Return parts of the sources of Python's library, again from the begin if there are too few."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*/*.py"))
+    text = "".join(path.read_text(errors="ignore") for path in sources)
+    starts = (np.arange(rows) * TEXT_BYTES) % (len(text) - TEXT_BYTES)
+    return [text[start : start + TEXT_BYTES] for start in starts.tolist()]
+
+
+def train(texts: list[str], path: Path) -> None:
+    """Train a tokenizer of 8,000 tokens by byte pairs."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trained.decoder = decoders.ByteLevel()
+    trained.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=8000, show_progress=False))
+    trained.save(str(path))
+
+
+def in_process(name: str, file: Path, path: Path, folder: str) -> Result:
+    """Return the seconds of the first pass and of a later epoch, and the tokens of an epoch."""
+    with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
+        command = [sys.executable, "-m", __spec__.name, name, str(file), str(path), cache]
+        environ = {**os.environ, "HF_HOME": cache, "HF_DATASETS_OFFLINE": "1"}
+        done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+        result: Result = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def measured(name: str, *paths: str) -> None:
+    """Measure a system in this process."""
+    started = perf_counter()
+    epochs = SYSTEMS[name](*paths)
+    found = sum(next(epochs))
+    first, started = perf_counter() - started, perf_counter()
+    for _ in range(EPOCHS):
+        assert sum(next(epochs)) == found
+    sys.stdout.write(json.dumps({"first": first, "later": (perf_counter() - started) / EPOCHS, "tokens": found}))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] and sys.argv[1] in SYSTEMS:
+        measured(*sys.argv[1:])
+    else:
+        typer.run(main)
