@@ -77,6 +77,7 @@ class HostNeeds(ForkAware):
         self._own: dict[int, Need] = {}
         self._folder: CacheFolder | None = None  # where the needs of this process are announced
         self._announced: tuple[Need, ...] = ()
+        self._hidden = False  # whether the last announcement failed, so that the others do not see these needs
         self._contents: dict[Path, Any] = {}
         self._others: dict[Path, list[Need]] = {}
         self._divided: tuple[int, Division] = 0, Division()  # for a limit
@@ -108,7 +109,8 @@ class HostNeeds(ForkAware):
         while True:
             with self._mutex:
                 self._announce(folder)
-                self._look(folder)
+                with suppress(OSError):  # such as too many open files: the needs seen last hold
+                    self._look(folder)
                 if self._stale or limit != self._divided[0]:
                     self._stale = False
                     self._divided = limit, divide(limit, [self._announced, *self._others.values()])
@@ -119,11 +121,14 @@ class HostNeeds(ForkAware):
     def _announce(self, folder: CacheFolder) -> None:
         """Announce the needs of this process, if they have changed."""
         own = tuple(self._own.copy().values())
-        if own == self._announced and folder is self._folder:
+        if own == self._announced and folder is self._folder and not self._hidden:
             return
         if own or self._announced:
-            with suppress(OSError):  # The disk is full or the folder was removed: the others do not see these needs.
+            try:
                 folder.staging.announce(b"".join(need.to_bytes() for need in own))
+                self._hidden = False
+            except OSError:  # The disk is full, or the folder was removed.
+                self._hidden = True
         self._announced, self._folder, self._stale = own, folder, True
 
     def _look(self, folder: CacheFolder) -> None:
@@ -145,10 +150,34 @@ def _needs_in(content: bytes) -> list[Need]:
         return []
 
 
-_of_folders: weakref.WeakValueDictionary[Path, HostNeeds] = weakref.WeakValueDictionary()
+class _Folders(ForkAware):
+    """The needs of this process by folder."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()  # Reentrant: the forking thread holds it, and tiers of the child ask again.
+        self._needs: weakref.WeakValueDictionary[Path, HostNeeds] = weakref.WeakValueDictionary()
+        super().__init__()
+
+    def before_fork(self) -> None:
+        self._mutex.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        self._mutex.release()
+
+    def after_fork_in_child(self) -> None:
+        self._mutex.release()
+
+    def of(self, path: Path) -> HostNeeds:
+        with self._mutex:
+            needs = self._needs.get(path)
+            if needs is None:
+                needs = self._needs[path] = HostNeeds()
+            return needs
+
+
+_folders = _Folders()
 
 
 def needs_of(path: Path) -> HostNeeds:
     """Return the needs of this process for the cache folder at a path."""
-    needs = _of_folders.get(path)
-    return _of_folders.setdefault(path, HostNeeds()) if needs is None else needs
+    return _folders.of(path.resolve())

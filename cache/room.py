@@ -177,10 +177,11 @@ def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
         return Division()
     sample = max(need.sample for need in needs)
     kept = [need.groups % np.uint64(sample) == 0 for need in needs]
-    groups, firsts = np.unique(
-        np.concatenate([need.groups[which] for need, which in zip(needs, kept, strict=True)]), return_index=True
-    )
-    sizes = np.concatenate([need.sizes[which] for need, which in zip(needs, kept, strict=True)])[firsts] * sample
+    listed_groups = np.concatenate([need.groups[which] for need, which in zip(needs, kept, strict=True)])
+    listed_sizes = np.concatenate([need.sizes[which] for need, which in zip(needs, kept, strict=True)])
+    groups, which_group = np.unique(listed_groups, return_inverse=True)
+    sizes = np.zeros(len(groups))
+    np.maximum.at(sizes, which_group, listed_sizes * sample)  # the same for all processes, whatever they know
     total = float(sizes.sum())
     region = min(limit, _region(limit, total, listed))
     stays_below = 1 << 64

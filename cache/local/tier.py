@@ -178,9 +178,10 @@ class LocalTier(DividedTier, ForkAware):
 
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
         folder = self._opened() if self._can_write() else None
-        if folder is not None and all(folder.path_of(key.digest).exists() for key in made):
+        if folder is not None:
             with self.fallback("removing blobs", self.health.writes, folder):
-                folder.remove(key.digest for key in keys)
+                if all(folder.path_of(key.digest).exists() for key in made):
+                    folder.remove(key.digest for key in keys)
 
     def settle(self) -> None:
         """Do nothing: blobs are written before `get_or_fill` returns."""

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from dataload.errors import ConfigError, DataError
-from dataload.images.codecs import Decoder
+from dataload.images.codecs import MOST_PIXELS, Decoder
 from dataload.images.orientation import Pixels
 
 CROPS = ("center", "full")
@@ -77,10 +77,10 @@ def _decoded(images: Sequence[Any], size: int | None, crop: Crop, name: str) -> 
     for row, image in enumerate(images):
         try:
             one = decoder(_bytes_of(image), pixels[row] if row and size is None else None)
+            if size is not None:
+                one = _resized(one, size, crop)
         except Exception as error:
             raise DataError(f"{name}: row {row} cannot be decoded: {error}") from error
-        if size is not None:
-            one = _resized(one, size, crop)
         if not row:
             pixels = np.empty((len(images), *one.shape), np.uint8)
         if one.shape != pixels.shape[1:]:
@@ -116,6 +116,10 @@ def _resized(pixels: Pixels, size: int, crop: Crop) -> Pixels:
     shorter = min(height, width)
     if shorter != size:
         shape = (height * size // shorter, width * size // shorter)
+        if shape[0] * shape[1] > MOST_PIXELS:
+            raise ValueError(
+                f"{width} x {height} pixels are too thin: with size={size} they would be {shape[1]} x {shape[0]}"
+            )
         # With these strides, torch sees that the channels come last, and writes them so.
         image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
         pixels = interpolate(image, size=shape, mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import datetime as dt
 import decimal
 import dis
@@ -11,12 +13,12 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import logging
 import pathlib
 import re
 import sys
-import sysconfig
 import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -26,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from dataload.errors import ConfigError
+from dataload.mapping.packages import installed_name, is_own, package_of
 from dataload.mapping.sources import Sources, is_generated
 
 VERSION = 1
@@ -34,7 +37,9 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, type(Ellipsis), t
 _SHOWN: tuple[type, ...] = (decimal.Decimal, fractions.Fraction, pathlib.PurePath, range, np.dtype)
 _SHOWN += (dt.date, dt.time, dt.timedelta, dt.timezone)
 _WRAPPERS = (staticmethod, classmethod, functools.cached_property)
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+_OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "_field_defaults", "__orig_bases__"}  # noqa: PYI024
+_One = collections.namedtuple("_One", "x")  # noqa: PYI024 (its members are those of every named tuple)
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_One.x))
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -94,7 +99,7 @@ class _Walk:
         """
         if isinstance(value, enum.Enum):
             return ["enum", self.describe(type(value), where), value.name]
-        if isinstance(value, (*_SCALARS, *_SHOWN)):
+        if isinstance(value, (*_SCALARS, *_SHOWN)) and not is_own(type(value)):
             return [type(value).__qualname__, repr(value)]
         if isinstance(value, types.ModuleType):
             return self._global(value, {*vars(value)}, where)
@@ -105,14 +110,17 @@ class _Walk:
         return self._object(value, where)
 
     def _object(self, value: Any, where: str) -> Any:
-        if isinstance(value, (type, types.FunctionType)) and _package(value.__module__) is None:
+        if isinstance(value, (type, types.FunctionType)) and package_of(value.__module__) is None:
             return self._class(value) if isinstance(value, type) else self._function(value)
         for kinds, describe in _KINDS:
             if isinstance(value, kinds):
-                return [type(value).__qualname__, describe(self, value, where)]
-        if (name := _installed_name(value)) is not None:
+                own = [self.describe(type(value), where), self._state(value, where)] if is_own(type(value)) else []
+                return [type(value).__qualname__, describe(self, value, where), *own]
+        if isinstance(value, _SCALARS) and is_own(type(value)):
+            return ["object", self.describe(type(value), where), repr(value), self._state(value, where)]
+        if (name := installed_name(value)) is not None:
             return name
-        if all(base is object or _package(base.__module__) is None for base in type(value).__mro__):
+        if all(base is object or package_of(base.__module__) is None for base in type(value).__mro__):
             return ["object", self.describe(type(value), where), self._state(value, where)]
         raise ConfigError(f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which may have any state")
 
@@ -149,6 +157,7 @@ class _Walk:
             *("function", function.__module__, function.__qualname__, self._sources.of_function(code)),
             self.describe(function.__defaults__, f"a default of {where}"),
             self.describe(function.__kwdefaults__, f"a default of {where}"),
+            self.describe(_attributes(function), f"an attribute of {where}"),
             self._references(code, {name: cell for name, cell in cells if _is_set(cell)}, function.__globals__, where),
         ]
 
@@ -166,7 +175,7 @@ class _Walk:
         """Return a description of a value; of a module of the project, those of the members that `names` may mean."""
         if not isinstance(value, types.ModuleType):
             return self.describe(value, where)
-        if (package := _package(value.__name__)) is not None:
+        if (package := package_of(value.__name__)) is not None:
             return ["module", value.__name__, package]
         members = sorted(name for name in names & vars(value).keys() if not name.startswith("__"))
         inner = [[name, self._global(vars(value)[name], names - {name}, f"{where}.{name}")] for name in members]
@@ -176,12 +185,30 @@ class _Walk:
         where = f"{kind.__module__}.{kind.__qualname__}"
         members = []
         for name, member in sorted(vars(kind).items()):
-            functions = (each for each in _functions_of(member) if not is_generated(each.__code__))
+            if name in _OF_NAMED_TUPLES and hasattr(kind, "_fields"):
+                continue
+            functions = (each for each in _functions_of(member) if not is_generated(inspect.unwrap(each).__code__))
             members += [[name, self.describe(function, f"{where}.{name}")] for function in functions]
-            if not name.startswith("_") and not _is_descriptor(member) and not isinstance(kind, enum.EnumMeta):
+            if not _is_internal(name) and not _is_descriptor(member) and not isinstance(kind, enum.EnumMeta):
                 members.append([name, self.describe(member, f"{where}.{name}")])
+        for name, made in vars(kind).get("__dataclass_fields__", {}).items():
+            if made.default_factory is not dataclasses.MISSING:
+                members.append([name, self.describe(made.default_factory, f"{where}.{name}")])
+        if isinstance(kind, enum.EnumMeta):
+            members += [[each.name, self.describe(each.value, where)] for each in kind]  # type: ignore[var-annotated]
+        if package_of(type(kind).__module__) is None:
+            members.append(["metaclass", self.describe(type(kind), where)])
         bases = [self.describe(base, where) for base in kind.__bases__ if base is not object]
         return ["class", kind.__module__, kind.__qualname__, self._sources.of_class(kind), bases, members]
+
+
+def _attributes(function: types.FunctionType) -> dict[str, Any]:
+    return {name: value for name, value in vars(function).items() if name != "__wrapped__"}
+
+
+def _is_internal(name: str) -> bool:
+    """Return whether Python or a decorator set an attribute of a class."""
+    return (name.startswith("__") and name.endswith("__")) or name == "_abc_impl"
 
 
 def _is_set(cell: types.CellType) -> bool:
@@ -250,12 +277,15 @@ def _module_function(walk: _Walk, value: Any, where: str) -> Any:
     """Return a description of a function of an extension, which must not be a method of an object with a state."""
     owner = value.__self__
     if owner is None or isinstance(owner, types.ModuleType):
-        return [value.__module__, value.__qualname__, _package(value.__module__ or "builtins")]
+        return [value.__module__, value.__qualname__, package_of(value.__module__ or "builtins")]
     return [value.__name__, walk.describe(owner, where)]
 
 
 def _tensor(walk: _Walk, value: Any, where: str) -> Any:
-    return walk.array(value.detach().cpu().numpy(), where)
+    try:
+        return walk.array(value.detach().cpu().numpy(), where)
+    except (TypeError, RuntimeError) as error:  # bfloat16, sparse
+        raise ConfigError(f"{where} is a tensor that numpy cannot hold") from error
 
 
 class _TensorType(type):
@@ -267,6 +297,17 @@ class _TensorType(type):
 
 
 class _Tensor(metaclass=_TensorType):
+    pass
+
+
+class _ArrayType(type):
+    """Arrays and scalars of NumPy. A subclass, such as a masked array, may have more than its bytes."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return type(value) is np.ndarray or isinstance(value, np.generic)
+
+
+class _Array(metaclass=_ArrayType):
     pass
 
 
@@ -282,8 +323,12 @@ def _method(walk: _Walk, value: Any, where: str) -> Any:
 _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], Any]]] = [
     ((tuple, list), lambda walk, value, where: walk.items(value, where)),
     ((set, frozenset), lambda walk, value, where: walk.unordered(value, where)),
+    (
+        collections.defaultdict,
+        lambda walk, value, where: [walk.describe(value.default_factory, where), walk.entries(value, where)],
+    ),
     ((dict, types.MappingProxyType), lambda walk, value, where: walk.entries(value, where)),
-    ((np.ndarray, np.generic), lambda walk, value, where: walk.array(value, where)),
+    (_Array, lambda walk, value, where: walk.array(value, where)),
     (_Tensor, _tensor),
     (re.Pattern, lambda _, value, __: [value.pattern, value.flags] if isinstance(value.pattern, str) else repr(value)),
     (slice, lambda walk, value, where: walk.items((value.start, value.stop, value.step), where)),
@@ -294,46 +339,3 @@ _KINDS: list[tuple[Any, Callable[[_Walk, Any, str], Any]]] = [
     (functools._lru_cache_wrapper, lambda walk, value, where: walk.describe(value.__wrapped__, where)),  # noqa: SLF001
     (logging.Logger, lambda _, value, __: value.name),
 ]
-
-
-def _installed_name(value: Any) -> Any:
-    """Return the name and version of an object that an installed package defines under its name, or None."""
-    module = getattr(value, "__module__", None) or getattr(type(value), "__module__", "")
-    if not isinstance(module, str) or (package := _package(module)) is None:
-        return None
-    for name in (getattr(value, "__qualname__", None), getattr(value, "__name__", None)):
-        found: Any = sys.modules.get(module)
-        for part in name.split(".") if isinstance(name, str) else ():
-            found = getattr(found, part, None)
-        if name and found is value:
-            return ["installed", module, name, package]
-    shown = repr(value)  # such as torch.float32
-    found = sys.modules.get(module)
-    for part in shown.split(".")[1:] if shown.startswith(f"{module}.") else ():
-        found = getattr(found, part, None)
-    return ["installed", shown, package] if found is value else None
-
-
-@functools.cache
-def _package(module: str) -> str | None:
-    """Return the name and version of the installed package of a module, or None for a module of the project."""
-    if module in ("__main__", "__mp_main__"):
-        return None
-    root = module.partition(".")[0]
-    if root in sys.stdlib_module_names:
-        return f"python {sys.version_info.major}.{sys.version_info.minor}"
-    file = getattr(sys.modules.get(module), "__file__", None)
-    if file is None and (found := sys.modules.get(root)) is not None:
-        file = getattr(found, "__file__", None)
-    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    folders = {"site-packages", "dist-packages"}
-    if file is None or not (folders & {*pathlib.PurePath(file).parts} or any(file.startswith(at) for at in installed)):
-        return None
-    names = sorted(set(_distributions().get(root, [])))
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
-    return ", ".join(versions) or None
-
-
-@functools.cache
-def _distributions() -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()

@@ -272,5 +272,5 @@ class MappedMaker(RowGroupMaker):
         """Return the maker of the source, which has the memory budget of this one."""
         maker = self._source.maker
         if maker.memory is not self.memory:
-            maker.memory = self.memory
+            maker.share_with(self)
         return maker

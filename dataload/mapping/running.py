@@ -111,7 +111,9 @@ class Runner:
     def _located(self, call: Callable[[Records], Any], records: Records) -> Any:
         try:
             return call(records)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also SystemExit, and the panics of libraries in Rust
             raise ChunkError(_failing(call, records), _shown(error)) from error
 
 
@@ -173,12 +175,12 @@ def _failing(call: Callable[[Records], Any], records: Records) -> int | None:
 def _fails(call: Callable[[Records], Any], records: Records) -> bool:
     try:
         call(records)
-    except Exception:  # noqa: BLE001 (the user's function may raise anything)
+    except BaseException:  # noqa: BLE001 (the user's function may raise anything)
         return True
     return False
 
 
-def _shown(error: Exception) -> str:
+def _shown(error: BaseException) -> str:
     """Return an error as text, with the line of the user's function that raised it."""
     if isinstance(error, DataError):
         return str(error)

@@ -119,7 +119,7 @@ class MixedRowGroups:
 
 
 class MixedMaker:
-    """The makers of several datasets, which share one memory budget. See `RowGroupMaker`.
+    """The makers of several datasets, which share one memory budget and one pool of threads. See `RowGroupMaker`.
 
     Args:
         makers: The maker of each dataset.
@@ -134,7 +134,7 @@ class MixedMaker:
         """Return the maker of a dataset."""
         maker = self._makers[source]
         if maker.memory is not self.memory:  # Each maker of a forked child has a budget of its own at first.
-            maker.memory = self.memory
+            maker.share_with(self._makers[0])
         return maker
 
     @property

@@ -239,7 +239,7 @@ class RowGroupCache:
     def _shared_blocks(self) -> SharedBlocks | None:
         """The blocks that these row groups replace; None if datasets of other arguments cannot be made from them."""
         is_all = set(self._manifest.schema.names) == set(self._columns)
-        if not is_all or self._fill_null is not None or self._null_masks:
+        if self.is_mapped or not is_all or self._fill_null is not None or self._null_masks:
             return None
         return SharedBlocks(self._manifest, self._blocks, self.maker)
 

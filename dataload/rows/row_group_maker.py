@@ -28,7 +28,7 @@ from dataload.rows.size_sampling import Aside
 from dataload.runtime.baton import waiting
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import charge
-from dataload.runtime.executor import shared_executor
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.usable_memory import usable_memory
@@ -81,7 +81,7 @@ class RowGroupMaker(ForkAware):
         self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
-        self._decoders = shared_executor(len(os.sched_getaffinity(0)), "dataload-decode")
+        self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
 
     def share_memory(self, processes: int) -> None:
         """Divide the host's memory for row groups among its ranks and their worker processes."""
@@ -93,6 +93,10 @@ class RowGroupMaker(ForkAware):
         if size != self.rank_memory:
             self.rank_memory = size
             self.memory = MemoryBudget(size // TRAINER_DIVISOR)
+
+    def share_with(self, other: RowGroupMaker) -> None:
+        """Use the memory and the threads of another maker, which then bounds both together."""
+        self.memory, self._decoders = other.memory, other._decoders
 
     def use_decoder_share(self) -> None:
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
@@ -315,15 +319,17 @@ class SharedBlocks:
     def _look_up(self, file: Object) -> None:
         """Look up the blocks of a file's row groups. A file of which the dataset lacks row groups keeps its blocks."""
         users: dict[tuple[Object, int], list[int]] = {}
+        blocks_of: dict[int, set[int]] = {}
         numbers = self._numbers[file]
         whole = self._maker.has_all(numbers)
         for number in numbers:
             # Nothing loads a row group without rows.
             shared = self._maker.sources(number)[0] if whole and self._manifest.row_groups[number].rows else []
-            self._blocks_of[number] = self._blocks.numbers(shared)
-            for block in self._blocks_of[number]:
+            blocks_of[number] = self._blocks.numbers(shared)
+            for block in blocks_of[number]:
                 users.setdefault((file, block), []).append(number)
         self._users.update(users)
+        self._blocks_of.update(blocks_of)  # last: other threads look here first
 
 
 def _location(group: RowGroup) -> str:

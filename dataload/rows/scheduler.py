@@ -14,7 +14,7 @@ from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.runtime.counters import Counters
-from dataload.runtime.executor import DaemonExecutor, shared_executor
+from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.telemetry.row_group_ledger import Ledger
 from dataload.telemetry.wait_timeline import CAUSES, waited
@@ -48,7 +48,7 @@ class RowGroupScheduler:
     def __init__(self, blobs: RowGroupCache) -> None:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
-        self._threads = shared_executor(LOADERS, "dataload-load")
+        self._threads = DaemonExecutor(LOADERS, "dataload-load")
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
         self._started = False

@@ -12,7 +12,7 @@ from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
 TRAFFIC = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin", "memory_bytes")
 BY_SOURCE = ("rows_by_source", "waits_by_source", "bytes_by_source")  # empty if the dataset is no mixture
-LOADING = ("origin", "cluster", "disk", "decode")  # causes of waits for row groups
+LOADING = ("origin", "cluster", "disk", "decode", "map")  # causes of waits for row groups
 MOST_SOURCES = 4  # named in one line
 TIERS = ("local", "cluster", "origin")
 MOST_ROW_IDS = 100  # of replaced rows, listed in the statistics

@@ -243,12 +243,12 @@ def test_a_function_of_a_script_has_the_same_identity_after_its_journey(project:
 
 
 def test_installed_packages_count_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataload.mapping import identity as module
+    from dataload.mapping import packages as module
 
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.0")
-    module._package.cache_clear()
+    module.package_of.cache_clear()
     before = identity(np.linalg.norm)
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.1")
-    module._package.cache_clear()
+    module.package_of.cache_clear()
     assert identity(np.linalg.norm) != before
-    module._package.cache_clear()
+    module.package_of.cache_clear()

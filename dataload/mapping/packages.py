@@ -1,0 +1,59 @@
+"""The installed packages that define functions and classes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import pathlib
+import sys
+import sysconfig
+from collections.abc import Mapping
+from typing import Any
+
+
+def is_own(kind: type) -> bool:
+    """Return whether the project defines a class."""
+    return package_of(kind.__module__) is None
+
+
+def installed_name(value: Any) -> Any:
+    """Return the name and version of an object that an installed package defines under its name, or None."""
+    module = getattr(value, "__module__", None) or getattr(type(value), "__module__", "")
+    if not isinstance(module, str) or (package := package_of(module)) is None:
+        return None
+    for name in (getattr(value, "__qualname__", None), getattr(value, "__name__", None)):
+        found: Any = sys.modules.get(module)
+        for part in name.split(".") if isinstance(name, str) else ():
+            found = getattr(found, part, None)
+        if name and found is value:
+            return ["installed", module, name, package]
+    shown = repr(value)  # such as torch.float32
+    found = sys.modules.get(module)
+    for part in shown.split(".")[1:] if shown.startswith(f"{module}.") else ():
+        found = getattr(found, part, None)
+    return ["installed", shown, package] if found is value else None
+
+
+@functools.cache
+def package_of(module: str) -> str | None:
+    """Return the name and version of the installed package of a module, or None for a module of the project."""
+    if module in ("__main__", "__mp_main__"):
+        return None
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names:
+        return f"python {sys.version_info.major}.{sys.version_info.minor}"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None and (found := sys.modules.get(root)) is not None:
+        file = getattr(found, "__file__", None)
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    folders = {"site-packages", "dist-packages"}
+    if file is None or not (folders & {*pathlib.PurePath(file).parts} or any(file.startswith(at) for at in installed)):
+        return None
+    names = sorted(set(_distributions().get(root, [])))
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
+    return ", ".join(versions) or None
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
