@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,29 @@ if TYPE_CHECKING:
     from dataload.rows.row_block import Records
 
 VERSION = 1
+FIRST_ROWS = 32  # of the first chunk of a row group
 CHUNK_ROWS = 1024
 CHUNK_BYTES = 16 << 20  # of the rows that the function gets and of those that it returns
+
+
+class ChunkSize:
+    """The rows to map together: few at first, because results may be larger than the forecast, then up to `most`.
+
+    Args:
+        most: Most rows.
+        rows: Rows of the first chunk.
+        limit: Bytes of a result.
+    """
+
+    def __init__(self, most: int, rows: int, limit: int = CHUNK_BYTES) -> None:
+        self.rows = min(most, rows)
+        self._most = most
+        self._limit = limit
+
+    def follow(self, columns: Mapping[str, Column], rows: int) -> None:
+        """Set the rows of further chunks, given the result of a chunk."""
+        row_bytes = sum(column.values.nbytes for column in columns.values()) / rows
+        self.rows = max(1, min(self._most, 2 * self.rows, int(self._limit / max(1.0, row_bytes))))
 
 
 class MappedRowGroups(RowGroupCache):
@@ -153,7 +174,8 @@ class MappedMaker(RowGroupMaker):
 
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
-        return self._called(self._chunks(self._of_source().head(number, rows), number, rows), number)
+        chunk = ChunkSize(rows, rows)
+        return self._called(self._chunks(self._of_source().head(number, rows), number, chunk), number, chunk)
 
     def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Iterator[dict[str, Column]]:
         """Yield the columns of each mapped blob of a row group.
@@ -172,7 +194,8 @@ class MappedMaker(RowGroupMaker):
             yield no_rows(fields)
             return
         sources = zip(columns, self._source.plan.lengths(number), strict=True)
-        done = self._called(self._chunks(sources, number, self._chunk_rows(number), lengths[0]), number)
+        chunk = ChunkSize(self._chunk_rows(number), FIRST_ROWS, CHUNK_BYTES // (self._stage.processes or 1))
+        done = self._called(self._chunks(sources, number, chunk, lengths[0]), number, chunk)
         for length in lengths:
             parts: list[dict[str, Column]] = []
             missing = length
@@ -189,21 +212,21 @@ class MappedMaker(RowGroupMaker):
         return super()._decoding_bytes(number) + 2 * CHUNK_BYTES
 
     def _chunk_rows(self, number: int) -> int:
-        """Return how many rows to map together: a power of two, as the rows of blobs are."""
+        """Return how many rows to map together at most: a power of two, as the rows of blobs are."""
         plans = self._plan, self._source.plan
         row_bytes = sum(max(plan.blob_sizes(number)) // max(plan.lengths(number)) for plan in plans)
         most = CHUNK_BYTES // (self._stage.processes or 1) // max(1, row_bytes)
         return 1 << (max(1, min(CHUNK_ROWS, most)).bit_length() - 1)
 
     def _chunks(
-        self, sources: Iterable[tuple[dict[str, Column], int]], number: int, most: int, blob_rows: int = 1 << 62
+        self, sources: Iterable[tuple[dict[str, Column], int]], number: int, chunk: ChunkSize, blob_rows: int = 1 << 62
     ) -> Iterator[Records]:
-        """Yield the rows to map, in chunks of at most `most` rows that are in one blob of the source and one result.
+        """Yield the rows to map, in chunks of `chunk.rows` at most that are in one blob of the source and one result.
 
         Args:
             sources: The columns of consecutive blobs of the source, and their rows.
             number: The row group.
-            most: Rows of a chunk.
+            chunk: Rows of a chunk.
             blob_rows: Rows of a mapped blob.
         """
         from dataload.mapping.running import blob_of, records_of
@@ -216,11 +239,13 @@ class MappedMaker(RowGroupMaker):
             first += rows
             blob = memoryview(blob_of(columns, rows, layout, self._where(number)) if len(chosen) else b"")
             while len(chosen):
-                size = min(most, len(chosen), blob_rows - done % blob_rows)
+                size = min(chunk.rows, len(chosen), blob_rows - done % blob_rows)
                 yield records_of(blob, rows, layout, chosen[:size])
                 chosen, done = chosen[size:], done + size
 
-    def _called(self, chunks: Iterator[Records], number: int) -> Iterator[tuple[dict[str, Column], int]]:
+    def _called(
+        self, chunks: Iterator[Records], number: int, chunk: ChunkSize
+    ) -> Iterator[tuple[dict[str, Column], int]]:
         """Yield the mapped rows of each chunk.
 
         Raises:
@@ -250,6 +275,7 @@ class MappedMaker(RowGroupMaker):
                 raise DataError(f"{place}: map {self._stage.function.name}: {error.text}") from error.__cause__
             if columns is None:
                 return
+            chunk.follow(columns, sizes[index])
             yield columns, sizes[index]
             done += sizes[index]
 

@@ -12,7 +12,9 @@ import torch
 from dataload.errors import DataError
 from dataload.formats.schema import fields_of
 from dataload.mapping.forms import Form, converted, fitted, joined
+from dataload.mapping.row_groups import ChunkSize
 from dataload.rows.collate import Flat
+from dataload.rows.columns import Dense
 
 
 @pytest.mark.parametrize(
@@ -112,3 +114,13 @@ def test_samples_join_to_the_wider_form() -> None:
         joined("x", forms[:1])
     with pytest.raises(DataError, match="'x' has the form strings in one batch and lists of int64 in another"):
         joined("x", [forms[1], converted("x", ["a", "b"], 2)[0]])
+
+
+def test_chunks_follow_the_size_of_their_results() -> None:
+    chunk = ChunkSize(1024, 32, limit=1 << 20)
+    small, large = ({"x": Dense(np.zeros((chunk.rows, size), np.uint8))} for size in (16, 1 << 16))
+    sizes = [chunk.rows]
+    for columns in (small, small, large, small):
+        chunk.follow(columns, len(columns["x"].values))
+        sizes.append(chunk.rows)
+    assert sizes == [32, 64, 128, 16, 32]
