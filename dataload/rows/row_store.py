@@ -228,6 +228,7 @@ class RowStore(ForkAware):
         """Return the open row groups, with a capacity for at least those needed."""
         count = len(needed)
         if self._open is not None and self._open.capacity >= max(self.capacity, count):
+            self._open.keep_at_most(max(self.capacity, count), needed)
             return self._open  # without a look at the limit of maps, which is a file
         plan = self.blobs.plan
         most = max_maps() // (MAPS_PER_BLOB * plan.most_of_a_group)
