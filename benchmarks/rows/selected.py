@@ -6,48 +6,22 @@ the same rate.
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from dataload import CacheConfig, make_dataset
-from dataload.benchmarks.rows.nested import BATCH, ROUNDS, rate, with_median
-from dataload.benchmarks.workloads import workloads, write
-from dataload.loader import make_loader
-
-NAMES = ("table", "tokens", "images")
+from dataload.benchmarks.rows.beside_whole import compare
+from dataload.dataset import Dataset
 
 
 def main(size: Annotated[str, typer.Option(help="Size of the workloads: tiny, small or full.")] = "small") -> None:
-    table = Table("workload", "all rows, rows/s", "half of the rows, rows/s", "ratio")
-    for name in NAMES:
-        with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            ratios = measure(name, size, Path(folder), table)
-        with_median(table, ratios)
-    Console().print(table)
+    """Measure both."""
+    compare("all rows", "half of the rows", _half, size)
 
 
-def measure(name: str, size: str, folder: Path, table: Table) -> list[float]:
-    """Add the rates of some rounds to the table. Return their ratios."""
-    workload = workloads(size)[name]
-    write(workload, folder / "data")
-    whole = make_dataset(folder / "data", cache=CacheConfig(cache_dir=str(folder / "cache"), cache_bytes="4GB"))
-    half = whole.select(np.random.default_rng(0).random(len(whole)) < 0.5)
-    group = {"x": list(workload.features)} if name == "table" else None
-    loaders = [make_loader(dataset, BATCH, group=group) for dataset in (whole, half)]
-    column = "x" if group else whole.schema.names[0]
-    ratios = []
-    for number in range(1 + ROUNDS):
-        every, some = (rate(loader, column) for loader in loaders)
-        if number:  # The first epochs decode.
-            ratios.append(some / every)
-            table.add_row(name, f"{every:,.0f}", f"{some:,.0f}", f"{ratios[-1]:.2f}")
-    return ratios
+def _half(whole: Dataset) -> Dataset:
+    return whole.select(np.random.default_rng(0).random(len(whole)) < 0.5)
 
 
 if __name__ == "__main__":
