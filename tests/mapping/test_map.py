@@ -481,7 +481,7 @@ def test_the_loop_waits_for_the_function(dataset: Dataset) -> None:
     """The background decoder starts with the first row group, although the loop waits all the time."""
 
     def slow(batch: dict[str, Any]) -> dict[str, Any]:
-        return {"id": batch["id"], "total": [sum(range(20_000 + number)) for number in batch["id"].tolist()]}
+        return {"id": batch["id"], "total": [sum(range(400_000 + number)) for number in batch["id"].tolist()]}
 
     loader = make_loader(dataset.map(slow), 16)
     next(iter(loader))
