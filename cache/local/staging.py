@@ -60,7 +60,8 @@ class StagingFolder(ForkAware):
 
     def after_fork_in_child(self) -> None:
         close_copies(self._path)
-        close_copies(self._path / _ANNOUNCED)
+        for name in (_ANNOUNCED, _DRAFT):
+            close_copies(self._path / name)
 
     def announce(self, content: bytes) -> None:
         """Show some content to all processes that have the cache open, until this process announces other content.
