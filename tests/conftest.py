@@ -4,7 +4,9 @@ import gc
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,14 +151,19 @@ def nothing_left_behind() -> Iterator[None]:
     for thread in ours:
         thread.join(10)
     assert not [thread for thread in ours if thread.is_alive()], f"threads left behind: {ours}"
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    left = [child for child in children if not serves_processes(Path(f"/proc/{child}/cmdline").read_bytes())]
+    until = time.monotonic() + 10
+    while (left := processes()) and time.monotonic() < until:
+        time.sleep(0.05)  # Some have been told to end.
     assert not left, f"processes left behind: {left}"
 
 
-def serves_processes(command: bytes) -> bool:
-    """Return whether a command is a helper of multiprocessing, which may outlive a test."""
-    return b"resource_tracker" in command or b"forkserver" in command
+def processes() -> list[bytes]:
+    """Return the commands of child processes, without helpers of multiprocessing, which may outlive a test."""
+    found = []
+    for child in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split():
+        with suppress(FileNotFoundError):
+            found.append(Path(f"/proc/{child}/cmdline").read_bytes())
+    return [command for command in found if b"resource_tracker" not in command and b"forkserver" not in command]
 
 
 def lives_on(thread: threading.Thread) -> bool:
