@@ -105,10 +105,10 @@ class RowGroupCache:
         with computing():
             return self._made_once(number, self._keys(number), None, life or RowGroupLife())
 
-    def find(self, number: int, span: Span | None = None) -> list[memoryview] | None:
-        """Return the blobs of a row group, or `span` of each. None if this host has not cached them."""
+    def find(self, number: int) -> list[memoryview] | None:
+        """Return the blobs of a row group, or None if this host has not cached them."""
         with doing("disk"):
-            return self._cached(self._keys(number), span)
+            return self._cached(self._keys(number))
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
@@ -135,8 +135,7 @@ class RowGroupCache:
 
     def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
         """Return the columns of each blob of a row group, or None if this host has not cached them."""
-        found = self._cached(self._keys(number))
-        if found is None:
+        if (found := self._cached(self._keys(number))) is None:
             return self._columns_of_wider(number)
         blobs = zip(found, self.plan.lengths(number), strict=True)
         return _joined([Blob(*blob, self.plan.layout) for blob in blobs], 1, self.plan.layout)
@@ -216,6 +215,10 @@ class RowGroupCache:
         """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does."""
         tier = self._blocks.tier
 
+        def find() -> list[memoryview] | None:
+            with doing("disk"):
+                return self._cached(keys, span)
+
         def make() -> list[memoryview]:
             if fetched := tier.fetch_from_cluster(keys):
                 return fetched
@@ -231,7 +234,7 @@ class RowGroupCache:
         lock, reserve = self._key(number, "row group"), partial(self.maker.reserve, number, life)
         found = tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
         if found is None:
-            found = make_once(tier, lock, partial(self.find, number, span), make, reserve)
+            found = make_once(tier, lock, find, make, reserve)
         life.enter(State.CACHED)
         return found
 
@@ -246,8 +249,7 @@ class RowGroupCache:
     def _cached(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         found = []
         for key in keys:
-            blob = self._blocks.tier.get(key, span)
-            if blob is None:
+            if (blob := self._blocks.tier.get(key, span)) is None:
                 return None
             found.append(blob)
         return found
