@@ -20,6 +20,12 @@ Key = tuple[str, int, str]  # workload, workers, system
 Values = dict[int, float]  # by round
 
 
+def ranged(numbers: list[float], shape: str) -> str:
+    """Return the median and the range of some numbers."""
+    least, middle, most = (shape.format(number) for number in (min(numbers), median(numbers), max(numbers)))
+    return f"{middle} ({least}–{most})"
+
+
 @dataclass(frozen=True)
 class Figure:
     """A figure of the summary.

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Annotated, Any
@@ -33,6 +32,7 @@ from dataload.benchmarks.batches import Row, values
 from dataload.benchmarks.images.photos import CROP, photos, random_crop
 from dataload.benchmarks.measure import cpu_seconds
 from dataload.benchmarks.suite import peak_memory
+from dataload.benchmarks.summary import ranged
 from dataload.loader import make_loader
 
 BATCH = 64
@@ -117,12 +117,6 @@ def main(
             ranged([result["shared"] / 1e6 for result in results], "{:,.0f}"),
         )
     Console().print(table)
-
-
-def ranged(numbers: list[float], shape: str) -> str:
-    """Return the median and the range of some numbers."""
-    least, middle, most = (shape.format(number) for number in (min(numbers), median(numbers), max(numbers)))
-    return f"{middle} ({least}–{most})"
 
 
 def in_process(name: str, file: Path, folder: Path) -> Result:

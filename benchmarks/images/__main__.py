@@ -11,7 +11,6 @@ import io
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from statistics import median
 from time import perf_counter, process_time
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from dataload import images
 from dataload.benchmarks.images.photos import HEIGHT, WIDTH, photos
+from dataload.benchmarks.summary import ranged
 
 BATCH = 64
 SIZE = 256
@@ -117,12 +117,6 @@ def scaling(part: Part, batches: list[list[bytes]], runs: int) -> float:
                 list(pool.map(lambda share: [part(batch) for batch in share], shares))
                 fastest[threads] = min(before, (perf_counter() - started) / threads)
     return fastest[1] / fastest[2]
-
-
-def ranged(numbers: list[float], shape: str) -> str:
-    """Return the median and the range of some numbers."""
-    least, middle, most = (shape.format(number) for number in (min(numbers), median(numbers), max(numbers)))
-    return f"{middle} ({least}–{most})"
 
 
 if __name__ == "__main__":

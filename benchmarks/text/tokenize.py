@@ -15,7 +15,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dataload.benchmarks.summary import ranged
 from dataload.dataset import make_dataset
 from dataload.loader import make_loader
 
@@ -94,17 +94,14 @@ def main(
     table = Table("system", "first pass, s", "a later epoch, s", "tokens")
     for name, results in found.items():
         table.add_row(
-            name, *(ranged([each[key] for each in results]) for key in ("first", "later")), f"{results[0]['tokens']:,}"
+            name,
+            *(ranged([each[key] for each in results], "{:.2f}") for key in ("first", "later")),
+            f"{results[0]['tokens']:,}",
         )
     Console().print(table)
     for key in ("first", "later"):
         ratios = [peer[key] / own[key] for own, peer in zip(found[OURS], found[PEER], strict=True)]
-        Console().print(f"{key}: {ranged(ratios)} x as fast as {PEER}")
-
-
-def ranged(numbers: list[float]) -> str:
-    """Return the median and the range of some numbers."""
-    return f"{median(numbers):.2f} ({min(numbers):.2f}-{max(numbers):.2f})"
+        Console().print(f"{key}: {ranged(ratios, '{:.2f}')} x as fast as {PEER}")
 
 
 def library(rows: int) -> list[str]:
