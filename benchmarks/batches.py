@@ -13,18 +13,18 @@ Row = dict[str, Any]
 
 
 class Read(Protocol):
-    """The properties of a workload that determine its batches."""
+    """The properties of a workload that determine its batches from the files."""
 
     @property
     def batch_size(self) -> int: ...
     @property
-    def transform(self) -> Callable[[Row], Row] | None: ...
+    def from_file(self) -> Callable[[Row], Row] | None: ...
 
 
 def batches_of(table: pa.Table, read: Read) -> Iterator[Batch]:
     """Yield the rows of `table` in order in transformed batches. The last batch may be smaller."""
     for chunk in table.combine_chunks().to_batches(read.batch_size):
-        yield transformed({name: values(chunk.column(name)) for name in table.column_names}, read.transform)
+        yield transformed({name: values(chunk.column(name)) for name in table.column_names}, read.from_file)
 
 
 def values(column: pa.Array) -> Any:

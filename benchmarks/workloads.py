@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import pyarrow.parquet as pq
 
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
+from dataload.benchmarks.images.photos import cropped_at_random, decoded, photos
 from dataload.benchmarks.images.photos import decode_and_crop as decode_and_crop_at_random
-from dataload.benchmarks.images.photos import photos
 from dataload.errors import ConfigError
 
 SEED = 20_26
@@ -45,7 +46,8 @@ class Workload:
         compression: Compression of the Parquet files.
         bytes_per_second: Bandwidth of a connection with `--wire`.
         features: Columns of one dtype that become one contiguous array of shape (batch, len(features)).
-        transform: Applied to each row by every system.
+        prepare: Applied to each row first. Systems that keep rows apply it once, others in every epoch.
+        transform: Applied to each row in every epoch.
         in_threads: Whether the transform releases the interpreter lock. dataload then runs it in as many threads as
             other systems have workers.
     """
@@ -61,6 +63,13 @@ class Workload:
     features: tuple[str, ...] = ()
     transform: Callable[[Row], Row] | None = None
     in_threads: bool = False
+    prepare: Callable[[Row], Row] | None = None
+
+    @property
+    def from_file(self) -> Callable[[Row], Row] | None:
+        """The function from a row of the files to a row of a batch."""
+        prepare, transform = self.prepare, self.transform
+        return partial(_both, prepare, transform) if prepare and transform else prepare or transform
 
     def consumer(self) -> Consumer:
         return Consumer(self.features)
@@ -139,6 +148,10 @@ def decode_and_crop(row: Row) -> Row:
     return {**row, "image": pixels}
 
 
+def _both(prepare: Callable[[Row], Row], transform: Callable[[Row], Row], row: Row) -> Row:
+    return transform(prepare(row))
+
+
 def workloads(size: str) -> dict[str, Workload]:
     """Return the workloads by name.
 
@@ -160,6 +173,12 @@ def workloads(size: str) -> dict[str, Workload]:
         Workload(
             *("photos", photos, int(1000 * factor), 100, 5, 64, "none", 20e6),
             transform=decode_and_crop_at_random,
+            in_threads=True,
+        ),
+        Workload(
+            *("pixels", photos, int(1000 * factor), 100, 5, 64, "none", 20e6),
+            prepare=decoded,
+            transform=cropped_at_random,
             in_threads=True,
         ),
     )

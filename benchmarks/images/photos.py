@@ -13,7 +13,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
-CROP = 224
+SIDE, CROP = 256, 224
+LABELS = 1000
 AREA, ASPECT = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random resized crop
 LEAST_TILE = 360  # pixels of a picture's width
 SOURCES = {
@@ -26,9 +27,9 @@ Row = dict[str, Any]
 
 
 def photos(rng: np.random.Generator, rows: int) -> pa.Table:
-    """Return a table of distinct photographs: `image`, a JPEG of about 80 KB, and `label`, in [0, 1000)."""
+    """Return a table of distinct photographs: `image`, a JPEG of about 80 KB, and `label`, in [0, LABELS)."""
     encoded = pa.array([tile(rng) for _ in range(rows)], pa.binary())
-    return pa.table({"image": encoded, "label": rng.integers(0, 1000, rows)})
+    return pa.table({"image": encoded, "label": rng.integers(0, LABELS, rows)})
 
 
 def tile(rng: np.random.Generator) -> bytes:
@@ -61,6 +62,31 @@ def random_crop(encoded: Any, rng: np.random.Generator) -> npt.NDArray[np.uint8]
         cropped = picture.resize((CROP, CROP), Image.Resampling.BILINEAR, box)
     pixels: npt.NDArray[np.uint8] = np.asarray(cropped)
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
+
+
+def decoded(row: Row) -> Row:
+    """Decode `image` by Pillow to the centre of the photograph, uint8 [SIDE, SIDE, 3]."""
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(row["image"])) as picture:
+        return {**row, "image": np.asarray(ImageOps.fit(picture, (SIDE, SIDE), Image.Resampling.BILINEAR))}
+
+
+def cropped_at_random(row: Row) -> Row:
+    """Return a random resized crop of pixels by OpenCV, uint8 [CROP, CROP, 3], which depends on the label only."""
+    import cv2
+
+    left, top, right, bottom, mirror = _crops()[int(row["label"])]
+    cropped = cv2.resize(np.asarray(row["image"])[top:bottom, left:right], (CROP, CROP))
+    return {**row, "image": cv2.flip(cropped, 1) if mirror else cropped}
+
+
+@cache
+def _crops() -> list[tuple[int, int, int, int, bool]]:
+    """Return (left, top, right, bottom, mirror) of prepared photographs by label."""
+    rng = np.random.default_rng(CROP)
+    boxes = [crop_box(SIDE, SIDE, rng) for _ in range(LABELS)]
+    return [(int(left), int(top), int(right), int(bottom), rng.random() < 0.5) for left, top, right, bottom in boxes]
 
 
 def crop_box(width: int, height: int, rng: np.random.Generator) -> tuple[float, float, float, float]:

@@ -10,16 +10,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataload.benchmarks.batches import Row, rows_of, values
+from dataload.benchmarks.batches import Row, rows_of, transformed, values
 from dataload.benchmarks.workloads import Workload
 
 MOST_BYTES = 64 << 20  # the default of MosaicML and LitData
 FEWEST_FILES = 8  # enough to distribute over workers and to shuffle
 
 
-def file_bytes(files: Path) -> int:
+def file_bytes(workload: Workload, files: Path) -> int:
     """Return the bytes of rows to write to one file."""
-    return min(MOST_BYTES, _decoded_bytes(files) // FEWEST_FILES)
+    return min(MOST_BYTES, _stored_bytes(workload, files) // FEWEST_FILES)
 
 
 def file_rows(workload: Workload, files: Path) -> int:
@@ -27,12 +27,14 @@ def file_rows(workload: Workload, files: Path) -> int:
 
     If possible, the number of files is even and their size equal, so that two workers read whole files.
     """
-    fewest = max(FEWEST_FILES, -(-_decoded_bytes(files) // MOST_BYTES))
+    fewest = max(FEWEST_FILES, -(-_stored_bytes(workload, files) // MOST_BYTES))
     even = (count for count in range(fewest, 4 * fewest) if count % 2 == 0 and workload.rows % count == 0)
     return -(-workload.rows // next(even, fewest))
 
 
-def _decoded_bytes(files: Path) -> int:
+def _stored_bytes(workload: Workload, files: Path) -> int:
+    if workload.prepare:
+        return workload.rows * sum(np.asarray(value).nbytes for value in next(rows(workload, files)).values())
     decoded = 0
     for path in files.glob("*.parquet"):
         metadata = pq.read_metadata(path)
@@ -41,16 +43,20 @@ def _decoded_bytes(files: Path) -> int:
 
 
 def columns(workload: Workload, files: Path) -> Iterator[dict[str, Any]]:
-    """Yield each row group as a dict of arrays, or of lists of bytes or strings. Features become one array `x`."""
+    """Yield each row group as a dict of arrays, or of lists of bytes or strings. Features become one array `x`.
+
+    The rows are prepared, but not transformed.
+    """
     for path in sorted(files.glob("*.parquet")):
         source = pq.ParquetFile(path)
         for number in range(source.num_row_groups):
             group = source.read_row_group(number).combine_chunks()
-            yield _features_joined({name: _values(group[name]) for name in group.column_names}, workload.features)
+            unprepared = {name: _values(group[name]) for name in group.column_names}
+            yield _features_joined(transformed(unprepared, workload.prepare), workload.features)
 
 
 def rows(workload: Workload, files: Path) -> Iterator[Row]:
-    """Yield each row without the workload's transform."""
+    """Yield each row, prepared, but not transformed."""
     for group in columns(workload, files):
         yield from rows_of(group)
 

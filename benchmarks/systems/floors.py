@@ -100,6 +100,7 @@ class Gather:
         self._workload = workload = setting.workload
         table = pq.read_table(setting.files)
         columns = {name: values(table[name].combine_chunks()) for name in table.column_names}
+        columns = transformed(columns, workload.prepare)
         if workload.features:
             columns["x"] = np.stack([columns.pop(name) for name in workload.features], axis=1)
         self._lists = {

@@ -6,20 +6,20 @@ as fast again without s3fs's read-ahead, which fetches more than Arrow requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from dataload.benchmarks.batches import Batch, transformed, values
+from dataload.benchmarks.batches import Batch, Row, transformed, values
 from dataload.benchmarks.systems.base import Setting
 from dataload.benchmarks.systems.torch_loading import buffer_rows, keep_temporary_files_in, options, portable
-from dataload.benchmarks.workloads import Workload
 
 datasets.disable_progress_bars()
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
@@ -43,7 +43,7 @@ class Streaming:
             .shuffle(seed=setting.seed, buffer_size=buffer_rows(setting.workload), max_buffer_input_shards=1)
             .with_format("arrow")
         )
-        self._made = partial(_made, workload=setting.workload)
+        self._made = partial(_made, transform=setting.workload.from_file)
         self._batch_size = setting.batch_size
         self._loader: DataLoader[pa.Table] | None = None
         if setting.num_workers:
@@ -51,7 +51,7 @@ class Streaming:
             self._loader = DataLoader(
                 self._rows,
                 batch_size=None,
-                collate_fn=partial(_made_of_lists, workload=setting.workload),
+                collate_fn=partial(_made_of_lists, transform=setting.workload.from_file),
                 **options(setting.num_workers),
             )
 
@@ -70,14 +70,16 @@ class MapStyle:
 
     def __init__(self, setting: Setting) -> None:
         keep_temporary_files_in(setting.cache_dir)
-        rows = _load(setting, num_proc=setting.num_workers or None)
+        rows, workload = _load(setting, num_proc=setting.num_workers or None), setting.workload
+        if workload.prepare:
+            rows = _mapped(rows, workload.prepare, setting.num_workers)
         self._order = torch.Generator()
         self._seed = setting.seed
         self._loader = DataLoader(
             rows.with_format("arrow"),
             sampler=BatchSampler(RandomSampler(rows, generator=self._order), setting.batch_size, drop_last=False),
             batch_size=None,
-            collate_fn=partial(_made, workload=setting.workload),
+            collate_fn=partial(_made, transform=workload.transform),
             **options(setting.num_workers),
         )
 
@@ -100,12 +102,27 @@ def _load(setting: Setting, **arguments: Any) -> Any:
     )
 
 
-def _made_of_lists(row: pa.Table, workload: Workload) -> Batch:
+def _mapped(rows: Any, prepare: Callable[[Row], Row], num_proc: int) -> Any:
+    features = {name: _feature(value) for name, value in prepare(rows[0]).items()}
+    return rows.map(prepare, features=datasets.Features(features), num_proc=num_proc or None)
+
+
+def _feature(value: Any) -> Any:
+    shape, kind = np.shape(value), str(np.asarray(value).dtype)
+    return getattr(datasets, f"Array{len(shape)}D")(shape, kind) if shape else datasets.Value(kind)
+
+
+def _made_of_lists(row: pa.Table, transform: Callable[[Row], Row] | None) -> Batch:
     """Return a batch for a table of one row whose values are the columns as lists."""
-    return _made(pa.table({name: row[name].combine_chunks().flatten() for name in row.column_names}), workload)
+    return _made(pa.table({name: row[name].combine_chunks().flatten() for name in row.column_names}), transform)
 
 
-def _made(table: pa.Table, workload: Workload) -> Batch:
+def _made(table: pa.Table, transform: Callable[[Row], Row] | None) -> Batch:
     whole = table.combine_chunks()
-    batch = {name: values(whole[name].chunk(0)) for name in whole.column_names}
-    return portable(transformed(batch, workload.transform))
+    batch = {name: _values(whole[name].chunk(0)) for name in whole.column_names}
+    return portable(transformed(batch, transform))
+
+
+def _values(column: pa.Array) -> Any:
+    # The numpy format would return integers of 64 bits.
+    return column.to_numpy(zero_copy_only=False) if isinstance(column, pa.ExtensionArray) else values(column)

@@ -43,14 +43,20 @@ def convert(workload: Workload, files: Path, folder: Path) -> None:
     first = next(samples)
     with MDSWriter(
         out=str(folder),
-        columns={name: ENCODINGS[name] for name in first},
+        columns={name: _encoding(name, value) for name, value in first.items()},
         compression="zstd" if workload.compression == "zstd" else None,
-        size_limit=file_bytes(files),
+        size_limit=file_bytes(workload, files),
         progress_bar=False,
     ) as writer:
         writer.write(first)
         for sample in samples:
             writer.write(sample)
+
+
+def _encoding(name: str, value: Any) -> str:
+    if name == "image" and not isinstance(value, bytes):
+        return f"ndarray:{value.dtype}:{','.join(map(str, value.shape))}"
+    return ENCODINGS[name]
 
 
 class Mosaic:

@@ -24,8 +24,11 @@ class Dataload:
     def __init__(self, setting: Setting) -> None:
         workload = setting.workload
         cache = CacheConfig(cache_dir=str(setting.cache_dir))
+        dataset = make_dataset(setting.url, storage_options=setting.storage_options, cache=cache)
+        if workload.prepare:
+            dataset = dataset.map(partial(transformed, transform=workload.prepare), version=workload.name)
         self._loader = make_loader(
-            make_dataset(setting.url, storage_options=setting.storage_options, cache=cache),
+            dataset,
             setting.batch_size,
             seed=setting.seed,
             group={"x": list(workload.features)} if workload.features else None,

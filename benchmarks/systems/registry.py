@@ -74,6 +74,7 @@ ENTRIES = (
     ),
     Entry("LitData", "litdata", "LitData", "peer", "files, then rows within each", "peers", converts=True),
     Entry("WebDataset", "webdataset", "WebDataset", "peer", BUFFER, "peers", converts=True),
+    Entry("SPDL over rows", "spdl", "Spdl", "peer", ALL, "peers"),
     Entry("DataLoader over rows", "torch_rows", "TorchRows", "peer", ALL),
     Entry("floor: first GET", "floors", "FirstGet", "floor", "none", phases=("cold",), parallel=False, whole=False),
     Entry("floor: ranged GETs", "floors", "Saturator", "floor", "none", phases=("cold",), parallel=False),

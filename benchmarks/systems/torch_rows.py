@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import fsspec
 import pyarrow.parquet as pq
@@ -19,12 +18,10 @@ class TorchRows:
     """A DataLoader that reads single rows from memory in a full shuffle."""
 
     def __init__(self, setting: Setting) -> None:
-        filesystem = fsspec.filesystem("s3", **setting.storage_options)
-        table = pq.read_table(setting.url.removeprefix("s3://"), filesystem=filesystem)
         self._order = torch.Generator()
         self._seed = setting.seed
         self._loader = DataLoader(
-            _Rows({name: values(table[name].combine_chunks()) for name in table.column_names}, setting),
+            Rows(setting),
             setting.batch_size,
             shuffle=True,
             generator=self._order,
@@ -40,10 +37,14 @@ class TorchRows:
         del self._loader
 
 
-class _Rows(Dataset[Row]):
-    def __init__(self, columns: dict[str, Any], setting: Setting) -> None:
-        self._columns = columns
-        self._transform = setting.workload.transform
+class Rows(Dataset[Row]):
+    """The rows of a workload, read from the origin once, with the workload's functions applied at each access."""
+
+    def __init__(self, setting: Setting) -> None:
+        filesystem = fsspec.filesystem("s3", **setting.storage_options)
+        table = pq.read_table(setting.url.removeprefix("s3://"), filesystem=filesystem)
+        self._columns = {name: values(table[name].combine_chunks()) for name in table.column_names}
+        self._transform = setting.workload.from_file
 
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import numpy as np
 import webdataset
 
 from dataload.benchmarks.batches import Batch, Row, rows_of
@@ -42,7 +44,8 @@ def _samples(workload: Workload, files: Path) -> Iterator[dict[str, Any]]:
     for group in columns(workload, files):
         if "image" in group:
             for row in rows_of(group):
-                yield {"jpg": row["image"], "cls": int(row["label"])}
+                kind = "jpg" if isinstance(row["image"], bytes) else "npy"
+                yield {kind: row["image"], "cls": int(row["label"])}
         else:
             for first in range(0, len(group["label"]), PACK):
                 yield {"pyd": {name: column[first : first + PACK] for name, column in group.items()}}
@@ -78,4 +81,5 @@ def _rows(samples: Iterable[dict[str, Any]]) -> Iterator[Row]:
         if "pyd" in sample:
             yield from rows_of(pickle.loads(sample["pyd"]))
         else:
-            yield {"image": sample["jpg"], "label": int(sample["cls"])}
+            image = sample["jpg"] if "jpg" in sample else np.load(BytesIO(sample["npy"]))
+            yield {"image": image, "label": int(sample["cls"])}
