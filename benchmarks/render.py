@@ -30,6 +30,7 @@ def markdown(results: Result) -> str:
         "",
         f"{results['date']}, commit {results['commit']}, on {hardware}.",
         f"Size {results['size']}, {results['rounds']} rounds, an origin {origin}{step}.",
+        *_control(results.get("written_bytes_per_second")),
         "",
         "Each cell: the median of the rounds (lowest–highest) · its ratio to the best peer with as many workers · its",
         "ratio to the floor, medians of the ratios within each round. More is better for rows/s and %, less elsewhere.",
@@ -132,6 +133,14 @@ def into_readme(readme: Path, text: str) -> None:
     if not mark:
         raise ValueError(f"{readme} has no benchmark marks: add {BEGIN} … {END}")
     readme.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+def _control(written: list[float] | None) -> list[str]:
+    """Return the line on the control before each round, which shows whether the machine owns its free memory."""
+    if not written:
+        return []
+    least = decimal(int(min(written)))
+    return [f"Before each round, after ten idle seconds, a file was written at {least}/s or more."]
 
 
 def _cells(entry: Result, figures: list[Figure]) -> list[str]:

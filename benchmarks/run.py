@@ -43,7 +43,8 @@ def bench(
     """
     try:
         from dataload.benchmarks import render
-        from dataload.benchmarks.circumstances import circumstances
+        from dataload.benchmarks.machine.circumstances import circumstances
+        from dataload.benchmarks.machine.hot_memory import HotMemory
         from dataload.benchmarks.measure import Limits
         from dataload.benchmarks.suite import Suite
         from dataload.benchmarks.summary import summarise
@@ -53,6 +54,7 @@ def bench(
     other = _read(compare) if compare else None  # before `latest` is overwritten
     peers = peers_python.absolute() if peers_python.exists() else None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # also stops a running measurement
+    hot = HotMemory(folder.absolute())
     suite = Suite(
         size="small" if quick else size,
         workloads=tuple(_parts(workloads or (QUICK_WORKLOADS if quick else ""))),
@@ -65,8 +67,11 @@ def bench(
         peers_python=peers,
         step_seconds=step / 1e3,
         seconds=QUICK_SECONDS if quick else math.inf,
+        memory=hot,
     )
-    found = circumstances(peers) | suite.run(lambda line: typer.echo(line, err=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    with hot:
+        found = circumstances(peers) | suite.run(lambda line: typer.echo(line, err=True))
     found["summary"] = summarise(found)
 
     kept = results / _name(found, restricted=bool(workloads or systems) and not readme, quick=quick)

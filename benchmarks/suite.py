@@ -11,12 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
+from rich.filesize import decimal
 
+from dataload.benchmarks.machine.hot_memory import HotMemory
 from dataload.benchmarks.measure import Limits, Task
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.systems.base import BUCKET
@@ -50,6 +54,7 @@ class Suite:
         peers_python: Interpreter of the peers' environment; None if it does not exist.
         step_seconds: Time of an emulated accelerator step.
         seconds: Limit of the whole run. Measurements that have not started by then are reported as not run.
+        memory: Checked before each round; None: not checked.
     """
 
     size: str
@@ -63,6 +68,7 @@ class Suite:
     peers_python: Path | None
     step_seconds: float = 0.0
     seconds: float = math.inf
+    memory: HotMemory | None = None
 
     def run(self, say: Callable[[str], object]) -> Result:
         """Run all measurements.
@@ -78,12 +84,14 @@ class Suite:
         data.mkdir(parents=True, exist_ok=True)
         described: Result = {}
         runs: list[Result] = []
+        written: list[float] = []
         results = {
             "size": self.size,
             "rounds": self.rounds,
             "wire": self.wire,
             "step_seconds": self.step_seconds,
             "limits": asdict(self.limits),
+            "written_bytes_per_second": written,
             "workloads": described,
             "runs": runs,
         }
@@ -98,17 +106,21 @@ class Suite:
                     latency=WIRE_LATENCY if self.wire else 0.0,
                     bytes_per_second=workload.bytes_per_second if self.wire else None,
                 )
-                for number, workers, entry in self._turns():
-                    origin.reset()
-                    if failed := conversions.get(entry.name, {}).get("error"):
-                        result = {"error": f"not converted: {failed}"}
-                    else:
-                        task = self._task(entry, workload, workers, truth, origin.endpoint_url)
-                        result = self._measure(entry, task, until - time.monotonic())
-                    say(f"{workload.name}, round {number}, {workers} workers, {entry.name}: {_in_short(result)}")
-                    key = {"workload": workload.name, "system": entry.name, "workers": workers, "round": number}
-                    runs.append(key | result)
-                    (self.folder / UNFINISHED).write_text(json.dumps(results))
+                for number, turns in groupby(self._turns(), itemgetter(0)):
+                    if self.memory is not None:
+                        written.append(self.memory.ensure())
+                        say(f"{workload.name}, round {number}: a file is written at {decimal(int(written[-1]))}/s")
+                    for _, workers, entry in turns:
+                        origin.reset()
+                        if failed := conversions.get(entry.name, {}).get("error"):
+                            result = {"error": f"not converted: {failed}"}
+                        else:
+                            task = self._task(entry, workload, workers, truth, origin.endpoint_url)
+                            result = self._measure(entry, task, until - time.monotonic())
+                        say(f"{workload.name}, round {number}, {workers} workers, {entry.name}: {_in_short(result)}")
+                        key = {"workload": workload.name, "system": entry.name, "workers": workers, "round": number}
+                        runs.append(key | result)
+                        (self.folder / UNFINISHED).write_text(json.dumps(results))
         (self.folder / UNFINISHED).unlink(missing_ok=True)
         return results
 

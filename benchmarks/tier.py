@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dataload.benchmarks.circumstances import circumstances
+from dataload.benchmarks.machine.circumstances import circumstances
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.tier import LocalTier

@@ -18,6 +18,7 @@ import torch
 from dataload.benchmarks import render
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
+from dataload.benchmarks.machine.hot_memory import HotMemory
 from dataload.benchmarks.measure import Limits, Measured, Measurement
 from dataload.benchmarks.origin import Origin
 from dataload.benchmarks.suite import Suite
@@ -221,8 +222,10 @@ def suite_of(folder: Path, *names: str, **changed: Any) -> Suite:
 def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
     said: list[str] = []
     names = ["dataload", "LitData", "floor: gather"]
-    results = suite_of(data, *names).run(said.append)
+    with HotMemory(data, pause=0, control_bytes=1 << 20, least=0) as memory:
+        results = suite_of(data, *names, memory=memory).run(said.append)
     json.dumps(results)
+    assert len(results["written_bytes_per_second"]) == 2
     turned = [*names[1:], *names[:1]]
     assert [run["system"] for run in results["runs"]] == [*names, *turned]
     assert [run["round"] for run in results["runs"]] == [0] * len(names) + [1] * len(names)
@@ -239,6 +242,7 @@ def test_a_suite_takes_turns_and_leaves_no_system_out(data: Path) -> None:
     }
     text = render.markdown(results)
     assert "its environment does not exist" in text
+    assert "a file was written at" in text
     assert all(f"| {name}" in text for name in names)
     assert "| images | warm epochs |" in render.headline(results)
     render.plot(results, data / "plot.png")
