@@ -43,7 +43,7 @@ class Streaming:
             .shuffle(seed=setting.seed, buffer_size=buffer_rows(setting.workload), max_buffer_input_shards=1)
             .with_format("arrow")
         )
-        self._made = partial(_made, transform=setting.workload.from_file)
+        self._made = partial(made, transform=setting.workload.from_file)
         self._batch_size = setting.batch_size
         self._loader: DataLoader[pa.Table] | None = None
         if setting.num_workers:
@@ -79,7 +79,7 @@ class MapStyle:
             rows.with_format("arrow"),
             sampler=BatchSampler(RandomSampler(rows, generator=self._order), setting.batch_size, drop_last=False),
             batch_size=None,
-            collate_fn=partial(_made, transform=workload.transform),
+            collate_fn=partial(made, transform=workload.transform),
             **options(setting.num_workers),
         )
 
@@ -114,10 +114,11 @@ def _feature(value: Any) -> Any:
 
 def _made_of_lists(row: pa.Table, transform: Callable[[Row], Row] | None) -> Batch:
     """Return a batch for a table of one row whose values are the columns as lists."""
-    return _made(pa.table({name: row[name].combine_chunks().flatten() for name in row.column_names}), transform)
+    return made(pa.table({name: row[name].combine_chunks().flatten() for name in row.column_names}), transform)
 
 
-def _made(table: pa.Table, transform: Callable[[Row], Row] | None) -> Batch:
+def made(table: pa.Table, transform: Callable[[Row], Row] | None) -> Batch:
+    """Return a batch of the rows of a table."""
     whole = table.combine_chunks()
     batch = {name: _values(whole[name].chunk(0)) for name in whole.column_names}
     return portable(transformed(batch, transform))

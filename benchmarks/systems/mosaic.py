@@ -26,7 +26,9 @@ except RuntimeError:
     for operator in ("nms", "qnms"):
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
+from streaming import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
+
+__all__ = ["Mosaic", "Stream", "StreamingDataLoader", "StreamingDataset", "convert"]
 
 ENCODINGS = {
     "image": "bytes",

@@ -1,0 +1,1 @@
+"""Mixtures of datasets beside other libraries."""
