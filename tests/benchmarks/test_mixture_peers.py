@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from dataload.benchmarks.mixtures.systems import EPOCHS, SYSTEMS, WEIGHTS, measured, workload_of
 from dataload.benchmarks.workloads import write
 
