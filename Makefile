@@ -2,6 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Else each of the thousands of processes that the tests start compiles dataload again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup test check lowest slow chaos format demo bench gpu peers trainers docs browser wheel constraints clean
 
