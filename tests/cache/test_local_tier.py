@@ -399,7 +399,7 @@ def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
     put(tier, "a")
     child = os.fork()
     if child == 0:
-        os._exit(opened("data.mdb"))
+        os._exit(opened(str(tmp_path / "c" / "index")))
     assert os.waitpid(child, 0)[1] == 0
     assert tier.get(key("a")) == data_of("a")
 
