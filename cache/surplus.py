@@ -33,7 +33,6 @@ class Surplus:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._division: Division | None = None
         self._rows: deque[Row] = deque()
         self._scan_at = 0.0
 
@@ -41,14 +40,14 @@ class Surplus:
         """Return rows of at least `size` bytes together, which the caller evicts; none if there are not enough.
 
         Args:
-            division: How loaders share the cache.
+            division: How loaders share the cache, the same in all calls.
             size: Bytes to free.
             scan: Yields the pinned rows, the least recently used first.
         """
         with self._mutex:
             started = time.monotonic()
-            if division is not self._division or (started >= self._scan_at and not self._has(size)):
-                self._rows, self._division = _surplus(division, scan()), division
+            if started >= self._scan_at and not self._has(size):
+                self._rows = _surplus(division, scan())
                 now = time.monotonic()
                 self._scan_at = now + PAUSES * (now - started)
             taken: list[Row] = []

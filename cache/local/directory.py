@@ -113,7 +113,7 @@ class CacheFolder:
                 raise
             cause = error.strerror or error
             raise ConfigError(f"cache_dir {path} cannot be used ({cause}): name a folder you may write to") from error
-        self._surplus = Surplus()
+        self._surplus: weakref.WeakKeyDictionary[Division, Surplus] = weakref.WeakKeyDictionary()
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
             self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
@@ -239,8 +239,9 @@ class CacheFolder:
 
     def _evict_surplus(self, division: Division, size: int) -> bool:
         """Evict blobs that need not stay until `size` bytes are free. Return whether that succeeded."""
+        found = self._surplus.get(division) or self._surplus.setdefault(division, Surplus())
         scan = partial(self.index.pinned, time.time_ns())
-        while size > 0 and (surplus := self._surplus.take(division, size, scan)):
+        while size > 0 and (surplus := found.take(division, size, scan)):
             size = self._release_some(size, iter(surplus))
         return size <= 0
 

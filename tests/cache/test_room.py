@@ -129,7 +129,41 @@ def test_the_need_of_a_large_dataset_is_announced_by_a_sample(monkeypatch: pytes
     assert found[0].total == pytest.approx(3000 * ON_DISK, rel=0.5)
     assert (found[0].name, found[0].window, found[0].at_once, found[0].mean) == (a.name, a.window, a.at_once, a.mean)
     division = divide(1000 * ON_DISK, [found])
-    assert 100 < sum(division.stays(group) for group in a.groups.tolist()) < 2000
+    groups = [group_number(key("a", number).digest) for number in range(3000)]
+    assert 100 < sum(division.stays(group) for group in groups) < 2000
+    assert all(division.is_needed(group) for group in groups)
+    others = [group_number(key("c", number).digest) for number in range(3000)]
+    assert sum(division.is_needed(group) for group in others) < 30
+    assert all(division.is_needed(group) for group in b.groups.tolist())  # of a need without a sample
+    own = divide(1000 * ON_DISK, [[a, b]])
+    assert (own.stays_below, own.region, own.total) == (division.stays_below, division.region, division.total)
+
+
+def test_a_large_dataset_takes_the_room_of_data_that_no_loader_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "MOST_GROUPS", 10)
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    read(tier, "a", range(40))
+    lease = tier.lease(need_of("b", 45))
+    assert tier.division().sample > 1
+    read(tier, "b", range(45))
+    assert read(tier, "b", range(45)) == 0
+    assert tier.stats().get("refused", 0) == 0
+    del lease
+
+
+def test_tiers_of_several_limits_divide_a_cache_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    divided: list[int] = []
+    monkeypatch.setattr(needs, "divide", lambda limit, *given: divided.append(limit) or divide(limit, *given))
+    small, large = (LocalTier(tmp_path / "cache", count * ON_DISK) for count in (50, 60))
+    leases = [small.lease(need_of("a")), small.lease(need_of("b"))]
+    divided.clear()
+    for _ in range(3):
+        assert large.division() is large.division()
+        assert small.division() is small.division()
+    assert divided == [60 * ON_DISK]
+    del leases
 
 
 @pytest.mark.parametrize("content", [b"x", b"x" * 70])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,38 @@ def test_two_loaders_over_one_dataset_count_it_once(file: str, tmp_path: Path) -
     assert (tier.region, tier.division().total) == (0, decoded)
     loaders.append(make_loader(file, 100, columns=["x"], window=1, cache=cache))
     assert tier.division().total > decoded  # Other columns are other blobs.
+
+
+def test_a_loader_in_a_forked_child_has_room_when_that_of_its_parent_has_ended(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "LOOK_SECONDS", 0.0)
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    loader, unused = (make_loader(file, 100, seed=seed, window=1, cache=cache, columns=["x"]) for seed in (0, 1))
+    other = make_loader(file, 100, window=1, cache=cache)
+    tier = other.dataset.blocks.tier
+    both, (ready, told), (wait, end) = tier.division().total, os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        signal.alarm(60)  # only a hang takes that long
+        batches = iter(loader)
+        next(batches)
+        os.write(told, b"x")
+        os.read(wait, 1)
+        os._exit(0)
+    for descriptor in (told, wait):
+        os.close(descriptor)
+    try:
+        assert os.read(ready, 1) == b"x"
+        del loader, unused
+        gc.collect()
+        assert tier.division().total == both
+    finally:
+        os.close(ready)
+        os.close(end)
+        os.waitpid(child, 0)
+    assert tier.division().total < both
 
 
 def open_files() -> int:
