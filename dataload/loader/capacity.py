@@ -89,7 +89,6 @@ class Capacity:
         self._dataset.rowstore.serve(self, self._drawn_on, ahead, further)
         return ahead, further
 
-
     def _lease(self) -> None:
         self._leases, self._owner = [tier.lease(need) for tier, need in self._needs], os.getpid()
 

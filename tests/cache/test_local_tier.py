@@ -412,6 +412,21 @@ def test_past_the_deadline_a_waiter_fetches_without_keeping(tmp_path: Path) -> N
     assert_sound(tier, set())
 
 
+def test_a_disk_error_while_blobs_are_discarded_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    put(tier, "made")
+
+    def fails(_: Path) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", fails)
+        tier.discard([key("a")], [key("made")])
+    assert tier.stats()["errors"] == 1
+    assert tier.get(key("a")) == data_of("a")
+
+
 # Corruption
 
 

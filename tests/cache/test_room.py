@@ -243,6 +243,20 @@ def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) 
     assert fresh.division().total == 0
 
 
+def test_needs_by_two_paths_of_a_folder_are_announced_together(tmp_path: Path) -> None:
+    path, link = tmp_path / "cache", tmp_path / "link"
+    tier = LocalTier(path, 50 * ON_DISK)
+    tier.folder.index.used_bytes()
+    link.symlink_to(path)
+    leases = [tier.lease(need_of("a")), LocalTier(link, 50 * ON_DISK).lease(need_of("b"))]
+    child = os.fork()
+    if child == 0:
+        os._exit(LocalTier(path, 50 * ON_DISK).division().total != 80 * ON_DISK)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tier.division().total == 80 * ON_DISK
+    del leases
+
+
 def test_a_forked_child_does_not_prolong_a_need(tmp_path: Path) -> None:
     """The child inherits the file of the need, and outlives the process that announced it."""
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)

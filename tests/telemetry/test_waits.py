@@ -137,7 +137,7 @@ def test_slow_copies_to_the_device(dataset: Any, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_cause_of_most_waits_is_advised_against(cause: str) -> None:
     stats = LoaderStats(rows=100, seconds=10.0)
-    stats.waited({other: 0.1 for other in CAUSES} | {cause: 1.0}, lambda: "origin")
+    stats.waited(dict.fromkeys(CAUSES, 0.1) | {cause: 1.0}, lambda: "origin")
     assert ADVICE[cause] in str(stats)
     stats.seconds = 100.0
     assert stats.stall_fraction < MIN_STALL
