@@ -35,7 +35,7 @@ class Need:
         groups: Numbers of the groups of blobs that an epoch reads, ascending and distinct, uint64 [n]; see
             `group_number`.
         sizes: Bytes of each group, float64 [n].
-        window: Bytes that are read at a time.
+        window: Bytes on disk that are read at a time.
         at_once: How many groups these are.
         mean: Mean bytes of a group.
         sample: Only the groups whose number is a multiple of it are in `groups`; 1: all.
@@ -76,6 +76,9 @@ class Need:
         found = _filter_of(distinct) if sample > 1 else None
         window = int(min(window, own.sum()))
         return cls(name, distinct[kept], own[kept] * node_share, window, at_once, mean, sample, found)
+
+    def __contains__(self, group: int) -> bool:
+        return _is_in(group, self.groups, self.sample, self.filter)
 
     @property
     def total(self) -> float:
@@ -131,6 +134,15 @@ class Need:
         return found
 
 
+def _is_in(group: int, groups: Numbers, sample: int, filtered: Bits | None) -> bool:
+    """Return whether groups include a group; if they are a sample, by the filter of all."""
+    if filtered is not None and group % sample:
+        byte, bit = divmod(group // ((1 << 64) // FILTER_BITS), 8)
+        return bool(filtered[byte] & (128 >> bit))
+    place = int(np.searchsorted(groups, np.uint64(group)))
+    return place < len(groups) and int(groups[place]) == group
+
+
 def _filter_of(groups: Numbers) -> Bits:
     """Return one bit for each value of a number's highest bits: whether one of the groups has it."""
     bits = np.zeros(FILTER_BITS, np.bool_)
@@ -149,6 +161,7 @@ class Division:
         groups: Numbers of all needed groups, ascending, uint64 [n].
         sample: If a need has a sample, only multiples of this number are in `groups`.
         filter: The filter of all needed groups then.
+        parts: Each need of another name, with the bytes of its part of the region.
     """
 
     region: int = 0
@@ -157,14 +170,15 @@ class Division:
     groups: Numbers = field(default_factory=lambda: np.empty(0, np.uint64))
     sample: int = 1
     filter: Bits | None = None
+    parts: tuple[tuple[Need, int], ...] = ()
 
     def is_needed(self, group: int) -> bool:
         """Return whether a loader needs a group of blobs. If a need has a sample, some others count as needed, too."""
-        if self.filter is not None and group % self.sample:
-            byte, bit = divmod(group // ((1 << 64) // FILTER_BITS), 8)
-            return bool(self.filter[byte] & (128 >> bit))
-        place = int(np.searchsorted(self.groups, np.uint64(group)))
-        return place < len(self.groups) and int(self.groups[place]) == group
+        return _is_in(group, self.groups, self.sample, self.filter)
+
+    def part_of(self, group: int) -> tuple[bytes, int]:
+        """Return (name, bytes) of the part of the region for a group's need; (b"", 0) if no need has the group."""
+        return next(((need.name, part) for need, part in self.parts if group in need), (b"", 0))
 
     def stays(self, group: int) -> bool:
         """Return whether a group of blobs is among those that stay."""
@@ -203,12 +217,17 @@ def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
     sizes = np.zeros(len(groups))
     np.maximum.at(sizes, which_group, listed_sizes * sample)  # the same for all processes, whatever they know
     total = float(sizes.sum())
-    region = min(limit, _region(limit, total, listed))
+    parts = _parts(limit, total, listed)
+    region = min(limit, parts.total())
     stays_below = 1 << 64
     if region and any(int(which.sum()) != len(groups) for which in kept):  # A single dataset may fill the cache freely.
         count = int(np.searchsorted(np.cumsum(sizes), limit * FITS - region, side="right"))
         stays_below = int(groups[count]) if count < len(groups) else stays_below
-    return Division(region, total, stays_below, groups, sample, _joined_filter(needs) if sample > 1 else None)
+    filtered, named = _joined_filter(needs) if sample > 1 else None, {need.name: need for need in needs}
+    return Division(
+        *(region, total, stays_below, groups, sample, filtered),
+        tuple((named[name], part) for name, part in parts.items()) if region else (),
+    )
 
 
 def _joined_filter(needs: Iterable[Need]) -> Bits:
@@ -218,12 +237,12 @@ def _joined_filter(needs: Iterable[Need]) -> Bits:
     return joined
 
 
-def _region(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> int:
-    """Return the bytes of the transient region. Ranks that read an epoch together share their part of it."""
-    regions: Counter[bytes] = Counter()
+def _parts(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> Counter[bytes]:
+    """Return the bytes of the transient region by need. Ranks that read an epoch together share their part of it."""
+    parts: Counter[bytes] = Counter()
     for needs in processes:
         own: Counter[bytes] = Counter()
         for need in needs:
             own[need.name] += need.region(limit, total)[0]
-        regions |= own  # the larger count
-    return regions.total()
+        parts |= own  # the larger count
+    return parts

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import lmdb
@@ -27,7 +27,7 @@ from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start, remove
 from dataload.cache.room import Division
-from dataload.cache.surplus import Surplus
+from dataload.cache.surplus import Surplus, transient_victims
 from dataload.errors import ConfigError
 
 FORMAT = 3
@@ -189,7 +189,8 @@ class CacheFolder:
             row: The blob to admit.
             draft: The file that the caller writes the blob to. It leads a later sweep to the row after a kill.
             limit: Most bytes on disk.
-            division: How loaders share the cache. A blob that cannot be pinned replaces the oldest in the region.
+            division: How loaders share the cache. A blob that cannot be pinned replaces the oldest in its part of the
+                region.
             pin: Evict only blobs that no running process has used since it started, and those above their share.
             before_evicting: Called before blobs are evicted.
         """
@@ -213,7 +214,9 @@ class CacheFolder:
             overfull = region > 0 and missing.pinned > row.size
             if division.stays(row.group) and self._evict_surplus(division, max(missing)):
                 continue
-            victims = partial(index.pinned, time.time_ns()) if overfull else partial(index.evictable, before)
+            victims = (
+                partial(index.pinned, time.time_ns()) if overfull else partial(self._evictable, division, row, before)
+            )
             if missing.total > 0 and not (
                 (overfull and self._evict_surplus(division, missing.total)) or self._evict(missing.total, victims)
             ):
@@ -235,6 +238,13 @@ class CacheFolder:
         """
         return any(total >= size for total in accumulate(row.size for row in victims())) and (
             self._release_some(size, victims()) <= 0
+        )
+
+    def _evictable(self, division: Division, new: Row, before: int) -> Iterator[Row]:
+        """Yield the blobs to evict for one that cannot be pinned."""
+        transient = self.index.transient()
+        return chain(
+            transient_victims(division, new, transient) if division.region else transient, self.index.pinned(before)
         )
 
     def _evict_surplus(self, division: Division, size: int) -> bool:

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,7 +126,7 @@ def need_of(
     at_once, window = map(sum, zip(*(needed(order, blobs, node_share) for order, blobs in sources), strict=True))
     need = Need.of(name, groups, sizes.astype(np.float64), window, at_once, node_share)
     _check_fits(sources[0][0], limit, at_once, need.window)
-    return need
+    return replace(need, window=min(limit, math.ceil(need.window / FITS)))  # on disk
 
 
 def gathered_at_once(batch_bytes: int) -> int:
