@@ -192,6 +192,39 @@ def test_two_datasets_that_do_not_fit_together_keep_their_shares(tmp_path: Path)
     assert tier.stats().get("refused", 0) == 0
 
 
+def test_a_loader_that_reads_fast_evicts_its_own(tmp_path: Path) -> None:
+    """The other one's row groups stay in its part of the region until it reads on."""
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    leases = [tier.lease(need_of(name, window=2)) for name in "ab"]
+    for name in "ab" * 2:
+        read(tier, name, range(40))
+    passing = {name: [n for n in range(40) if tier.is_transient([key(name, n)])] for name in "ab"}
+    slow = passing["b"][:2]
+    read(tier, "b", slow)
+    before = kept(tier, "b")
+    assert {*slow} <= before
+    assert read(tier, "a", passing["a"]) >= 10
+    assert kept(tier, "b") == before
+    read(tier, "b", passing["b"])
+    assert not {*slow} & kept(tier, "b")
+    assert tier.folder.index.used_bytes() <= tier.limit
+    del leases
+
+
+def test_what_no_loader_needs_passes_in_its_turn(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", 30 * ON_DISK)
+    leases = [tier.lease(need_of("a", window=4))]
+    read(tier, "a", range(40))
+    passing = [number for number in range(40) if tier.is_transient([key("a", number)])]
+    read(tier, "c", [0])
+    assert tier.get(key("c", 0)) is not None
+    read(tier, "a", passing[:2])
+    assert tier.get(key("c", 0)) is not None
+    read(tier, "a", passing[2:])
+    assert tier.get(key("c", 0)) is None
+    del leases
+
+
 def test_the_share_of_an_ended_loader_is_free(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     leases = [tier.lease(need_of("a")), tier.lease(need_of("b"))]

@@ -79,6 +79,19 @@ def test_the_room_of_a_loader_ends_with_it(bucket: Any, dataset_of: Callable[...
     assert first.dataset.blocks.tier.region == 0
 
 
+def test_row_groups_for_workers_take_half_of_the_region(file: str, tmp_path: Path) -> None:
+    """Workers open row groups as they need them, so the other half is for those that they are reading."""
+    decoded = make_dataset(file, cache=False).rowstore.blobs.num_bytes
+    cache = CacheConfig(str(tmp_path / "cache"), decoded // 2)
+    loader = make_loader(file, 10, window=3, cache=cache, num_workers=2, transform=as_it_is)
+    ahead, further = loader._capacity.ahead()
+    assert (ahead > 6, further) == (True, 6)
+    requested: list[int] = []
+    loader.dataset.rowstore.prefetch = requested.extend
+    loader._lookahead(loader.sampler.needs_from(0, 0)).reach(0)
+    assert len(requested) == 3
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     table = pa.table({"x": np.arange(4000), "kind": np.arange(4000) % 2})
