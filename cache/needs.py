@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,27 +67,28 @@ class HostNeeds(ForkAware):
 
     Notes:
         Any thread may call it. A forked child has none of its parent's needs, but sees those that its parent announced.
+        A loader that the child goes on using announces its need again.
     """
 
     def __init__(self) -> None:
+        self._tokens = count()  # of a child, they follow those of its parent
         self.after_fork_in_child()
         super().__init__()
 
     def after_fork_in_child(self) -> None:
         self._mutex = threading.Lock()  # guards all but `_own`
-        self._own: dict[int, Need] = {}
+        self._own: dict[int, Need] = {}  # by token
         self._folder: CacheFolder | None = None  # where the needs of this process are announced
         self._announced: tuple[Need, ...] = ()
         self._hidden = False  # whether the last announcement failed, so that the others do not see these needs
         self._contents: dict[Path, Any] = {}
         self._others: dict[Path, list[Need]] = {}
-        self._divided: tuple[int, Division] = 0, Division()  # for a limit
-        self._stale = False  # whether needs have changed since
+        self._divided: dict[int, Division] = {}  # by limit: tiers in one folder may have several
         self._look_at = 0.0
 
     def add(self, need: Need) -> int:
         """Add a need of this process. Return a token for `release`."""
-        token = id(need)
+        token = next(self._tokens)
         self._own[token] = need
         self._look_at = 0.0
         return token
@@ -95,8 +97,9 @@ class HostNeeds(ForkAware):
         """End a need. The garbage collector may call it in any thread, so it never blocks."""
         self._own.pop(token, None)
         self._look_at = 0.0
-        folder = self._folder
-        if folder is not None and not folder.closed and self._mutex.acquire(blocking=False):
+        while (folder := self._folder) is not None and not folder.closed and self._changed:
+            if not self._mutex.acquire(blocking=False):
+                return  # The thread that holds it looks again afterwards.
             try:
                 self._announce(folder)
             finally:
@@ -104,32 +107,38 @@ class HostNeeds(ForkAware):
 
     def division(self, folder: CacheFolder, limit: int) -> Division:
         """Return how all needs share a cache of `limit` bytes in `folder`."""
-        if time.monotonic() < self._look_at and folder is self._folder and limit == self._divided[0]:
-            return self._divided[1]
+        divided = self._divided.get(limit)
+        if divided is not None and time.monotonic() < self._look_at and folder is self._folder:
+            return divided
         while True:
             with self._mutex:
                 self._announce(folder)
                 with suppress(OSError):  # such as too many open files: the needs seen last hold
                     self._look(folder)
-                if self._stale or limit != self._divided[0]:
-                    self._stale = False
-                    self._divided = limit, divide(limit, [self._announced, *self._others.values()])
+                divided = self._divided.get(limit)
+                if divided is None:
+                    divided = self._divided[limit] = divide(limit, [self._announced, *self._others.values()])
                 self._look_at = time.monotonic() + LOOK_SECONDS
-            if self._announced == tuple(self._own.copy().values()):  # else a need has ended meanwhile
-                return self._divided[1]
+            if not self._changed:  # else a need has ended meanwhile
+                return divided
+
+    @property
+    def _changed(self) -> bool:
+        """Whether the needs of this process are not those that it announced."""
+        return self._announced != tuple(self._own.copy().values())
 
     def _announce(self, folder: CacheFolder) -> None:
         """Announce the needs of this process, if they have changed."""
-        own = tuple(self._own.copy().values())
-        if own == self._announced and folder is self._folder and not self._hidden:
+        if not self._changed and folder is self._folder and not self._hidden:
             return
+        own = tuple(self._own.copy().values())
         if own or self._announced:
             try:
                 folder.staging.announce(b"".join(need.to_bytes() for need in own))
                 self._hidden = False
             except OSError:  # The disk is full, or the folder was removed.
                 self._hidden = True
-        self._announced, self._folder, self._stale = own, folder, True
+        self._announced, self._folder, self._divided = own, folder, {}
 
     def _look(self, folder: CacheFolder) -> None:
         """Read the needs of the other processes, if they have changed."""
@@ -140,7 +149,7 @@ class HostNeeds(ForkAware):
             file: self._others[file] if self._contents.get(file) is announced else _needs_in(announced.content)
             for file, announced in found.items()
         }
-        self._contents, self._stale = found, True
+        self._contents, self._divided = found, {}
 
 
 def _needs_in(content: bytes) -> list[Need]:

@@ -16,8 +16,10 @@ import numpy.typing as npt
 FITS = 0.95  # usable part of a cache; the rest is footers and the padding of files to whole pages
 MAX_TRANSIENT = 16  # row groups: longer runs of missing ones are rare, and few threads load them
 NEGLIGIBLE = 0.01  # of the bytes that are fetched in each epoch
-MOST_GROUPS = 1 << 16  # of a published need: a megabyte. Of larger datasets a sample is published.
+MOST_GROUPS = 1 << 16  # of a need: a megabyte. A larger need has a sample of its groups.
+FILTER_BITS = 1 << 24  # two megabytes. The filter of a million groups takes 6 % of all others for needed ones.
 
+Bits = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
 Sizes = npt.NDArray[np.float64]
 
@@ -33,10 +35,11 @@ class Need:
         groups: Numbers of the groups of blobs that an epoch reads, ascending and distinct, uint64 [n]; see
             `group_number`.
         sizes: Bytes of each group, float64 [n].
-        window: Bytes that are read at a time.
+        window: Bytes on disk that are read at a time.
         at_once: How many groups these are.
         mean: Mean bytes of a group.
         sample: Only the groups whose number is a multiple of it are in `groups`; 1: all.
+        filter: The filter of all groups (`_filter_of`), if `groups` has only a sample of them.
     """
 
     name: bytes
@@ -46,12 +49,15 @@ class Need:
     at_once: int = 0
     mean: float = 0.0
     sample: int = 1
+    filter: Bits | None = None
 
     @classmethod
     def of(
         cls, name: bytes, groups: Numbers, sizes: Sizes, window: int = 0, at_once: int = 0, node_share: float = 1.0
     ) -> Self:
         """Return the need of these groups. A group may come several times, such as in two filters of one dataset.
+
+        Of more than `MOST_GROUPS` groups it has a sample, in this process too: all processes must divide alike.
 
         Args:
             name: As above.
@@ -63,8 +69,16 @@ class Need:
         """
         distinct, firsts = np.unique(groups, return_index=True)
         own = sizes[firsts]
-        mean = float(own.mean()) if len(own) else 0.0
-        return cls(name, distinct, own * node_share, int(min(window, own.sum())), at_once, mean)
+        mean, sample = float(own.mean()) if len(own) else 0.0, 1
+        while np.count_nonzero(distinct % np.uint64(sample) == 0) > MOST_GROUPS:
+            sample *= 2
+        kept = distinct % np.uint64(sample) == 0
+        found = _filter_of(distinct) if sample > 1 else None
+        window = int(min(window, own.sum()))
+        return cls(name, distinct[kept], own[kept] * node_share, window, at_once, mean, sample, found)
+
+    def __contains__(self, group: int) -> bool:
+        return _is_in(group, self.groups, self.sample, self.filter)
 
     @property
     def total(self) -> float:
@@ -92,13 +106,10 @@ class Need:
         return self.window + math.ceil(more * self.mean), min(MAX_TRANSIENT, self.at_once + more)
 
     def to_bytes(self) -> bytes:
-        """Return the need as bytes, with a sample of at most `MOST_GROUPS` groups."""
-        sample = self.sample
-        while np.count_nonzero(self.groups % np.uint64(sample) == 0) > MOST_GROUPS:
-            sample *= 2
-        kept = self.groups % np.uint64(sample) == 0
-        header = _HEADER.pack(self.name, self.window, self.at_once, sample, int(kept.sum()), self.mean)
-        return b"".join([header, self.groups[kept].tobytes(), self.sizes[kept].tobytes()])
+        """Return the need as bytes."""
+        header = _HEADER.pack(self.name, self.window, self.at_once, self.sample, len(self.groups), self.mean)
+        found = b"" if self.filter is None else self.filter.tobytes()
+        return b"".join([header, self.groups.tobytes(), self.sizes.tobytes(), found])
 
     @classmethod
     def all_from(cls, content: bytes) -> list[Self]:
@@ -117,8 +128,26 @@ class Need:
             groups = np.frombuffer(content, np.uint64, count, start)
             sizes = np.frombuffer(content, np.float64, count, start + 8 * count)
             start += 16 * count
-            found.append(cls(name, groups, sizes, window, at_once, mean, max(1, sample)))
+            bits = np.frombuffer(content, np.uint8, FILTER_BITS // 8, start) if sample > 1 else None
+            start += 0 if bits is None else len(bits)
+            found.append(cls(name, groups, sizes, window, at_once, mean, max(1, sample), bits))
         return found
+
+
+def _is_in(group: int, groups: Numbers, sample: int, filtered: Bits | None) -> bool:
+    """Return whether groups include a group; if they are a sample, by the filter of all."""
+    if filtered is not None and group % sample:
+        byte, bit = divmod(group // ((1 << 64) // FILTER_BITS), 8)
+        return bool(filtered[byte] & (128 >> bit))
+    place = int(np.searchsorted(groups, np.uint64(group)))
+    return place < len(groups) and int(groups[place]) == group
+
+
+def _filter_of(groups: Numbers) -> Bits:
+    """Return one bit for each value of a number's highest bits: whether one of the groups has it."""
+    bits = np.zeros(FILTER_BITS, np.bool_)
+    bits[groups // np.uint64((1 << 64) // FILTER_BITS)] = True
+    return np.packbits(bits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +159,9 @@ class Division:
         total: Bytes that all needs have together; what several needs share counts once.
         stays_below: The groups with numbers below it stay.
         groups: Numbers of all needed groups, ascending, uint64 [n].
-        sample: Of more than `MOST_GROUPS` groups, only multiples of it are in `groups`.
+        sample: If a need has a sample, only multiples of this number are in `groups`.
+        filter: The filter of all needed groups then.
+        parts: Each need of another name, with the bytes of its part of the region.
     """
 
     region: int = 0
@@ -138,13 +169,16 @@ class Division:
     stays_below: int = 1 << 64
     groups: Numbers = field(default_factory=lambda: np.empty(0, np.uint64))
     sample: int = 1
+    filter: Bits | None = None
+    parts: tuple[tuple[Need, int], ...] = ()
 
     def is_needed(self, group: int) -> bool:
-        """Return whether a loader needs a group of blobs; True if that is not known."""
-        if group % self.sample:
-            return True
-        place = int(np.searchsorted(self.groups, np.uint64(group)))
-        return place < len(self.groups) and int(self.groups[place]) == group
+        """Return whether a loader needs a group of blobs. If a need has a sample, some others count as needed, too."""
+        return _is_in(group, self.groups, self.sample, self.filter)
+
+    def part_of(self, group: int) -> tuple[bytes, int]:
+        """Return (name, bytes) of the part of the region for a group's need; (b"", 0) if no need has the group."""
+        return next(((need.name, part) for need, part in self.parts if group in need), (b"", 0))
 
     def stays(self, group: int) -> bool:
         """Return whether a group of blobs is among those that stay."""
@@ -183,20 +217,32 @@ def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
     sizes = np.zeros(len(groups))
     np.maximum.at(sizes, which_group, listed_sizes * sample)  # the same for all processes, whatever they know
     total = float(sizes.sum())
-    region = min(limit, _region(limit, total, listed))
+    parts = _parts(limit, total, listed)
+    region = min(limit, parts.total())
     stays_below = 1 << 64
     if region and any(int(which.sum()) != len(groups) for which in kept):  # A single dataset may fill the cache freely.
         count = int(np.searchsorted(np.cumsum(sizes), limit * FITS - region, side="right"))
         stays_below = int(groups[count]) if count < len(groups) else stays_below
-    return Division(region, total, stays_below, groups, sample)
+    filtered, named = _joined_filter(needs) if sample > 1 else None, {need.name: need for need in needs}
+    return Division(
+        *(region, total, stays_below, groups, sample, filtered),
+        tuple((named[name], part) for name, part in parts.items()) if region else (),
+    )
 
 
-def _region(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> int:
-    """Return the bytes of the transient region. Ranks that read an epoch together share their part of it."""
-    regions: Counter[bytes] = Counter()
+def _joined_filter(needs: Iterable[Need]) -> Bits:
+    joined = np.zeros(FILTER_BITS // 8, np.uint8)
+    for need in needs:
+        joined |= _filter_of(need.groups) if need.filter is None else need.filter
+    return joined
+
+
+def _parts(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> Counter[bytes]:
+    """Return the bytes of the transient region by need. Ranks that read an epoch together share their part of it."""
+    parts: Counter[bytes] = Counter()
     for needs in processes:
         own: Counter[bytes] = Counter()
         for need in needs:
             own[need.name] += need.region(limit, total)[0]
-        regions |= own  # the larger count
-    return regions.total()
+        parts |= own  # the larger count
+    return parts

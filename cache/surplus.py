@@ -1,12 +1,12 @@
-"""The blobs that make room for those that stay: data that no loader needs, and data above its share of the cache."""
+"""The blobs that make room for others: data that no loader needs, and data above its share."""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,6 @@ class Surplus:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._division: Division | None = None
         self._rows: deque[Row] = deque()
         self._scan_at = 0.0
 
@@ -41,14 +40,14 @@ class Surplus:
         """Return rows of at least `size` bytes together, which the caller evicts; none if there are not enough.
 
         Args:
-            division: How loaders share the cache.
+            division: How loaders share the cache, the same in all calls.
             size: Bytes to free.
             scan: Yields the pinned rows, the least recently used first.
         """
         with self._mutex:
             started = time.monotonic()
-            if division is not self._division or (started >= self._scan_at and not self._has(size)):
-                self._rows, self._division = _surplus(division, scan()), division
+            if started >= self._scan_at and not self._has(size):
+                self._rows = _surplus(division, scan())
                 now = time.monotonic()
                 self._scan_at = now + PAUSES * (now - started)
             taken: list[Row] = []
@@ -72,3 +71,29 @@ def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
         elif division.region:  # Without a region, row groups are made of blocks.
             kinds[2].append(row)
     return deque(row for kind in kinds for row in kind)
+
+
+def transient_victims(division: Division, new: Row, rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield transient rows in the order of their eviction for a new row.
+
+    The need whose rows exceed its part of the region most has the next victim, its oldest row. So a loader that reads
+    fast evicts its own. Rows of no need are evicted before younger rows.
+
+    Args:
+        division: How loaders share the cache.
+        new: The row to admit.
+        rows: The transient rows, oldest first.
+    """
+    queues: defaultdict[bytes, deque[Row]] = defaultdict(deque)
+    name, part = division.part_of(new.group)
+    parts, used = {name: part}, Counter({name: new.size})
+    for row in rows:
+        name, parts[name] = division.part_of(row.group)
+        queues[name].append(row)
+        used[name] += row.size
+    while left := [name for name, queue in queues.items() if queue]:
+        fullest = max(left, key=lambda name: used[name] / parts[name] if parts[name] else 0.0)
+        victim = min({fullest, b""} & {*left}, key=lambda name: queues[name][0].used_at)
+        row = queues[victim].popleft()
+        used[victim] -= row.size
+        yield row

@@ -2,7 +2,7 @@
 
 Each of them fits into the cache, both together do not. An S3 server counts the bytes of each epoch of both. The cases
 are one process that reads them by turns or together; a loader that starts when the other has filled the cache; a
-process for each dataset, alone, with two workers, and with two ranks that wait for each other at each batch.
+process for each dataset, alone, with two workers, and with two ranks, which wait for each other at each batch or not.
 """
 
 from __future__ import annotations
@@ -35,8 +35,13 @@ GROUPS, ROWS, COLUMNS = 60, 2000, 16  # row groups of a dataset, rows and column
 BATCHES = 10 * GROUPS  # of an epoch
 EPOCHS = 5
 NAMES = ("one", "other")
-# By name: ranks of each dataset, and workers of each rank.
-PROCESSES = {"two processes": (1, 0), "two processes with two workers each": (1, 2), "two ranks each, in step": (2, 0)}
+# By name: ranks of each dataset, workers of each rank, and batches after which all processes wait for each other.
+PROCESSES = {
+    "two processes": (1, 0, BATCHES),
+    "two processes with two workers each": (1, 2, BATCHES),
+    "two ranks each, in step": (2, 0, 1),
+    "two ranks each, each at its own pace": (2, 0, BATCHES),
+}
 
 
 def loader_of(
@@ -90,7 +95,7 @@ class Case:
         other = self.loader(NAMES[1])
         return self.epochs(lambda: _exhaust(zip(one, other, strict=True) if together else chain(one, other)))
 
-    def in_processes(self, ranks: int, workers: int) -> list[float]:
+    def in_processes(self, ranks: int, workers: int, step: int) -> list[float]:
         call = "from dataload.benchmarks.caches.shared_cache import process; process(*json.loads(sys.argv[1]))"
         program = f"import json, sys; {call}"
         children = []
@@ -113,7 +118,6 @@ class Case:
             wait()
 
         def epoch() -> None:
-            step = 1 if ranks > 1 else BATCHES
             for _ in range(BATCHES // step):
                 read(step)
 
@@ -151,8 +155,8 @@ def main(share: Annotated[float, typer.Option(help="size of the cache, in datase
             measure("one process, by turns", lambda case: case.in_one_process())
             measure("one process, together", lambda case: case.in_one_process(together=True))
             measure("one process, the other starts later", lambda case: case.in_one_process(late=True))
-            for name, (ranks, workers) in PROCESSES.items():
-                measure(name, lambda case, ranks=ranks, workers=workers: case.in_processes(ranks, workers))  # type: ignore[misc]
+            for name, shape in PROCESSES.items():
+                measure(name, lambda case, shape=shape: case.in_processes(*shape))  # type: ignore[misc]
             with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
                 case = Case(origin, cache, int(share * table.nbytes), size)
                 loaders = [case.loader(name) for name in NAMES]

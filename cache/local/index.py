@@ -113,10 +113,13 @@ class Index(LmdbFile):
         """Yield the pinned rows last used before a time (ns), least recently used first."""
         return itertools.takewhile(lambda row: row.used_at < before, self._scan(_PINNED))
 
+    def transient(self) -> Iterator[Row]:
+        """Yield the transient rows, oldest first."""
+        return itertools.takewhile(lambda row: not row.pinned, self._scan(0))
+
     def evictable(self, before: int) -> Iterator[Row]:
         """Yield the transient rows, oldest first, and then the rows of `pinned`."""
-        yield from itertools.takewhile(lambda row: not row.pinned, self._scan(0))
-        yield from self.pinned(before)
+        return itertools.chain(self.transient(), self.pinned(before))
 
     def used_bytes(self) -> int:
         """Return the bytes of all rows."""

@@ -6,8 +6,10 @@ import hashlib
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,8 +67,8 @@ class Capacity:
                 for _, blobs in sources:
                     _measure(blobs)
             needs.append((tier, need_of(sources, tier.limit, sampler.node_share, name)))
-        self._leases = [tier.lease(need) for tier, need in needs]
         self._needs = needs
+        self._lease()
         at_once = gathered_at_once(rowstore.row_bytes * sampler.batch_size)
         most = order.most_rows(sampler.global_batch_size * at_once)
         self._drawn_on = self._in_full = sum(map(drawn_on_at_a_time, order.orders, most))
@@ -80,11 +82,16 @@ class Capacity:
 
         Both depend on what the other loaders of the host need at the moment.
         """
+        if self._owner != os.getpid():  # This is a forked child. The loader of its parent may end before this one.
+            self._lease()
         regions = [need.region(tier.limit, tier.division().total) for tier, need in self._needs]
         further = sum(groups for _, groups in regions)
         ahead = self._drawn_on if further else self._in_full
         self._dataset.rowstore.serve(self, self._drawn_on, ahead, further)
         return ahead, further
+
+    def _lease(self) -> None:
+        self._leases, self._owner = [tier.lease(need) for tier, need in self._needs], os.getpid()
 
 
 def _name_of(order: PositionOrder) -> bytes:
@@ -119,7 +126,7 @@ def need_of(
     at_once, window = map(sum, zip(*(needed(order, blobs, node_share) for order, blobs in sources), strict=True))
     need = Need.of(name, groups, sizes.astype(np.float64), window, at_once, node_share)
     _check_fits(sources[0][0], limit, at_once, need.window)
-    return need
+    return replace(need, window=min(limit, math.ceil(need.window / FITS)))  # on disk
 
 
 def gathered_at_once(batch_bytes: int) -> int:

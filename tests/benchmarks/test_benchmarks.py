@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dataload.benchmarks import render
+from dataload.benchmarks import render, suite
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
 from dataload.benchmarks.machine.hot_memory import HotMemory
@@ -388,13 +388,13 @@ def test_when_the_time_is_over_the_rest_is_not_run_and_says_so(data: Path) -> No
     assert [run["error"] for run in results["runs"]] == ["not run: the limit of 0 s was reached"]
 
 
-def test_a_measurement_that_hangs_is_ended(tmp_path: Path) -> None:
+def test_a_measurement_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "PATIENCE_SECONDS", 0.1)
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec sleep 1000\n")
     python.chmod(0o700)
-    results = suite_of(tmp_path, "Hugging Face, streaming", peers_python=python, rounds=1, seconds=2).run(
-        lambda _: None
-    )
+    only = {"peers_python": python, "rounds": 1, "limits": Limits(0, 0, 0)}
+    results = suite_of(tmp_path, "Hugging Face, streaming", **only).run(lambda _: None)
     assert results["runs"][0]["error"].startswith("no answer within")
 
 

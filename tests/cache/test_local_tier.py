@@ -399,7 +399,7 @@ def test_the_index_does_not_cross_a_fork(tmp_path: Path) -> None:
     put(tier, "a")
     child = os.fork()
     if child == 0:
-        os._exit(opened("data.mdb"))
+        os._exit(opened(str(tmp_path / "c" / "index")))
     assert os.waitpid(child, 0)[1] == 0
     assert tier.get(key("a")) == data_of("a")
 
@@ -410,6 +410,21 @@ def test_past_the_deadline_a_waiter_fetches_without_keeping(tmp_path: Path) -> N
     with CacheFolder(tier.path).locks.hold(key("a").digest, timeout=0):
         assert put(tier, "a") == data_of("a")
     assert_sound(tier, set())
+
+
+def test_a_disk_error_while_blobs_are_discarded_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "a")
+    put(tier, "made")
+
+    def fails(_: Path) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", fails)
+        tier.discard([key("a")], [key("made")])
+    assert tier.stats()["errors"] == 1
+    assert tier.get(key("a")) == data_of("a")
 
 
 # Corruption

@@ -431,6 +431,7 @@ def test_an_index_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytes
         opened.used_bytes()
     assert opened.used_bytes() > 0
     assert caught.value.errno == 5
+    opened.shut()
 
 
 def test_a_folder_that_cannot_be_opened_is_let_go(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:

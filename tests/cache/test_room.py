@@ -129,7 +129,41 @@ def test_the_need_of_a_large_dataset_is_announced_by_a_sample(monkeypatch: pytes
     assert found[0].total == pytest.approx(3000 * ON_DISK, rel=0.5)
     assert (found[0].name, found[0].window, found[0].at_once, found[0].mean) == (a.name, a.window, a.at_once, a.mean)
     division = divide(1000 * ON_DISK, [found])
-    assert 100 < sum(division.stays(group) for group in a.groups.tolist()) < 2000
+    groups = [group_number(key("a", number).digest) for number in range(3000)]
+    assert 100 < sum(division.stays(group) for group in groups) < 2000
+    assert all(division.is_needed(group) for group in groups)
+    others = [group_number(key("c", number).digest) for number in range(3000)]
+    assert sum(division.is_needed(group) for group in others) < 30
+    assert all(division.is_needed(group) for group in b.groups.tolist())  # of a need without a sample
+    own = divide(1000 * ON_DISK, [[a, b]])
+    assert (own.stays_below, own.region, own.total) == (division.stays_below, division.region, division.total)
+
+
+def test_a_large_dataset_takes_the_room_of_data_that_no_loader_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "MOST_GROUPS", 10)
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    read(tier, "a", range(40))
+    lease = tier.lease(need_of("b", 45))
+    assert tier.division().sample > 1
+    read(tier, "b", range(45))
+    assert read(tier, "b", range(45)) == 0
+    assert tier.stats().get("refused", 0) == 0
+    del lease
+
+
+def test_tiers_of_several_limits_divide_a_cache_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    divided: list[int] = []
+    monkeypatch.setattr(needs, "divide", lambda limit, *given: divided.append(limit) or divide(limit, *given))
+    small, large = (LocalTier(tmp_path / "cache", count * ON_DISK) for count in (50, 60))
+    leases = [small.lease(need_of("a")), small.lease(need_of("b"))]
+    divided.clear()
+    for _ in range(3):
+        assert large.division() is large.division()
+        assert small.division() is small.division()
+    assert divided == [60 * ON_DISK]
+    del leases
 
 
 @pytest.mark.parametrize("content", [b"x", b"x" * 70])
@@ -156,6 +190,39 @@ def test_two_datasets_that_do_not_fit_together_keep_their_shares(tmp_path: Path)
         assert should <= staying[name]
     assert sum(filled[2:]) / 2 <= 1.02 * (80 - 48) + 1
     assert tier.stats().get("refused", 0) == 0
+
+
+def test_a_loader_that_reads_fast_evicts_its_own(tmp_path: Path) -> None:
+    """The other one's row groups stay in its part of the region until it reads on."""
+    tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
+    leases = [tier.lease(need_of(name, window=2)) for name in "ab"]
+    for name in "ab" * 2:
+        read(tier, name, range(40))
+    passing = {name: [n for n in range(40) if tier.is_transient([key(name, n)])] for name in "ab"}
+    slow = passing["b"][:2]
+    read(tier, "b", slow)
+    before = kept(tier, "b")
+    assert {*slow} <= before
+    assert read(tier, "a", passing["a"]) >= 10
+    assert kept(tier, "b") == before
+    read(tier, "b", passing["b"])
+    assert not {*slow} & kept(tier, "b")
+    assert tier.folder.index.used_bytes() <= tier.limit
+    del leases
+
+
+def test_what_no_loader_needs_passes_in_its_turn(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "cache", 30 * ON_DISK)
+    leases = [tier.lease(need_of("a", window=4))]
+    read(tier, "a", range(40))
+    passing = [number for number in range(40) if tier.is_transient([key("a", number)])]
+    read(tier, "c", [0])
+    assert tier.get(key("c", 0)) is not None
+    read(tier, "a", passing[:2])
+    assert tier.get(key("c", 0)) is not None
+    read(tier, "a", passing[2:])
+    assert tier.get(key("c", 0)) is None
+    del leases
 
 
 def test_the_share_of_an_ended_loader_is_free(tmp_path: Path) -> None:
@@ -207,6 +274,20 @@ def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) 
     assert fresh.division().total == 40 * ON_DISK
     del lease
     assert fresh.division().total == 0
+
+
+def test_needs_by_two_paths_of_a_folder_are_announced_together(tmp_path: Path) -> None:
+    path, link = tmp_path / "cache", tmp_path / "link"
+    tier = LocalTier(path, 50 * ON_DISK)
+    tier.folder.index.used_bytes()
+    link.symlink_to(path)
+    leases = [tier.lease(need_of("a")), LocalTier(link, 50 * ON_DISK).lease(need_of("b"))]
+    child = os.fork()
+    if child == 0:
+        os._exit(LocalTier(path, 50 * ON_DISK).division().total != 80 * ON_DISK)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tier.division().total == 80 * ON_DISK
+    del leases
 
 
 def test_a_forked_child_does_not_prolong_a_need(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cache.room import FITS
 from dataload.cli.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
 from dataload.loader.capacity import check_shared_memory, need_of
@@ -138,9 +140,10 @@ def test_the_transient_region_grows_where_that_is_negligible(groups: int, furthe
         need = need_of([(order, blobs)], limit)
         return need.region(limit, need.total)
 
-    assert region(blobs.num_bytes // 2) == (further * group_bytes, further)
+    window = math.ceil(4 * group_bytes / FITS)
+    assert region(blobs.num_bytes // 2) == (window + (further - 4) * group_bytes, further)
     assert region(blobs.num_bytes * 2) == (0, 0)
-    assert region(5 * group_bytes) == (min(5, further) * group_bytes, min(5, further))
+    assert region(5 * group_bytes) == (window, 4)
 
 
 @pytest.mark.parametrize(

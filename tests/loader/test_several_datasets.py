@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -78,6 +79,19 @@ def test_the_room_of_a_loader_ends_with_it(bucket: Any, dataset_of: Callable[...
     assert first.dataset.blocks.tier.region == 0
 
 
+def test_row_groups_for_workers_take_half_of_the_region(file: str, tmp_path: Path) -> None:
+    """Workers open row groups as they need them, so the other half is for those that they are reading."""
+    decoded = make_dataset(file, cache=False).rowstore.blobs.num_bytes
+    cache = CacheConfig(str(tmp_path / "cache"), decoded // 2)
+    loader = make_loader(file, 10, window=3, cache=cache, num_workers=2, transform=as_it_is)
+    ahead, further = loader._capacity.ahead()
+    assert (ahead > 6, further) == (True, 6)
+    requested: list[int] = []
+    loader.dataset.rowstore.prefetch = requested.extend
+    loader._lookahead(loader.sampler.needs_from(0, 0)).reach(0)
+    assert len(requested) == 3
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     table = pa.table({"x": np.arange(4000), "kind": np.arange(4000) % 2})
@@ -109,6 +123,38 @@ def test_two_loaders_over_one_dataset_count_it_once(file: str, tmp_path: Path) -
     assert (tier.region, tier.division().total) == (0, decoded)
     loaders.append(make_loader(file, 100, columns=["x"], window=1, cache=cache))
     assert tier.division().total > decoded  # Other columns are other blobs.
+
+
+def test_a_loader_in_a_forked_child_has_room_when_that_of_its_parent_has_ended(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(needs, "LOOK_SECONDS", 0.0)
+    cache = CacheConfig(str(tmp_path / "cache"), "1GB")
+    loader, unused = (make_loader(file, 100, seed=seed, window=1, cache=cache, columns=["x"]) for seed in (0, 1))
+    other = make_loader(file, 100, window=1, cache=cache)
+    tier = other.dataset.blocks.tier
+    both, (ready, told), (wait, end) = tier.division().total, os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        signal.alarm(60)  # only a hang takes that long
+        batches = iter(loader)
+        next(batches)
+        os.write(told, b"x")
+        os.read(wait, 1)
+        os._exit(0)
+    for descriptor in (told, wait):
+        os.close(descriptor)
+    try:
+        assert os.read(ready, 1) == b"x"
+        del loader, unused
+        gc.collect()
+        assert tier.division().total == both
+    finally:
+        os.close(ready)
+        os.close(end)
+        os.waitpid(child, 0)
+    assert tier.division().total < both
 
 
 def open_files() -> int:

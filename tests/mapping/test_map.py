@@ -29,7 +29,7 @@ from dataload.errors import ConfigError, DataError
 from dataload.mapping import row_groups
 from dataload.planning.plan import plan
 from dataload.planning.warm import order_of, warm
-from dataload.rows import row_group_plan
+from dataload.rows import row_group_plan, scheduler
 from dataload.runtime import child_process
 
 ROWS, GROUP = 200, 20
@@ -487,3 +487,18 @@ def test_the_loop_waits_for_the_function(dataset: Dataset) -> None:
     next(iter(loader))
     assert loader.stats().waits["map"] > 0
     assert loader.dataset.rowstore.scheduler.decoder.started
+
+
+def test_a_function_may_read_another_dataset(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each dataset has one thread that loads. A shared one would wait for itself."""
+    monkeypatch.setattr(scheduler, "LOADERS", 1)
+    other, read = make_dataset(file, cache=False), list[int]()
+
+    def with_other(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"id": torch.as_tensor([other[number]["id"] for number in batch["id"].tolist()]) + SHIFT}
+
+    mapped = make_dataset(file, cache=False).map(with_other, version=1)
+    reader = threading.Thread(target=lambda: read.extend(ids(mapped)), daemon=True)
+    reader.start()
+    reader.join(60)  # only a deadlock takes that long
+    assert read == [*range(SHIFT, ROWS + SHIFT)]

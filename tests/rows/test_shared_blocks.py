@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,24 @@ def test_blocks_stay_if_the_rows_do_not_fit(opened: Callable[..., Dataset], monk
     monkeypatch.setattr(dataset.blocks.tier, "reserve", lambda *_: False)
     assert not dataset.rowstore.blobs.make(GROUPS - 1)
     assert cached_blocks(dataset) == last
+
+
+def test_two_threads_look_up_the_blocks_of_a_file(
+    opened: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second thread makes a row group of the file while the first one looks up the others."""
+    blobs = opened().rowstore.blobs
+    shared, sources, threads = blobs._shared_blocks, blobs.maker.sources, ThreadPoolExecutor(1)
+    assert shared is not None
+    begun: list[int] = []
+
+    def sources_seen_halfway(number: int, *given: Any) -> Any:
+        if number == GROUPS // 2 and not begun:
+            begun.append(number)
+            threads.submit(shared.made, 0, blobs._keys).result(60)
+        return sources(number, *given)
+
+    monkeypatch.setattr(blobs.maker, "sources", sources_seen_halfway)
+    with threads:
+        shared.made(1, blobs._keys)
+    assert begun
