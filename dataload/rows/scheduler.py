@@ -23,6 +23,7 @@ from dataload.telemetry.wait_timeline import CAUSES, Timeline, waited
 
 LOADERS = IN_FLIGHT + ROW_GROUPS_IN_FLIGHT  # threads: a row group each, of this process and the background decoder
 MOST_IN_A_BUNCH = 16  # small row groups that a thread makes together
+BUNCHES_AT_ONCE = 4  # their requests keep all connections busy, and more threads would only compete
 BACKGROUND_BYTES = 128 << 20  # of rows; decoding fewer takes no longer than starting a process
 
 
@@ -52,8 +53,9 @@ class RowGroupScheduler:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
-        self._mutex = threading.Lock()  # guards `_planned`
-        self._planned: deque[tuple[int, RowGroupLife]] = deque()  # no thread has begun to load them
+        self._mutex = threading.RLock()  # guards the small row groups; a call may be cancelled while it is submitted
+        self._small: deque[tuple[int, RowGroupLife]] = deque()  # no thread has begun to load them
+        self._small_loaders = 0  # threads that load them, or soon will
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
         self._started = False
@@ -138,38 +140,40 @@ class RowGroupScheduler:
         return {state.value: states[state] for state in (State.PLANNED, State.FETCHING, State.DECODING, State.CACHED)}
 
     def _submit(self, group: int, life: RowGroupLife, *, own_thread: bool) -> None:
-        """Have a thread load a row group. Any thread may load it that loads row groups requested before."""
+        """Let a thread load a row group."""
         life.contents = Future()
         if own_thread:
             with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
                 DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
                 return
+        if not self._blobs.is_bunched(group):
+            self._threads.submit(self._load, group, life).add_done_callback(partial(_cancel_with, life.contents))
+            return
         with self._mutex:
-            self._planned.append((group, life))
-        try:
-            call = self._threads.submit(self._load_next)
-        except RuntimeError:
-            with self._mutex:
-                self._planned.remove((group, life))
-            raise
-        call.add_done_callback(partial(_cancel_with, life.contents))
+            if self._small_loaders < BUNCHES_AT_ONCE:
+                self._threads.submit(self._load_next).add_done_callback(self._cancel_small)
+                self._small_loaders += 1
+            self._small.append((group, life))
+
+    def _cancel_small(self, call: Future[None]) -> None:
+        """Cancel the small row groups whose threads do not come, because the program exits."""
+        while call.cancelled() and self._small:
+            _, life = self._small.popleft()
+            life.contents.cancel()
 
     def _load_next(self) -> None:
-        """Load the planned row group that was requested first, and small ones after it if many are planned."""
+        """Load a bunch of small row groups, those that were requested first. Then let a thread load the next bunch."""
         with self._mutex:
-            bunch = self._next_bunch()
-        if len(bunch) > 1:
+            most = min(MOST_IN_A_BUNCH, -(-len(self._small) // BUNCHES_AT_ONCE))
+            bunch = [self._small.popleft() for _ in range(most) if self._small]
+        try:
             self._load_bunch({group: life for group, life in bunch if life.contents.set_running_or_notify_cancel()})
-        elif bunch:
-            self._load(*bunch[0])
-
-    def _next_bunch(self) -> list[tuple[int, RowGroupLife]]:
-        planned, is_bunched = self._planned, self._blobs.is_bunched
-        bunch = [planned.popleft()] if planned else []
-        most = min(MOST_IN_A_BUNCH, 1 + len(planned) // LOADERS) if bunch and is_bunched(bunch[0][0]) else 1
-        while len(bunch) < most and planned and is_bunched(planned[0][0]):
-            bunch.append(planned.popleft())
-        return bunch
+        finally:
+            with self._mutex:
+                if self._small:
+                    self._threads.submit(self._load_next).add_done_callback(self._cancel_small)
+                else:
+                    self._small_loaders -= 1
 
     def _load_bunch(self, lives: dict[int, RowGroupLife]) -> None:
         """Load small row groups: together, unless the first of them is cached, and the remaining ones one by one."""
@@ -178,8 +182,8 @@ class RowGroupScheduler:
             life.timeline = timeline
         try:
             with timeline.here(), self._blobs.in_order():
-                since, first = perf_counter(), next(iter(lives), None)
-                if first is not None and self._blobs.find(first) is None and not self._is_for_decoder:
+                since, first = perf_counter(), next(iter(lives), -1)
+                if len(lives) > 1 and self._blobs.find(first) is None and not self._is_for_decoder:
                     made = dict(self._blobs.load_together(lives))
                     self._spent.add(**timeline.seconds(since, perf_counter()))
         except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)

@@ -113,7 +113,7 @@ class BunchMaker:
                     stack.callback(member.opened.close)
                     self._open(member)
                 packed = self._packed(members)
-                found = tier.put_together([(member.key, blob) for member, blob in packed])
+                found = tier.put_together([(member.key, blob) for member, blob in packed]) if packed else []
                 for (member, _), blob in zip(packed, found, strict=True):
                     member.made = [blob]
                     member.life.enter(State.CACHED)
@@ -154,7 +154,7 @@ class BunchMaker:
             member.life.enter(State.DECODING)
         readable, packed = [member for member in members if member.made is None], []
         with doing("decode"):
-            every = self._decoded_together(readable) if self._is_joinable else None
+            every = self._decoded_together(readable) if self._is_joinable and len(readable) > 1 else None
             for position, member in enumerate(readable):
                 with member.catching():
                     columns = every[position] if every else self._decoded(member)
