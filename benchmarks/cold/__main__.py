@@ -46,7 +46,8 @@ def main(
 ) -> None:
     """Measure first epochs by the size of row groups."""
     table = Table("shape", "row groups, MB", "origin", "system", "seconds", "low", "high", "first batch, s", "CPU s/GB",
-                  "CPU ms/group",                  "memory, MB", "bytes", "duplicates", "requests", "in flight", "/ bound", title="Medians")  # fmt: skip
+                  "CPU ms/group", "memory, MB", "bytes", "duplicates", "requests", "in flight", "/ bound",
+                  title="Medians")  # fmt: skip
     data, every = folder.absolute() / "data", []
     for kind, size in product(shape or SHAPES, group or [1, 10, 50, 130, 500]):
         prefix = f"cold/{kind}-{size:g}-{megabytes}"

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
 from dataload.cache.local.registry import open_folder
-from dataload.cache.local.writer import BlobWriter, BulkWrites, SmallBlobWriter
+from dataload.cache.local.writer import BlobWriter, BulkWrites
 from dataload.cache.needs import DividedTier, needs_of
 from dataload.cache.tier import BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
@@ -226,15 +226,6 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         if self.health.is_new("full"):
             log.warning(FULL, self.path, self.limit, key.name, size)
         return False
-
-    def reserve_together(self, folder: CacheFolder, writers: Sequence[SmallBlobWriter]) -> list[bool]:
-        """Enter the blobs of these writers in the index. Return which of them fit."""
-        region = self.division().region
-        if self._touched and time.monotonic() >= self._flush_at:
-            self.flush(timeout=0)
-        if folder.index.admit_all([writer.row for writer in writers], limit=self.limit, region=region):
-            return [True] * len(writers)
-        return [self.reserve(folder, writer.key, writer.row.size, writer.draft) for writer in writers]
 
     @contextmanager
     def fallback(self, doing: str, breaker: CircuitBreaker, folder: CacheFolder) -> Iterator[None]:

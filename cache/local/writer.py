@@ -20,6 +20,7 @@ from dataload.telemetry.wait_timeline import doing
 if TYPE_CHECKING:
     from dataload.cache.health import CircuitBreaker, Health
     from dataload.cache.local.tier import LocalTier
+    from dataload.cache.room import Division
     from dataload.runtime.counters import Counters
 
 
@@ -153,7 +154,11 @@ class BulkWrites:
         _opened: Callable[[], CacheFolder | None]
         _can_write: Callable[[], bool]
         fallback: Callable[[str, CircuitBreaker, CacheFolder], AbstractContextManager[None]]
-        reserve_together: Callable[[CacheFolder, Sequence[SmallBlobWriter]], list[bool]]
+        reserve: Callable[[CacheFolder, BlobKey, int, str], bool]
+        division: Callable[[], Division]
+
+        @property
+        def limit(self) -> int: ...
 
     @property
     def bulk(self) -> Self:
@@ -187,10 +192,17 @@ class BulkWrites:
                 if held[number]
             }
             step("fill: drafted")
-            reserved = self.reserve_together(folder, list(writers.values()))
+            reserved = self._reserved(folder, list(writers.values()))
             step("fill: reserved")
             for (number, writer), fits in zip(writers.items(), reserved, strict=True):
                 if fits:
                     found[number] = writer.write()
             self.health.worked()
         return found
+
+    def _reserved(self, folder: CacheFolder, writers: Sequence[SmallBlobWriter]) -> list[bool]:
+        """Enter the blobs of these writers in the index. Return which of them fit."""
+        region = self.division().region
+        if folder.index.admit_all([writer.row for writer in writers], limit=self.limit, region=region):
+            return [True] * len(writers)
+        return [self.reserve(folder, writer.key, writer.row.size, writer.draft) for writer in writers]

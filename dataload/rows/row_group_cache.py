@@ -25,14 +25,14 @@ from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_maker import RowGroupMaker, SharedBlocks
 from dataload.rows.row_group_plan import RowGroupPlan
-from dataload.rows.size_sampling import ValueSizes
+from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import next_turn
 from dataload.telemetry.wait_timeline import doing
 
 
-class RowGroupCache:
+class RowGroupCache(SizeForecast):
     """The chosen columns of a dataset's row groups, as blobs of records in the cache. Any thread may call it.
 
     Args:
@@ -65,8 +65,6 @@ class RowGroupCache:
         self._blocks = blocks
         self._fill_null = fill_null
         self._null_masks = null_masks
-        self._measured = False
-        self._shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
         self.plan = self._new_plan()
         self.maker = self._new_maker()
 
@@ -116,7 +114,7 @@ class RowGroupCache:
         return self.bunches.takes(number)
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
-        """Return the blobs or the error of row groups. Those that other processes make are missing. See `load`."""
+        """Return the blobs or the error of row groups, except those that other processes make. See `load`."""
         with computing():
             return self.bunches.make(lives)
 
@@ -155,34 +153,6 @@ class RowGroupCache:
         blobs = zip(found, self.plan.lengths(number), strict=True)
         return _joined([Blob(*blob, self.plan.layout) for blob in blobs], 1, self.plan.layout)
 
-    def measure(self) -> None:
-        """Measure the sizes of dictionary-coded values by reading a few row groups.
-
-        Raises:
-            OriginError: The origin does not answer, or a file does not exist.
-            DataError: A row group cannot be decoded.
-        """
-        if not self._measured:
-            means = self.value_sizes.means()
-            self.plan.use_mean_sizes({name: mean.cached for name, mean in means.items()})
-            self._shared_bytes = sum(mean.whole - mean.cached for mean in means.values())
-            self._measured = True
-            vars(self).pop("num_bytes", None)
-
-    @cached_property
-    def value_sizes(self) -> ValueSizes:
-        """The sizes that `measure` measures."""
-        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows.tolist(), self._fill_null)
-
-    def bytes_of(self, number: int) -> int:
-        """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
-        return self.plan.bytes_of(number)
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether `num_bytes` comes from a sample, because the footers do not tell it."""
-        return bool(self.value_sizes.coded)
-
     @property
     def caches(self) -> tuple[RowGroupCache, ...]:
         """The row groups of each dataset: this one."""
@@ -199,21 +169,10 @@ class RowGroupCache:
         return self._blocks.tier.shared
 
     @cached_property
-    def num_bytes(self) -> int:
-        """Estimate of the bytes of the blobs of all row groups."""
-        return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
-
-    @cached_property
     def group_numbers(self) -> npt.NDArray[np.uint64]:
         """The number of each row group in the cache, uint64 [row groups]; see `BlobKey`. Equal ones share blobs."""
         keys = map(self.lock_key, range(len(self._manifest.row_groups)))
         return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self._manifest.row_groups))
-
-    @property
-    def row_bytes(self) -> int:
-        """Estimate of the mean bytes of a row in batches, at least 1."""
-        rows = max(1, int(self.plan.row_starts[-1]))
-        return max(1, int(self.num_bytes / rows + self._shared_bytes))
 
     @property
     def keeps(self) -> bool:

@@ -177,14 +177,15 @@ class RowGroupScheduler:
 
     def _load_bunch(self, lives: dict[int, RowGroupLife]) -> None:
         """Load small row groups: together, unless the first of them is cached, and the remaining ones one by one."""
-        timeline, made = Timeline(), {}
+        made: dict[int, list[memoryview] | BaseException] = {}
+        timeline = Timeline()
         for life in lives.values():
             life.timeline = timeline
         try:
             with timeline.here(), self._blobs.in_order():
                 since, first = perf_counter(), next(iter(lives), -1)
                 if len(lives) > 1 and self._blobs.find(first) is None and not self._is_for_decoder:
-                    made = dict(self._blobs.load_together(lives))
+                    made |= self._blobs.load_together(lives)
                     self._spent.add(**timeline.seconds(since, perf_counter()))
         except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
             made = dict.fromkeys(lives, error)

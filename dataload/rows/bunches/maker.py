@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -188,7 +188,7 @@ class BunchMaker:
         starts = list(accumulate(lengths, initial=0))
         return [
             {name: _rows_of(column, start, stop) for name, column in columns.items()}
-            for start, stop in zip(starts, starts[1:], strict=False)
+            for start, stop in pairwise(starts)
         ]
 
 
