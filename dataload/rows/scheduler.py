@@ -176,7 +176,7 @@ class RowGroupScheduler:
                     self._small_loaders -= 1
 
     def _load_bunch(self, lives: dict[int, RowGroupLife]) -> None:
-        """Load small row groups: together, unless the first of them is cached, and the remaining ones one by one."""
+        """Load small row groups together, unless the first of them is cached. Let threads load the remaining ones."""
         made: dict[int, list[memoryview] | BaseException] = {}
         timeline = Timeline()
         for life in lives.values():
@@ -192,8 +192,8 @@ class RowGroupScheduler:
         for group, life in lives.items():
             if group in made:
                 self._end(group, life, made[group])
-            else:
-                self._run(group, life)
+            else:  # It is cached, or another process or host makes it.
+                self._threads.submit(self._run, group, life).add_done_callback(partial(_cancel_with, life.contents))
 
     def _load(self, group: int, life: RowGroupLife) -> None:
         """Load a row group, unless its life was cancelled."""
@@ -250,5 +250,5 @@ class RowGroupScheduler:
 
 def _cancel_with(contents: Future[Any], call: Future[None]) -> None:
     """Cancel a row group whose thread does not come, because the program exits."""
-    if call.cancelled():
-        contents.cancel()
+    if call.cancelled() and not contents.cancel():
+        contents.set_exception(CancelledError())

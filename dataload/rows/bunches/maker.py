@@ -25,6 +25,7 @@ from dataload.telemetry.wait_timeline import doing
 if TYPE_CHECKING:
     from dataload.rows.row_group_cache import RowGroupCache
 
+MOST_ROWS = 4096  # Footers may hide the size of values.
 MOST_BYTES = 64 << 10  # of the records of a row group; decoding more takes longer than all that a bunch saves
 
 
@@ -83,7 +84,7 @@ class BunchMaker:
         return (
             self._blocks.tier.bulk is not None
             and not self._blobs.is_mapped
-            and 0 < group.rows <= int(plan.blob_rows[number])
+            and 0 < group.rows <= min(MOST_ROWS, int(plan.blob_rows[number]))
             and group.bytes < SHARED_BYTES
             and plan.bytes_of(number) <= MOST_BYTES
         )
@@ -143,10 +144,13 @@ class BunchMaker:
 
     def _packed(self, members: Sequence[_Member]) -> list[tuple[_Member, memoryview]]:
         """Decode the row groups that are open. Return the blob of each that can be decoded."""
+        for member in reversed(members):  # The last request usually ends last, so this thread waits once.
+            if member.made is None:
+                with member.catching():
+                    member.reader.wait()
         for member in members:
             if member.made is None:
                 with member.catching(), member.opened:
-                    member.reader.wait()
                     member.life.account.add(decoded=1)
                     with doing("decode"):
                         [member.table] = member.reader.tables(member.group.rows)
