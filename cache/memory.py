@@ -22,6 +22,7 @@ class MemoryTier(ForkAware):
     """
 
     shared = False
+    bulk = None
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -102,6 +102,10 @@ class Tier(Protocol):
         """Whether other processes read the blobs of this tier."""
 
     @property
+    def bulk(self) -> BulkTier | None:
+        """This tier for many small blobs at a time; None: it has no faster way for these."""
+
+    @property
     def limit(self) -> int:
         """The capacity in bytes."""
 
@@ -179,6 +183,16 @@ class Tier(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Return the totals of this process: hits, misses, waits, bytes, errors."""
+
+
+class BulkTier(Protocol):
+    """A tier that caches many small blobs at a time, such as 16 of a few KiB."""
+
+    def lock_together(self, keys: Sequence[BlobKey]) -> AbstractContextManager[list[bool]]:
+        """Lock those keys that are free for the duration of the block. The value tells which of them are locked."""
+
+    def put_together(self, blobs: Sequence[tuple[BlobKey, memoryview]]) -> list[memoryview]:
+        """Cache blobs that are missing, as far as they fit. Return a read-only view of each, as `get` does."""
 
 
 def cut(blob: memoryview, span: Span | None) -> memoryview:

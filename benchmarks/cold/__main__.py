@@ -46,12 +46,14 @@ def main(
 ) -> None:
     """Measure first epochs by the size of row groups."""
     table = Table("shape", "row groups, MB", "origin", "system", "seconds", "low", "high", "first batch, s", "CPU s/GB",
-                  "memory, MB", "bytes", "duplicates", "requests", "in flight", "/ bound", title="Medians")  # fmt: skip
+                  "CPU ms/group", "memory, MB", "bytes", "duplicates", "requests", "in flight", "/ bound",
+                  title="Medians")  # fmt: skip
     data, every = folder.absolute() / "data", []
     for kind, size in product(shape or SHAPES, group or [1, 10, 50, 130, 500]):
         prefix = f"cold/{kind}-{size:g}-{megabytes}"
         files = data / BUCKET / prefix
         write(kind, int(size * 1e6), megabytes * 10**6, files)
+        row_groups = max(1, megabytes * 10**6 // int(size * 1e6))
         gigabytes = sum(path.stat().st_size for path in files.glob("*.parquet")) / 1e9
         for place in origin or ORIGINS:
             with Origin(data, behaviour=ORIGINS[place]) as server:
@@ -69,6 +71,7 @@ def main(
                 table.add_row(
                     kind, f"{size:g}", place, name, f"{middle['seconds']:.2f}", f"{min(seconds):.2f}",
                     f"{max(seconds):.2f}", f"{middle['first']:.2f}", f"{middle['cpu'] / gigabytes:.2f}",
+                    f"{1000 * middle['cpu'] / row_groups:.2f}",
                     f"{middle['memory'] / 1e6:.0f}", f"{middle['bytes']:.3f}", f"{middle['duplicates']:.0f}",
                     f"{middle['requests']:.0f}", f"{middle['busy']:.0%}",
                     f"{middle['seconds'] / bound(medians, name):.2f}",

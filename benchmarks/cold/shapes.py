@@ -41,6 +41,12 @@ def _text(rng: np.random.Generator, size: int) -> pa.Table:
     return pa.table({"text": _texts(rng, size)})
 
 
+def _labelled(rng: np.random.Generator, size: int) -> pa.Table:
+    rows = max(1, size // 20)
+    numbers = {name: rng.random(rows, np.float32) for name in ("x", "y")}
+    return pa.table({"id": np.arange(rows), **numbers, "label": rng.integers(0, 10, rows, np.int32)})
+
+
 def _codes(rng: np.random.Generator, size: int) -> pa.Table:
     distinct = _texts(np.random.default_rng(0), 500_000)
     codes = rng.integers(0, len(distinct), max(1, size // 500), dtype=np.int32)
@@ -54,7 +60,9 @@ SHAPES: dict[str, Callable[[np.random.Generator, int], pa.Table]] = {
     "tokens": _tokens,
     "text": _text,
     "codes": _codes,
+    "files": _labelled,
 }
+ONE_A_FILE = "files"  # a shape whose files have a row group each
 
 
 def write(shape: str, group_bytes: int, num_bytes: int, folder: Path) -> None:
@@ -64,7 +72,7 @@ def write(shape: str, group_bytes: int, num_bytes: int, folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     groups, rng = max(1, num_bytes // group_bytes), np.random.default_rng(0)
-    per_file = max(1, (256 << 20) // group_bytes)
+    per_file = 1 if shape == ONE_A_FILE else max(1, (256 << 20) // group_bytes)
     for number in range(0, groups, per_file):
         tables = [SHAPES[shape](rng, group_bytes) for _ in range(number, min(groups, number + per_file))]
         codec = "zstd" if shape in ("text", "codes") else "none"

@@ -25,6 +25,7 @@ class ClusterTier:
     """
 
     shared = True
+    bulk = None  # Each blob may come from another host.
 
     def __init__(self, local: Tier, cluster: Cluster) -> None:
         self.local = local

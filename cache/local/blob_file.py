@@ -105,10 +105,38 @@ def create(path: str | Path) -> int:
 def seal(written: mmap.mmap, payload: int, digest: bytes, name: str) -> None:
     """Write checksums, name and footer after the first `payload` bytes of a map of at least `size_on_disk` bytes."""
     with memoryview(written)[: size_on_disk(payload, name)] as whole:
-        sums = _sums(whole[:payload])
-        proof, encoded = sums + name.encode(), len(name.encode())
-        fields = _FIELDS.pack(MAGIC, VERSION, encoded, payload, digest, xxhash.xxh3_64_digest(proof))
-        whole[payload:] = proof + fields + xxhash.xxh3_64_digest(fields)
+        whole[payload:] = _end(whole[:payload], digest, name)
+
+
+def write_small(descriptor: int, payload: memoryview, digest: bytes, name: str) -> int:
+    """Write a whole sealed blob into an empty open file. Return its size in bytes.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    content = memoryview(b"".join([payload, _end(payload, digest, name)]))
+    done = 0
+    while done < len(content):
+        done += os.write(descriptor, content[done:])
+    return done
+
+
+def map_written(descriptor: int, size: int, payload: int, digest: bytes, verified: VerifiedSegments) -> memoryview:
+    """Return the payload of an open file that this process has just sealed, as `open_map` does.
+
+    Raises:
+        OSError: The kernel cannot map the file.
+    """
+    verified.add(digest, os.fstat(descriptor), WHOLE)
+    return FileMap(descriptor, size).view[:payload]
+
+
+def _end(payload: memoryview, digest: bytes, name: str) -> bytes:
+    """Return the checksums, the name and the footer that follow a payload."""
+    encoded = name.encode()
+    proof = _sums(payload) + encoded
+    fields = _FIELDS.pack(MAGIC, VERSION, len(encoded), len(payload), digest, xxhash.xxh3_64_digest(proof))
+    return proof + fields + xxhash.xxh3_64_digest(fields)
 
 
 def _sums(payload: memoryview) -> bytes:

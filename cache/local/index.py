@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,6 +180,23 @@ class Index(LmdbFile):
             self._put(txn, row if row.pinned == pinned else replace(row, pinned=pinned))
             return None
 
+    def admit_all(self, rows: Sequence[Row], *, limit: int, region: int) -> bool:
+        """Enter at most `BATCH_ROWS` rows if all of them are new and can be pinned. Otherwise enter none of them.
+
+        Returns:
+            Whether the rows were entered. If not, `admit` tells what is missing for each.
+        """
+        size = sum(row.size for row in rows)
+        with self._transaction(write=True) as txn:
+            used, transient = self._account(txn, _USED), self._account(txn, _TRANSIENT)
+            missing = Shortage.of(size, used=used, transient=transient, limit=limit, region=region)
+            if max(missing) > 0 or any(txn.get(row.digest, db=self._tables[_ROWS]) is not None for row in rows):
+                return False
+            for row in rows:
+                self._put_row(txn, row)
+            self._count(txn, size)
+            return True
+
     def drop(self, *digests: bytes, timeout: float = LOCK_SECONDS) -> int:
         """Drop at most `BATCH_ROWS` rows; missing ones are skipped. Return the bytes of the dropped rows."""
         with self._transaction(write=True, timeout=timeout) as txn:
@@ -217,9 +234,13 @@ class Index(LmdbFile):
         return Row(digest, value[_ROW.size :].decode(), size, stamp & ~_PINNED, bool(stamp & _PINNED))
 
     def _put(self, txn: Any, row: Row) -> None:
+        self._put_row(txn, row)
+        self._count(txn, row.size, pinned=row.pinned)
+
+    def _put_row(self, txn: Any, row: Row) -> None:
+        """Enter a row without counting its bytes."""
         txn.put(row.digest, _ROW.pack(row.size, row.stamp) + row.name.encode(), db=self._tables[_ROWS])
         txn.put(_STAMP.pack(row.stamp) + row.digest, b"", db=self._tables[_ORDER])
-        self._count(txn, row, row.size)
 
     def _drop(self, txn: Any, digest: bytes) -> int:
         row = self._row(txn, digest)
@@ -227,11 +248,11 @@ class Index(LmdbFile):
             return 0
         txn.delete(digest, db=self._tables[_ROWS])
         txn.delete(_STAMP.pack(row.stamp) + digest, db=self._tables[_ORDER])
-        self._count(txn, row, -row.size)
+        self._count(txn, -row.size, pinned=row.pinned)
         return row.size
 
-    def _count(self, txn: Any, row: Row, size: int) -> None:
-        for name in (_USED,) if row.pinned else (_USED, _TRANSIENT):
+    def _count(self, txn: Any, size: int, *, pinned: bool = True) -> None:
+        for name in (_USED,) if pinned else (_USED, _TRANSIENT):
             self._set_account(txn, name, self._account(txn, name) + size)
 
     def _account(self, txn: Any, name: bytes) -> int:

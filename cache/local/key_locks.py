@@ -9,8 +9,8 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 from dataload.runtime.baton import waiting
 from dataload.runtime.forks import ForkAware, close_copies
@@ -84,6 +84,18 @@ class KeyLocks(ForkAware):
                 held = _wait_for_lock(descriptor, byte, deadline)
                 eviction_deadline = min(deadline, time.monotonic() + EVICTION_SECONDS)
                 yield held and _wait_for_lock(descriptor, _EVICTIONS + byte, eviction_deadline)
+
+    @contextmanager
+    def hold_free(self, digests: Sequence[bytes]) -> Iterator[list[bool]]:
+        """Hold those locks of `digests` that are free, for many fills at once. Yield whether each is held."""
+        with ExitStack() as stack:
+            free = [stack.enter_context(self._threads.hold(digest, 0)) for digest in digests]
+            descriptor = stack.enter_context(self._opened())
+            yield [
+                is_free
+                and all(set_lock(descriptor, start + _byte_of(digest), fcntl.F_WRLCK) for start in (0, _EVICTIONS))
+                for digest, is_free in zip(digests, free, strict=True)
+            ]
 
     @contextmanager
     def hold_to_evict(self, digest: bytes) -> Iterator[bool]:

@@ -24,7 +24,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
 from dataload.cache.local.registry import open_folder
-from dataload.cache.local.writer import BlobWriter
+from dataload.cache.local.writer import BlobWriter, BulkWrites
 from dataload.cache.needs import DividedTier, needs_of
 from dataload.cache.tier import BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
@@ -41,7 +41,7 @@ FLUSH_SECONDS = 1.0  # Hits are written to the index in batches, at most this mu
 log = logging.getLogger(__name__)
 
 
-class LocalTier(DividedTier, ForkAware):
+class LocalTier(DividedTier, BulkWrites, ForkAware):
     """A cache tier on a local disk, shared by all processes of a host that use the same folder.
 
     The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without

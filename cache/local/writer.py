@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Self
 
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
+from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.staging import remove
 from dataload.cache.tier import BlobKey, Draft, NoRoomError, Span
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
+    from dataload.cache.health import CircuitBreaker, Health
     from dataload.cache.local.tier import LocalTier
+    from dataload.cache.room import Division
+    from dataload.runtime.counters import Counters
 
 
 class BlobWriter(Draft):
@@ -105,3 +110,99 @@ class BlobWriter(Draft):
         with tier.fallback("discarding a draft", tier.health.writes, folder):
             # Do not wait twice for a stuck index: the draft's mark stays, and a sweep drops the row.
             folder.discard(self.key.digest, path, timeout=0 if tier.health.writes.tripped else LOCK_SECONDS)
+
+
+class SmallBlobWriter(BlobWriter):
+    """A small blob in memory that is written to disk together with others. It is discarded unless it is published.
+
+    Args:
+        tier: The tier that caches the blob.
+        key: Key of the blob. The caller holds its lock in `folder`.
+        payload: The blob.
+        folder: The folder to write to.
+    """
+
+    def __init__(self, tier: LocalTier, key: BlobKey, payload: memoryview, folder: CacheFolder) -> None:
+        super().__init__(tier, key, folder)
+        self._content = payload
+        self._target = folder
+        self.draft = self._path = folder.staging.draft(key.digest)
+        self.row = Row(key.digest, key.name, blob_file.size_on_disk(len(payload), key.name))
+        self._descriptor = blob_file.create(self.draft)
+
+    def write(self) -> memoryview:
+        """Write the blob, whose row is in the index, and return a read-only map of it. Raises OSError."""
+        descriptor, digest = self._descriptor, self.key.digest
+        size = blob_file.write_small(descriptor, self._content, digest, self.key.name)
+        step("fill: sealed")
+        self._target.publish(self.draft, digest)
+        self._path = None
+        step("fill: published")
+        return blob_file.map_written(descriptor, size, len(self._content), digest, self._tier.verified)
+
+    def __exit__(self, *raised: object) -> None:
+        os.close(self._descriptor)
+        super().__exit__(*raised)
+
+
+class BulkWrites:
+    """The part of a local tier that caches many small blobs at a time, with one transaction of the index."""
+
+    if TYPE_CHECKING:
+        health: Health
+        counters: Counters
+        _opened: Callable[[], CacheFolder | None]
+        _can_write: Callable[[], bool]
+        fallback: Callable[[str, CircuitBreaker, CacheFolder], AbstractContextManager[None]]
+        reserve: Callable[[CacheFolder, BlobKey, int, str], bool]
+        division: Callable[[], Division]
+
+        @property
+        def limit(self) -> int: ...
+
+    @property
+    def bulk(self) -> Self:
+        return self
+
+    @contextmanager
+    def lock_together(self, keys: Sequence[BlobKey]) -> Iterator[list[bool]]:
+        """Lock those keys that are free for the duration of the block. Yield whether each is locked."""
+        held = [False] * len(keys)
+        with ExitStack() as stack:
+            if self._can_write() and (folder := self._opened()) is not None:
+                with self.fallback("locking blobs", self.health.writes, folder):
+                    held = stack.enter_context(folder.locks.hold_free([key.digest for key in keys]))
+            yield held
+
+    def put_together(self, blobs: Sequence[tuple[BlobKey, memoryview]]) -> list[memoryview]:
+        """Cache small blobs that are missing, as far as they fit. Return a read-only view of each."""
+        found = [payload.toreadonly() for _, payload in blobs]
+        step("fill: filled")
+        folder = self._opened() if self._can_write() else None
+        self.counters.add(misses=len(blobs), unkept=0 if folder else len(blobs))
+        if folder is None:
+            return found
+        with doing("disk"), self.fallback("writing blobs", self.health.writes, folder), ExitStack() as stack:
+            folder.index.check_not_replaced()
+            held = stack.enter_context(folder.locks.hold_free([key.digest for key, _ in blobs]))
+            step("fill: locked")
+            writers = {
+                number: stack.enter_context(SmallBlobWriter(self, *blobs[number], folder))  # type: ignore[arg-type]
+                for number in range(len(blobs))
+                if held[number]
+            }
+            step("fill: drafted")
+            reserved = self._reserved(folder, list(writers.values()))
+            step("fill: reserved")
+            for (number, writer), fits in zip(writers.items(), reserved, strict=True):
+                if fits:
+                    found[number] = writer.write()
+            self.health.worked()
+        return found
+
+    def _reserved(self, folder: CacheFolder, writers: Sequence[SmallBlobWriter]) -> list[bool]:
+        """Enter the blobs of these writers in the index. Return which of them fit."""
+        region = self.division().region
+        if folder.index.admit_all([writer.row for writer in writers], limit=self.limit, region=region):
+            return [True] * len(writers)
+        return [self.reserve(folder, writer.key, writer.row.size, writer.draft) for writer in writers]

@@ -93,6 +93,11 @@ class Origin(ForkAware):
         return self._engine
 
     @property
+    def is_local(self) -> bool:
+        """Whether the objects are local files, which are read without waiting."""
+        return bool(getattr(self._filesystem, "local_file", False))
+
+    @property
     def address(self) -> str:
         """The origin's name in messages: its protocol and configured address."""
         return redacted("://".join(address_of(self._filesystem)))
@@ -171,7 +176,7 @@ class Origin(ForkAware):
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Return a context for a request: it waits for the network, unless the files are local."""
-        return nullcontext() if getattr(self._filesystem, "local_file", False) else waiting()
+        return nullcontext() if self.is_local else waiting()
 
     def _normalized(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return metadata with the path under which the store serves the object."""

@@ -25,7 +25,7 @@ FOOTERS_IN_FLIGHT = 128
 RUN = 64  # files per run, on average
 RUNS_AT_ONCE = 4
 FOOTERS_KEPT = 64  # parsed, by a reader
-RUNS_KEPT = 256  # mapped, by a reader
+RUNS_KEPT = 1024  # mapped, by a reader
 
 T = TypeVar("T")
 

@@ -23,6 +23,13 @@ GAP_BYTES = 256 << 10  # smaller gaps between ranges are fetched, which is cheap
 class RowGroupReader(Protocol):
     """Decodes some columns of one row group."""
 
+    def wait(self) -> None:
+        """Wait for the bytes that are held in memory.
+
+        Raises:
+            OriginError: The origin failed.
+        """
+
     def tables(self, rows: int) -> Iterator[pa.Table]:
         """Yield the row group in tables of `rows` rows; the last may be smaller."""
 
@@ -72,6 +79,9 @@ class Footer(Protocol):
 
     def is_without_nulls(self, number: int, columns: Collection[str]) -> bool:
         """Return whether statistics prove that these columns have no nulls in a row group."""
+
+    def opens_at_once(self, number: int, blocks: Blocks) -> bool:
+        """Return whether `open_row_group` leaves waiting for the origin to the reader's `wait`."""
 
     def open_row_group(
         self, obj: Object, number: int, columns: Sequence[str], blocks: Blocks, capacity: int

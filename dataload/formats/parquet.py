@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
 from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
-from dataload.formats.range_stream import RangeStream, pieces
+from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
 from dataload.formats.schema import flatten, is_bytes, is_list, number, storage
 from dataload.runtime.cached_property import cached_property
 
@@ -30,6 +30,7 @@ BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
 SCHEMAS_KEPT = 16
+MOST_BEGINNING = 1 << 20  # of a file, to be held in one buffer for a small row group
 UNLIKE_BYTES = 1 << 10  # values of this size are rarely equal, so the dictionary holds about all of them
 SHARED_BITS = 0.75  # of the bits of an index without equal values; indices with fewer bits have far fewer values
 PREFIX_ENCODINGS = {"DELTA_BYTE_ARRAY", "DELTA_BINARY_PACKED"}  # the latter of numbers inside nested values
@@ -100,11 +101,17 @@ class ParquetFooter:
     ) -> Iterator[RowGroupReader]:
         """Open a row group. `capacity` bytes are fetched in advance, the rest during decoding; see `Footer`."""
         ranges = _ranges(self._chunks(number, columns), capacity)
+        is_small = self._is_small(number)
         if blocks.retains_blocks and self._shares_blocks(number):
             fetch = _from_blocks
         else:
-            fetch = _from_origin if self._is_small(number) else _from_pool
-        stream = RangeStream(partial(fetch, blocks, obj), obj, ranges, capacity)
+            fetch = _from_origin if is_small and blocks.origin.is_local else _from_pool
+        bytes_of = partial(fetch, blocks, obj)
+        stream: HeldBeginning | RangeStream
+        if is_small and ranges and ranges[-1][1] <= MOST_BEGINNING:
+            stream = HeldBeginning(bytes_of, obj, ranges)
+        else:
+            stream = RangeStream(bytes_of, obj, ranges, capacity)
         with as_data_error(f"{obj.path} row group {number} cannot be decoded"):
             # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
             # fetch the whole row group before decoding the first row.
@@ -112,9 +119,12 @@ class ParquetFooter:
             texts = [name for name in columns if name in self._columns.texts]
             coded = [name for name in texts if any(map(_has_codes, self._chunks(number, [name])))]
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
-            with stream, pq.ParquetFile(stream, metadata=self._metadata, **arguments) as file:
-                stream.wait()
-                yield _Reader(file, number, list(columns))
+            with stream, pq.ParquetFile(stream.source, metadata=self._metadata, **arguments) as file:
+                every = len(columns) == len(self._columns.leaves)
+                yield _Reader(file, number, None if every else list(columns), stream.wait)
+
+    def opens_at_once(self, number: int, blocks: Blocks) -> bool:
+        return blocks.origin.is_local or not self._shares_blocks(number)
 
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
         """Return the chunks of these columns, column by column."""
@@ -158,12 +168,16 @@ _columns_of = lru_cache(SCHEMAS_KEPT)(_Columns)  # The files of a dataset have e
 
 
 class _Reader:
-    def __init__(self, file: pq.ParquetFile, number: int, columns: list[str]) -> None:
+    """See `RowGroupReader`. columns: None: all, which Arrow need not look up."""
+
+    def __init__(self, file: pq.ParquetFile, number: int, columns: list[str] | None, wait: Callable[[], None]) -> None:
         self._file = file
         self._number = number
         self._columns = columns
+        self.wait = wait
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
+        self.wait()
         if self._file.metadata.row_group(self._number).num_rows <= rows:
             yield self._file.read_row_group(self._number, columns=self._columns, use_threads=False)
             return
@@ -226,7 +240,7 @@ def _from_pool(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> F
 
 
 def _from_origin(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:
-    """Fetch the range in this thread: handing over a small one takes longer than decoding it."""
+    """Fetch the range in this thread, which need not wait for it."""
     blocks.fetch_into(obj, start, memory)
     return _DONE
 

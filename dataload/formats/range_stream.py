@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pyarrow as pa
 
@@ -58,14 +58,16 @@ class RangeStream(io.RawIOBase):
         self._share = capacity // max(1, len(ranges))
         self._memory: dict[int, memoryview] = {}  # of the held ranges, by first byte
         self._pieces: dict[int, _Piece] = {}  # by first byte
-        if ranges and ranges[-1][1] > obj.size:
-            raise DataError(
-                f"{obj.path}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
-            )
+        _check_end(obj, ranges)
         for start, stop in ranges:
             if self.held:
                 self._memory[start] = _allocate(stop - start)
             self._read_ahead(start, start, stop)
+
+    @property
+    def source(self) -> Any:
+        """The stream, as Arrow takes it."""
+        return self
 
     def wait(self) -> None:
         """Block until all pending fetches are done. Raise the exception of the first that failed."""
@@ -141,6 +143,46 @@ class RangeStream(io.RawIOBase):
 
     def _piece(self, start: int, stop: int) -> int:
         return _piece_bytes(stop - start, self._share, held=self.held)
+
+
+class HeldBeginning:
+    """The beginning of an object up to the end of a few byte ranges, in one buffer, which Arrow reads without Python.
+
+    Args:
+        fetch: As for `RangeStream`.
+        obj: The object.
+        ranges: Byte ranges, in the order of the object. Memory between them is undefined.
+
+    Attributes:
+        source: The buffer, as Arrow takes it.
+    """
+
+    held = True
+
+    def __init__(self, fetch: Callable[[int, memoryview], Future[None]], obj: Object, ranges: Sequence[Span]) -> None:
+        _check_end(obj, ranges)
+        buffer = pa.allocate_buffer(ranges[-1][1])
+        memory = memoryview(buffer).cast("B")
+        self._fetched = [fetch(start, memory[start:stop]) for start, stop in ranges if start < stop]
+        self.source = pa.BufferReader(buffer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future in self._fetched:
+            future.cancel()
+
+    def wait(self) -> None:
+        """Block until the ranges are fetched. Raise the exception of the first that failed."""
+        wait_for_origin(self._fetched)
+
+
+def _check_end(obj: Object, ranges: Sequence[Span]) -> None:
+    if ranges and ranges[-1][1] > obj.size:
+        raise DataError(
+            f"{obj.path}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
+        )
 
 
 def _allocate(size: int) -> memoryview:

@@ -95,7 +95,7 @@ class MappedRowGroups(RowGroupCache):
         """No sizes: the sample of the map told them."""
         return ValueSizes(self._manifest, Layout(()), self._blocks, self.plan.blob_rows.tolist())
 
-    def _columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
+    def columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
         """Return the columns of each blob, made of cached blobs of the source, or None if these are not cached."""
         columns = self._source.cached_columns(number)
         assert isinstance(self.maker, MappedMaker)

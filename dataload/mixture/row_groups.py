@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -66,6 +67,20 @@ class MixedRowGroups:
         """Return the blobs of a row group. See `RowGroupCache.load`."""
         blobs, own = self._of(number)
         return blobs.load(own, life)
+
+    def is_bunched(self, number: int) -> bool:
+        """Return whether `load_together` is faster than `load`."""
+        blobs, own = self._of(number)
+        return blobs.is_bunched(own)
+
+    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
+        """Return the blobs or the error of row groups. See `RowGroupCache.load_together`."""
+        found: dict[int, list[memoryview] | Exception] = {}
+        for source, numbers in groupby(sorted(lives), lambda number: self._place(number)[0]):
+            first = int(self._firsts[source])
+            own = {number - first: lives[number] for number in numbers}
+            found |= {first + number: made for number, made in self.caches[source].load_together(own).items()}
+        return found
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. See `RowGroupCache.make`."""

@@ -89,6 +89,14 @@ def concatenate(parts: Sequence[Column]) -> Column:
     return Ragged(values, np.concatenate(([0], np.cumsum(lengths))), np.concatenate(masks) if has_nulls else None)
 
 
+def rows_of(column: Dense | Ragged, start: int, stop: int) -> Dense | Ragged:
+    """Return the rows [start, stop) of a column, as views."""
+    if isinstance(column, Dense):
+        return Dense(column.values[start:stop])
+    valid = None if column.valid is None else column.valid[start:stop]
+    return Ragged(column.values, column.offsets[start : stop + 1], valid)
+
+
 def _concatenate_coded(parts: Sequence[Column]) -> Coded:
     """Join columns of strings or bytes of which one is coded. A dictionary that neighbours share is kept once."""
     dictionaries: list[tuple[Array, Array]] = []  # values, spans

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,19 +19,20 @@ from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
+from dataload.rows.bunches.maker import BunchMaker
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_maker import RowGroupMaker, SharedBlocks
 from dataload.rows.row_group_plan import RowGroupPlan
-from dataload.rows.size_sampling import ValueSizes
+from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import next_turn
 from dataload.telemetry.wait_timeline import doing
 
 
-class RowGroupCache:
+class RowGroupCache(SizeForecast):
     """The chosen columns of a dataset's row groups, as blobs of records in the cache. Any thread may call it.
 
     Args:
@@ -64,8 +65,6 @@ class RowGroupCache:
         self._blocks = blocks
         self._fill_null = fill_null
         self._null_masks = null_masks
-        self._measured = False
-        self._shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
         self.plan = self._new_plan()
         self.maker = self._new_maker()
 
@@ -103,12 +102,26 @@ class RowGroupCache:
             ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
         """
         with computing():
-            return self._made_once(number, self._keys(number), None, life or RowGroupLife())
+            return self._made_once(number, self.keys(number), None, life or RowGroupLife())
+
+    @cached_property
+    def bunches(self) -> BunchMaker:
+        """Makes many small row groups at once."""
+        return BunchMaker(self, self._manifest, self._blocks)
+
+    def is_bunched(self, number: int) -> bool:
+        """Return whether `load_together` is faster than `load`."""
+        return self.bunches.takes(number)
+
+    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
+        """Return the blobs or the error of row groups, except those that other processes make. See `load`."""
+        with computing():
+            return self.bunches.make(lives)
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
         with doing("disk"):
-            return self._cached(self._keys(number))
+            return self.cached(self.keys(number))
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
@@ -117,56 +130,28 @@ class RowGroupCache:
             OriginError: The origin does not answer, or the file does not exist.
             DataError: The row group cannot be decoded.
         """
-        keys = self._keys(number)
+        keys = self.keys(number)
         with self.in_order(), computing():
-            if self._cached(keys, (0, 0)) is None:
+            if self.cached(keys, (0, 0)) is None:
                 self._made_once(number, keys, (0, 0), life or RowGroupLife())
-                return self._cached(keys, (0, 0)) is not None
+                return self.cached(keys, (0, 0)) is not None
             return True
 
     def touch(self) -> None:
         """Protect the cached blobs of all row groups from eviction as long as this process runs."""
         row_groups = range(len(self._manifest.row_groups))
-        self._blocks.tier.touch(key for number in row_groups for key in self._keys(number))
+        self._blocks.tier.touch(key for number in row_groups for key in self.keys(number))
 
     def passes(self, number: int) -> bool:
         """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
-        return self._blocks.tier.is_transient(self._keys(number))
+        return self._blocks.tier.is_transient(self.keys(number))
 
     def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
         """Return the columns of each blob of a row group, or None if this host has not cached them."""
-        if (found := self._cached(self._keys(number))) is None:
-            return self._columns_of_wider(number)
+        if (found := self.cached(self.keys(number))) is None:
+            return self.columns_of_wider(number)
         blobs = zip(found, self.plan.lengths(number), strict=True)
         return _joined([Blob(*blob, self.plan.layout) for blob in blobs], 1, self.plan.layout)
-
-    def measure(self) -> None:
-        """Measure the sizes of dictionary-coded values by reading a few row groups.
-
-        Raises:
-            OriginError: The origin does not answer, or a file does not exist.
-            DataError: A row group cannot be decoded.
-        """
-        if not self._measured:
-            means = self.value_sizes.means()
-            self.plan.use_mean_sizes({name: mean.cached for name, mean in means.items()})
-            self._shared_bytes = sum(mean.whole - mean.cached for mean in means.values())
-            self._measured = True
-            vars(self).pop("num_bytes", None)
-
-    @cached_property
-    def value_sizes(self) -> ValueSizes:
-        """The sizes that `measure` measures."""
-        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows.tolist(), self._fill_null)
-
-    def bytes_of(self, number: int) -> int:
-        """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
-        return self.plan.bytes_of(number)
-
-    @property
-    def is_estimate(self) -> bool:
-        """Whether `num_bytes` comes from a sample, because the footers do not tell it."""
-        return bool(self.value_sizes.coded)
 
     @property
     def caches(self) -> tuple[RowGroupCache, ...]:
@@ -184,21 +169,10 @@ class RowGroupCache:
         return self._blocks.tier.shared
 
     @cached_property
-    def num_bytes(self) -> int:
-        """Estimate of the bytes of the blobs of all row groups."""
-        return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
-
-    @cached_property
     def group_numbers(self) -> npt.NDArray[np.uint64]:
         """The number of each row group in the cache, uint64 [row groups]; see `BlobKey`. Equal ones share blobs."""
-        keys = (self._key(number, "row group") for number in range(len(self._manifest.row_groups)))
+        keys = map(self.lock_key, range(len(self._manifest.row_groups)))
         return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self._manifest.row_groups))
-
-    @property
-    def row_bytes(self) -> int:
-        """Estimate of the mean bytes of a row in batches, at least 1."""
-        rows = max(1, int(self.plan.row_starts[-1]))
-        return max(1, int(self.num_bytes / rows + self._shared_bytes))
 
     @property
     def keeps(self) -> bool:
@@ -208,7 +182,7 @@ class RowGroupCache:
 
     def sizes_on_disk(self, number: int) -> list[int]:
         """Return an estimate of the file size of each blob of a row group, in bytes."""
-        sizes = zip(self.plan.blob_sizes(number), self._keys(number), strict=True)
+        sizes = zip(self.plan.blob_sizes(number), self.keys(number), strict=True)
         return [size_on_disk(size, key.name) for size, key in sizes]
 
     def _made_once(self, number: int, keys: list[BlobKey], span: Span | None, life: RowGroupLife) -> list[memoryview]:
@@ -217,26 +191,30 @@ class RowGroupCache:
 
         def find() -> list[memoryview] | None:
             with doing("disk"):
-                return self._cached(keys, span)
+                return self.cached(keys, span)
 
         def make() -> list[memoryview]:
             if fetched := tier.fetch_from_cluster(keys):
                 return fetched
             life.enter(State.FETCHING)
-            columns = self._columns_of_wider(number)
+            columns = self.columns_of_wider(number)
             if columns is not None:
                 return self.maker.pack(number, keys, columns, life)
             made = self.maker.make(number, keys, life)
-            if self._shared_blocks is not None:
-                self._shared_blocks.made(number, self._keys)
+            self.made(number)
             return made
 
-        lock, reserve = self._key(number, "row group"), partial(self.maker.reserve, number, life)
+        lock, reserve = self.lock_key(number), partial(self.maker.reserve, number, life)
         found = tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
         if found is None:
             found = make_once(tier, lock, find, make, reserve)
         life.enter(State.CACHED)
         return found
+
+    def made(self, number: int) -> None:
+        """Discard the blocks of files that a row group was made of, once no other row group needs them."""
+        if self._shared_blocks is not None:
+            self._shared_blocks.made(number, self.keys)
 
     @cached_property
     def _shared_blocks(self) -> SharedBlocks | None:
@@ -246,7 +224,8 @@ class RowGroupCache:
             return None
         return SharedBlocks(self._manifest, self._blocks, self.maker)
 
-    def _cached(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
+    def cached(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
+        """Return these blobs, or `span` of each, or None unless all are cached."""
         found = []
         for key in keys:
             if (blob := self._blocks.tier.get(key, span)) is None:
@@ -254,10 +233,10 @@ class RowGroupCache:
             found.append(blob)
         return found
 
-    def _columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
+    def columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
         """Return the columns of each blob, taken from cached blobs of all columns, or None if these are not cached."""
         wider = self._wider
-        found = None if wider is None else wider._cached(wider._keys(number))  # noqa: SLF001 (another of this class)
+        found = None if wider is None else wider.cached(wider.keys(number))
         if wider is None or found is None:
             return None
         blobs = [Blob(*blob, wider.plan.layout) for blob in zip(found, wider.plan.lengths(number), strict=True)]
@@ -275,8 +254,13 @@ class RowGroupCache:
         except DataError:
             return None
 
-    def _keys(self, number: int) -> list[BlobKey]:
+    def keys(self, number: int) -> list[BlobKey]:
+        """Return the keys of a row group's blobs."""
         return [self._key(number, part) for part in self.plan.parts(number)]
+
+    def lock_key(self, number: int) -> BlobKey:
+        """Return the key whose lock the maker of a row group holds."""
+        return self._key(number, "row group")
 
     def _key(self, number: int, part: str) -> BlobKey:
         file = self._manifest.row_groups[number].file

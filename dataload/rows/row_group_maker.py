@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -109,28 +109,31 @@ class RowGroupMaker(ForkAware):
         if not stored:
             return [], []
         held_limit = self._held_limit(self._decoding_bytes(number), stored)
-        return self._footer(group).fetched(group.number, stored, held_limit)
+        return self.footer(group).fetched(group.number, stored, held_limit)
 
     def has_all(self, numbers: Sequence[int]) -> bool:
         """Return whether these row groups are all of one file."""
-        return len(numbers) == len(self._footer(self._manifest.row_groups[numbers[0]]).lengths)
+        return len(numbers) == len(self.footer(self._manifest.row_groups[numbers[0]]).lengths)
 
     def has_capacity(self, number: int) -> bool:
         """Return whether the budget has room for another row group now."""
         return self.memory.fits(self.reservation(number))
 
+    def reserve(self, number: int, life: RowGroupLife) -> AbstractContextManager[None]:
+        """Hold the memory for a row group for the duration of the block. Raises as `reserve_bytes` does."""
+        return self.reserve_bytes(self.reservation(number), life.is_cancelled)
+
     @contextmanager
-    def reserve(self, number: int, life: RowGroupLife) -> Iterator[None]:
-        """Hold the memory for a row group for the duration of the block.
+    def reserve_bytes(self, size: int, is_cancelled: Callable[[], bool]) -> Iterator[None]:
+        """Hold memory for row groups for the duration of the block.
 
         Raises:
-            ReservationCancelled: The life was cancelled before the memory was reserved.
+            ReservationCancelled: `is_cancelled()` became true before the memory was reserved.
         """
-        size = self.reservation(number)
         try:
             with ExitStack() as stack:
                 with nullcontext() if self.memory.fits(size) else waiting():
-                    stack.enter_context(self.memory.reserve(size, life.is_cancelled))
+                    stack.enter_context(self.memory.reserve(size, is_cancelled))
                 yield
         finally:
             self._unreleased += size
@@ -168,7 +171,8 @@ class RowGroupMaker(ForkAware):
             yield self._decoded([pa.table({})] * len(self._plan.lengths(number)), number)
             return
         held_limit = self._held_limit(self._decoding_bytes(number) + besides, stored)
-        with self._footer(group).open_row_group(group.file, group.number, stored, self._blocks, held_limit) as reader:
+        with self.footer(group).open_row_group(group.file, group.number, stored, self._blocks, held_limit) as reader:
+            reader.wait()
             yield self._decoded(reader.tables(int(self._plan.blob_rows[number])), number)
 
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
@@ -181,12 +185,12 @@ class RowGroupMaker(ForkAware):
         group, aside = self._manifest.row_groups[number], Aside.of(self._blocks)
         stored = self._plan.stored(group)
         if not stored:
-            yield self._decoded_table(pa.table({}), group.rows, group), group.rows
+            yield self.decoded_table(pa.table({}), group.rows, group), group.rows
             return
         held_limit = COLUMN_BYTES * len(stored)
-        with self._footer(group).open_row_group(group.file, group.number, stored, aside, held_limit) as reader:
+        with self.footer(group).open_row_group(group.file, group.number, stored, aside, held_limit) as reader:
             for table in reader.tables(rows):
-                yield self._decoded_table(table, len(table), group), len(table)
+                yield self.decoded_table(table, len(table), group), len(table)
 
     def pack(
         self, number: int, keys: list[BlobKey], columns: Iterator[dict[str, Column]], life: RowGroupLife
@@ -223,22 +227,23 @@ class RowGroupMaker(ForkAware):
     def _pack(
         self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]]
     ) -> list[memoryview]:
-        location = _location(self._manifest.row_groups[number])
+        where = location(self._manifest.row_groups[number])
         blobs = []
         with doing("decode"):
             for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
-                fill = partial(row_block.pack, columns, rows, self._plan.layout, location)
+                fill = partial(row_block.pack, columns, rows, self._plan.layout, where)
                 blobs.append(self._blocks.tier.get_or_fill(key, fill))
         return blobs
 
     def _decoded(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:
         """Yield the decoded columns of each blob of a row group."""
         for table, rows in zip(tables, self._plan.lengths(number), strict=True):
-            yield self._decoded_table(table, rows, self._manifest.row_groups[number])
+            yield self.decoded_table(table, rows, self._manifest.row_groups[number])
 
-    def _decoded_table(self, table: pa.Table, rows: int, group: RowGroup) -> dict[str, Column]:
+    def decoded_table(self, table: pa.Table, rows: int, group: RowGroup, where: str = "") -> dict[str, Column]:
+        """Return the decoded columns of rows with the constants of `group`. where: for errors; "": the row group."""
         whole = with_constants(table, group.constants, rows, self._schema)
-        return decode(whole, self._plan.layout.fields, self._fill_null, _location(group))
+        return decode(whole, self._plan.layout.fields, self._fill_null, where or location(group))
 
     def reservation(self, number: int, besides: int = 0) -> int:
         """Return the bytes of memory that a row group takes: the bytes fetched and held, and one blob three times.
@@ -253,7 +258,7 @@ class RowGroupMaker(ForkAware):
         stored = self._plan.stored(group)
         if not stored:
             return decoding
-        footer, held_limit = self._footer(group), self._held_limit(decoding, stored)
+        footer, held_limit = self.footer(group), self._held_limit(decoding, stored)
         held = sum(stop - start for spans in footer.fetched(group.number, stored, held_limit) for start, stop in spans)
         return decoding + (min(held, held_limit) if footer.streams else held)
 
@@ -271,7 +276,8 @@ class RowGroupMaker(ForkAware):
         """Return the bytes of one blob, three times. They follow the blobs that were larger than their estimate."""
         return math.ceil(3 * self._growth * max(self._plan.blob_sizes(number)))
 
-    def _footer(self, group: RowGroup) -> Footer:
+    def footer(self, group: RowGroup) -> Footer:
+        """Return the footer of a row group's file."""
         return self._footers.read(group.file, group.footer_at)
 
 
@@ -332,5 +338,6 @@ class SharedBlocks:
         self._blocks_of.update(blocks_of)  # last: other threads look here first
 
 
-def _location(group: RowGroup) -> str:
+def location(group: RowGroup) -> str:
+    """Return the file and the number of a row group, for errors."""
     return f"{group.file.path} row group {group.number}"

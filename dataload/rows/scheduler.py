@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import threading
+from collections import Counter, OrderedDict, deque
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -17,9 +19,11 @@ from dataload.runtime.counters import Counters
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.telemetry.row_group_ledger import Ledger
-from dataload.telemetry.wait_timeline import CAUSES, waited
+from dataload.telemetry.wait_timeline import CAUSES, Timeline, waited
 
 LOADERS = IN_FLIGHT + ROW_GROUPS_IN_FLIGHT  # threads: a row group each, of this process and the background decoder
+MOST_IN_A_BUNCH = 16  # small row groups that a thread makes together
+BUNCHES_AT_ONCE = 4  # their requests keep all connections busy, and more threads would only compete
 BACKGROUND_BYTES = 128 << 20  # of rows; decoding fewer takes no longer than starting a process
 
 
@@ -49,6 +53,9 @@ class RowGroupScheduler:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
+        self._mutex = threading.RLock()  # guards the small row groups; a call may be cancelled while it is submitted
+        self._small: deque[tuple[int, RowGroupLife]] = deque()  # no thread has begun to load them
+        self._small_loaders = 0  # threads that load them, or soon will
         self._demand = DemandSignal()
         self._spent = Counters()  # seconds of loading, by cause
         self._started = False
@@ -79,7 +86,7 @@ class RowGroupScheduler:
             self._lives.pop(group, None)  # A new life goes to the end of the queue.
             life = RowGroupLife(self.ledger.begin(group) if counted else None)
             try:
-                life.contents = self._submit(group, life, own_thread=own_thread)
+                self._submit(group, life, own_thread=own_thread)
             except RuntimeError:
                 life.account.add(under_way=-1)
                 raise
@@ -132,14 +139,68 @@ class RowGroupScheduler:
         states = Counter(life.state for life in self._lives.copy().values())
         return {state.value: states[state] for state in (State.PLANNED, State.FETCHING, State.DECODING, State.CACHED)}
 
-    def _submit(self, group: int, life: RowGroupLife, *, own_thread: bool) -> Future[list[memoryview] | None]:
+    def _submit(self, group: int, life: RowGroupLife, *, own_thread: bool) -> None:
+        """Let a thread load a row group."""
+        life.contents = Future()
         if own_thread:
             with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
-                return DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
-        return self._threads.submit(self._load, group, life)
+                DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
+                return
+        if not self._blobs.is_bunched(group):
+            self._threads.submit(self._load, group, life).add_done_callback(partial(_cancel_with, life.contents))
+            return
+        with self._mutex:
+            if self._small_loaders < BUNCHES_AT_ONCE:
+                self._threads.submit(self._load_next).add_done_callback(self._cancel_small)
+                self._small_loaders += 1
+            self._small.append((group, life))
 
-    def _load(self, group: int, life: RowGroupLife) -> list[memoryview] | None:
-        """Return the blobs of a row group, or None if its life was cancelled."""
+    def _cancel_small(self, call: Future[None]) -> None:
+        """Cancel the small row groups whose threads do not come, because the program exits."""
+        while call.cancelled() and self._small:
+            _, life = self._small.popleft()
+            life.contents.cancel()
+
+    def _load_next(self) -> None:
+        """Load a bunch of small row groups, those that were requested first. Then let a thread load the next bunch."""
+        with self._mutex:
+            most = min(MOST_IN_A_BUNCH, -(-len(self._small) // BUNCHES_AT_ONCE))
+            bunch = [self._small.popleft() for _ in range(most) if self._small]
+        try:
+            self._load_bunch({group: life for group, life in bunch if life.contents.set_running_or_notify_cancel()})
+        finally:
+            with self._mutex:
+                if self._small:
+                    self._threads.submit(self._load_next).add_done_callback(self._cancel_small)
+                else:
+                    self._small_loaders -= 1
+
+    def _load_bunch(self, lives: dict[int, RowGroupLife]) -> None:
+        """Load small row groups together, unless the first of them is cached. Let threads load the remaining ones."""
+        made: dict[int, list[memoryview] | BaseException] = {}
+        timeline = Timeline()
+        for life in lives.values():
+            life.timeline = timeline
+        try:
+            with timeline.here(), self._blobs.in_order():
+                since, first = perf_counter(), next(iter(lives), -1)
+                if len(lives) > 1 and self._blobs.find(first) is None and not self._is_for_decoder:
+                    made |= self._blobs.load_together(lives)
+                    self._spent.add(**timeline.seconds(since, perf_counter()))
+        except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
+            made = dict.fromkeys(lives, error)
+        for group, life in lives.items():
+            if group in made:
+                self._end(group, life, made[group])
+            else:  # It is cached, or another process or host makes it.
+                self._threads.submit(self._run, group, life).add_done_callback(partial(_cancel_with, life.contents))
+
+    def _load(self, group: int, life: RowGroupLife) -> None:
+        """Load a row group, unless its life was cancelled."""
+        if life.contents.set_running_or_notify_cancel():
+            self._run(group, life)
+
+    def _run(self, group: int, life: RowGroupLife) -> None:
         try:
             with life.charged(), self._blobs.in_order():
                 contents = self._blobs.find(group)
@@ -147,23 +208,28 @@ class RowGroupScheduler:
                     contents = self._made(group, life)
                 else:
                     life.enter(State.CACHED)
-        except BaseException as error:
-            life.enter(State.RELEASED)
-            if isinstance(error, ReservationCancelled):
-                return None
-            raise
+        except BaseException as error:  # noqa: BLE001 (raised where the row group is awaited)
+            self._end(group, life, error)
         else:
-            self.sizes[group] = sum(map(len, contents))
-            return contents
-        finally:
-            life.account.add(under_way=-1)
+            self._end(group, life, contents)
+
+    def _end(self, group: int, life: RowGroupLife, found: list[memoryview] | BaseException) -> None:
+        """End the loading of a row group, with its blobs or an error."""
+        if isinstance(found, list):
+            self.sizes[group] = sum(map(len, found))
+        else:
+            life.enter(State.RELEASED)
+        life.account.add(under_way=-1)
+        if isinstance(found, list):
+            life.contents.set_result(found)
+        elif isinstance(found, ReservationCancelled):
+            life.contents.set_result(None)
+        else:
+            life.contents.set_exception(found)
 
     def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
         since = perf_counter()
-        # Another process takes no work from a loop that waits for row groups most of the time. But a function of the
-        # user may hold the interpreter lock, and the other process has one of its own.
-        is_wanted = self._blobs.is_mapped or not self._demand.prevails
-        if self.decoder is not None and (self.decoder.started or is_wanted):
+        if self.decoder is not None and self._is_for_decoder:
             self.decoder.begin()
             self.decoder.make(group, self._demand, life.account)
             if (contents := self._blobs.find(group)) is not None:
@@ -172,3 +238,17 @@ class RowGroupScheduler:
         contents = self._blobs.load(group, life)
         self._spent.add(**life.timeline.seconds(since, perf_counter()))
         return contents
+
+    @property
+    def _is_for_decoder(self) -> bool:
+        """Whether the background decoder makes the next row group, if it can."""
+        # Another process takes no work from a loop that waits for row groups most of the time. But a function of the
+        # user may hold the interpreter lock, and the other process has one of its own.
+        is_wanted = self._blobs.is_mapped or not self._demand.prevails
+        return self.decoder is not None and (self.decoder.started or is_wanted)
+
+
+def _cancel_with(contents: Future[Any], call: Future[None]) -> None:
+    """Cancel a row group whose thread does not come, because the program exits."""
+    if call.cancelled() and not contents.cancel():
+        contents.set_exception(CancelledError())

@@ -12,7 +12,7 @@ from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import Field, Layout
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Coded, Nested, Ragged, whole_bytes
-from dataload.rows.row_group_plan import digest_of
+from dataload.rows.row_group_plan import RowGroupPlan, digest_of
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 
@@ -120,6 +120,56 @@ class ValueSizes:
                     yield int(column.values.nbytes + column.spans.nbytes), whole_bytes(column)
                 elif isinstance(column, Nested):
                     yield (int(column.values.nbytes),) * 2
+
+
+class SizeForecast:
+    """The part of a row group cache that forecasts the sizes of its blobs. It measures those that footers hide."""
+
+    plan: RowGroupPlan
+    _manifest: Manifest
+    _blocks: Blocks
+    _fill_null: Any
+    _measured = False
+    _shared_bytes = 0.0  # of a row, on average: in batches, but not in the cache
+
+    def measure(self) -> None:
+        """Measure the sizes of dictionary-coded values by reading a few row groups.
+
+        Raises:
+            OriginError: The origin does not answer, or a file does not exist.
+            DataError: A row group cannot be decoded.
+        """
+        if not self._measured:
+            means = self.value_sizes.means()
+            self.plan.use_mean_sizes({name: mean.cached for name, mean in means.items()})
+            self._shared_bytes = sum(mean.whole - mean.cached for mean in means.values())
+            self._measured = True
+            vars(self).pop("num_bytes", None)
+
+    @cached_property
+    def value_sizes(self) -> ValueSizes:
+        """The sizes that `measure` measures."""
+        return ValueSizes(self._manifest, self.plan.layout, self._blocks, self.plan.blob_rows.tolist(), self._fill_null)
+
+    def bytes_of(self, number: int) -> int:
+        """Return an estimate of the bytes of a row group's blobs. See `RowGroupPlan.bytes_of`."""
+        return self.plan.bytes_of(number)
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether `num_bytes` comes from a sample, because the footers do not tell it."""
+        return bool(self.value_sizes.coded)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Estimate of the bytes of the blobs of all row groups."""
+        return sum(map(self.bytes_of, range(len(self._manifest.row_groups))))
+
+    @property
+    def row_bytes(self) -> int:
+        """Estimate of the mean bytes of a row in batches, at least 1."""
+        rows = max(1, int(self.plan.row_starts[-1]))
+        return max(1, int(self.num_bytes / rows + self._shared_bytes))
 
 
 class Aside(Blocks):

@@ -48,8 +48,8 @@ def test_every_system_reads_all_rows(tmp_path: Path) -> None:
     options += ["--cache-share", "2", "--plot", str(tmp_path / "in-flight.svg")]
     subprocess.run([*command, *options], check=True, capture_output=True, timeout=200)
     found = {entry["system"]: entry["runs"][0] for entry in json.loads((tmp_path / "found.json").read_text())}
-    assert found.keys() == {"dataload", "pyarrow", "bare GETs", "bare decode"}
+    assert found.keys() == {"dataload", "dataload, local files", "pyarrow", "bare GETs", "bare decode"}
     assert found["dataload"]["rows"] == found["pyarrow"]["rows"] > 0
     assert found["dataload"]["bytes"] <= 1.02  # the data and the ends of files with their footers
     assert found["dataload"]["duplicates"] == 0
-    assert (tmp_path / "in-flight.svg").read_text().count("row groups of 1 MB") == 4
+    assert (tmp_path / "in-flight.svg").read_text().count("row groups of 1 MB") == 5

@@ -135,6 +135,13 @@ def fill(tier: LocalTier) -> None:
     put(tier, "x/0")
 
 
+def fill_together(tier: LocalTier) -> None:
+    """Cache small blobs at once. One of them, x/0, may be cached or damaged."""
+    names = ("x/0", "w/1", "w/0")
+    found = tier.put_together([(key(name), memoryview(data_of(name))) for name in names])
+    assert found == [data_of(name) for name in names]
+
+
 def fill_large(tier: LocalTier) -> None:
     put(tier, "z/5")
 
@@ -176,6 +183,9 @@ SCENARIOS = {
     "a fill that evicts": Scenario(full, fill_large),
     "a fill that fails": Scenario(three, fail, survivors=XXY),
     "a fill that does not fit": Scenario(three, fill_huge, survivors=XXY),
+    "fills together": Scenario(three, fill_together, limit=2 * LIMIT, survivors=XXY - {"x/0"}),
+    "fills together that evict": Scenario(full, fill_together),
+    "a damaged blob among fills together": Scenario(three_one_damaged, fill_together, XXY - {"x/0"}, is_damaged),
     "a damaged blob": Scenario(three_one_damaged, fill, XXY - {"x/0"}, is_damaged),
     "a missing blob": Scenario(three_one_gone, fill, XXY - {"x/0"}, is_gone),
     "evicting all": Scenario(three, evict_all),

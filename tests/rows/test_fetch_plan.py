@@ -23,6 +23,7 @@ from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import range_stream
 from dataload.rows import row_group_maker
+from dataload.rows.bunches import maker as bunches
 from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY
 from dataload.runtime import baton
 from dataload.runtime.usable_memory import usable_memory
@@ -85,6 +86,7 @@ def test_a_thread_that_computes_has_the_baton(
     """The thread that loads a small row group decodes it, and leaves the baton to others during requests."""
     monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
     monkeypatch.setattr(row_group_maker, "INLINE_BYTES", most_bytes)
+    monkeypatch.setattr(bunches, "MOST_BYTES", most_bytes)
     seen: set[tuple[str, str, bool]] = set()
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +102,7 @@ def test_a_thread_that_computes_has_the_baton(
     monkeypatch.setattr(ObjectStore, "_request", noted("request", ObjectStore._request))
     assert sum(len(batch["row_id"]) for batch in make_loader(dataset, 10)) == 300
     decoding = ("decode", "dataload-load", True) if most_bytes else ("decode", "dataload-decode", False)
-    assert seen == {decoding, ("request", "dataload-load", False)}
+    assert seen == {decoding, ("request", "dataload-blocks-read", False)}
 
 
 def test_a_thread_that_waits_for_a_decoder_leaves_the_baton(

@@ -87,6 +87,9 @@ class ArrowFooter:
     def is_without_nulls(self, number: int, columns: Collection[str]) -> bool:  # noqa: ARG002
         return False
 
+    def opens_at_once(self, number: int, blocks: Blocks) -> bool:  # noqa: ARG002 (whatever the record batch)
+        return blocks.origin.is_local
+
     @contextmanager
     def open_row_group(
         self,
@@ -166,6 +169,9 @@ class ArrowFooter:
 class _Reader:
     def __init__(self, table: pa.Table) -> None:
         self._table = table
+
+    def wait(self) -> None:
+        """Do nothing: the bytes are decoded."""
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
         for first in range(0, max(1, self._table.num_rows), rows):

@@ -1,0 +1,1 @@
+"""Small row groups, made many at a time."""

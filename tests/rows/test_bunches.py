@@ -1,0 +1,244 @@
+"""Small row groups are made many at a time: the same rows, each fetched once, and an error concerns one of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import CacheConfig, make_dataset, make_loader, mix
+from dataload.cache.local import failpoints
+from dataload.cache.local.tier import LocalTier
+from dataload.cache.tier import BlobKey
+from dataload.dataset import Dataset
+from dataload.errors import DataError
+from dataload.rows import scheduler
+from dataload.rows.bunches import maker as bunches
+from dataload.rows.row_group_life import RowGroupLife, State
+
+FILES, ROWS = 40, 7
+
+
+def column_of(first: int, kind: str) -> pa.Array:
+    """Return a column that is a function of the row number, which counts from `first`."""
+    numbers = list(range(first, first + ROWS))
+    values: dict[str, Callable[[], pa.Array]] = {
+        "numbers": lambda: pa.array(numbers, pa.int32()),
+        "floats with nulls": lambda: pa.array([n / 2 if n % 5 else None for n in numbers], pa.float32()),
+        "integers with nulls": lambda: pa.array([n if n % 5 else None for n in numbers]),
+        "lists": lambda: pa.array([list(range(n % 4)) for n in numbers], pa.list_(pa.int16())),
+        "text": lambda: pa.array([f"row {n}" for n in numbers]),
+        "few texts": lambda: pa.array([f"label {n % 2 + first % 3}" for n in numbers]),
+        "nested": lambda: pa.array([[{"a": n}] * (n % 3) for n in numbers]),
+    }
+    return values[kind]()
+
+
+KINDS = ("numbers", "floats with nulls", "integers with nulls", "lists", "text", "few texts", "nested")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write(*kinds: str, folder: str = "data") -> Path:
+        (tmp_path / folder).mkdir()
+        for number in range(FILES):
+            first = number * ROWS
+            columns = {kind: column_of(first, kind) for kind in kinds} | {"id": column_of(first, "numbers")}
+            pq.write_table(pa.table(columns), tmp_path / folder / f"{number:03d}.parquet")
+        return tmp_path / folder
+
+    return write
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Count how often each row group is made in a bunch."""
+    counts: Counter[int] = Counter()
+    packed = bunches.BunchMaker._packed
+
+    def counting(self: Any, members: Any) -> Any:
+        counts.update(member.number for member in members)
+        return packed(self, members)
+
+    monkeypatch.setattr(bunches.BunchMaker, "_packed", counting)
+    return counts
+
+
+def rows_of(dataset: Dataset) -> list[Any]:
+    """Return all rows in file order."""
+    batches = list(make_loader(dataset, 64, shuffle=False))
+    return [[[np.asarray(row).tolist() for row in batch[name]] for name in sorted(batch)] for batch in batches]
+
+
+def opened(folder: Path, cache: Path, **options: Any) -> Dataset:
+    return make_dataset(str(folder), cache=CacheConfig(str(cache)), null_masks=True, **options)
+
+
+@pytest.mark.parametrize("kinds", [*((kind,) for kind in KINDS), KINDS])
+def test_the_rows_are_the_same(
+    tmp_path: Path, write: Any, made: Counter[int], monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
+) -> None:
+    folder = write(*kinds)
+    together = rows_of(opened(folder, tmp_path / "together"))
+    assert len(made) > FILES // 2
+    assert set(made.values()) == {1}
+    made.clear()
+    again = rows_of(opened(folder, tmp_path / "together"))  # from the cache
+    assert not made
+    monkeypatch.setattr(scheduler, "MOST_IN_A_BUNCH", 1)
+    one_by_one = rows_of(opened(folder, tmp_path / "one by one"))
+    assert not made
+    assert repr(together) == repr(one_by_one) == repr(again)  # NaN equals NaN here
+
+
+def test_columns_are_taken_from_cached_rows_of_all_columns(tmp_path: Path, write: Any, made: Counter[int]) -> None:
+    folder = write("lists", "floats with nulls")
+    rows_of(opened(folder, tmp_path / "cache"))
+    made.clear()
+    found = rows_of(opened(folder, tmp_path / "cache", columns=["id"]))
+    assert not made
+    assert [number for batch in found for number in batch[0]] == list(range(FILES * ROWS))
+
+
+def lives_of(dataset: Dataset) -> dict[int, RowGroupLife]:
+    return {number: RowGroupLife() for number in range(len(dataset.row_groups))}
+
+
+def test_an_error_concerns_one_row_group(tmp_path: Path, write: Any) -> None:
+    folder = write("numbers")
+    columns = {"numbers": pa.array([1, None], pa.int32()), "id": pa.array([0, 1], pa.int32())}
+    pq.write_table(pa.table(columns), folder / "013.parquet")
+    dataset = make_dataset(str(folder), cache=CacheConfig(str(tmp_path / "cache")))
+    lives = lives_of(dataset)
+    found = dataset.rowstore.blobs.load_together(lives)
+    assert len(found) == FILES
+    assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
+    assert isinstance(error := found[13], DataError)
+    assert "013.parquet row group 0 column 'numbers'" in str(error)
+    assert {life.state for number, life in lives.items() if number != 13} == {State.CACHED}
+    with pytest.raises(DataError, match=r"013\.parquet"):
+        rows_of(dataset)
+
+
+def test_a_file_that_is_gone_concerns_one_row_group(tmp_path: Path, write: Any) -> None:
+    folder = write("numbers")
+    dataset = opened(folder, tmp_path / "cache")
+    (folder / "013.parquet").unlink()
+    found = dataset.rowstore.blobs.load_together(lives_of(dataset))
+    assert [number for number, result in found.items() if not isinstance(result, list)] == [13]
+    assert "013.parquet" in str(found[13])
+
+
+def test_a_row_group_that_another_process_makes_is_left_to_it(tmp_path: Path, write: Any) -> None:
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    blobs, held, done = dataset.rowstore.blobs, threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with blobs.tier.key_lock(blobs.lock_key(5)) as wait_for_other:
+            assert wait_for_other is None
+            held.set()
+            done.wait()
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait()
+    try:
+        found = blobs.load_together(lives_of(dataset))
+    finally:
+        done.set()
+        other.join()
+    assert found.keys() == set(range(FILES)) - {5}
+
+
+def test_row_groups_are_fetched_once_by_several_loops(bucket: Any, dataset_of: Any, tmp_path: Path) -> None:
+    """Each has its own cache object of one folder, as ranks have."""
+    url = dataset_of([[5]] * 60)
+    caches = [CacheConfig(str(tmp_path / "cache")) for _ in range(3)]
+    datasets = [make_dataset(url, storage_options=bucket.options, cache=cache) for cache in caches]
+    bucket.server.reset()
+    found: list[list[int]] = []
+
+    def read(dataset: Any) -> None:
+        found.append(sorted(number for batch in make_loader(dataset, 10) for number in batch["row_id"].tolist()))
+
+    threads = [threading.Thread(target=read, args=[dataset]) for dataset in datasets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [list(range(300))] * 3
+    assert bucket.server.stats()["get_requests"] == 60
+
+
+def test_a_cache_that_is_too_small_keeps_a_part(tmp_path: Path, write: Any, made: Counter[int]) -> None:
+    folder = write("numbers", "lists", "text")
+    whole = opened(folder, tmp_path / "whole")
+    expected = rows_of(whole)
+    limit = int(0.7 * whole.blocks.tier.folder.index.used_bytes())  # type: ignore[attr-defined]
+    made.clear()
+    dataset = make_dataset(str(folder), cache=CacheConfig(str(tmp_path / "part"), limit), null_masks=True)
+    for _ in range(2):
+        assert rows_of(dataset) == expected
+        assert dataset.blocks.tier.folder.index.used_bytes() <= limit  # type: ignore[attr-defined]
+    assert made
+
+
+def test_a_mixture_makes_small_row_groups_of_each_dataset_together(
+    tmp_path: Path, write: Any, made: Counter[int]
+) -> None:
+    parts = [opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")]
+    loader = make_loader(mix(parts, [0.5, 0.5]), 16)
+    assert sum(len(batch["id"]) for batch in loader) >= FILES * ROWS
+    assert made
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> LocalTier:
+    return LocalTier(tmp_path / "tier", 100_000)
+
+
+def blobs_of(count: int, size: int) -> list[tuple[BlobKey, memoryview]]:
+    names = [f"{size} {number}" for number in range(count)]
+    return [(BlobKey("o", "p", "v", name), memoryview(name.encode() * (size // len(name)))) for name in names]
+
+
+def test_blobs_are_cached_together_as_far_as_they_fit(tier: LocalTier) -> None:
+    blobs = blobs_of(8, 20_000)
+    found = tier.put_together(blobs)
+    assert found == [payload for _, payload in blobs]
+    assert all(view.readonly for view in found)
+    cached = [tier.get(key) for key, _ in blobs]
+    assert cached.count(None) == 4
+    assert tier.folder.index.used_bytes() <= tier.limit
+    assert not list(tier.path.glob("tmp/*/*"))
+
+
+@pytest.fixture
+def steps() -> Iterator[Counter[str]]:
+    seen: Counter[str] = Counter()
+    failpoints.watch(lambda name: seen.update([name]))
+    yield seen
+    failpoints.watch(None)
+
+
+def test_blobs_share_a_transaction_of_the_index(tier: LocalTier, steps: Counter[str]) -> None:
+    tier.folder.index.used_bytes()
+    before = _transactions(tier)
+    tier.put_together(blobs_of(16, 1000))
+    assert _transactions(tier) == before + 1
+    assert steps["fill: published"] == 16
+    tier.put_together(blobs_of(16, 1000))  # They are cached: each replaces the earlier one.
+    assert tier.folder.index.used_bytes() == sum(file.stat().st_size for file in tier.path.glob("blobs/*/*"))
+    assert tier.folder.index.owed_bytes() == 0
+
+
+def _transactions(tier: LocalTier) -> int:
+    with tier.folder.index._transaction() as txn:
+        return int(txn.id())
