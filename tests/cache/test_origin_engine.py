@@ -25,6 +25,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from dataload.benchmarks.origin import Origin as Server
 from dataload.benchmarks.origin import s3
 from dataload.benchmarks.systems.base import BUCKET
+from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.cache.origin import obstore
 from dataload.cache.origin.origin import Origin
@@ -335,7 +336,7 @@ def test_no_more_requests_are_under_way_than_agreed(slow_store: Server, tmp_path
 
     origin.engine.get = counting
     fs.prefetch([f"{BUCKET}/{number}.bin" for number in range(8)], wait=True)
-    assert 2 <= max(most) <= 16
+    assert 2 <= max(most) <= IN_FLIGHT
 
 
 def test_who_waits_for_the_origin_hears_a_signal(slow_store: Server, tmp_path: Path) -> None:
