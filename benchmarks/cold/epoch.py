@@ -23,7 +23,7 @@ from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.systems.floors import RANGE_BYTES
 
-IN_FLIGHT = 16
+IN_FLIGHT = 32  # as many as a process may have that is alone on its host
 SAMPLE_SECONDS = 0.05  # between two samples of memory
 BATCH_ROWS = 256
 
@@ -108,7 +108,7 @@ SYSTEMS = {
 def epoch(system: str, task: str) -> None:
     """Read one epoch in this process. Print a JSON object of its figures. task: the fields of Task as JSON."""
     if system.startswith("dataload"):  # Imports are not measured.
-        for module in ("s3fs", "obstore", "dataload.dataset", "dataload.loader"):
+        for module in ("s3fs", "obstore", "dataload.dataset", "dataload.loader.factory"):
             import_module(module)
     sys.stdout.write("ready\n")
     sys.stdout.flush()

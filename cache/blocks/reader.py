@@ -25,7 +25,7 @@ from dataload.runtime.executor import awaited, shared_executor
 from dataload.runtime.forks import ForkAware
 from dataload.telemetry.wait_timeline import doing
 
-IN_FLIGHT = 16  # concurrent requests of a process for reads, and as many for prefetching
+IN_FLIGHT = 32  # concurrent requests of a process for reads, and as many for prefetching
 UNCACHED_BYTES = 256 << 20
 
 T = TypeVar("T")

@@ -11,13 +11,15 @@ from fsspec.asyn import sync
 from fsspec.caching import BaseCache
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from dataload.cache.origin.obstore import Obstore, untranslatable, unusable
+from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
+from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.version import CHANGED, version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.redact import redacted
 
 # A store may ignore Range and send the whole object. Read at most this many times the bytes of the range.
 MAX_READ_RATIO = 2
+LEAST_TIME = "it uses the least CPU time"
 
 
 _engines: weakref.WeakValueDictionary[tuple[int, int, str], Engine] = weakref.WeakValueDictionary()
@@ -71,7 +73,7 @@ def engine_for(filesystem: Any, requested: str) -> Engine:
         if requested == "obstore":
             raise ConfigError(f"engine='obstore' cannot be used: {reason}; omit engine, or those options")
         return Fsspec(filesystem, reason)
-    return Obstore(filesystem, "requested" if requested == "obstore" else "it uses the least CPU time")
+    return Obstore(lambda: filesystem, "requested" if requested == "obstore" else LEAST_TIME)
 
 
 def shared_engine(filesystem: Any, requested: str) -> Engine:
@@ -82,6 +84,13 @@ def shared_engine(filesystem: Any, requested: str) -> Engine:
     key = os.getpid(), id(filesystem), requested  # An engine keeps its filesystem.
     engine: Engine | None = _engines.get(key)
     return engine or _engines.setdefault(key, engine_for(filesystem, requested))
+
+
+def received_engine(filesystem: PickledFilesystem, resolved: Resolved) -> Engine:
+    """Return the engine of this process for a filesystem and what another process has resolved of it."""
+    key = os.getpid(), hash(filesystem), "received"
+    engine: Engine | None = _engines.get(key)
+    return engine or _engines.setdefault(key, Obstore(filesystem.load, LEAST_TIME, resolved))
 
 
 class Fsspec:

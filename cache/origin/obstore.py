@@ -6,7 +6,10 @@ import ctypes
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +48,10 @@ CREDENTIALS_LAST = timedelta(minutes=5)  # then the session is queried again; it
 STALL_SECONDS = 20  # without receiving a byte
 PART_BYTES = 512 << 10  # minimum size of a streamed part
 NOT_PARTIAL = "non-partial response"
+VERSION = "?versionId="  # in a path of s3fs, before the version of the object
 AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # not a private endpoint
 
+_handing_over: ContextVar[bool] = ContextVar("handing_over", default=False)
 _used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
 
 
@@ -85,17 +90,59 @@ def unusable() -> str | None:
     return "this process was forked from one that used obstore, and lacks its threads" if inherited else None
 
 
+@contextmanager
+def handing_over() -> Iterator[None]:
+    """Pickle origins with what their engines have resolved: a process that receives them needs no s3fs to read.
+
+    The bytes hold credentials of the session: send them to a process of this program only.
+    """
+    token = _handing_over.set(True)
+    try:
+        yield
+    finally:
+        _handing_over.reset(token)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """What a process has resolved of the buckets that it reads.
+
+    Attributes:
+        settings: Arguments of `S3Store`, by bucket.
+        credentials: As `_Credentials` returns them; None for anonymous requests.
+    """
+
+    settings: dict[str, dict[str, Any]]
+    credentials: dict[str, Any] | None = field(repr=False)
+
+
 class Obstore(ForkAware):
-    """The engine that fetches ranges through obstore's own threads; see `dataload.cache.origin.engine.Engine`."""
+    """The engine that fetches ranges through obstore's own threads; see `dataload.cache.origin.engine.Engine`.
+
+    Args:
+        filesystem: Returns the user's filesystem. It is called for a bucket that is not resolved, and once the
+            credentials have expired.
+        reason: Why this engine was chosen.
+        resolved: What another process has handed over.
+    """
 
     name = "obstore"
 
-    def __init__(self, filesystem: Any, reason: str) -> None:
+    def __init__(self, filesystem: Callable[[], Any], reason: str, resolved: Resolved | None = None) -> None:
         self.reason = reason
         self._filesystem = filesystem
         self._making = threading.Lock()
         self._stores: dict[str, Any] = {}
+        self._settings = {} if resolved is None else dict(resolved.settings)
+        self._credentials = _Credentials(filesystem, None if resolved is None else resolved.credentials)
         super().__init__()
+
+    def resolved(self) -> Resolved | None:
+        """Return what a process needs to read the same buckets; None outside of `handing_over`."""
+        if not (_handing_over.get() and self._settings):
+            return None
+        is_anonymous = any(setting["skip_signature"] for setting in self._settings.values())
+        return Resolved(dict(self._settings), None if is_anonymous else self._credentials())
 
     def after_fork_in_child(self) -> None:
         for store in self._stores.values():  # Leak them: the destructor would wait for threads that the child lacks.
@@ -110,7 +157,7 @@ class Obstore(ForkAware):
     def _response(self, path: str, start: int, stop: int, version: str) -> GetResult:
         import obstore
 
-        bucket, key, version_id = self._filesystem.split_path(path)
+        bucket, key, version_id = self._split(path)
         if not _is_plain(key):
             raise UnsuitableError("obstore changes the names of such objects", whole_store=False)
         options: dict[str, Any] = {"version": version_id} if version_id else {"if_match": version}
@@ -124,18 +171,34 @@ class Obstore(ForkAware):
                 ) from error
             raise
 
+    def _split(self, path: str) -> tuple[str, str, str | None]:
+        """Return bucket, key and version of a path."""
+        bucket, _, key = path.partition("/")
+        if bucket in self._settings and VERSION not in key:
+            return bucket, key, None
+        found: tuple[str, str, str | None] = self._filesystem().split_path(path)
+        return found
+
     def _store(self, bucket: str) -> Any:
         with self._making:
             if bucket not in self._stores:
-                self._stores[bucket] = _store_of(self._filesystem, bucket)
+                if bucket not in self._settings:
+                    self._settings[bucket] = _settings_of(self._filesystem(), bucket)
+                self._stores[bucket] = _store_of(self._settings[bucket], self._credentials)
             return self._stores[bucket]
 
 
-def _store_of(filesystem: Any, bucket: str) -> Any:
+def _store_of(settings: dict[str, Any], credentials: _Credentials) -> Any:
     from obstore.store import S3Store
 
     global _used_in  # noqa: PLW0603 - of the process, like the threads
     _used_in = os.getpid()
+    provider: Any = None if settings["skip_signature"] else credentials
+    return S3Store(**settings, credential_provider=provider)
+
+
+def _settings_of(filesystem: Any, bucket: str) -> dict[str, Any]:
+    """Return the arguments of `S3Store` for a bucket, without credentials."""
     filesystem.connect()
     meta = filesystem.s3.meta
     if setting := _unsupported_setting(filesystem, bucket):
@@ -148,20 +211,19 @@ def _store_of(filesystem: Any, bucket: str) -> Any:
     client: Any = {"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "1day"}
     if endpoint.startswith("https:") and (bundle := filesystem.session.get_config_variable("ca_bundle")):
         client["root_certificate"] = Path(bundle).read_bytes()
-    return S3Store(
-        bucket,
-        region=region,
-        request_payer=bool(filesystem.req_kw),
-        credential_provider=None if filesystem.anon else _Credentials(filesystem),  # type: ignore[arg-type] # a TypedDict
+    return {
+        "bucket": bucket,
+        "region": region,
+        "request_payer": bool(filesystem.req_kw),
         # Explicit values: obstore would read these from the environment, as botocore already did.
-        endpoint=endpoint,
-        aws_endpoint_url_s3=endpoint,
-        virtual_hosted_style_request=False,
-        s3_express=False,
-        skip_signature=bool(filesystem.anon),
-        client_options=client,
-        retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=60)},  # `Origin` retries.
-    )
+        "endpoint": endpoint,
+        "aws_endpoint_url_s3": endpoint,
+        "virtual_hosted_style_request": False,
+        "s3_express": False,
+        "skip_signature": bool(filesystem.anon),
+        "client_options": client,
+        "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=60)},  # `Origin` retries.
+    }
 
 
 def _unsupported_setting(filesystem: Any, bucket: str) -> str | None:
@@ -195,21 +257,32 @@ def _is_plain(key: str) -> bool:
 
 
 class _Credentials:
-    """A credential provider backed by the s3fs session, which supports profiles, roles and instance metadata."""
+    """A credential provider backed by the s3fs session, which supports profiles, roles and instance metadata.
 
-    def __init__(self, filesystem: Any) -> None:
+    Args:
+        filesystem: Returns the s3fs filesystem.
+        received: Credentials to use until they expire.
+    """
+
+    def __init__(self, filesystem: Callable[[], Any], received: dict[str, Any] | None = None) -> None:
         self._filesystem = filesystem
+        self._received = received
 
     def __call__(self) -> dict[str, Any]:
-        key, secret, token = self._filesystem.key, self._filesystem.secret, self._filesystem.token
+        if self._received is not None and self._received["expires_at"] > datetime.now(UTC):
+            return self._received
+        filesystem = self._filesystem()
+        key, secret, token = filesystem.key, filesystem.secret, filesystem.token
         if not (key and secret):
-            key, secret, token = sync(self._filesystem.loop, self._fetch)
+            key, secret, token = sync(filesystem.loop, _session_credentials, filesystem)
         until = datetime.now(UTC) + CREDENTIALS_LAST
         return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": until}
 
-    async def _fetch(self) -> tuple[str, str, str | None]:
-        found = await self._filesystem.session.get_credentials()
-        if found is None:
-            raise PermissionError("no credentials were found: give key and secret, or anon=True for a public bucket")
-        frozen = await found.get_frozen_credentials()
-        return frozen.access_key, frozen.secret_key, frozen.token
+
+async def _session_credentials(filesystem: Any) -> tuple[str, str, str | None]:
+    """Return key, secret and token of a filesystem's session."""
+    found = await filesystem.session.get_credentials()
+    if found is None:
+        raise PermissionError("no credentials were found: give key and secret, or anon=True for a public bucket")
+    frozen = await found.get_frozen_credentials()
+    return frozen.access_key, frozen.secret_key, frozen.token

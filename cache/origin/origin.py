@@ -14,11 +14,12 @@ from fsspec.core import has_magic
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_after_delay
 from tenacity import wait_random_exponential as full_jitter
 
-from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, shared_engine
+from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, received_engine, shared_engine
 from dataload.cache.origin.errors import denied, is_store_error, is_transient, status, underlying_error
 from dataload.cache.origin.identity import address_of, identity_of
 from dataload.cache.origin.limiter import RequestLimiter
-from dataload.cache.origin.obstore import UnsuitableError
+from dataload.cache.origin.obstore import Obstore, Resolved, UnsuitableError
+from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.runtime.baton import waiting
@@ -40,9 +41,10 @@ class Origin(ForkAware):
     """The store that holds the objects.
 
     Args:
-        filesystem: Any fsspec filesystem. A forked child recreates it with the same options.
+        filesystem: Any fsspec filesystem. A forked child and another process recreate it with the same options.
         identity: Name of the store in cache keys. Default: its protocol and address.
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore".
+        resolved: What the process that sent this origin has resolved of its buckets.
 
     Attributes:
         limiter: Limits the requests in flight; None: no limit.
@@ -51,8 +53,11 @@ class Origin(ForkAware):
         `read` is thread-safe. Transient errors are retried with exponential backoff and full jitter.
     """
 
-    def __init__(self, filesystem: Any, identity: str | None = None, engine: str = "auto") -> None:
+    def __init__(
+        self, filesystem: Any, identity: str | None = None, engine: str = "auto", resolved: Resolved | None = None
+    ) -> None:
         self._filesystem = filesystem
+        self._resolved = resolved
         self._inherited = False
         self._identity = identity
         self._requested_engine = engine
@@ -62,24 +67,25 @@ class Origin(ForkAware):
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Origin, (self._filesystem, self._identity, self._requested_engine), {"limiter": self.limiter}
+        resolved = self._engine.resolved() if isinstance(self._engine, Obstore) else None
+        arguments = pickled(self._filesystem), self._identity, self._requested_engine, resolved
+        return Origin, arguments, {"limiter": self.limiter}
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
-        self._engine = None
+        self._engine = self._resolved = None
         self._inherited = True  # The parent's event loops run in threads that the child lacks.
 
     @property
     def filesystem(self) -> Any:
         """The fsspec filesystem of this process."""
         if self._inherited:
-            # By pickling, fsspec recreates a filesystem, and those it wraps, from their arguments.
-            self._filesystem = pickle.loads(pickle.dumps(self._filesystem))  # noqa: S301
+            self._filesystem = pickle.loads(pickle.dumps(pickled(self._filesystem)))  # noqa: S301
             self._inherited = False
-        return self._filesystem
+        return self._filesystem.load() if isinstance(self._filesystem, PickledFilesystem) else self._filesystem
 
     @property
     def engine(self) -> Engine:
@@ -88,7 +94,9 @@ class Origin(ForkAware):
         Raises:
             ConfigError: The requested engine does not support the filesystem's options.
         """
-        if self._engine is None:
+        if self._engine is None and self._resolved is not None:
+            self._engine = received_engine(self._filesystem, self._resolved)
+        elif self._engine is None:
             self._engine = shared_engine(self.filesystem, self._requested_engine)
         return self._engine
 
@@ -100,7 +108,7 @@ class Origin(ForkAware):
     @property
     def address(self) -> str:
         """The origin's name in messages: its protocol and configured address."""
-        return redacted("://".join(address_of(self._filesystem)))
+        return redacted("://".join(address_of(self.filesystem)))
 
     @property
     def identity(self) -> str:

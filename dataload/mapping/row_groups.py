@@ -162,14 +162,18 @@ class MappedMaker(RowGroupMaker):
         """Return the byte ranges to fetch for a row group. See `Footer.fetched`."""
         return self._of_source().sources(number, columns)
 
-    def reservation(self, number: int, besides: int = 0) -> int:
-        """Return the bytes of memory that a row group takes: those of the source, and one mapped blob three times."""
-        return self._of_source().reservation(number, besides + self._decoding_bytes(number))
+    def reservation(self, number: int) -> int:
+        """Return the bytes of a row group of the source that are fetched and held."""
+        return self._of_source().reservation(number)
+
+    def decoding_bytes(self, number: int) -> int:
+        """Return the bytes that decoding and mapping a row group take."""
+        return super().decoding_bytes(number) + 2 * CHUNK_BYTES + self._of_source().decoding_bytes(number)
 
     @contextmanager
-    def opened(self, number: int, besides: int = 0) -> Iterator[Iterator[dict[str, Column]]]:
+    def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
         """Fetch a row group, and yield an iterator that maps it. See `RowGroupMaker.opened`."""
-        with self._of_source().opened(number, besides + self._decoding_bytes(number)) as columns:
+        with self._of_source().opened(number) as columns:
             yield self.mapped(columns, number)
 
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
@@ -207,9 +211,6 @@ class MappedMaker(RowGroupMaker):
 
     def _is_small(self, number: int) -> bool:  # noqa: ARG002
         return False  # The function may take any time, and other threads wait for a thread that loads.
-
-    def _decoding_bytes(self, number: int) -> int:
-        return super()._decoding_bytes(number) + 2 * CHUNK_BYTES
 
     def _chunk_rows(self, number: int) -> int:
         """Return how many rows to map together at most: a power of two, as the rows of blobs are."""

@@ -23,7 +23,7 @@ from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Column
 from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.rows.row_group_plan import RowGroupPlan
+from dataload.rows.row_group_plan import BLOB_BYTES, RowGroupPlan
 from dataload.rows.size_sampling import Aside
 from dataload.runtime.baton import waiting
 from dataload.runtime.cached_property import cached_property
@@ -41,6 +41,7 @@ UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that know
 RELEASED_BYTES = 16 << 20  # at least, of row groups, between two returns of Arrow's unused memory
 INLINE_BYTES = 2 << 20  # of records: the thread that loads fewer decodes them itself
 COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
+DECODED_COPIES = 3  # of a blob: Arrow has its columns, may copy them to join their parts, and they are packed
 
 
 class RowGroupMaker(ForkAware):
@@ -56,7 +57,9 @@ class RowGroupMaker(ForkAware):
     Attributes:
         rank_memory: Bytes of row groups in flight, held and being decoded, for this rank: this process and its
             background decoder.
-        memory: The part of `rank_memory` for this process, as a budget.
+        memory: The part of `rank_memory` in which this process fetches and holds row groups, as a budget.
+        decoding: The part of `rank_memory` in which this process decodes them. It is apart, so that row groups are
+            fetched while others are decoded, and row groups that wait for a decoder reserve nothing for it.
 
     Notes:
         Any thread may call it.
@@ -78,7 +81,7 @@ class RowGroupMaker(ForkAware):
 
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads."""
-        self.memory = MemoryBudget(self.rank_memory // TRAINER_DIVISOR)
+        self._divide(self.rank_memory // TRAINER_DIVISOR)
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
         self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
@@ -92,15 +95,20 @@ class RowGroupMaker(ForkAware):
         size = max(MIN_MEMORY, size)
         if size != self.rank_memory:
             self.rank_memory = size
-            self.memory = MemoryBudget(size // TRAINER_DIVISOR)
+            self._divide(size // TRAINER_DIVISOR)
 
     def share_with(self, other: RowGroupMaker) -> None:
         """Use the memory and the threads of another maker, which then bounds both together."""
-        self.memory, self._decoders = other.memory, other._decoders
+        self.memory, self.decoding, self._decoders = other.memory, other.decoding, other._decoders
 
     def use_decoder_share(self) -> None:
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
-        self.memory = MemoryBudget(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
+        self._divide(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
+
+    def _divide(self, size: int) -> None:
+        """Set the budgets of this process: decoder threads need a blob each, and all else is for fetched bytes."""
+        decoding = min(size // 2, DECODED_COPIES * BLOB_BYTES * len(os.sched_getaffinity(0)))
+        self.memory, self.decoding = MemoryBudget(size - decoding), MemoryBudget(decoding)
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
@@ -108,8 +116,7 @@ class RowGroupMaker(ForkAware):
         stored = self._plan.stored(group) if columns is None else columns
         if not stored:
             return [], []
-        held_limit = self._held_limit(self._decoding_bytes(number), stored)
-        return self.footer(group).fetched(group.number, stored, held_limit)
+        return self.footer(group).fetched(group.number, stored, self._held_limit(stored))
 
     def has_all(self, numbers: Sequence[int]) -> bool:
         """Return whether these row groups are all of one file."""
@@ -125,15 +132,13 @@ class RowGroupMaker(ForkAware):
 
     @contextmanager
     def reserve_bytes(self, size: int, is_cancelled: Callable[[], bool]) -> Iterator[None]:
-        """Hold memory for row groups for the duration of the block.
+        """Hold memory for the bytes of row groups for the duration of the block.
 
         Raises:
             ReservationCancelled: `is_cancelled()` became true before the memory was reserved.
         """
         try:
-            with ExitStack() as stack:
-                with nullcontext() if self.memory.fits(size) else waiting():
-                    stack.enter_context(self.memory.reserve(size, is_cancelled))
+            with _reserved(self.memory, size, is_cancelled):
                 yield
         finally:
             self._unreleased += size
@@ -154,12 +159,8 @@ class RowGroupMaker(ForkAware):
             return self.pack(number, keys, columns, life)
 
     @contextmanager
-    def opened(self, number: int, besides: int = 0) -> Iterator[Iterator[dict[str, Column]]]:
+    def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
         """Fetch a row group, and yield an iterator that decodes the columns of one blob after the other.
-
-        Args:
-            number: The row group.
-            besides: Bytes of memory that the consumer of the columns takes.
 
         Raises:
             OriginError: The origin does not answer, or the file does not exist.
@@ -170,7 +171,7 @@ class RowGroupMaker(ForkAware):
         if not stored:
             yield self._decoded([pa.table({})] * len(self._plan.lengths(number)), number)
             return
-        held_limit = self._held_limit(self._decoding_bytes(number) + besides, stored)
+        held_limit = self._held_limit(stored)
         with self.footer(group).open_row_group(group.file, group.number, stored, self._blocks, held_limit) as reader:
             reader.wait()
             yield self._decoded(reader.tables(int(self._plan.blob_rows[number])), number)
@@ -229,7 +230,7 @@ class RowGroupMaker(ForkAware):
     ) -> list[memoryview]:
         where = location(self._manifest.row_groups[number])
         blobs = []
-        with doing("decode"):
+        with doing("decode"), _reserved(self.decoding, self.decoding_bytes(number)):
             for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
                 fill = partial(row_block.pack, columns, rows, self._plan.layout, where)
                 blobs.append(self._blocks.tier.get_or_fill(key, fill))
@@ -245,40 +246,36 @@ class RowGroupMaker(ForkAware):
         whole = with_constants(table, group.constants, rows, self._schema)
         return decode(whole, self._plan.layout.fields, self._fill_null, where or location(group))
 
-    def reservation(self, number: int, besides: int = 0) -> int:
-        """Return the bytes of memory that a row group takes: the bytes fetched and held, and one blob three times.
-
-        Arrow has a blob's columns, may copy them to join their parts, and they are packed into a buffer.
-
-        Args:
-            number: The row group.
-            besides: Bytes of memory that the consumer of the columns takes.
-        """
-        group, decoding = self._manifest.row_groups[number], self._decoding_bytes(number) + besides
+    def reservation(self, number: int) -> int:
+        """Return the bytes of a row group that are fetched and held."""
+        group = self._manifest.row_groups[number]
         stored = self._plan.stored(group)
         if not stored:
-            return decoding
-        footer, held_limit = self.footer(group), self._held_limit(decoding, stored)
+            return 0
+        footer, held_limit = self.footer(group), self._held_limit(stored)
         held = sum(stop - start for spans in footer.fetched(group.number, stored, held_limit) for start, stop in spans)
-        return decoding + (min(held, held_limit) if footer.streams else held)
+        return min(held, held_limit) if footer.streams else held
 
-    def _held_limit(self, decoding: int, columns: Sequence[str]) -> int:
-        """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded.
+    def decoding_bytes(self, number: int) -> int:
+        """Return the bytes that the decoding of a row group takes. They follow blobs larger than their estimate."""
+        return math.ceil(DECODED_COPIES * self._growth * max(self._plan.blob_sizes(number)))
 
-        Args:
-            decoding: Bytes of memory that the decoding takes.
-            columns: The columns to read.
-        """
-        total = self.memory.total
-        return max(total - decoding, total // 2, len(columns) * COLUMN_BYTES)
-
-    def _decoding_bytes(self, number: int) -> int:
-        """Return the bytes of one blob, three times. They follow the blobs that were larger than their estimate."""
-        return math.ceil(3 * self._growth * max(self._plan.blob_sizes(number)))
+    def _held_limit(self, columns: Sequence[str]) -> int:
+        """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded."""
+        return max(self.memory.total, len(columns) * COLUMN_BYTES)
 
     def footer(self, group: RowGroup) -> Footer:
         """Return the footer of a row group's file."""
         return self._footers.read(group.file, group.footer_at)
+
+
+@contextmanager
+def _reserved(budget: MemoryBudget, size: int, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Reserve memory for the duration of the block. A wait for it leaves the baton to other threads."""
+    with ExitStack() as stack:
+        with nullcontext() if budget.fits(size) else waiting():
+            stack.enter_context(budget.reserve(size, cancelled))
+        yield
 
 
 class SharedBlocks:

@@ -216,8 +216,11 @@ def test_source_and_result_share_one_budget(dataset: Dataset) -> None:
     mapped = dataset.map(lambda batch: wide(batch, 1)).map(lambda batch: wide(batch, 2))
     maker, blob = mapped.rowstore.blobs.maker, GROUP * 501 * 8
     maker.use_memory(100 << 20)
-    assert maker.reservation(0) >= dataset.rowstore.blobs.maker.reservation(0) + 2 * (3 * blob + row_groups.CHUNK_BYTES)
+    least = dataset.rowstore.blobs.maker.decoding_bytes(0) + 2 * (3 * blob + row_groups.CHUNK_BYTES)
+    assert maker.decoding_bytes(0) >= least
+    assert maker.reservation(0) == dataset.rowstore.blobs.maker.reservation(0)
     assert maker._of_source().memory is maker._of_source()._of_source().memory is maker.memory
+    assert maker._of_source().decoding is maker._of_source()._of_source().decoding is maker.decoding
 
 
 def run_rank(rank: int, file: Path, cache: CacheConfig, told: Path, out: Any) -> None:

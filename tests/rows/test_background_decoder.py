@@ -64,6 +64,15 @@ def test_it_never_imports_torch_and_yields_to_others(decoder: BackgroundDecoder)
     assert not [each.path for each in process.memory_maps() if "libtorch" in each.path]
 
 
+def test_it_reads_s3_without_s3fs(decoder: BackgroundDecoder) -> None:
+    """It receives what this process has resolved, because the imports of s3fs take longer than a row group."""
+    assert decoder.make(1)
+    assert decoder._process is not None
+    libraries = Path(f"/proc/{decoder._process._popen.pid}/maps").read_text()
+    assert "/obstore/" in libraries
+    assert "/aiohttp/" not in libraries
+
+
 def test_an_error_of_the_process_is_raised_by_the_caller(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, not_here: None
 ) -> None:

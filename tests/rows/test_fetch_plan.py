@@ -24,7 +24,7 @@ from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import range_stream
 from dataload.rows import row_group_maker
 from dataload.rows.bunches import maker as bunches
-from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY
+from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY, TRAINER_DIVISOR
 from dataload.runtime import baton
 from dataload.runtime.usable_memory import usable_memory
 
@@ -120,6 +120,28 @@ def test_a_thread_that_waits_for_a_decoder_leaves_the_baton(
     monkeypatch.setattr(row_group_maker, "decode", computes)
     assert blobs.make(0)
     assert received == [True]
+
+
+def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests go on while decoding is the bottleneck, until the budget is full of fetched bytes."""
+    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
+    maker, fetched = blobs.maker, threading.Semaphore(0)
+    maker.use_memory(TRAINER_DIVISOR * 15 * GROUP_BYTES)
+    pack = maker.pack
+    monkeypatch.setattr(maker, "pack", lambda *args: [fetched.release(), pack(*args)][1])
+    together = maker.memory.total // maker.reservation(0)
+    assert together > maker.memory.total // (maker.reservation(0) + maker.decoding_bytes(0))
+    with ThreadPoolExecutor(GROUPS) as pool:
+        with maker.decoding.reserve(sys.maxsize):  # The decoders are busy.
+            made = [pool.submit(blobs.make, group) for group in range(GROUPS)]
+            for _ in range(together):
+                assert fetched.acquire(timeout=30)
+            assert not any(future.done() for future in made)
+        assert all(future.result(30) for future in made)
+    assert maker.memory.idle
+    assert maker.decoding.idle
 
 
 def test_a_wait_for_another_process_holds_no_memory(

@@ -104,6 +104,25 @@ def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, backgroun
     assert stats.waits["origin"] >= 0.1
 
 
+@pytest.mark.parametrize("cause", ["origin", "decode"])
+def test_a_wait_for_memory_is_charged_to_the_cause_that_holds_it(
+    dataset: Any, origin: Origin, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget has memory for one row group at a time, and decoder threads decode it."""
+    monkeypatch.setattr(row_group_maker, "INLINE_BYTES", 0)
+    monkeypatch.setattr(row_group_maker, "MIN_MEMORY", 1)
+    memory = 2 * row_group_maker.TRAINER_DIVISOR * row_group_maker.MEMORY_DIVISOR * ROWS * 60_000
+    monkeypatch.setattr(row_group_maker, "usable_memory", lambda: memory)
+    if cause == "origin":
+        origin.behave(latency=0.05, bytes_per_second=6e6)
+    else:
+        monkeypatch.setattr(row_group_maker, "decode", slowly(row_group_maker.decode, 0.1))
+    loader = make_loader(dataset, 4, window=2, num_threads=1)
+    maker = dataset.rowstore.blobs.maker
+    assert maker.memory.total < 2 * maker.reservation(0)
+    assert leading(epoch(loader)) == cause
+
+
 @pytest.mark.usefixtures("one_after_the_other")
 def test_a_slow_disk(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blob_file, "write", slowly(blob_file.write, 0.05))

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from time import monotonic, perf_counter
 from typing import Any
 
+from dataload.cache.origin.obstore import handing_over
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
 from dataload.rows.row_group_cache import RowGroupCache
@@ -284,7 +285,8 @@ class _Process:
 
     def _listen(self, blobs: RowGroupCache) -> None:
         try:
-            self._connection.send(blobs)
+            with handing_over():
+                self._connection.send(blobs)
             self._connection.recv()
             self.ready.set()
             while True:
