@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +42,16 @@ class Window:
         numbers += self._shifts[pieces]
         return numbers
 
-    def first_uses(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield (index in the shuffled window, piece) at the first index from `number` on of each piece, ascending."""
+    def first_uses(self, number: int) -> Iterable[tuple[int, int]]:
+        """Return (index in the shuffled window, piece) at the first index from `number` on of each piece, ascending."""
+        few = LOOKUPS * len(self.first_rows) <= MOST_LOOKUPS
+        return self._from(number) if number or not few else self._first_uses
+
+    @cached_property
+    def _first_uses(self) -> list[tuple[int, int]]:
+        return list(self._from(0))  # The loop over an epoch reads them, and before it the lookahead of the last epoch.
+
+    def _from(self, number: int) -> Iterator[tuple[int, int]]:
         seen, count = set[int](), len(self.first_rows)
         step = LOOKUPS * count
         while len(seen) < count and number < len(self._shuffled):
