@@ -15,7 +15,7 @@ from dataload.samplers.window import Window
 
 Int64 = npt.NDArray[np.int64]
 
-LOOKUP_ROWS = 2048  # rows whose row groups are looked up together
+WINDOWS_AHEAD = 8  # kept, because the lookahead draws them before the batches do
 
 
 class EpochOrder:
@@ -34,7 +34,7 @@ class EpochOrder:
         np.cumsum(self._starts, out=self._starts)
         self._window_starts = self._starts[placement.windows]
         # A batch draws on all streams at once, and each stream may be at a border of two windows.
-        self._windows: LRU[int, Window] = LRU(2 * len(placement.cuts))
+        self._windows: LRU[int, Window] = LRU(2 * len(placement.cuts) + WINDOWS_AHEAD)
 
     def rows(self, places: Int64) -> Int64:
         """Return the rows at these places: int64 of the same length. Ascending places are fastest."""
@@ -63,19 +63,12 @@ class EpochOrder:
             starts: First row of each row group, then the number of rows: int64 [M + 1].
         """
         while place < end:
-            window = self._window_at(place)
-            window_end = int(self._window_starts[window + 1])
-            size = int(self._placement.windows[window + 1] - self._placement.windows[window])
-            seen: set[int] = set()
-            while place < window_end and len(seen) < size:
-                rows = self.rows(np.arange(place, min(place + LOOKUP_ROWS, window_end)))
-                groups, firsts = np.unique(np.searchsorted(starts, rows, "right") - 1, return_index=True)
-                for first, group in sorted(zip(firsts.tolist(), groups.tolist(), strict=True)):
-                    if group not in seen:
-                        seen.add(group)
-                        yield place + first, group
-                place += len(rows)
-            place = window_end
+            number = self._window_at(place)
+            begin, window = int(self._window_starts[number]), self._windows.get(number, self._window)
+            groups = np.searchsorted(starts, window.first_rows, "right") - 1
+            for needed, piece in window.first_uses(place - begin):
+                yield begin + needed, int(groups[piece])
+            place = int(self._window_starts[number + 1])
 
     def _window_at(self, place: int) -> int:
         return int(np.searchsorted(self._window_starts, place, "right")) - 1

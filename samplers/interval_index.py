@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from dataload.runtime.cached_property import cached_property
+
 Int64 = npt.NDArray[np.int64]
 
 FEW = 256  # numbers for which a plain binary search is faster
@@ -25,9 +27,6 @@ class IntervalIndex:
         self._starts = starts
         size = int(starts[-1])
         self._stretch = (size // max(1, 2 * GUIDES * (len(starts) - 1))).bit_length()  # log2 of its length
-        first_stretches = -(-starts[1:-1] >> self._stretch)  # per interval but the first: the first inside it
-        self._guesses = np.bincount(first_stretches, minlength=(size >> self._stretch) + 1)
-        np.cumsum(self._guesses, out=self._guesses)
 
     def find(self, numbers: Int64) -> Int64:
         """Return the interval of each number: int64 of the same length. Each number must be in [0, starts[-1])."""
@@ -37,3 +36,9 @@ class IntervalIndex:
         wrong = np.flatnonzero(numbers >= self._starts[1:][intervals])
         intervals[wrong] = np.searchsorted(self._starts, numbers[wrong], "right") - 1
         return intervals
+
+    @cached_property
+    def _guesses(self) -> Int64:
+        first_stretches = -(-self._starts[1:-1] >> self._stretch)  # per interval but the first: the first inside it
+        guesses = np.bincount(first_stretches, minlength=(int(self._starts[-1]) >> self._stretch) + 1)
+        return np.cumsum(guesses, out=guesses)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,6 +12,9 @@ from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.permutation import KeyedPermutation
 
 Int64 = npt.NDArray[np.int64]
+
+LOOKUPS = 8  # rows of each piece whose pieces are looked up together at first: one in 3,000 has none of them
+MOST_LOOKUPS = 2048
 
 
 class Window:
@@ -20,12 +25,14 @@ class Window:
         starts: Place before the shuffle at which each piece begins, then the end of the window: int64 [k + 1].
         first: Number in the dataset of the first row of each piece of the dataset: int64 [P].
         key: Draws the permutation.
+
+    Attributes:
+        first_rows: Number in the dataset of the first row of each of its pieces: int64 [k].
     """
 
     def __init__(self, pieces: Int64, starts: Int64, first: Int64, key: int) -> None:
-        self._pieces = pieces
+        self.first_rows = first[pieces]
         self._starts = starts
-        self._first = first
         self._shuffled = KeyedPermutation(int(starts[-1] - starts[0]), key)
 
     def rows(self, numbers: Int64) -> Int64:
@@ -35,6 +42,28 @@ class Window:
         numbers += self._shifts[pieces]
         return numbers
 
+    def first_uses(self, number: int) -> Iterable[tuple[int, int]]:
+        """Return (index in the shuffled window, piece) at the first index from `number` on of each piece, ascending."""
+        few = LOOKUPS * len(self.first_rows) <= MOST_LOOKUPS
+        return self._from(number) if number or not few else self._first_uses
+
+    @cached_property
+    def _first_uses(self) -> list[tuple[int, int]]:
+        return list(self._from(0))  # The loop over an epoch reads them, and before it the lookahead of the last epoch.
+
+    def _from(self, number: int) -> Iterator[tuple[int, int]]:
+        seen, count = set[int](), len(self.first_rows)
+        step = LOOKUPS * count
+        while len(seen) < count and number < len(self._shuffled):
+            step = min(step, MOST_LOOKUPS)
+            found = self._index.find(self._shuffled[number : number + step])
+            distinct, firsts = np.unique(found, return_index=True)
+            for first, piece in sorted(zip(firsts.tolist(), distinct.tolist(), strict=True)):
+                if piece not in seen:
+                    seen.add(piece)
+                    yield number + first, piece
+            number, step = number + step, 2 * step
+
     @cached_property
     def _index(self) -> IntervalIndex:
         return IntervalIndex(self._starts - self._starts[0])
@@ -42,5 +71,5 @@ class Window:
     @cached_property
     def _shifts(self) -> Int64:
         """Difference between row number and index in the unshuffled window, by piece."""
-        shifts: Int64 = self._first[self._pieces] - (self._starts[:-1] - self._starts[0])
+        shifts: Int64 = self.first_rows - (self._starts[:-1] - self._starts[0])
         return shifts

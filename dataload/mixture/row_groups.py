@@ -37,6 +37,11 @@ class MixedRowGroups:
 
     Args:
         caches: The row groups of each dataset.
+
+    Attributes:
+        plan: Layout, numbers and first rows of the blobs.
+        maker: As in `RowGroupCache`.
+        is_mapped: Whether a function of the user makes rows.
     """
 
     def __init__(self, caches: Sequence[RowGroupCache]) -> None:
@@ -50,6 +55,7 @@ class MixedRowGroups:
         )
         self._firsts = np.cumsum([0, *(len(plan.group_starts) - 1 for plan in plans)])
         self.maker = MixedMaker([blobs.maker for blobs in caches], self._place)
+        self.is_mapped = any(blobs.is_mapped for blobs in caches)
 
     def __reduce__(self) -> tuple[type[MixedRowGroups], tuple[tuple[RowGroupCache, ...]]]:
         return MixedRowGroups, (self.caches,)
@@ -101,11 +107,6 @@ class MixedRowGroups:
         """Return an estimate of the bytes of a row group's blobs."""
         blobs, own = self._of(number)
         return blobs.bytes_of(own)
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether a function of the user makes rows."""
-        return any(blobs.is_mapped for blobs in self.caches)
 
     @property
     def shared(self) -> bool:

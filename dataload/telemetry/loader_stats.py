@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import add
 from typing import Any
 
 from rich.filesize import decimal
@@ -111,13 +113,14 @@ class LoaderStats:
 
         Args:
             rows: Rows of the batch.
-            by_source: Its rows by source of a mixture.
+            by_source: Its rows by source of a mixture, always of all sources.
             skipped: Numbers of the rows that were replaced.
         """
         self.rows += rows
         self.batches += 1
-        for name, number in by_source.items():
-            self.rows_by_source[name] = self.rows_by_source.get(name, 0) + number
+        if by_source:  # without a loop in Python: a mixture may have hundreds of sources
+            earlier = self.rows_by_source.values() or repeat(0, len(by_source))
+            self.rows_by_source = dict(zip(by_source, map(add, earlier, by_source.values()), strict=True))
         if skipped:
             self.skip(skipped)
 

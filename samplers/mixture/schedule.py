@@ -91,35 +91,53 @@ def _priority(last: Int64, left: Bool, sources: Int64, num_sources: int) -> Int6
     return order
 
 
-def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Schedule:
-    """Return the schedule after exchanges of pairs of units that a key draws; the quotas hold after each exchange.
+def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Int16:
+    """Return the sources after exchanges of pairs of units that a key draws; the quotas hold after each exchange.
 
     Two units may change places if both are allowed at the other's position. Each round pairs all positions of the parts
     at one distance, and exchanges half of the pairs that may. Then the parts are cut elsewhere, for more rounds.
 
     Only the first `size` positions are right, and not many more are returned.
     """
-    end = min(BLOCK, -(-size // PART) * PART + MARGIN)
-    columns = np.stack([column[:end] for column in units])
+    num_parts = min(BLOCK, size + MARGIN + PART - 1) // PART
+    # Positions of all parts in a row are adjacent in memory, which numpy needs for speed.
+    table = np.ascontiguousarray(np.stack(units).reshape(3, -1, PART)[:, :num_parts].transpose(0, 2, 1))
+    places = np.arange(PART, dtype=np.int16)[:, None]
+    table[1] = places - table[1]  # The first and last position of a unit, from the begin of its part, move with it.
+    table[2] += places
     draws = mix(key, np.arange(len(SHIFTS) * len(STRIDES) * BLOCK // 128, dtype=np.uint64))
-    bits = np.unpackbits(draws.astype("<u8").view(np.uint8)).reshape(len(SHIFTS), len(STRIDES), BLOCK // 2)
+    bits = np.unpackbits(draws.astype("<u8").view(np.uint8)).reshape(len(SHIFTS), len(STRIDES), BLOCK // 2).view(bool)
     for shift, rounds in zip(SHIFTS, bits, strict=True):
-        parts, of_block = slice(shift, end - (PART - shift) % PART), (BLOCK - shift) // PART
-        # Positions of all parts in a row are adjacent in memory, which numpy needs for speed.
-        table = np.ascontiguousarray(columns[:, parts].reshape(3, -1, PART).transpose(0, 2, 1))
+        # A part has the end of one part of the table, and the begin of the next.
+        count = num_parts - (shift > 0)
+        heads, tails = table[:, shift:, :count], table[:, :shift, -count:]
+        parts = np.concatenate((heads, tails), 1)
+        parts[1:, PART - shift :] += PART
         for stride, drawn in zip(STRIDES, rounds, strict=True):
-            sides = table.reshape(3, PART // (2 * stride), 2, stride, -1)
-            before, after = sides[:, :, 0], sides[:, :, 1]
-            allowed = (before[2] >= stride) & (after[1] >= stride)
-            all_drawn = drawn[: PART // 2 * of_block].reshape(*allowed.shape[:2], of_block).view(bool)
-            allowed &= all_drawn[:, :, : allowed.shape[2]]
-            change = (before ^ after) * allowed
-            before ^= change
-            after ^= change
-            moved = allowed * np.int16(stride)
-            before[1] -= moved
-            before[2] += moved
-            after[1] += moved
-            after[2] -= moved
-        columns[:, parts] = table.transpose(0, 2, 1).reshape(3, -1)
-    return Schedule(*columns)
+            pairs = PART // 2 * ((BLOCK - shift) // PART)
+            _exchange(parts, places + shift, stride, drawn[:pairs].reshape(PART // 2, -1)[:, :count])
+        parts[1:, PART - shift :] -= PART
+        heads[:], tails[:] = parts[:, : PART - shift], parts[:, PART - shift :]
+    return table[0].T.ravel()
+
+
+def _exchange(parts: Int16, places: Int16, stride: int, drawn: Bool) -> None:
+    """Exchange units at a distance of `stride` in L parts, if both may be at the other's position.
+
+    Args:
+        parts: Source, first and last position of the unit at each position of each part: int16 [3, PART, L].
+        places: The positions: int16 [PART, 1].
+        stride: The distance.
+        drawn: Which pairs to exchange: bool [PART / 2, L].
+    """
+    sides = parts.reshape(3, -1, 2, stride, parts.shape[2])
+    before, after = sides[:, :, 0], sides[:, :, 1]
+    of_before, of_after = places.reshape(-1, 2, stride, 1).swapaxes(0, 1)
+    allowed = before[2] >= of_after
+    allowed &= after[1] <= of_before
+    allowed &= drawn.reshape(allowed.shape)
+    if allowed.any():
+        change = before ^ after
+        change &= -allowed.astype(np.int16)
+        before ^= change
+        after ^= change

@@ -82,7 +82,7 @@ class UnitSequence:
         epoch, block = key
         units = self._schedules.get(block, lambda number: schedule(self._borders, number * BLOCK))
         size = min(BLOCK, self._end - block * BLOCK)
-        source = shuffled(units, derive_key("mixture", self._seed, epoch, block), size).source[:size].astype(np.uint16)
+        source = shuffled(units, derive_key("mixture", self._seed, epoch, block), size)[:size].view(np.uint16)
         by_source = np.argsort(source, kind="stable")  # numpy sorts 16 bits by radix
         counts = np.bincount(source, minlength=len(self._weights))
         shifts = self._borders.counts(block * BLOCK) - (np.cumsum(counts) - counts)
