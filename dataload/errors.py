@@ -29,5 +29,26 @@ class DataError(DataloadError, ValueError):
     """The data cannot be delivered as requested. The message names the file, row group and column."""
 
 
+class RowError(DataError):
+    """A value of a column cannot be used.
+
+    Args:
+        column: Name of the column.
+        row: Number of the row in the column.
+        reason: Says what is wrong, after the name of the row.
+
+    Attributes:
+        without_row: The message without the number of the row, which means nothing outside of the column.
+    """
+
+    def __init__(self, column: str, row: int, reason: str) -> None:
+        super().__init__(column, row, reason)
+        self.without_row = f"{column} {reason}"
+        self._message = f"{column}: row {row} {reason}"
+
+    def __str__(self) -> str:
+        return self._message
+
+
 class NonFiniteLoss(DataloadError, FloatingPointError):
     """A loss, or a parameter after a step, is NaN or infinite. The message names the step and the rank."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import interpolate
 
-from dataload.errors import ConfigError, DataError
+from dataload.errors import ConfigError, DataError, RowError
 from dataload.images.codecs import MOST_PIXELS, Decoder
 from dataload.images.orientation import Pixels
 
@@ -80,7 +80,7 @@ def _decoded(images: Sequence[Any], size: int | None, crop: Crop, name: str) -> 
             if size is not None:
                 one = _resized(one, size, crop)
         except Exception as error:
-            raise DataError(f"{name}: row {row} cannot be decoded: {error}") from error
+            raise RowError(name, row, f"cannot be decoded: {error}") from error
         if not row:
             pixels = np.empty((len(images), *one.shape), np.uint8)
         if one.shape != pixels.shape[1:]:

@@ -11,6 +11,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from dataload.rows.collate import map_values
 
 PIPED_BYTES = 256 << 10
 _ALIGN = 16
-_CONTAINERS = {dict, list, tuple}  # Their subclasses may have other state.
 
 
 class Packed(NamedTuple):
@@ -87,18 +87,21 @@ class _Pickler(pickle.Pickler):
             self.size = start + array.nbytes
         return start
 
-    def joined(self, value: Any) -> Any:
-        """Return the value with each list of views, and each list of vectors, as one `_Call`."""
-        if type(value) not in _CONTAINERS:
-            return value
-        kinds = {type(entry) for entry in value} if type(value) is list else set()
-        if kinds == {memoryview}:
-            return _Call(_views, np.frombuffer(b"".join(value), np.uint8), [view.nbytes for view in value])
-        if kinds == {torch.Tensor} and _can_be_joined(value):
-            return _Call(list, _Call(torch.split, torch.cat(value), [len(vector) for vector in value]))
-        if kinds and kinds.isdisjoint(_CONTAINERS):
-            return value
-        return map_values(value, self.joined)
+    def joined(self, value: Any, outermost: bool = True) -> Any:
+        """Return the value with each column of views, and each column of vectors, as one `_Call`.
+
+        Columns are entries of dicts, of tuples, and of the outermost list. The rows of a column are not searched: they
+        may be many nested values.
+        """
+        if type(value) is list:
+            kinds = set(map(type, value))
+            if kinds == {memoryview}:
+                return _Call(_views, np.frombuffer(b"".join(value), np.uint8), [view.nbytes for view in value])
+            if kinds == {torch.Tensor} and _can_be_joined(value):
+                return _Call(list, _Call(torch.split, torch.cat(value), [len(vector) for vector in value]))
+        if type(value) in (dict, tuple) or (outermost and type(value) is list):  # Subclasses may have other state.
+            return map_values(value, partial(self.joined, outermost=False))
+        return value
 
     def reducer_override(self, value: Any) -> Any:
         """Return the function and arguments that restore a value, or NotImplemented for pickle's own way."""

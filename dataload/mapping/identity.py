@@ -6,13 +6,10 @@ import collections
 import dataclasses
 import datetime as dt
 import decimal
-import dis
 import enum
 import fractions
 import functools
 import hashlib
-import importlib.metadata
-import importlib.util
 import inspect
 import json
 import logging
@@ -21,13 +18,13 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from types import CodeType
 from typing import Any
 
 import numpy as np
 
 from dataload.errors import ConfigError
+from dataload.mapping.bytecode import globals_in, imported_in, names_in, passed_on_in
 from dataload.mapping.packages import installed_name, is_own, package_of
 from dataload.mapping.sources import Sources, is_generated
 
@@ -50,7 +47,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def identity(function: Callable[..., Any], version: Any = None) -> str:
+def identity(function: Callable[..., Any], version: Any = None, sources: Sources | None = None) -> str:
     """Return a hex digest of a function.
 
     It covers the module, the qualified name, the source without comments and docstrings, default values, the values of
@@ -60,6 +57,7 @@ def identity(function: Callable[..., Any], version: Any = None) -> str:
     Args:
         function: The function.
         version: A version that the user changes with the function. The digest then covers only it and the name.
+        sources: The sources that are known already. It gets those of this function.
 
     Raises:
         ConfigError: The function has no source, or it refers to an object whose state cannot be compared.
@@ -69,7 +67,7 @@ def identity(function: Callable[..., Any], version: Any = None) -> str:
         content: Any = ["version", name, repr(version)]
     else:
         try:
-            content = _Walk().describe(function, name)
+            content = _Walk(sources or Sources()).describe(function, name)
         except ConfigError as error:
             raise ConfigError(
                 f"map cannot tell one version of {name} from another: {error}. Pass version=, and change it whenever "
@@ -82,8 +80,8 @@ def identity(function: Callable[..., Any], version: Any = None) -> str:
 class _Walk:
     """Describes a function and all that it refers to, each object once."""
 
-    def __init__(self) -> None:
-        self._sources = Sources()
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
         self._numbers: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no other object gets the id of one that was described
 
@@ -165,11 +163,17 @@ class _Walk:
         self, code: CodeType, cells: Mapping[str, types.CellType], scope: Mapping[str, Any], where: str
     ) -> list[Any]:
         """Return descriptions of closure values, globals, and modules that a function imports when it is called."""
-        names = _names_in(code)
-        values = [(name, cell.cell_contents) for name, cell in sorted(cells.items())]
-        values += [(name, scope[name]) for name in sorted(_globals_in(code) & scope.keys())]
-        values += [(module.__name__, module) for module in _imported_in(code, scope)]
-        return [[name, self._global(value, names, f"{name!r} of {where}")] for name, value in values]
+        names, passed_on = names_in(code), passed_on_in(code)
+        values = [(name, name, cell.cell_contents) for name, cell in sorted(cells.items())]
+        values += [(name, name, scope[name]) for name in sorted(globals_in(code) & scope.keys())]
+        values += [(variable, module.__name__, module) for variable, module in imported_in(code, scope)]
+        described = []
+        for variable, name, value in values:
+            # Another function gets the module, and may use any member.
+            is_passed_on = variable in passed_on and isinstance(value, types.ModuleType)
+            known = {*vars(value)} if is_passed_on else names
+            described.append([name, self._global(value, known, f"{name!r} of {where}")])
+        return described
 
     def _global(self, value: Any, names: set[str], where: str) -> Any:
         """Return a description of a value; of a module of the project, those of the members that `names` may mean."""
@@ -216,42 +220,6 @@ def _is_set(cell: types.CellType) -> bool:
         return cell.cell_contents is not cell
     except ValueError:  # The variable has no value yet.
         return False
-
-
-def _imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[types.ModuleType]:
-    """Return the modules that a function imports when it is called, and their submodules that it names."""
-    found, level = [], 0
-    for step in dis.get_instructions(code):
-        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and isinstance(step.argval, int):
-            level = step.argval
-        elif step.opname == "IMPORT_NAME":
-            parent = importlib.util.resolve_name("." * level + step.argval, scope.get("__package__")) if level else ""
-            found.append(parent or step.argval)
-        elif step.opname == "IMPORT_FROM" and found:
-            found.append(f"{found[-1]}.{step.argval}")
-    for name in found:
-        with suppress(ImportError):  # no module, but a member of one; or a module that is not installed
-            importlib.import_module(name)
-    inner = [
-        module
-        for constant in code.co_consts
-        if isinstance(constant, CodeType)
-        for module in _imported_in(constant, scope)
-    ]
-    return [sys.modules[name] for name in found if name in sys.modules] + inner
-
-
-def _globals_in(code: CodeType) -> set[str]:
-    """Return the names of globals that a function and the functions in it use: those that cloudpickle sends."""
-    inner = (_globals_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return own.union(*inner)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes that a function and the functions in it use."""
-    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    return set(code.co_names).union(*inner)
 
 
 def _names(slots: Any) -> Iterable[str]:

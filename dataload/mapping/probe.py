@@ -16,7 +16,6 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of
 from dataload.mapping.forms import joined_forms
-from dataload.mapping.identity import identity
 from dataload.mapping.places import mapped_of, rows_text, where
 from dataload.mapping.running import ChunkError, Function, Runner, blob_of, records_of
 from dataload.mapping.stage import Stage, UserFunction, given_and_kept, key_of, schema_of
@@ -71,6 +70,7 @@ def stage_of(
     found = json.loads(
         bytes(get_or_make(blocks, key, lambda: _sampled(user, source, manifest, schema, blocks, chosen)))
     )
+    user.sources.forget()
     mapped = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found["schema"])))
     return Stage(user, chosen, processes, manifest, mapped, found["row_bytes"], tuple(found["made"]))
 
@@ -100,7 +100,7 @@ def _sampled(
         sizes = {name: size for name, (_, size) in forms.items()} | runner.kept_bytes(records)
         # The largest, because a cache of exactly the mean size would be too small by chance.
         row_bytes |= {name: max(size, row_bytes.get(name, 0.0)) for name, size in sizes.items()}
-    if user.version is None and identity(user.call) != user.digest:
+    if not user.is_same:
         raise ConfigError(
             f"map cannot tell one version of {user.name} from another: it changes an object that it refers to, such as "
             "a global. Pass version=, and change it whenever the function's results change"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataload.errors import DataError
+from dataload.errors import DataError, RowError
 from dataload.formats.schema import Field, Layout
 from dataload.mapping.forms import Form, converted, fitted
 from dataload.rows import row_block
@@ -114,7 +114,9 @@ class Runner:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit, and the panics of libraries in Rust
-            raise ChunkError(_failing(call, records), _shown(error)) from error
+            row = _failing(call, records)
+            is_named = row is not None and isinstance(error, RowError)
+            raise ChunkError(row, error.without_row if is_named else _shown(error)) from error
 
 
 def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str) -> bytearray:

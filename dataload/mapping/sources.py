@@ -5,9 +5,10 @@ import __future__
 
 import ast
 import inspect
+import linecache
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
 from operator import or_
 from types import CodeType
@@ -26,10 +27,18 @@ class Sources:
 
     A file may have changed since it was imported. The source of such a file is not that of the function that runs, so
     it is compiled again and compared with the function.
+
+    Attributes:
+        cells: The texts of cells of notebooks, which are no files, by their names.
     """
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, int], tuple[ast.Module, set[CodeType]]] = {}
+        self.cells: dict[str, str] = {}
+
+    def forget(self) -> None:
+        """Free the memory of the parsed files. They are parsed again if they are needed."""
+        self._files.clear()
 
     def of_function(self, code: CodeType) -> str:
         """Return the source of a function in a normal form: other comments and docstrings do not change it.
@@ -74,7 +83,9 @@ class Sources:
             if key not in self._files:
                 tree = ast.parse(text)
                 compiled: set[CodeType] = set()
-                if os.path.exists(code.co_filename):  # noqa: PTH110 (a cell of a notebook is no file)
+                if not os.path.exists(code.co_filename):  # noqa: PTH110
+                    self.cells[code.co_filename] = text
+                else:
                     flags = code.co_flags & _FUTURE_FLAGS
                     module = compile(text, code.co_filename, "exec", flags=flags, dont_inherit=True)
                     compiled = set(_nested(module))
@@ -82,6 +93,12 @@ class Sources:
         except (OSError, TypeError, SyntaxError, ValueError, IndexError) as error:
             raise ConfigError(f"{code.co_qualname} has no source: {error}") from error
         return self._files[key]
+
+
+def add_cells(cells: Mapping[str, str]) -> None:
+    """Make the cells of another process known to `inspect` and to tracebacks."""
+    for name, text in cells.items():
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

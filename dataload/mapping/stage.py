@@ -6,7 +6,7 @@ import hashlib
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -18,6 +18,7 @@ from dataload.formats.schema import Field, Layout, needs_mask
 from dataload.formats.schema import mask_name as mask_of
 from dataload.mapping.identity import identity, name_of
 from dataload.mapping.pickling import dumps
+from dataload.mapping.sources import Sources, add_cells
 
 if TYPE_CHECKING:
     from dataload.mapping.running import Function, Runner
@@ -31,11 +32,13 @@ class UserFunction:
         call: The function.
         version: Its version; None: its identity is that of its source.
         digest: Its identity.
+        sources: The sources of the identity.
     """
 
     call: Function
     version: Any
     digest: str
+    sources: Sources = field(default_factory=Sources, compare=False)
 
     @classmethod
     def of(cls, call: Function, version: Any) -> UserFunction:
@@ -46,7 +49,13 @@ class UserFunction:
         """
         if not callable(call):
             raise ConfigError(f"map needs a function, not {call!r}")
-        return cls(call, version, identity(call, version))
+        sources = Sources()
+        return cls(call, version, identity(call, version, sources), sources)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the function, and what it refers to, still have the identity."""
+        return self.version is not None or identity(self.call, None, self.sources) == self.digest
 
     @property
     def name(self) -> str:
@@ -54,17 +63,18 @@ class UserFunction:
         return name_of(self.call)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (dumps(self.call), self.version, self.digest)
+        return _unpickled, (dumps(self.call), self.version, self.digest, self.sources.cells)
 
 
-def _unpickled(data: bytes, version: Any, digest: str) -> UserFunction:
+def _unpickled(data: bytes, version: Any, digest: str, cells: Mapping[str, str]) -> UserFunction:
     """Return a function of another process. Functions of modules are imported, so their files may have changed."""
-    call = pickle.loads(data)  # noqa: S301 (of the training process)
-    if version is None and identity(call) != digest:
+    add_cells(cells)
+    function = UserFunction(pickle.loads(data), version, digest)  # noqa: S301 (of the training process)
+    if not function.is_same:
         raise ConfigError(
-            f"{name_of(call)}, or something that it refers to, has changed since the program started: start it again"
+            f"{function.name}, or something that it refers to, has changed since the program started: start it again"
         )
-    return UserFunction(call, version, digest)
+    return function
 
 
 @dataclass(frozen=True)
@@ -163,13 +173,12 @@ def schema_of(source: pa.Schema, layout: Layout, kept: Sequence[Field], types: M
         kept: The columns that the function did not get.
         types: Types of the columns that it returned.
     """
-    names = {field.name for field in kept}
+    names = {each.name for each in kept}
     fields = []
-    for field in layout.fields:
-        if field.name in types:
-            fields.append(pa.field(field.name, types[field.name]))
-        elif field.name in names:
-            is_mask = field.kind == "mask"
-            fields.append(pa.field(field.name, pa.bool_()) if is_mask else source.field(field.name))
-    known = {field.name for field in fields}
+    for each in layout.fields:
+        if each.name in types:
+            fields.append(pa.field(each.name, types[each.name]))
+        elif each.name in names:
+            fields.append(pa.field(each.name, pa.bool_()) if each.kind == "mask" else source.field(each.name))
+    known = {each.name for each in fields}
     return pa.schema([*fields, *(pa.field(name, kind) for name, kind in types.items() if name not in known)])

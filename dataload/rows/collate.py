@@ -17,6 +17,7 @@ from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
 
 Batch = dict[str, Any]
+_PLAIN = frozenset((str, bytes, int, float, bool, type(None), memoryview))  # types that hold no tensor
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Returns an uninitialised, contiguous tensor of a shape and dtype."""
@@ -174,7 +175,13 @@ class Rows(Sequence[dict[str, Any]]):
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return the batch with `function` applied to every tensor in its dicts, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
+    kind = type(batch)
+    if kind is list or kind is dict:
+        if _PLAIN.issuperset(map(type, batch.values() if kind is dict else batch)):
+            return (
+                batch  # Strings of a column or of a nested value: a call for each would take longer than making them.
+            )
+    elif isinstance(batch, torch.Tensor):
         return function(batch)
     return map_values(batch, lambda value: map_tensors(value, function))
 

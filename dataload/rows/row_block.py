@@ -291,8 +291,9 @@ class Records:
         spans, itemsize = self.spans(field), np.dtype(field.dtype).itemsize
         lengths, valid = lengths_of(spans)
         offsets = np.concatenate(([0], np.cumsum(lengths)))
-        joined = b"".join([heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, itemsize)])
-        return Ragged(np.frombuffer(bytearray(joined), field.dtype), offsets, valid)
+        bounds = bounds_of(self._heaps(field), spans, itemsize)
+        joined = bytearray().join([heap[start:stop] for heap, start, stop in bounds])  # writable without another copy
+        return Ragged(np.frombuffer(joined, field.dtype), offsets, valid)
 
 
 class _Heap:

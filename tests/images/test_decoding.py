@@ -18,7 +18,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from dataload import images, make_loader
+from dataload import images, make_dataset, make_loader
 from dataload.errors import ConfigError, DataError
 from dataload.images import codecs
 from dataload.images.orientation import jpeg_orientation
@@ -208,6 +208,15 @@ def test_a_damaged_image_is_named(damaged: Any, reason: str) -> None:
     with pytest.raises(DataError, match=rf"photo: row 2 cannot be decoded: .*({reason})") as error:
         images.decode("photo", size=32)({"photo": [good, good, damaged, good]})
     assert " at 0x" not in str(error.value)
+
+
+def test_map_names_the_row_of_a_damaged_image_in_its_file(tmp_path: Path) -> None:
+    file, pictures = tmp_path / "photos.parquet", [encoded(picture())] * 100
+    pictures[77] = b"no image"
+    pq.write_table(pa.table({"photo": pictures}), file, row_group_size=40)
+    mapped = make_dataset(file, cache=False).map(images.decode("photo", size=8), version=1)
+    with pytest.raises(DataError, match=rf"{file} row group 1 row 37: map \S+: photo cannot be decoded: "):
+        mapped[77]
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import pickle
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,18 @@ def test_unpacking_restores_the_batch(piped: int, batch: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_transport, "PIPED_BYTES", piped)
         assert same(unpack(pack(batch)), batch)
+
+
+def test_the_rows_of_a_column_are_not_searched() -> None:
+    batch = {"turns": [[{"role": "user", "text": "hello"}] * 10] * 100, "views": [memoryview(b"ab"), memoryview(b"c")]}
+    found, calls = list[Any](), list[str]()
+    sys.setprofile(lambda _, event, __: calls.append(event) if event == "call" else None)
+    try:
+        found.append(unpack(pack(batch)))
+    finally:
+        sys.setprofile(None)
+    assert same(found, [batch])
+    assert len(calls) < 100
 
 
 def test_large_values_are_in_one_buffer() -> None:

@@ -1,0 +1,82 @@
+"""The names that a function uses, read from its bytecode."""
+
+from __future__ import annotations
+
+import dis
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Mapping
+from contextlib import suppress
+from types import CodeType
+from typing import Any
+
+_LOADS = ("FAST", "FAST_BORROW", "FAST_CHECK", "GLOBAL", "DEREF", "NAME")  # ends of the names of instructions
+
+
+def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[str, types.ModuleType]]:
+    """Return the modules that a function imports when it is called, with their submodules that it names.
+
+    Each has the name of the variable that holds it.
+    """
+    found, variables, package, level = list[str](), dict[str, str](), "", 0
+    for step in dis.get_instructions(code):
+        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and isinstance(step.argval, int):
+            level = step.argval
+        elif step.opname == "IMPORT_NAME":
+            parent = importlib.util.resolve_name("." * level + step.argval, scope.get("__package__")) if level else ""
+            package = parent or step.argval
+            found.append(package)
+        elif step.opname == "IMPORT_FROM" and found:
+            found.append(f"{package}.{step.argval}")
+        elif step.opname.startswith("STORE_") and found:
+            variables.setdefault(found[-1], _first(step.argval))
+    for name in found:
+        with suppress(ImportError):  # no module, but a member of one; or a module that is not installed
+            importlib.import_module(name)
+    inner = [
+        module
+        for constant in code.co_consts
+        if isinstance(constant, CodeType)
+        for module in imported_in(constant, scope)
+    ]
+    return [(variables.get(name, ""), sys.modules[name]) for name in found if name in sys.modules] + inner
+
+
+def passed_on_in(code: CodeType) -> set[str]:
+    """Return the names of variables that a function uses for more than their attributes."""
+    inner = (passed_on_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    found, loaded = set[str](), ""
+    for step in dis.get_instructions(code):
+        if step.opname == "EXTENDED_ARG":
+            continue
+        if loaded and not step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+            found.add(loaded)
+        loaded = ""
+        if "LOAD_" in step.opname and step.opname.endswith(_LOADS):
+            first, loaded = _first(step.argval), _last(step.argval)
+            found.update({first} - {loaded})
+    return found.union(*inner)
+
+
+def _first(argument: Any) -> str:
+    """Return the variable of an instruction, or the first one of two."""
+    return str(argument[0] if isinstance(argument, tuple) else argument)
+
+
+def _last(argument: Any) -> str:
+    return str(argument[-1] if isinstance(argument, tuple) else argument)
+
+
+def globals_in(code: CodeType) -> set[str]:
+    """Return the names of globals that a function and the functions in it use: those that cloudpickle sends."""
+    inner = (globals_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*inner)
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes that a function and the functions in it use."""
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
