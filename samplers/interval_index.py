@@ -10,7 +10,7 @@ from dataload.runtime.cached_property import cached_property
 Int64 = npt.NDArray[np.int64]
 
 FEW = 256  # numbers for which a plain binary search is faster
-GUIDES = 2  # guesses per interval, at least
+GUIDES = 4  # guesses per interval, at least
 
 
 class IntervalIndex:
@@ -32,8 +32,9 @@ class IntervalIndex:
         """Return the interval of each number: int64 of the same length. Each number must be in [0, starts[-1])."""
         if len(numbers) < FEW:
             return np.searchsorted(self._starts, numbers, "right") - 1
-        intervals: Int64 = self._guesses[numbers >> self._stretch]
-        wrong = np.flatnonzero(numbers >= self._starts[1:][intervals])
+        # `take` with "clip" gathers in half the time of an index.
+        intervals: Int64 = self._guesses.take(numbers >> self._stretch, mode="clip")
+        wrong = np.flatnonzero(numbers >= self._starts[1:].take(intervals, mode="clip"))
         intervals[wrong] = np.searchsorted(self._starts, numbers[wrong], "right") - 1
         return intervals
 

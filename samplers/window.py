@@ -39,7 +39,7 @@ class Window:
         """Return the rows at these indices of the shuffled window: int64 of the same length."""
         numbers = self._shuffled[numbers]
         pieces = self._index.find(numbers)
-        numbers += self._shifts[pieces]
+        numbers += self._shifts.take(pieces, mode="clip")
         return numbers
 
     def first_uses(self, number: int) -> Iterable[tuple[int, int]]:

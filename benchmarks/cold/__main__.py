@@ -36,6 +36,7 @@ def main(
     group: Annotated[list[float] | None, typer.Option(help="Sizes of row groups in MB.")] = None,
     origin: Annotated[list[str] | None, typer.Option(help="Origins; default: all.")] = None,
     system: Annotated[list[str] | None, typer.Option(help="Systems; default: all.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Rows of a batch of the loader.")] = 256,
     ranks: Annotated[int, typer.Option(help="Ranks of the host.")] = 1,
     cache_share: Annotated[float | None, typer.Option(help="Cache limit, as a share of the data.")] = None,
     megabytes: Annotated[int, typer.Option(help="Size of a dataset in MB.")] = 2000,
@@ -59,8 +60,9 @@ def main(
             with Origin(data, behaviour=ORIGINS[place]) as server:
                 names = system or list(SYSTEMS)
                 found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+                setting = folder.absolute(), ranks, cache_share, batch_size
                 for _, name in product(range(rounds), names):
-                    found[name].append(measure(name, server, prefix, files, folder.absolute(), ranks, cache_share))
+                    found[name].append(measure(name, server, prefix, files, *setting))
             medians = {
                 name: {key: statistics.median(run[key] for run in figures) for key in figures[0] if key != "over_time"}
                 for name, figures in found.items()
@@ -76,7 +78,8 @@ def main(
                     f"{middle['requests']:.0f}", f"{middle['busy']:.0%}",
                     f"{middle['seconds'] / bound(medians, name):.2f}",
                 )  # fmt: skip
-                every.append({"shape": kind, "group": size, "origin": place, "system": name, "runs": figures})
+                every.append({"shape": kind, "group": size, "origin": place, "batch_size": batch_size,
+                              "system": name, "runs": figures})  # fmt: skip
                 if output is not None:
                     output.write_text(json.dumps(every))
                 if plot is not None:

@@ -25,12 +25,15 @@ from dataload.benchmarks.systems.floors import RANGE_BYTES
 
 IN_FLIGHT = 32  # as many as a process may have that is alone on its host
 SAMPLE_SECONDS = 0.05  # between two samples of memory
-BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
 class Task:
-    """What one process reads: a prefix at the origin, the same files on disk, its rank of `ranks`, and its cache."""
+    """What one process reads: a prefix at the origin, the same files on disk, its rank of `ranks`, and its cache.
+
+    Attributes:
+        batch_size: Rows of a batch of the loader. pyarrow makes larger ones.
+    """
 
     endpoint_url: str
     prefix: str
@@ -38,6 +41,7 @@ class Task:
     cache_dir: str
     rank: int
     ranks: int
+    batch_size: int
     cache_bytes: int | None = None
 
 
@@ -54,7 +58,7 @@ def _loader(task: Task, source: str, **options: Any) -> Iterator[int]:
 
     dataset = dataload.make_dataset(source, cache=dataload.CacheConfig(task.cache_dir, task.cache_bytes), **options)
     world = dataload.World(task.rank, task.ranks, task.rank, task.ranks)
-    for batch in dataload.make_loader(dataset, BATCH_ROWS, world=world):
+    for batch in dataload.make_loader(dataset, task.batch_size, world=world):
         yield len(next(iter(batch.values())))
 
 
@@ -119,16 +123,21 @@ def epoch(system: str, task: str) -> None:
         for count in SYSTEMS[system](Task(**json.loads(task))):
             first = first or time.perf_counter() - started
             rows += count
-        seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu
+        seconds, cpu = time.perf_counter() - started, cpu_seconds() - cpu - peak.cpu_seconds
     figures = {"seconds": seconds, "first": first, "rows": rows, "cpu": cpu, "memory": peak.num_bytes}
     sys.stdout.write(json.dumps(figures))
 
 
 class _Peak:
-    """Samples the anonymous memory of this process and its children. Attribute `num_bytes`: the most seen."""
+    """Samples the anonymous memory of this process and its children.
+
+    Attributes:
+        num_bytes: The most seen.
+        cpu_seconds: Processor time that the samples took. It is no part of the epoch's.
+    """
 
     def __enter__(self) -> Self:
-        self.num_bytes, self._end = 0, Event()
+        self.num_bytes, self.cpu_seconds, self._end = 0, 0.0, Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -141,6 +150,7 @@ class _Peak:
         start = _anonymous()
         while not self._end.wait(SAMPLE_SECONDS):
             self.num_bytes = max(self.num_bytes, _anonymous() - start)
+            self.cpu_seconds = time.thread_time()
 
 
 def _anonymous() -> int:

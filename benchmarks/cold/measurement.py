@@ -20,7 +20,14 @@ from dataload.benchmarks.origin import Origin
 
 
 def measure(
-    system: str, origin: Origin, prefix: str, files: Path, folder: Path, ranks: int, cache_share: float | None
+    system: str,
+    origin: Origin,
+    prefix: str,
+    files: Path,
+    folder: Path,
+    ranks: int,
+    cache_share: float | None,
+    batch_size: int,
 ) -> dict[str, Any]:
     """Run one epoch of a system with an empty cache, in `ranks` processes. Return the figures of the host.
 
@@ -32,6 +39,7 @@ def measure(
         folder: Folder for the cache.
         ranks: Number of processes.
         cache_share: Byte limit of the cache, as a share of the bytes of the files; None: the default limit.
+        batch_size: Rows of a batch of the loader.
     """
     origin.reset()
     server = psutil.Process(origin.pid)
@@ -40,7 +48,8 @@ def measure(
     num_bytes = sum(path.stat().st_size for path in files.glob("*.parquet"))
     limit = None if cache_share is None else int(cache_share * num_bytes)
     with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
-        tasks = [Task(origin.endpoint_url, prefix, str(files), cache, rank, ranks, limit) for rank in range(ranks)]
+        place = origin.endpoint_url, prefix, str(files), cache
+        tasks = [Task(*place, rank, ranks, batch_size, limit) for rank in range(ranks)]
         command = [sys.executable, "-c", call, system]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         running = [subprocess.Popen([*command, json.dumps(asdict(task))], **pipes) for task in tasks]

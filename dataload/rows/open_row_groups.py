@@ -102,11 +102,11 @@ class OpenRowGroups:
             rows: Row numbers, int64 [n].
             blobs: The blob of each row, int64 [n].
         """
-        positions = self._first_records[blobs]
+        positions = self._first_records.take(blobs, mode="clip")
         if positions.min(initial=0) == _CLOSED:
             return None
         positions += rows
-        positions -= self._row_starts[blobs]
+        positions -= self._row_starts.take(blobs, mode="clip")
         records = self._arena.take(positions).view(self._layout.dtype)[:, 0]
         if not self._layout.ragged:
             return Records(self._layout, records, [], np.empty(0, np.int64))
