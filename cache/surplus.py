@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 from dataload.cache.room import Division
 
 if TYPE_CHECKING:
-    from dataload.cache.local.index import Row
+    from dataload.cache.local.index import Index, Row
 
 RECORDS = "records "  # the names of the blobs of row groups begin with it, after the name of the file
 _NAME = re.compile(rf"#({RECORDS}[^#]*|\d+-\d+)$")  # of a blob of records, or of a block of a file
@@ -33,31 +35,38 @@ class Surplus:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._rows: deque[Row] = deque()
-        self._scan_at = 0.0
+        self._found: weakref.WeakKeyDictionary[Division, _Found] = weakref.WeakKeyDictionary()
 
     def take(self, division: Division, size: int, scan: Callable[[], Iterable[Row]]) -> list[Row]:
         """Return rows of at least `size` bytes together, which the caller evicts; none if there are not enough.
 
         Args:
-            division: How loaders share the cache, the same in all calls.
+            division: How loaders share the cache.
             size: Bytes to free.
             scan: Yields the pinned rows, the least recently used first.
         """
         with self._mutex:
-            started = time.monotonic()
-            if started >= self._scan_at and not self._has(size):
-                self._rows = _surplus(division, scan())
+            found, started = self._found.setdefault(division, _Found()), time.monotonic()
+            if started >= found.scan_at and not found.has(size):
+                found.rows = _surplus(division, scan())
                 now = time.monotonic()
-                self._scan_at = now + PAUSES * (now - started)
+                found.scan_at = now + PAUSES * (now - started)
             taken: list[Row] = []
-            while size > 0 and self._has(size):
-                taken.append(self._rows.popleft())
+            while size > 0 and found.has(size):
+                taken.append(found.rows.popleft())
                 size -= taken[-1].size
             return taken
 
-    def _has(self, size: int) -> bool:
-        return any(total >= size for total in accumulate(row.size for row in self._rows))
+
+@dataclass
+class _Found:
+    """The surplus of one division: tiers of several limits in one folder have a division each."""
+
+    rows: deque[Row] = field(default_factory=deque)
+    scan_at: float = 0.0
+
+    def has(self, size: int) -> bool:
+        return any(total >= size for total in accumulate(row.size for row in self.rows))
 
 
 def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
@@ -71,6 +80,12 @@ def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
         elif division.region:  # Without a region, row groups are made of blocks.
             kinds[2].append(row)
     return deque(row for kind in kinds for row in kind)
+
+
+def evictable(index: Index, division: Division, new: Row, before: int) -> Iterator[Row]:
+    """Yield the blobs to evict for one that cannot be pinned: transient ones, then those that no process uses."""
+    transient = index.transient()
+    return chain(transient_victims(division, new, transient) if division.region else transient, index.pinned(before))
 
 
 def transient_victims(division: Division, new: Row, rows: Iterable[Row]) -> Iterator[Row]:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 
 import lmdb
@@ -27,7 +27,7 @@ from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start, remove
 from dataload.cache.room import Division
-from dataload.cache.surplus import Surplus, transient_victims
+from dataload.cache.surplus import Surplus, evictable
 from dataload.errors import ConfigError
 
 FORMAT = 3
@@ -113,7 +113,7 @@ class CacheFolder:
                 raise
             cause = error.strerror or error
             raise ConfigError(f"cache_dir {path} cannot be used ({cause}): name a folder you may write to") from error
-        self._surplus: weakref.WeakKeyDictionary[Division, Surplus] = weakref.WeakKeyDictionary()
+        self._surplus = Surplus()
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
             self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
@@ -189,8 +189,7 @@ class CacheFolder:
             row: The blob to admit.
             draft: The file that the caller writes the blob to. It leads a later sweep to the row after a kill.
             limit: Most bytes on disk.
-            division: How loaders share the cache. A blob that cannot be pinned replaces the oldest in its part of the
-                region.
+            division: How loaders share the cache. A blob that cannot be pinned replaces the oldest of its need.
             pin: Evict only blobs that no running process has used since it started, and those above their share.
             before_evicting: Called before blobs are evicted.
         """
@@ -215,7 +214,7 @@ class CacheFolder:
             if division.stays(row.group) and self._evict_surplus(division, max(missing)):
                 continue
             victims = (
-                partial(index.pinned, time.time_ns()) if overfull else partial(self._evictable, division, row, before)
+                partial(index.pinned, time.time_ns()) if overfull else partial(evictable, index, division, row, before)
             )
             if missing.total > 0 and not (
                 (overfull and self._evict_surplus(division, missing.total)) or self._evict(missing.total, victims)
@@ -240,18 +239,10 @@ class CacheFolder:
             self._release_some(size, victims()) <= 0
         )
 
-    def _evictable(self, division: Division, new: Row, before: int) -> Iterator[Row]:
-        """Yield the blobs to evict for one that cannot be pinned."""
-        transient = self.index.transient()
-        return chain(
-            transient_victims(division, new, transient) if division.region else transient, self.index.pinned(before)
-        )
-
     def _evict_surplus(self, division: Division, size: int) -> bool:
         """Evict blobs that need not stay until `size` bytes are free. Return whether that succeeded."""
-        found = self._surplus.get(division) or self._surplus.setdefault(division, Surplus())
         scan = partial(self.index.pinned, time.time_ns())
-        while size > 0 and (surplus := found.take(division, size, scan)):
+        while size > 0 and (surplus := self._surplus.take(division, size, scan)):
             size = self._release_some(size, iter(surplus))
         return size <= 0
 

@@ -231,8 +231,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         rowstore = self.dataset.rowstore
         ahead, further = self._capacity.ahead()
         if further and self._workers is not None:
-            # Workers open cached row groups only when they need them. Prefetching more would evict those: half of the
-            # region is for the row groups that they are reading.
+            # Workers open row groups only when they need them: half of the region is for those that they are reading.
             ahead, further = max(1, min(ahead, further) // 2), 0
         # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
         useful = self._workers is None or rowstore.blobs.shared
