@@ -115,8 +115,8 @@ class Runner:
             raise
         except BaseException as error:  # also SystemExit, and the panics of libraries in Rust
             row = _failing(call, records)
-            is_named = row is not None and isinstance(error, RowError)
-            raise ChunkError(row, error.without_row if is_named else _shown(error)) from error
+            text = error.without_row if row is not None and isinstance(error, RowError) else _shown(error)
+            raise ChunkError(row, text) from error
 
 
 def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str) -> bytearray:

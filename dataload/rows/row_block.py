@@ -290,10 +290,9 @@ class Records:
         """Return copies of the values of a ragged column, one after the other."""
         spans, itemsize = self.spans(field), np.dtype(field.dtype).itemsize
         lengths, valid = lengths_of(spans)
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        bounds = bounds_of(self._heaps(field), spans, itemsize)
-        joined = bytearray().join([heap[start:stop] for heap, start, stop in bounds])  # writable without another copy
-        return Ragged(np.frombuffer(joined, field.dtype), offsets, valid)
+        parts = [heap[start:stop] for heap, start, stop in bounds_of(self._heaps(field), spans, itemsize)]
+        joined = bytearray().join(parts)  # writable without another copy
+        return Ragged(np.frombuffer(joined, field.dtype), np.concatenate(([0], np.cumsum(lengths))), valid)
 
 
 class _Heap:
