@@ -44,7 +44,7 @@ def measure(folder: Path, *, mixed: bool) -> dict[str, float]:
     paths = [str(folder / f"{source}") for source in range(SOURCES)]
     data: MapStyle
     if mixed:
-        data = mix([make_dataset(path, cache=cache) for path in paths])
+        data = mix(paths, cache=cache)
     else:
         data = make_dataset([f"{path}/{file}.parquet" for path in paths for file in range(FILES)], cache=cache)
     opened = perf_counter()

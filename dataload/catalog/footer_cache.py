@@ -19,7 +19,7 @@ from dataload.cache.tier import BlobKey, Span, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
 from dataload.runtime.baton import waiting
-from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.executor import DaemonExecutor, shared_executor
 
 FOOTERS_IN_FLIGHT = 128
 RUN = 64  # files per run, on average
@@ -81,7 +81,8 @@ def read_footers(
             progress(obj)
         return found
 
-    fetches, runs = DaemonExecutor(FOOTERS_IN_FLIGHT, "dataload-footers"), DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
+    fetches = shared_executor(FOOTERS_IN_FLIGHT, "dataload-footers")  # with other datasets that are being opened
+    runs = DaemonExecutor(RUNS_AT_ONCE, "dataload-runs")
     ended = threading.Event()
     try:
         return [result for results in runs.map(read, _runs(objects)) for result in results]

@@ -22,9 +22,12 @@ from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
+from dataload.runtime.executor import DaemonExecutor
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
 from dataload.samplers.mixture.source import Source
 from dataload.samplers.mixture.weights import integer_weights
+
+SOURCES_AT_ONCE = 16  # that are listed at the same time; all of them share one pool of threads for footers
 
 Weights = Mapping[str, Any] | Sequence[Any] | None
 
@@ -245,11 +248,14 @@ def mix(
         integer_weights(weights)  # raises before any source is opened
     if dataset_options and all(isinstance(source, Dataset) for source in given.values()):
         raise ConfigError(f"{min(dataset_options)}: pass it to make_dataset, not with its dataset")
-    datasets = {
-        name: source if isinstance(source, Dataset) else make_dataset(source, **dataset_options)
-        for name, source in given.items()
-    }
+    open_one = partial(_opened, options=dataset_options)
+    opened = DaemonExecutor(SOURCES_AT_ONCE, "dataload-sources").map(open_one, given.values())
+    datasets = dict(zip(given, opened, strict=True))
     return Mixture(datasets, weights, name_column, stop=stop, batching=batching, num_rows=num_rows)
+
+
+def _opened(source: Dataset | Files, options: Mapping[str, Any]) -> Dataset:
+    return source if isinstance(source, Dataset) else make_dataset(source, **options)
 
 
 def _type(dataset: Dataset, field: Field | None) -> str:

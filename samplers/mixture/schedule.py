@@ -118,7 +118,8 @@ def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Int16:
             _exchange(parts, places + shift, stride, drawn[:pairs].reshape(PART // 2, -1)[:, :count])
         parts[1:, PART - shift :] -= PART
         heads[:], tails[:] = parts[:, : PART - shift], parts[:, PART - shift :]
-    return table[0].T.ravel()
+    sources: Int16 = table[0].T.ravel()
+    return sources
 
 
 def _exchange(parts: Int16, places: Int16, stride: int, drawn: Bool) -> None:

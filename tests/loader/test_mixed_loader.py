@@ -27,7 +27,7 @@ from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
-from dataload.mixture import Mixture
+from dataload.mixture import Mixture, mixture
 from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.rows.row_group_cache import RowGroupCache
@@ -55,6 +55,21 @@ def sources(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> 
         return {name: make_dataset(url, columns=columns, **options) for name, url in urls.items()}
 
     return make
+
+
+def test_sources_are_opened_at_the_same_time(
+    bucket: Any, dataset_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    urls = {name: dataset_of(files, name) for name, files in FILES.items()}
+    together, make = threading.Barrier(len(urls), timeout=60), mixture.make_dataset
+
+    def open_with_the_others(*args: Any, **options: Any) -> Dataset:
+        together.wait()
+        return make(*args, **options)
+
+    monkeypatch.setattr(mixture, "make_dataset", open_with_the_others)
+    mixed = mix(urls, storage_options=bucket.options, cache=False)
+    assert {name: len(each) for name, each in zip(mixed.names, mixed.datasets, strict=True)} == ROWS
 
 
 def rows_of(batch: Any) -> list[tuple[int, int]]:
