@@ -105,7 +105,7 @@ def handing_over() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a process has resolved of the buckets that it reads.
+    """The resolved settings of the buckets that a process reads, for another process.
 
     Attributes:
         settings: Arguments of `S3Store`, by bucket.
@@ -123,7 +123,7 @@ class Obstore(ForkAware):
         filesystem: Returns the user's filesystem. It is called for a bucket that is not resolved, and once the
             credentials have expired.
         reason: Why this engine was chosen.
-        resolved: What another process has handed over.
+        resolved: Settings and credentials from another process.
     """
 
     name = "obstore"
