@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Origin(ForkAware):
     """The store that holds the objects.
 
-        resolved: Settings and credentials that the sending process has resolved.
+    Args:
         filesystem: Any fsspec filesystem. A forked child and another process recreate it with the same options.
         identity: Name of the store in cache keys. Default: its protocol and address.
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore".
