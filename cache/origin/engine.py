@@ -87,7 +87,7 @@ def shared_engine(filesystem: Any, requested: str) -> Engine:
 
 
 def received_engine(filesystem: PickledFilesystem, resolved: Resolved) -> Engine:
-    """Return the engine of this process for a filesystem and what another process has resolved of it."""
+    """Return the engine of this process for a filesystem that another process has sent with its settings."""
     key = os.getpid(), hash(filesystem), "received"
     engine: Engine | None = _engines.get(key)
     return engine or _engines.setdefault(key, Obstore(filesystem.load, LEAST_TIME, resolved))

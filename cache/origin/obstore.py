@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -105,7 +105,7 @@ def handing_over() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a process has resolved of the buckets that it reads.
+    """The resolved settings of the buckets that a process reads, for another process.
 
     Attributes:
         settings: Arguments of `S3Store`, by bucket.
@@ -123,7 +123,7 @@ class Obstore(ForkAware):
         filesystem: Returns the user's filesystem. It is called for a bucket that is not resolved, and once the
             credentials have expired.
         reason: Why this engine was chosen.
-        resolved: What another process has handed over.
+        resolved: Settings and credentials from another process.
     """
 
     name = "obstore"
@@ -138,11 +138,13 @@ class Obstore(ForkAware):
         super().__init__()
 
     def resolved(self) -> Resolved | None:
-        """Return what a process needs to read the same buckets; None outside of `handing_over`."""
+        """Return what a process needs to read the same buckets; None outside of `handing_over`, or if it is unknown."""
         if not (_handing_over.get() and self._settings):
             return None
-        is_anonymous = any(setting["skip_signature"] for setting in self._settings.values())
-        return Resolved(dict(self._settings), None if is_anonymous else self._credentials())
+        is_anonymous = any(settings["skip_signature"] for settings in self._settings.values())
+        with suppress(Exception):  # The other process asks its own session then, and raises the error.
+            return Resolved(dict(self._settings), None if is_anonymous else self._credentials())
+        return None
 
     def after_fork_in_child(self) -> None:
         for store in self._stores.values():  # Leak them: the destructor would wait for threads that the child lacks.

@@ -44,7 +44,7 @@ class Origin(ForkAware):
         filesystem: Any fsspec filesystem. A forked child and another process recreate it with the same options.
         identity: Name of the store in cache keys. Default: its protocol and address.
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore".
-        resolved: What the process that sent this origin has resolved of its buckets.
+        resolved: Settings and credentials that the sending process has resolved.
 
     Attributes:
         limiter: Limits the requests in flight; None: no limit.

@@ -65,6 +65,9 @@ class RowGroupMaker(ForkAware):
         Any thread may call it.
     """
 
+    memory: MemoryBudget
+    decoding: MemoryBudget
+
     def __init__(
         self, manifest: Manifest, plan: RowGroupPlan, schema: pa.Schema, blocks: Blocks, fill_null: Any
     ) -> None:
