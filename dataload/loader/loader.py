@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -250,22 +249,19 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """Yield batches made on threads. Small ones are gathered, and without user code also passed on, together."""
         only_gathers = self.maker.only_gathers
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
-        together = at_once if only_gathers else 1
         # One thread gathers at a time.
         threads = 1 if self.num_threads is None or (only_gathers and self.num_threads) else self.num_threads
-        # The loop cuts batches when it takes them, but it allocates no memory for copies to a device.
-        cut: Callable[[Iterable[Answer]], Iterable[Answer]] = iter if memory is None else list
 
         def calls() -> Iterator[Callable[[], Iterable[Answer]]]:
             for request in self._requests.start_at(epoch, cursor, at_once):
                 lookahead.reach(request.end)
                 calls = self.maker.calls(request, stop, None if memory is None else memory.empty)
                 if only_gathers and not self.maker.makes_objects:
-                    yield partial(cut, map(operator.call, chain([next(calls)], calls)))
+                    yield partial(_gathered, calls, memory)
                 else:
                     yield from (partial(_answers, call, None if only_gathers else memory) for call in calls)
 
-        depth = max(2, self.prefetch // together, threads)
+        depth = max(2, self.prefetch // (at_once if only_gathers else 1), threads)
         with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
             for answers in chunks:
                 yield from answers
@@ -288,6 +284,12 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             # The traceback has the frame in torch that holds the error and the workers. In this reference cycle, the
             # garbage collector would close the workers' queues before it stops them, and wait 5 s for each worker.
             raise error.with_traceback(None)  # noqa: B904
+
+
+def _gathered(calls: Iterator[Callable[[], Answer]], memory: HostMemory | None) -> Iterable[Answer]:
+    """Return answers that the loop makes when it takes them. It allocates no memory for copies to a device, however."""
+    answers = map(operator.call, calls)
+    return answers if memory is None else list(answers)
 
 
 def _answers(call: Callable[[], Answer], memory: HostMemory | None) -> list[Answer]:

@@ -16,8 +16,6 @@ from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
 
-CUT_TOGETHER = 8  # tensors of a column: nearly as fast as any number
-
 Batch = dict[str, Any]
 
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
@@ -73,7 +71,10 @@ def columns_of(
     group: Mapping[str, Sequence[str]] | None = None,
     empty: Empty | None = None,
 ) -> Batch:
-    """Return what `to_batch` returns, but with nested columns as Arrow arrays, which `cut` makes Python objects of."""
+    """Return what `to_batch` returns, but with numpy and Arrow arrays, which `cut` makes tensors and objects of.
+
+    The garbage collector looks through tensors, but not through arrays.
+    """
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields}
     if clash := groups.keys() & fields.keys():
@@ -88,20 +89,16 @@ def columns_of(
 def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
     """Split a batch into smaller ones, as views of it. Arrow arrays become lists of Python objects.
 
-    The objects of a batch are made when it is taken: a few young ones cost the garbage collector less than many.
+    No object is made before a batch is taken: a few young ones cost the garbage collector less than many.
 
     Args:
         batch: The batch.
         sizes: Rows of each smaller batch.
         empty: Allocates the offsets of `Flat` columns, which cannot be views.
     """
-    parts: list[Iterable[Any]]
     if len(sizes) == 1:
-        parts = [
-            [_pylist(column, name)] if isinstance(column, pa.Array) else [column] for name, column in batch.items()
-        ]
-    else:
-        parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
+        return ({name: _whole(column, name) for name, column in batch.items()} for _ in sizes)
+    parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
     return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
 
 
@@ -111,20 +108,24 @@ def spans(sizes: Sequence[int]) -> list[slice]:
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
+def _whole(column: Any, name: str) -> Any:
+    if isinstance(column, np.ndarray):
+        return torch.from_numpy(column)
+    return _pylist(column, name) if isinstance(column, pa.Array) else column
+
+
 def _cut(column: Any, name: str, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
-    if isinstance(column, torch.Tensor):
+    if isinstance(column, (np.ndarray, torch.Tensor)):
         return _split(column, sizes)
     if isinstance(column, pa.Array):
         return (_pylist(column[span], name) for span in spans(sizes))
     return (_part(column, span, empty) for span in spans(sizes))
 
 
-def _split(column: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Yield consecutive parts of a tensor, a few at a time: many tensors at once keep the garbage collector busy."""
-    few = [list(sizes[first : first + CUT_TOGETHER]) for first in range(0, len(sizes), CUT_TOGETHER)]
-    # torch.split does the same in twice the time. Only autograd tells the results apart.
-    for part, some in zip(torch.unsafe_split_with_sizes(column, [*map(sum, few)]), few, strict=True):
-        yield from torch.unsafe_split_with_sizes(part, some)
+def _split(column: torch.Tensor | Array, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Yield consecutive parts of a column. All are made at once: each call of torch releases the interpreter lock."""
+    # torch.split takes twice as long. Only autograd tells the results apart.
+    yield from torch.unsafe_split_with_sizes(torch.as_tensor(column), list(sizes))
 
 
 def _pylist(array: pa.Array, name: str) -> list[Any]:
@@ -234,7 +235,7 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
         if empty is not None:
             return _copied(dense, empty)
         # Copy single numbers: a caller that keeps the labels of each batch must not keep whole records alive.
-        return torch.from_numpy(dense if field.shape else dense.copy())
+        return dense if field.shape else dense.copy()
     if field.kind == "nested":
         array = records.nested(field)
         return array if ragged == "list" else _decoded(field.name, lambda: _flat(array, field, empty))

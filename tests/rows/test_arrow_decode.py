@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of, flatten
 from dataload.rows.arrow_decode import decode
-from dataload.rows.collate import CUT_TOGETHER, Flat, Rows, cut, map_tensors, to_batch
+from dataload.rows.collate import Flat, Rows, columns_of, cut, map_tensors, to_batch
 from dataload.rows.columns import Dense
 
 NUMBERS = [
@@ -194,14 +194,15 @@ def test_cutting_gives_the_batches_of_its_parts(ragged: str) -> None:
                 assert [plain(value) for value in column] == [plain(value) for value in other[name]]
 
 
-def test_cutting_makes_few_tensors_at_a_time() -> None:
-    """The garbage collector would look through many tensors that live for long."""
-    batch = {"n": torch.arange(256)}
+def test_tensors_are_made_when_their_batch_is_taken() -> None:
+    """The garbage collector would look through tensors that wait for the loop, but not through arrays."""
+    table = pa.table({"n": [1, 2, 3], "x": [0.5, 1.5, 2.5]})
+    columns = columns_of(gather([table], np.zeros(3, np.int64), np.arange(3)))
     before = count_tensors()
-    parts = cut(batch, [4] * 64)
-    most = max(count_tensors() - before for _ in zip(range(63), parts, strict=False))
-    assert most <= CUT_TOGETHER + 64 // CUT_TOGETHER
-    assert next(parts)["n"].tolist() == [252, 253, 254, 255]
+    whole, parts = cut(columns, [3]), cut(columns, [2, 1])
+    assert count_tensors() == before
+    assert next(whole)["n"].tolist() == [1, 2, 3]
+    assert [part["x"].tolist() for part in parts] == [[0.5, 1.5], [2.5]]
 
 
 def count_tensors() -> int:
