@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import islice, repeat
-from typing import TypeVar
+from contextlib import contextmanager
+from itertools import islice
 
 import numpy as np
 
@@ -14,7 +13,6 @@ from dataload.rows.columns import Array
 MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
 
-T = TypeVar("T")
 Works = Callable[[list[int]], bool]
 
 
@@ -101,12 +99,3 @@ def _by_halves(positions: list[int], works: Works) -> list[int]:
     if left and right and (together == positions or not works(together)):
         return max(left, right, key=len)  # Some rows do not suit the others, such as arrays of another shape.
     return together
-
-
-def until_error(batches: Iterator[T], count: int) -> Iterator[T | None]:
-    """Yield `count` batches, with None for those from the first on that raises."""
-    with suppress(Exception):  # The batch that has the wrong value raises this again.
-        for batch in batches:
-            count -= 1
-            yield batch
-    yield from repeat(None, count)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dataload.errors import ConfigError
-from dataload.loader.bad_rows import naming_rows, replacements, until_error
+from dataload.loader.bad_rows import naming_rows, replacements
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import pack
 from dataload.map_style import MapStyle
@@ -205,34 +205,32 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def calls(
         self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None
     ) -> Iterator[Callable[[], Answer]]:
-        """Gather the rows of a request. Return a call for each of its batches, each of which may run in another thread.
+        """Yield a call for each batch of a request, whose rows are gathered in one call.
+
+        The user's code runs in the calls, each of which may run in another thread.
 
         Args:
             request: The request.
             stop: As in `RowStore.gather`.
             empty: As in `to_batch`. Not used for batches that are passed to the user's code.
         """
-        sizes, opened, waits = request.sizes, dict[int, bool](), dict[int, float]()
+        sizes, cursor, opened, waits = request.sizes, request.cursor, dict[int, bool](), dict[int, float]()
         rows = self._numbered(self._dataset.rowstore.gather(request.rows, stop, opened, waits), request.rows)
-        named = ((self._dataset.source_of(group), seconds) for group, seconds in waits.items())
-        loading = summed({name: seconds} for name, seconds in named if name is not None)
-        row_groups: Mapping[int, Any] = {group: {} if new else None for group, new in opened.items()}
-        memory = empty if self.only_gathers else None
-        by_source = self._dataset.rows_by_source(request.rows, sizes)
-        batches = zip(sizes, self._together(rows, sizes, memory), by_source, strict=True)
-
-        def calls() -> Iterator[Callable[[], Answer]]:
-            cursor, start, loaded, waited = request.cursor, 0, row_groups, loading
-            for size, columns, sources in batches:
-                answer = Answer(cursor, size, columns, loaded, by_source=sources, loading=waited)
-                if columns is not None and self.only_gathers:
-                    yield partial(_same, answer)
-                else:
-                    part = rows.part(slice(start, start + size))
-                    yield partial(self._answer, request, answer, part, memory, stop)
-                cursor, start, loaded, waited = cursor + request.step, start + size, {}, {}
-
-        return calls()
+        sources = ((self._dataset.source_of(group), seconds) for group, seconds in waits.items())
+        loading = summed({name: seconds} for name, seconds in sources if name is not None)
+        row_groups: dict[int, Mapping[str, float] | None] = {
+            group: {} if new else None for group, new in opened.items()
+        }
+        by_source = iter(self._dataset.rows_by_source(request.rows, sizes))
+        memory, start = empty if self.only_gathers else None, 0
+        for size, columns in zip(sizes, self._together(rows, sizes, memory), strict=True):
+            answer = Answer(cursor, size, columns, row_groups, by_source=next(by_source), loading=loading)
+            if columns is not None and self.only_gathers:
+                yield partial(_same, answer)
+            else:
+                part = rows.part(slice(start, start + size))
+                yield partial(self._answer, request, answer, part, memory, stop)
+            cursor, start, row_groups, loading = cursor + request.step, start + size, {}, {}
 
     def _answer(
         self, request: Request, answer: Answer, rows: NumberedRows, empty: Empty | None, stop: Future[None] | None
@@ -260,11 +258,14 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         return NumberedRows(records, numbers, **self._shape)
 
     def _together(self, rows: NumberedRows, sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch | None]:
-        """Return the columns of several batches, which are cut from one; None for batches that are made one by one."""
+        """Yield the columns of several batches, which are cut from one; None for batches that are made one by one."""
+        left = len(sizes)
         if self._collate is None:
             with suppress(Exception):  # The batch that has the wrong value raises this again.
-                return until_error(rows.batches(sizes, empty), len(sizes))
-        return repeat(None, len(sizes))
+                for columns in rows.batches(sizes, empty):
+                    left -= 1
+                    yield columns
+        yield from repeat(None, left)
 
     def _checked(
         self,

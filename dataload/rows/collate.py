@@ -71,10 +71,7 @@ def columns_of(
     group: Mapping[str, Sequence[str]] | None = None,
     empty: Empty | None = None,
 ) -> Batch:
-    """Return what `to_batch` returns, but with numpy and Arrow arrays, which `cut` makes tensors and objects of.
-
-    The garbage collector looks through tensors, but not through arrays.
-    """
+    """Return what `to_batch` returns, but with nested columns as Arrow arrays, which `cut` makes Python objects of."""
     groups = group or {}
     fields = {field.name: field for field in records.layout.fields}
     if clash := groups.keys() & fields.keys():
@@ -89,16 +86,18 @@ def columns_of(
 def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
     """Split a batch into smaller ones, as views of it. Arrow arrays become lists of Python objects.
 
-    No object is made before a batch is taken: a few young ones cost the garbage collector less than many.
-
     Args:
         batch: The batch.
         sizes: Rows of each smaller batch.
         empty: Allocates the offsets of `Flat` columns, which cannot be views.
     """
+    parts: list[Iterable[Any]]
     if len(sizes) == 1:
-        return ({name: _whole(column, name) for name, column in batch.items()} for _ in sizes)
-    parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
+        parts = [
+            [_pylist(column, name)] if isinstance(column, pa.Array) else [column] for name, column in batch.items()
+        ]
+    else:
+        parts = [_cut(column, name, sizes, empty) for name, column in batch.items()]
     return (dict(zip(batch, columns, strict=True)) for columns in zip(*parts, strict=True))
 
 
@@ -108,24 +107,13 @@ def spans(sizes: Sequence[int]) -> list[slice]:
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def _whole(column: Any, name: str) -> Any:
-    if isinstance(column, np.ndarray):
-        return torch.from_numpy(column)
-    return _pylist(column, name) if isinstance(column, pa.Array) else column
-
-
 def _cut(column: Any, name: str, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
-    if isinstance(column, (np.ndarray, torch.Tensor)):
-        return _split(column, sizes)
-    if isinstance(column, pa.Array):
+    if isinstance(column, torch.Tensor):
+        # torch.split takes longer: it also keeps autograd's record of views.
+        return torch.unsafe_split_with_sizes(column, list(sizes))
+    if isinstance(column, pa.Array):  # Converted later: a few young objects cost the garbage collector less than many.
         return (_pylist(column[span], name) for span in spans(sizes))
-    return (_part(column, span, empty) for span in spans(sizes))
-
-
-def _split(column: torch.Tensor | Array, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Yield consecutive parts of a column. All are made at once: each call of torch releases the interpreter lock."""
-    # torch.split takes twice as long. Only autograd tells the results apart.
-    yield from torch.unsafe_split_with_sizes(torch.as_tensor(column), list(sizes))
+    return [_part(column, span, empty) for span in spans(sizes)]
 
 
 def _pylist(array: pa.Array, name: str) -> list[Any]:
@@ -235,7 +223,7 @@ def _user_column(records: Records, field: Field, ragged: str, empty: Empty | Non
         if empty is not None:
             return _copied(dense, empty)
         # Copy single numbers: a caller that keeps the labels of each batch must not keep whole records alive.
-        return dense if field.shape else dense.copy()
+        return torch.from_numpy(dense if field.shape else dense.copy())
     if field.kind == "nested":
         array = records.nested(field)
         return array if ragged == "list" else _decoded(field.name, lambda: _flat(array, field, empty))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import fields_of, flatten
 from dataload.rows.arrow_decode import decode
-from dataload.rows.collate import Flat, Rows, columns_of, cut, map_tensors, to_batch
+from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
 from dataload.rows.columns import Dense
 
 NUMBERS = [
@@ -192,21 +191,6 @@ def test_cutting_gives_the_batches_of_its_parts(ragged: str) -> None:
                 assert column.offsets.tolist() == other[name].offsets.tolist()
             else:
                 assert [plain(value) for value in column] == [plain(value) for value in other[name]]
-
-
-def test_tensors_are_made_when_their_batch_is_taken() -> None:
-    """The garbage collector would look through tensors that wait for the loop, but not through arrays."""
-    table = pa.table({"n": [1, 2, 3], "x": [0.5, 1.5, 2.5]})
-    columns = columns_of(gather([table], np.zeros(3, np.int64), np.arange(3)))
-    before = count_tensors()
-    whole, parts = cut(columns, [3]), cut(columns, [2, 1])
-    assert count_tensors() == before
-    assert next(whole)["n"].tolist() == [1, 2, 3]
-    assert [part["x"].tolist() for part in parts] == [[0.5, 1.5], [2.5]]
-
-
-def count_tensors() -> int:
-    return sum(type(found) is torch.Tensor for found in gc.get_objects())
 
 
 @pytest.mark.parametrize("ragged", ["list", "flat"])
