@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -251,19 +250,16 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         only_gathers = self.maker.only_gathers
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
         together = at_once if only_gathers else 1
+        passed_on = 1 if self.maker.makes_objects else together
         # One thread gathers at a time.
         threads = 1 if self.num_threads is None or (only_gathers and self.num_threads) else self.num_threads
-        # The loop cuts batches when it takes them, but it allocates no memory for copies to a device.
-        cut: Callable[[Iterable[Answer]], Iterable[Answer]] = iter if memory is None else list
 
-        def calls() -> Iterator[Callable[[], Iterable[Answer]]]:
+        def calls() -> Iterator[Callable[[], list[Answer]]]:
             for request in self._requests.start_at(epoch, cursor, at_once):
                 lookahead.reach(request.end)
                 calls = self.maker.calls(request, stop, None if memory is None else memory.empty)
-                if only_gathers and not self.maker.makes_objects:
-                    yield partial(cut, map(operator.call, chain([next(calls)], calls)))
-                else:
-                    yield from (partial(_answers, call, None if only_gathers else memory) for call in calls)
+                while chunk := list(islice(calls, passed_on)):
+                    yield partial(_answers, chunk, None if only_gathers else memory)
 
         depth = max(2, self.prefetch // together, threads)
         with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
@@ -290,13 +286,13 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             raise error.with_traceback(None)  # noqa: B904
 
 
-def _answers(call: Callable[[], Answer], memory: HostMemory | None) -> list[Answer]:
-    """Return the result of a call, with a batch that the user's code has made in host memory for the device."""
-    answer = call()
+def _answers(calls: Iterable[Callable[[], Answer]], memory: HostMemory | None) -> list[Answer]:
+    """Return the results of calls, with batches that the user's code has made in host memory for the device."""
+    answers = [call() for call in calls]
     if memory is None:
-        return [answer]
+        return answers
     with doing("transfer"):
-        return [replace(answer, batch=memory.prepare(answer.batch))]
+        return [replace(answer, batch=memory.prepare(answer.batch)) for answer in answers]
 
 
 def _needs(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:

@@ -16,8 +16,6 @@ from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
 
-CUT_TOGETHER = 8  # tensors of a column: nearly as fast as any number
-
 Batch = dict[str, Any]
 _PLAIN = frozenset((str, bytes, int, float, bool, type(None), memoryview))  # types that hold no tensor
 
@@ -89,8 +87,6 @@ def columns_of(
 def cut(batch: Batch, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
     """Split a batch into smaller ones, as views of it. Arrow arrays become lists of Python objects.
 
-    The objects of a batch are made when it is taken: a few young ones cost the garbage collector less than many.
-
     Args:
         batch: The batch.
         sizes: Rows of each smaller batch.
@@ -114,18 +110,11 @@ def spans(sizes: Sequence[int]) -> list[slice]:
 
 def _cut(column: Any, name: str, sizes: Sequence[int], empty: Empty | None) -> Iterable[Any]:
     if isinstance(column, torch.Tensor):
-        return _split(column, sizes)
-    if isinstance(column, pa.Array):
+        # torch.split takes longer: it also keeps autograd's record of views.
+        return torch.unsafe_split_with_sizes(column, list(sizes))
+    if isinstance(column, pa.Array):  # Converted later: a few young objects cost the garbage collector less than many.
         return (_pylist(column[span], name) for span in spans(sizes))
-    return (_part(column, span, empty) for span in spans(sizes))
-
-
-def _split(column: torch.Tensor, sizes: Sequence[int]) -> Iterator[torch.Tensor]:
-    """Yield consecutive parts of a tensor, a few at a time: many tensors at once keep the garbage collector busy."""
-    few = [list(sizes[first : first + CUT_TOGETHER]) for first in range(0, len(sizes), CUT_TOGETHER)]
-    # torch.split does the same in twice the time. Only autograd tells the results apart.
-    for part, some in zip(torch.unsafe_split_with_sizes(column, [*map(sum, few)]), few, strict=True):
-        yield from torch.unsafe_split_with_sizes(part, some)
+    return [_part(column, span, empty) for span in spans(sizes)]
 
 
 def _pylist(array: pa.Array, name: str) -> list[Any]:
