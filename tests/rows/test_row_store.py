@@ -68,8 +68,8 @@ def test_what_is_prefetched_is_not_decoded_again(dataset: Any, decoded: Any) -> 
 
 def test_the_row_group_that_was_requested_first_is_evicted_first(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store, loaded = dataset.rowstore, Counter[int]()
-    load = store.scheduler._load
-    monkeypatch.setattr(store.scheduler, "_load", lambda group, *rest: [loaded.update([group]), load(group, *rest)][1])
+    load = store.scheduler._run
+    monkeypatch.setattr(store.scheduler, "_run", lambda group, *rest: [loaded.update([group]), load(group, *rest)][1])
     store.capacity = 2
     for group in (0, 1, 0, 2, 1, 0):
         store.gather(np.array([5 * group]))
