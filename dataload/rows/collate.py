@@ -178,10 +178,9 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     """Return the batch with `function` applied to every tensor in its dicts, lists and tuples."""
     kind = type(batch)
     if kind is list or kind is dict:
+        # Strings of a column or of a nested value: a call for each would take longer than making them.
         if _PLAIN.issuperset(map(type, batch.values() if kind is dict else batch)):
-            return (
-                batch  # Strings of a column or of a nested value: a call for each would take longer than making them.
-            )
+            return batch
     elif isinstance(batch, torch.Tensor):
         return function(batch)
     return map_values(batch, lambda value: map_tensors(value, function))
