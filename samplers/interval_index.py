@@ -10,7 +10,7 @@ from dataload.runtime.cached_property import cached_property
 Int64 = npt.NDArray[np.int64]
 
 FEW = 256  # numbers for which a plain binary search is faster
-GUIDES = 4  # guesses per interval, at least
+GUIDES = 2  # guesses per interval, at least
 
 
 class IntervalIndex:

@@ -240,11 +240,11 @@ def test_a_footer_larger_than_what_is_tried_first(tmp_path: Path) -> None:
 
 
 def test_seconds_are_those_of_requests_and_bytes(origin: Origin, tmp_path: Path) -> None:
-    """Footers first, 64 at a time; then 16 requests at a time."""
+    """Footers first, 64 at a time; then 32 requests at a time."""
     cache = CacheConfig(str(tmp_path / "a"), "8MB")
     found, _ = planned(origin, "small", cache, bandwidth=10**6, latency=10.0)
     assert found.first_epoch is not None
-    waits = 1 + -(-found.first_epoch.requests // 16)
+    waits = 1 + -(-found.first_epoch.requests // 32)
     assert waits > 2
     size = found.first_epoch.bytes + found.footers.bytes
     assert found.first_epoch_seconds == pytest.approx(size / 10**6 + waits * 10)
