@@ -129,6 +129,7 @@ class SmallBlobWriter(BlobWriter):
         self.draft = self._path = folder.staging.draft(key.digest)
         self.row = Row(key.digest, key.name, blob_file.size_on_disk(len(payload), key.name))
         self._descriptor = blob_file.create(self.draft)
+        self.is_entered = False  # whether the index has the row
 
     def write(self) -> memoryview:
         """Write the blob, whose row is in the index, and return a read-only map of it. Raises OSError."""
@@ -142,7 +143,11 @@ class SmallBlobWriter(BlobWriter):
 
     def __exit__(self, *raised: object) -> None:
         os.close(self._descriptor)
-        super().__exit__(*raised)
+        if self.is_entered:
+            super().__exit__(*raised)
+        elif os.getpid() == self._owner:  # A row of the key, if there is one, belongs to a file that stays.
+            with suppress(OSError):
+                remove(self.draft)
 
 
 class BulkWrites:
@@ -197,12 +202,17 @@ class BulkWrites:
             for (number, writer), fits in zip(writers.items(), reserved, strict=True):
                 if fits:
                     found[number] = writer.write()
-            self.health.worked()
+            if any(reserved):
+                self.health.worked()
         return found
 
     def _reserved(self, folder: CacheFolder, writers: Sequence[SmallBlobWriter]) -> list[bool]:
         """Enter the blobs of these writers in the index. Return which of them fit."""
         region = self.division().region
         if folder.index.admit_all([writer.row for writer in writers], limit=self.limit, region=region):
-            return [True] * len(writers)
-        return [self.reserve(folder, writer.key, writer.row.size, writer.draft) for writer in writers]
+            for writer in writers:
+                writer.is_entered = True
+        else:
+            for writer in writers:
+                writer.is_entered = self.reserve(folder, writer.key, writer.row.size, writer.draft)
+        return [writer.is_entered for writer in writers]

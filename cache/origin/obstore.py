@@ -112,7 +112,7 @@ class Resolved:
         credentials: As `_Credentials` returns them; None for anonymous requests.
     """
 
-    settings: dict[str, dict[str, Any]]
+    settings: dict[str, dict[str, Any]] = field(repr=False)  # An endpoint may have a password.
     credentials: dict[str, Any] | None = field(repr=False)
 
 
@@ -139,11 +139,12 @@ class Obstore(ForkAware):
 
     def resolved(self) -> Resolved | None:
         """Return what a process needs to read the same buckets; None outside of `handing_over`, or if it is unknown."""
-        if not (_handing_over.get() and self._settings):
+        known = self._settings.copy()  # Another thread may add a bucket.
+        if not (_handing_over.get() and known):
             return None
-        is_anonymous = any(settings["skip_signature"] for settings in self._settings.values())
+        is_anonymous = any(settings["skip_signature"] for settings in known.values())
         with suppress(Exception):  # The other process asks its own session then, and raises the error.
-            return Resolved(dict(self._settings), None if is_anonymous else self._credentials())
+            return Resolved(known, None if is_anonymous else self._credentials())
         return None
 
     def after_fork_in_child(self) -> None:

@@ -15,23 +15,31 @@ from typing import Any
 _LOADS = ("FAST", "FAST_BORROW", "FAST_CHECK", "GLOBAL", "DEREF", "NAME")  # ends of the names of instructions
 
 
-def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[str, types.ModuleType]]:
-    """Return the modules that a function imports when it is called, with their submodules that it names.
+def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[set[str], types.ModuleType]]:
+    """Return the modules that a function imports when it is called, with their packages and submodules that it names.
 
-    Each has the name of the variable that holds it.
+    Each has the names of the variables that may hold it.
     """
-    found, variables, package, level = list[str](), dict[str, str](), "", 0
+    found, statement, package, level, is_import = dict[str, set[str]](), list[str](), "", 0, False
+    is_from = False
     for step in dis.get_instructions(code):
-        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")) and isinstance(step.argval, int):
-            level = step.argval
+        if step.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT")):
+            level, is_from = (step.argval, is_from) if isinstance(step.argval, int) else (level, bool(step.argval))
         elif step.opname == "IMPORT_NAME":
             parent = importlib.util.resolve_name("." * level + step.argval, scope.get("__package__")) if level else ""
-            package = parent or step.argval
-            found.append(package)
-        elif step.opname == "IMPORT_FROM" and found:
-            found.append(f"{package}.{step.argval}")
-        elif step.opname.startswith("STORE_") and found:
-            variables.setdefault(found[-1], _first(step.argval))
+            package, is_import = parent or step.argval, True
+            parts = package.split(".")
+            statement = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+            for name in statement:
+                found.setdefault(name, set())
+        elif step.opname == "IMPORT_FROM" and is_import:
+            statement = [*(() if is_from else statement), f"{package}.{step.argval}"]
+            found.setdefault(statement[-1], set())
+        elif step.opname.startswith("STORE_") and is_import:
+            for name in statement:
+                found.setdefault(name, set()).add(_first(step.argval))
+        elif step.opname not in ("SWAP", "POP_TOP", "EXTENDED_ARG", "CACHE"):
+            is_import = False
     for name in found:
         with suppress(ImportError):  # no module, but a member of one; or a module that is not installed
             importlib.import_module(name)
@@ -41,19 +49,20 @@ def imported_in(code: CodeType, scope: Mapping[str, Any]) -> list[tuple[str, typ
         if isinstance(constant, CodeType)
         for module in imported_in(constant, scope)
     ]
-    return [(variables.get(name, ""), sys.modules[name]) for name in found if name in sys.modules] + inner
+    return [(variables, sys.modules[name]) for name, variables in found.items() if name in sys.modules] + inner
 
 
 def passed_on_in(code: CodeType) -> set[str]:
-    """Return the names of variables that a function uses for more than their attributes."""
+    """Return the names of variables, and of attributes, that a function uses for more than their attributes."""
     inner = (passed_on_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     found, loaded = set[str](), ""
     for step in dis.get_instructions(code):
         if step.opname == "EXTENDED_ARG":
             continue
-        if loaded and not step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")):
+        is_attribute = step.opname.startswith(("LOAD_ATTR", "LOAD_METHOD"))
+        if loaded and not is_attribute:
             found.add(loaded)
-        loaded = ""
+        loaded = str(step.argval) if is_attribute else ""
         if "LOAD_" in step.opname and step.opname.endswith(_LOADS):
             first, loaded = _first(step.argval), _last(step.argval)
             found.update({first} - {loaded})

@@ -83,6 +83,7 @@ class _Walk:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._numbers: dict[int, int] = {}
+        self._modules: set[Any] = set()
         self._kept: list[Any] = []  # so that no other object gets the id of one that was described
 
     def describe(self, value: Any, where: str) -> Any:
@@ -100,7 +101,7 @@ class _Walk:
         if isinstance(value, (*_SCALARS, *_SHOWN)) and not is_own(type(value)):
             return [type(value).__qualname__, repr(value)]
         if isinstance(value, types.ModuleType):
-            return self._global(value, {*vars(value)}, where)
+            return self._global(value, None, frozenset(), where)
         if id(value) in self._numbers:
             return ["again", self._numbers[id(value)]]
         self._numbers[id(value)] = len(self._numbers)
@@ -163,26 +164,35 @@ class _Walk:
         self, code: CodeType, cells: Mapping[str, types.CellType], scope: Mapping[str, Any], where: str
     ) -> list[Any]:
         """Return descriptions of closure values, globals, and modules that a function imports when it is called."""
-        names, passed_on = names_in(code), passed_on_in(code)
-        values = [(name, name, cell.cell_contents) for name, cell in sorted(cells.items())]
-        values += [(name, name, scope[name]) for name in sorted(globals_in(code) & scope.keys())]
-        values += [(variable, module.__name__, module) for variable, module in imported_in(code, scope)]
+        names, passed_on = frozenset(names_in(code)), frozenset(passed_on_in(code))
+        values = [({name}, name, cell.cell_contents) for name, cell in sorted(cells.items())]
+        values += [({name}, name, scope[name]) for name in sorted(globals_in(code) & scope.keys())]
+        values += [(variables, module.__name__, module) for variables, module in imported_in(code, scope)]
         described = []
-        for variable, name, value in values:
+        for variables, name, value in values:
             # Another function gets the module, and may use any member.
-            is_passed_on = variable in passed_on and isinstance(value, types.ModuleType)
-            known = {*vars(value)} if is_passed_on else names
-            described.append([name, self._global(value, known, f"{name!r} of {where}")])
+            known = None if variables & passed_on else names
+            described.append([name, self._global(value, known, passed_on, f"{name!r} of {where}")])
         return described
 
-    def _global(self, value: Any, names: set[str], where: str) -> Any:
-        """Return a description of a value; of a module of the project, those of the members that `names` may mean."""
+    def _global(self, value: Any, names: frozenset[str] | None, passed_on: frozenset[str], where: str) -> Any:
+        """Return a description of a value; of a module of the project, those of the members that `names` may mean.
+
+        names: None: all. passed_on: members that are modules and count with all members.
+        """
         if not isinstance(value, types.ModuleType):
             return self.describe(value, where)
         if (package := package_of(value.__name__)) is not None:
             return ["module", value.__name__, package]
-        members = sorted(name for name in names & vars(value).keys() if not name.startswith("__"))
-        inner = [[name, self._global(vars(value)[name], names - {name}, f"{where}.{name}")] for name in members]
+        key = value.__name__, names, passed_on if names is not None else None
+        if key in self._modules:
+            return ["module again", value.__name__]
+        self._modules.add(key)
+        members = sorted(name for name in vars(value) if not name.startswith("__") and (names is None or name in names))
+        inner = []
+        for name in members:
+            known = None if names is None or name in passed_on else names
+            inner.append([name, self._global(vars(value)[name], known, passed_on, f"{where}.{name}")])
         return ["module", value.__name__, inner]
 
     def _class(self, kind: type) -> Any:

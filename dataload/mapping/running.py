@@ -113,10 +113,10 @@ class Runner:
             return call(records)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # also SystemExit, and the panics of libraries in Rust
-            row = _failing(call, records)
-            text = error.without_row if row is not None and isinstance(error, RowError) else _shown(error)
-            raise ChunkError(row, text) from error
+        except BaseException as error:  # noqa: BLE001 (also SystemExit, and the panics of libraries in Rust)
+            row, reason = _failing(call, records) or (None, error)
+            text = reason.without_row if row is not None and isinstance(reason, RowError) else _shown(reason)
+            raise ChunkError(row, text) from reason
 
 
 def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str) -> bytearray:
@@ -165,21 +165,22 @@ def column_of(records: Records, field: Field) -> Column:
     return found
 
 
-def _failing(call: Callable[[Records], Any], records: Records) -> int | None:
-    """Return the number of a row with which a call fails, by bisection; None: the call works with each half."""
+def _failing(call: Callable[[Records], Any], records: Records) -> tuple[int, BaseException] | None:
+    """Return the number of a row with which a call fails, by bisection, and its error. None: each half works."""
     start, stop = 0, len(records)
     while stop - start > 1:
         middle = (start + stop) // 2
-        start, stop = (start, middle) if _fails(call, records[start:middle]) else (middle, stop)
-    return start if _fails(call, records[start:stop]) else None
+        start, stop = (start, middle) if _error_of(call, records[start:middle]) else (middle, stop)
+    error = _error_of(call, records[start:stop])
+    return None if error is None else (start, error)
 
 
-def _fails(call: Callable[[Records], Any], records: Records) -> bool:
+def _error_of(call: Callable[[Records], Any], records: Records) -> BaseException | None:
     try:
         call(records)
-    except BaseException:  # noqa: BLE001 (the user's function may raise anything)
-        return True
-    return False
+    except BaseException as error:  # noqa: BLE001 (the user's function may raise anything)
+        return error
+    return None
 
 
 def _shown(error: BaseException) -> str:

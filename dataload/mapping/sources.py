@@ -29,7 +29,8 @@ class Sources:
     it is compiled again and compared with the function.
 
     Attributes:
-        cells: The texts of cells of notebooks, which are no files, by their names.
+        cells: The texts of cells of notebooks, which are no files, by their names. Lines of statements without a
+            function or class that was looked up are empty: they may have secrets.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,7 @@ class Sources:
         node = _node_of(tree, code)
         if node is None:
             raise ConfigError(f"{code.co_qualname} is not found in {code.co_filename}")
+        self._keep(code, tree, node)
         return _normal(node)
 
     def of_class(self, kind: type) -> str:
@@ -72,7 +74,20 @@ class Sources:
         found = _class_of(tree, kind.__qualname__.replace(".<locals>", "").split("."))
         if found is None:
             raise ConfigError(f"class {kind.__qualname__} is not found in {code.co_filename}")
+        self._keep(code, tree, found)
         return _normal(found)
+
+    def _keep(self, code: CodeType, tree: ast.Module, node: Any) -> None:
+        """Note the statement around a node, if it is in a cell of a notebook."""
+        if os.path.exists(code.co_filename):  # noqa: PTH110
+            return
+        lines, _ = inspect.findsource(code)
+        kept = self.cells.get(code.co_filename, "\n" * len(lines)).splitlines(keepends=True)
+        for statement in tree.body:
+            first, last = _first_line(statement), statement.end_lineno or 0
+            if first <= node.lineno <= last:
+                kept[first - 1 : last] = lines[first - 1 : last]
+        self.cells[code.co_filename] = "".join(kept)
 
     def _parsed(self, code: CodeType) -> tuple[ast.Module, set[CodeType]]:
         """Return the syntax tree of a file, and the code objects in it; none if the source cannot change."""
@@ -82,13 +97,9 @@ class Sources:
             key = code.co_filename, hash(text)
             if key not in self._files:
                 tree = ast.parse(text)
-                compiled: set[CodeType] = set()
-                if not os.path.exists(code.co_filename):  # noqa: PTH110
-                    self.cells[code.co_filename] = text
-                else:
-                    flags = code.co_flags & _FUTURE_FLAGS
-                    module = compile(text, code.co_filename, "exec", flags=flags, dont_inherit=True)
-                    compiled = set(_nested(module))
+                flags = code.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as cells of notebooks are
+                module = compile(text, code.co_filename, "exec", flags=flags, dont_inherit=True)
+                compiled = set(_nested(module))
                 self._files[key] = tree, compiled
         except (OSError, TypeError, SyntaxError, ValueError, IndexError) as error:
             raise ConfigError(f"{code.co_qualname} has no source: {error}") from error
@@ -98,7 +109,7 @@ class Sources:
 def add_cells(cells: Mapping[str, str]) -> None:
     """Make the cells of another process known to `inspect` and to tracebacks."""
     for name, text in cells.items():
-        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+        linecache.cache.setdefault(name, (len(text), None, text.splitlines(keepends=True), name))
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
@@ -136,7 +147,7 @@ def _extent(code: CodeType) -> tuple[_Place, _Place]:
 
 
 def _first_line(node: Any) -> int:
-    first: int = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    first: int = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
     return first
 
 

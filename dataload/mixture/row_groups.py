@@ -85,7 +85,13 @@ class MixedRowGroups:
         for source, numbers in groupby(sorted(lives), lambda number: self._place(number)[0]):
             first = int(self._firsts[source])
             own = {number - first: lives[number] for number in numbers}
-            found |= {first + number: made for number, made in self.caches[source].load_together(own).items()}
+            self.maker.of(source)
+            made: Mapping[int, list[memoryview] | Exception]
+            try:
+                made = self.caches[source].load_together(own)
+            except Exception as error:  # noqa: BLE001 (raised where these row groups are awaited)
+                made = dict.fromkeys(own, error)
+            found |= {first + number: each for number, each in made.items()}
         return found
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:

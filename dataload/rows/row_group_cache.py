@@ -104,9 +104,9 @@ class RowGroupCache(SizeForecast):
         with computing():
             return self._made_once(number, self.keys(number), None, life or RowGroupLife())
 
-    @cached_property
+    @property
     def bunches(self) -> BunchMaker:
-        """Makes many small row groups at once."""
+        """Makes many small row groups at once. It is not kept, because it refers to this object."""
         return BunchMaker(self, self._manifest, self._blocks)
 
     def is_bunched(self, number: int) -> bool:

@@ -26,7 +26,7 @@ _NEXT = {
     State.PLANNED: {State.FETCHING, State.CACHED, State.RELEASED},  # CACHED: found, or made by another process
     State.FETCHING: {State.DECODING, State.RELEASED},
     State.DECODING: {State.CACHED, State.RELEASED},
-    State.CACHED: {State.MAPPED},
+    State.CACHED: {State.MAPPED, State.RELEASED},  # RELEASED: the rest of its bunch could not be loaded
     State.MAPPED: set[State](),
     State.RELEASED: set[State](),
 }

@@ -15,7 +15,7 @@ from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSig
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.runtime.counters import Counters
+from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.telemetry.row_group_ledger import Ledger
@@ -157,9 +157,10 @@ class RowGroupScheduler:
 
     def _cancel_small(self, call: Future[None]) -> None:
         """Cancel the small row groups whose threads do not come, because the program exits."""
-        while call.cancelled() and self._small:
-            _, life = self._small.popleft()
-            life.contents.cancel()
+        with self._mutex:
+            while call.cancelled() and self._small:
+                _, life = self._small.popleft()
+                life.contents.cancel()
 
     def _load_next(self) -> None:
         """Load a bunch of small row groups, those that were requested first. Then let a thread load the next bunch."""
@@ -184,15 +185,22 @@ class RowGroupScheduler:
         try:
             with timeline.here(), self._blobs.in_order():
                 since, first = perf_counter(), next(iter(lives), -1)
-                if len(lives) > 1 and self._blobs.find(first) is None and not self._is_for_decoder:
-                    made |= self._blobs.load_together(lives)
-                    self._spent.add(**timeline.seconds(since, perf_counter()))
+                if len(lives) > 1 and not self._is_for_decoder:
+                    with charged_to(lives[first].account):
+                        found = self._blobs.find(first)
+                    if found is None:
+                        made |= self._blobs.load_together(lives)
+                        self._spent.add(**timeline.seconds(since, perf_counter()))
+                    else:
+                        lives[first].enter(State.CACHED)
+                        made[first] = found
         except BaseException as error:  # noqa: BLE001 (raised where the row groups are awaited)
             made = dict.fromkeys(lives, error)
         for group, life in lives.items():
             if group in made:
                 self._end(group, life, made[group])
             else:  # It is cached, or another process or host makes it.
+                life.timeline = Timeline()  # One thread writes a timeline.
                 self._threads.submit(self._run, group, life).add_done_callback(partial(_cancel_with, life.contents))
 
     def _load(self, group: int, life: RowGroupLife) -> None:

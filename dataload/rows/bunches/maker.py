@@ -12,7 +12,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import BlobKey, Draft
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.errors import DataError
+from dataload.errors import DataError, DataloadError
 from dataload.formats.base import SHARED_BYTES, RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
@@ -107,30 +107,41 @@ class BunchMaker:
             members = [
                 _Member(number, self._manifest.row_groups[number], blobs.keys(number)[0], lives[number])
                 for number, is_locked in zip(numbers, locked, strict=True)
-                if is_locked and self._is_missing(number)
+                if is_locked
             ]
+            missing = [member for member in members if self._is_missing(member)]
             with ExitStack() as stack:
-                for member in members:
+                for member in missing:
                     stack.callback(member.opened.close)
                     self._open(member)
-                packed = self._packed(members)
+                packed = self._packed(missing)
                 found = tier.put_together([(member.key, blob) for member, blob in packed]) if packed else []
                 for (member, _), blob in zip(packed, found, strict=True):
                     member.made = [blob]
                     member.life.enter(State.CACHED)
-        for member in members:
+        for member in missing:
             if isinstance(member.made, list):
                 blobs.made(member.number)
         return {member.number: member.made for member in members if member.made is not None}
 
-    def _is_missing(self, number: int) -> bool:
-        """Return whether a row group must be fetched, and can be fetched at the same time as others."""
-        group, blobs = self._manifest.row_groups[number], self._blobs
-        is_open_at_once = blobs.maker.footer(group).opens_at_once(group.number, self._blocks)
+    def _is_missing(self, member: _Member) -> bool:
+        """Return whether a row group must be fetched, and can be fetched at the same time as others.
+
+        The blob of a cached one is noted.
+        """
+        number, group, blobs = member.number, member.group, self._blobs
+        try:
+            is_open_at_once = blobs.maker.footer(group).opens_at_once(group.number, self._blocks)
+        except DataloadError:  # It concerns this row group alone. The thread that loads it by itself raises it.
+            return False
         if not is_open_at_once or not blobs.plan.stored(group):
             return False
-        with doing("disk"):
-            return blobs.cached(blobs.keys(number)) is None and blobs.columns_of_wider(number) is None
+        with doing("disk"), charged_to(member.life.account):
+            member.made = blobs.cached(blobs.keys(number))
+            if member.made is not None:
+                member.life.enter(State.CACHED)
+                return False
+            return blobs.columns_of_wider(number) is None
 
     def _open(self, member: _Member) -> None:
         """Start to fetch a row group."""
