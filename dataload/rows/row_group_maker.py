@@ -127,7 +127,7 @@ class RowGroupMaker(ForkAware):
 
     def has_capacity(self, number: int) -> bool:
         """Return whether the budget has room for another row group now."""
-        return self.memory.fits(self.reservation(number))
+        return self.memory.fits(max(1, self.reservation(number)))
 
     def reserve(self, number: int, life: RowGroupLife) -> AbstractContextManager[None]:
         """Hold the memory for a row group for the duration of the block. Raises as `reserve_bytes` does."""

@@ -56,6 +56,12 @@ def output(program: str, *arguments: str | Path) -> list[str]:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
+def test_other_statements_of_a_cell_are_not_sent() -> None:
+    cell = 'run(3, \'TOKEN = "s3cr3t"\\ndef times(batch):\\n    return batch\\nprint(TOKEN[:0], end="")\\n\')\n'
+    check = "print(b's3cr3t' in pickle.dumps(function), b'def times' in pickle.dumps(function))"
+    assert output(CELLS + cell + SENT.replace("sys.stdout.write", "str") + check) == ["False", "True"]
+
+
 @pytest.mark.slow
 def test_a_process_maps_with_a_function_of_a_cell(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(100)}), tmp_path / "rows.parquet", row_group_size=50)

@@ -406,6 +406,17 @@ def test_arguments_that_cannot_work(dataset: Dataset) -> None:
         dataset.map(lambda batch: {"label": batch["id"]}, columns=["id"])
 
 
+def test_the_row_and_the_reason_belong_together(dataset: Dataset) -> None:
+    def faulty(batch: dict[str, Any]) -> dict[str, Any]:
+        for number in (97, 85):
+            if number in batch["id"]:
+                raise KeyError(number)
+        return {"id": batch["id"]}
+
+    with pytest.raises(DataError, match=r"row group 4 row 5: .*KeyError: 85 "):
+        dataset.select(range(10, ROWS)).map(faulty)[80]
+
+
 def children() -> list[psutil.Process]:
     """Return the processes that map, without those of other kinds and those that have just ended."""
     found = []

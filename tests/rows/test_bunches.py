@@ -18,7 +18,7 @@ from dataload.cache.local import failpoints
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import BlobKey
 from dataload.dataset import Dataset
-from dataload.errors import DataError
+from dataload.errors import DataError, OriginError
 from dataload.rows import scheduler
 from dataload.rows.bunches import maker as bunches
 from dataload.rows.row_group_life import RowGroupLife, State
@@ -199,6 +199,62 @@ def test_a_mixture_makes_small_row_groups_of_each_dataset_together(
     assert made
 
 
+def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = mix([opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")])
+    blobs, make = mixture.rowstore.blobs, bunches.BunchMaker.make
+
+    def failing(self: Any, lives: Any) -> Any:
+        if self._blobs is blobs.caches[1]:
+            raise OriginError("not today")
+        return make(self, lives)
+
+    monkeypatch.setattr(bunches.BunchMaker, "make", failing)
+    found = blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)})
+    assert [number for number, made in found.items() if isinstance(made, list)] == list(range(FILES))
+    assert len(found) == 2 * FILES
+    with pytest.raises(OriginError, match="not today"):
+        list(make_loader(mixture, 16))
+
+
+def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = opened(write("numbers"), tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(dataset.rowstore.blobs), "made", lambda *_: 1 / 0)  # after the blobs were published
+        with pytest.raises(ZeroDivisionError):
+            list(make_loader(dataset, 16))
+    assert len(rows_of(dataset)) > 0
+
+
+def test_a_footer_that_cannot_be_read_concerns_one_row_group(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = (dataset := opened(write("numbers"), tmp_path / "cache")).rowstore.blobs
+    footer = blobs.maker.footer
+
+    def unreadable(group: Any) -> Any:
+        if group is dataset.row_groups[13]:
+            raise OriginError("not today")
+        return footer(group)
+
+    monkeypatch.setattr(blobs.maker, "footer", unreadable)
+    found = blobs.load_together(lives_of(dataset))
+    assert found.keys() == set(range(FILES)) - {13}  # Another thread loads it alone, and raises.
+    assert all(isinstance(made, list) for made in found.values())
+
+
+def test_a_cached_row_group_is_one_hit(tmp_path: Path, write: Any) -> None:
+    folder = write("numbers")
+    rows_of(opened(folder, tmp_path / "cache"))
+    dataset = opened(folder, tmp_path / "cache")
+    before = dataset.blocks.tier.stats()["hits"]
+    rows_of(dataset)
+    assert dataset.blocks.tier.stats()["hits"] == before + FILES
+
+
 @pytest.fixture
 def tier(tmp_path: Path) -> LocalTier:
     return LocalTier(tmp_path / "tier", 100_000)
@@ -242,3 +298,18 @@ def test_blobs_share_a_transaction_of_the_index(tier: LocalTier, steps: Counter[
 def _transactions(tier: LocalTier) -> int:
     with tier.folder.index._transaction() as txn:
         return int(txn.id())
+
+
+def test_a_failed_transaction_leaves_the_rows_of_files_that_stay(
+    tier: LocalTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = blobs_of(4, 1000)
+    tier.put_together(blobs)
+
+    def failing(*_: Any, **__: Any) -> bool:
+        raise TimeoutError("the index is locked")
+
+    monkeypatch.setattr(tier.folder.index, "admit_all", failing)
+    assert tier.put_together(blobs[:1]) == [blobs[0][1]]
+    assert len(list(tier.folder.index.rows())) == len(list(tier.path.glob("blobs/*/*"))) == 4
+    assert not list(tier.path.glob("tmp/*/*"))
