@@ -12,6 +12,13 @@ from dataload.benchmarks.summary import FIGURES, Figure, summarise
 from dataload.benchmarks.systems.registry import named
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+NOTES = {
+    "pixels": (
+        "pixels: in cold epochs MosaicML, LitData and WebDataset fetch stored pixels, 196 KB a row. The table of",
+        "conversions shows what these cost beforehand. The others fetch JPEGs of about 80 KB and decode them. Systems",
+        "that keep no rows decode them in every epoch.",
+    )
+}
 COLOURS = {"ours": "#d95f02", "peer": "#7f9bb3", "floor": "#444444", "check": "#f4b183"}
 
 Result = dict[str, Any]
@@ -36,6 +43,7 @@ def markdown(results: Result) -> str:
         "ratio to the floor, medians of the ratios within each round. More is better for rows/s and %, less elsewhere.",
         "Origin, loader and training step share the cores. Memory is anonymous and shared, without the page cache.",
         "The rows of every whole epoch were checked.",
+        *(line for workload in results["workloads"] for line in NOTES.get(workload, ())),
     ]
     for workload, workers in dict.fromkeys((entry["workload"], entry["workers"]) for entry in summary):
         truth = results["workloads"][workload]

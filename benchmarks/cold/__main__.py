@@ -8,6 +8,7 @@ measurement runs in its own process, and the systems take turns.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from itertools import product
 from pathlib import Path
@@ -75,7 +76,7 @@ def main(
                     f"{max(seconds):.2f}", f"{middle['first']:.2f}", f"{middle['cpu'] / gigabytes:.2f}",
                     f"{1000 * middle['cpu'] / row_groups:.2f}",
                     f"{middle['memory'] / 1e6:.0f}", f"{middle['bytes']:.3f}", f"{middle['duplicates']:.0f}",
-                    f"{middle['requests']:.0f}", f"{middle['busy']:.0%}",
+                    f"{middle['requests']:.0f}", "–" if math.isnan(middle["busy"]) else f"{middle['busy']:.0%}",
                     f"{middle['seconds'] / bound(medians, name):.2f}",
                 )  # fmt: skip
                 every.append({"shape": kind, "group": size, "origin": place, "batch_size": batch_size,

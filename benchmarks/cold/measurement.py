@@ -100,10 +100,12 @@ def busy(changes: list[tuple[float, int]], latency: float) -> float:
 def bound(found: dict[str, dict[str, float]], system: str) -> float:
     """Return the seconds that the wire, or the processors of this machine, need at least.
 
+    A system without requests does not use the wire, so its processor time alone counts.
+
     Args:
         found: The figures of each system.
         system: The system whose processor time counts, with that of the origin beside it.
     """
     cpu = found[system]["cpu"] + found[system]["origin_cpu"]
-    wire = found["bare GETs"]["seconds"] if "bare GETs" in found else 0.0
+    wire = found["bare GETs"]["seconds"] if found[system]["requests"] and "bare GETs" in found else 0.0
     return max(wire, cpu / len(os.sched_getaffinity(0)))

@@ -13,7 +13,10 @@ from typing import Any
 import psutil
 from rich.filesize import decimal
 
-PACKAGES = ("torch", "numpy", "pyarrow", "fsspec", "s3fs", "datasets", "mosaicml-streaming", "litdata", "webdataset")
+PACKAGES = (
+    *("torch", "numpy", "pyarrow", "fsspec", "s3fs", "opencv-python-headless"),
+    *("datasets", "mosaicml-streaming", "litdata", "webdataset", "spdl"),
+)
 LIST = "import importlib.metadata as m; print(*(f'{d.name}={d.version}' for d in m.distributions()))"
 
 

@@ -9,6 +9,7 @@ each 2 MiB. The rest stays free for all processes, in blocks too small to report
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import subprocess
 import sys
@@ -19,11 +20,16 @@ from typing import Self
 
 import psutil
 
+from dataload.runtime.usable_memory import usable_memory
+
 HUGE, PAGE = 2 << 20, mmap.PAGESIZE
 PART = bytes(1 << 20)
+READY = "ready\n"
 ATTEMPTS = 3
 LEAST_BYTES_PER_SECOND = 1e9
 SHARE = 0.5  # of the memory that is available
+
+logger = logging.getLogger("dataload")
 
 
 class HotMemory:
@@ -31,7 +37,7 @@ class HotMemory:
 
     Args:
         folder: Folder of the file that the control writes.
-        num_bytes: Memory to keep. Default: half of what is available.
+        num_bytes: Memory to keep. Default: half of what is available to this process.
         pause: Seconds of idling before the control writes.
         control_bytes: Bytes that the control writes.
         least: Bytes per second that the control demands.
@@ -72,13 +78,15 @@ class HotMemory:
     def ensure(self) -> float:
         """Return the bytes per second of a file written after a pause. If they are too few, keep memory and repeat.
 
-        After three attempts, the rate of the last one is returned.
+        After three attempts, or if the memory cannot be kept, the rate of the last one is returned.
         """
         rate = self._control()
         for _ in range(ATTEMPTS - 1):
             if rate >= self._least:
                 break
             self._keep()
+            if not self.is_kept:
+                break
             rate = self._control()
         return rate
 
@@ -92,11 +100,15 @@ class HotMemory:
 
     def _keep(self) -> None:
         self._end()
-        num_bytes = self._num_bytes or int(SHARE * psutil.virtual_memory().available)
+        num_bytes = self._num_bytes or int(SHARE * min(psutil.virtual_memory().available, usable_memory()))
         command = [sys.executable, "-m", __name__, str(num_bytes)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout
-        self._process.stdout.readline()
+        if self._process.stdout.readline() != READY:
+            self._end()
+            logger.warning(
+                "the process that keeps %d bytes of memory ended early; the benchmark runs without", num_bytes
+            )
 
     def _end(self) -> None:
         if self._process is not None:
@@ -117,6 +129,6 @@ def keep(num_bytes: int) -> mmap.mmap:
 
 if __name__ == "__main__":
     memory = keep(int(sys.argv[1]))
-    sys.stdout.write("ready\n")
+    sys.stdout.write(READY)
     sys.stdout.flush()
     sys.stdin.read()  # until the benchmark closes the pipe or ends

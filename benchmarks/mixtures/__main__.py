@@ -24,6 +24,10 @@ from dataload.benchmarks.mixtures.systems import SYSTEMS, WEIGHTS, workload_of
 from dataload.benchmarks.summary import ranged
 from dataload.benchmarks.workloads import write
 
+CAPTION = (
+    "Epochs of Hugging Face datasets include shuffle, interleave_datasets and new workers: their users shuffle again "
+    "before each epoch."
+)
 PEERS_PYTHON = Path(".venv-peers/bin/python")
 
 
@@ -43,7 +47,7 @@ def main(
             for name in [*SYSTEMS][:: -1 if number % 2 else 1]:
                 python = Path(sys.executable) if SYSTEMS[name] is systems.ours else peers_python
                 found[name].append(json.loads(_run(python, name, str(workers), folder)))
-    table = Table("system", "rows/s", "quota error, rows", "rows of an epoch")
+    table = Table("system", "rows/s", "quota error, rows", "rows of an epoch", caption=CAPTION)
     for name, results in found.items():
         cells = (ranged([each[key] for each in results], "{:,.0f}") for key in ("rate", "error", "rows"))
         table.add_row(name, *cells)

@@ -51,7 +51,11 @@ def ours(folder: Path, cache: Path, workers: int) -> Epochs:
 
 
 def interleaved(folder: Path, cache: Path, workers: int) -> Epochs:
-    """Yield the same of `interleave_datasets` of Hugging Face datasets, map-style."""
+    """Yield the same of `interleave_datasets` of Hugging Face datasets, map-style.
+
+    Users of these datasets shuffle again before each epoch. So `shuffle`, `interleave_datasets` and the start of new
+    workers are part of the time of an epoch.
+    """
     import datasets
     from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
@@ -123,7 +127,10 @@ def convert(size: str, folder: Path) -> None:
 
 
 def measured(name: str, workers: int, folder: Path, cache: Path) -> None:
-    """Measure a system in this process. Write the result as JSON."""
+    """Measure a system in this process. Write the result as JSON.
+
+    The rate is all rows of the epochs after the first over their time. The rows are the mean of these epochs.
+    """
     epochs = SYSTEMS[name](folder, cache, workers)
     for _ in next(epochs):
         pass
@@ -133,8 +140,8 @@ def measured(name: str, workers: int, folder: Path, cache: Path) -> None:
         for batch in next(epochs):
             counts += np.bincount(np.asarray(batch["label"]), minlength=len(WEIGHTS))
             error = max(error, float(np.abs(counts - np.multiply(WEIGHTS, counts.sum())).max()))
-        seconds, rows = seconds + perf_counter() - started, int(counts.sum())
-    sys.stdout.write(json.dumps({"rate": EPOCHS * rows / seconds, "error": error, "rows": rows}) + "\n")
+        seconds, rows = seconds + perf_counter() - started, rows + int(counts.sum())
+    sys.stdout.write(json.dumps({"rate": rows / seconds, "error": error, "rows": rows / EPOCHS}) + "\n")
 
 
 def _options(workers: int) -> dict[str, Any]:

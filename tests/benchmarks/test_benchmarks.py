@@ -408,6 +408,14 @@ def test_readme_takes_the_table_between_its_marks(tmp_path: Path) -> None:
         render.into_readme(readme, "new")
 
 
+def test_a_report_tells_who_fetches_stored_pixels_only_beside_that_workload() -> None:
+    settings = dict.fromkeys(("date", "commit", "size", "rounds"), "0") | {"wire": False, "step_seconds": 0, "runs": []}
+    machine = dict.fromkeys(("processor", "cores", "memory", "system"), "0")
+    for workload, is_told in (("pixels", True), ("images", False)):
+        found = {"machine": machine, "versions": {}, "workloads": {workload: TRUTH | {"conversions": {}}}}
+        assert ("stored pixels" in render.markdown(settings | found)) is is_told
+
+
 def test_a_system_that_delivers_nothing_ends_no_report(tmp_path: Path) -> None:
     [run] = result_of("LitData", 5, problem="epoch 0: 0 rows of 100")
     run["phases"]["warm"]["rows"] = 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dataload.benchmarks.cold.measurement import IN_FLIGHT, busy
+from dataload.benchmarks.cold.measurement import IN_FLIGHT, bound, busy
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,17 @@ def test_the_last_two_latencies_do_not_count() -> None:
     assert busy([(0.0, IN_FLIGHT), (8.0, 0), (10.0, 0)], latency=1.0) == pytest.approx(1.0)
 
 
+def test_the_wire_bounds_only_systems_with_requests() -> None:
+    processors = len(os.sched_getaffinity(0))
+    found = {
+        "bare GETs": {"seconds": 5.0, "cpu": 1.0, "origin_cpu": 1.0, "requests": 8.0},
+        "dataload": {"seconds": 9.0, "cpu": 1.0, "origin_cpu": 1.0, "requests": 8.0},
+        "dataload, local files": {"seconds": 3.0, "cpu": 2.0, "origin_cpu": 0.0, "requests": 0.0},
+    }
+    assert bound(found, "dataload") == 5.0
+    assert bound(found, "dataload, local files") == 2.0 / processors
+
+
 @pytest.mark.timeout(240)
 def test_every_system_reads_all_rows(tmp_path: Path) -> None:
     command = [
@@ -46,7 +58,9 @@ def test_every_system_reads_all_rows(tmp_path: Path) -> None:
     ]
     options = ["--megabytes", "4", "--rounds", "1", "--folder", str(tmp_path), "--json", str(tmp_path / "found.json")]
     options += ["--cache-share", "2", "--plot", str(tmp_path / "in-flight.svg")]
-    subprocess.run([*command, *options], check=True, capture_output=True, timeout=200)
+    shown = subprocess.run([*command, *options], check=True, capture_output=True, text=True, timeout=200).stdout
+    assert "–" in shown  # in flight, of the systems without requests
+    assert "nan" not in shown
     found = {entry["system"]: entry["runs"][0] for entry in json.loads((tmp_path / "found.json").read_text())}
     assert found.keys() == {"dataload", "dataload, local files", "pyarrow", "bare GETs", "bare decode"}
     assert found["dataload"]["rows"] == found["pyarrow"]["rows"] > 0

@@ -4,6 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataload.benchmarks.mixtures import systems
 from dataload.benchmarks.mixtures.systems import EPOCHS, SYSTEMS, WEIGHTS, measured, workload_of
 from dataload.benchmarks.workloads import write
 
@@ -16,6 +17,18 @@ def test_a_mixture_is_measured_with_its_quota_error(tmp_path: Path, capsys: pyte
     assert result["error"] < 1
     assert result["rows"] >= workload_of(0, "tiny").rows
     assert result["rate"] > 0
+
+
+def test_the_rate_counts_the_rows_of_every_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(2 * EPOCHS))
+    monkeypatch.setattr(systems, "perf_counter", lambda: next(clock))  # An epoch takes one second.
+    lengths = [1000, *range(1, EPOCHS + 1)]
+    monkeypatch.setitem(SYSTEMS, "growing", lambda *_: (iter([{"label": np.zeros(n, np.int64)}]) for n in lengths))
+    measured("growing", 0, tmp_path, tmp_path)
+    result = json.loads(capsys.readouterr().out)
+    assert result["rate"] == result["rows"] == sum(lengths[1:]) / EPOCHS
 
 
 def test_a_source_ahead_of_its_share_is_an_error(

@@ -62,7 +62,7 @@ class _Member:
 
 
 class BunchMaker:
-    """Makes many small row groups of a dataset at once, each with a blob of its own.
+    """A maker of many small row groups of a dataset at once, each with a blob of its own.
 
     Args:
         blobs: The cached row groups.
@@ -70,7 +70,7 @@ class BunchMaker:
         blocks: Reader of the dataset's files, and the cache.
 
     Notes:
-        Any thread may call it. The blobs are those that `RowGroupCache.load` makes, byte for byte.
+        Any thread may call it. The blobs have the same values as those that `RowGroupCache.load` makes.
     """
 
     def __init__(self, blobs: RowGroupCache, manifest: Manifest, blocks: Blocks) -> None:
@@ -198,7 +198,7 @@ class BunchMaker:
         try:
             table = pa.concat_tables([member.table for member in members])
             columns = self._blobs.maker.decoded_table(table, len(table), first, "small row groups")
-        except (DataError, pa.ArrowException):  # Which row group has the nulls? Other schemas cannot be joined.
+        except (DataError, pa.ArrowException):  # One has nulls, or their schemas differ: decode each alone.
             return None
         starts = list(accumulate(lengths, initial=0))
         return [
