@@ -96,7 +96,7 @@ def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, backgroun
         dataset.rowstore.prefetch([])
         dataset.rowstore.scheduler.decoder.make(0)
         assert dataset.rowstore.scheduler.decoder._process.ready.wait(60)
-    origin.behave(latency=0.1, bytes_per_second=4e5 if background else 1e6)  # the low-priority process decodes late
+    origin.behave(latency=0.1, bytes_per_second=4e6 if background else 1e7)  # the low-priority process decodes late
     options: dict[str, Any] = {"transform": Slow(0), "num_workers": num_workers} if num_workers else {}
     stats = epoch(make_loader(dataset, 4, window=2, **options))
     if background:
