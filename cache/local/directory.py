@@ -231,18 +231,12 @@ class CacheFolder:
             self._release_some(over, chain(self.index.transient(), self.index.pinned(time.time_ns())))
 
     def _evict(self, size: int, victims: Iterator[Row]) -> bool:
-        """Evict the given blobs in order until `size` bytes are free. Return whether that succeeded.
-
-        If all of them together are too small, nothing is evicted.
-        """
-        first, found = [], 0
-        while found < size:
-            row = next(victims, None)
-            if row is None:
-                return False
+        """Evict blobs in order until `size` bytes are free, none if all are too small. Return whether it succeeded."""
+        first, missing = list[Row](), size
+        while missing > 0 and (row := next(victims, None)) is not None:
             first.append(row)
-            found += row.size
-        return self._release_some(size, chain(first, victims)) <= 0
+            missing -= row.size
+        return missing <= 0 and self._release_some(size, chain(first, victims)) <= 0
 
     def _evict_surplus(self, division: Division, size: int) -> bool:
         """Evict blobs that need not stay until `size` bytes are free. Return whether that succeeded."""

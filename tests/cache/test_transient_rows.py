@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,17 @@ def need_of(dataset: str, count: int, window: int) -> Need:
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Index:
-    return LocalTier(tmp_path / "cache", 1 << 30).folder.index
+def index(tmp_path: Path) -> Iterator[Index]:
+    tier = LocalTier(tmp_path / "cache", 1 << 30)
+    yield tier.folder.index
 
 
 def test_an_admission_reads_few_rows_of_the_index_whatever_their_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count, read = 900, []
-    folder = LocalTier(tmp_path / "cache", count * SIZE).folder
+    tier = LocalTier(tmp_path / "cache", count * SIZE)
+    folder = tier.folder
     division = divide(count * SIZE, [[need_of("a", 3000, window=count)]])
     folder.index.enter(row("a", number, 1 + number) for number in range(count))
     row_of = Index._row
@@ -85,8 +88,6 @@ def test_rows_that_could_not_be_evicted_come_again(index: Index) -> None:
 def test_a_transient_row_is_as_old_as_its_admission(index: Index) -> None:
     """The fill of a row that is admitted last may have started first."""
     for number in (1, 0):
-        assert (
-            index.admit(row("a", number, 1 + number, pinned=True), limit=1 << 20, region=1 << 20, allow_transient=True)
-            is None
-        )
+        new = row("a", number, 1 + number, pinned=True)
+        assert index.admit(new, limit=1 << 20, region=1 << 20, allow_transient=True) is None
     assert [found.name for found in index.transient()] == [row("a", number).name for number in (1, 0)]
