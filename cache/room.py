@@ -31,7 +31,7 @@ class Need:
     """The bytes that a loader needs in a cache.
 
     Args:
-        name: Identifies the data and their order, 16 bytes. Ranks that read one epoch together have the same name.
+        name: Identifies the groups and their order, 16 bytes. Ranks that read one epoch together have the same name.
         groups: Numbers of the groups of blobs that an epoch reads, ascending and distinct, uint64 [n]; see
             `group_number`.
         sizes: Bytes of each group, float64 [n].
@@ -161,7 +161,8 @@ class Division:
         groups: Numbers of all needed groups, ascending, uint64 [n].
         sample: If a need has a sample, only multiples of this number are in `groups`.
         filter: The filter of all needed groups then.
-        parts: Each need of another name, with the bytes of its part of the region.
+        parts: Each need of another name, with the bytes of its part of the region, by name: processes list needs in
+            different orders.
     """
 
     region: int = 0
@@ -177,7 +178,7 @@ class Division:
         return _is_in(group, self.groups, self.sample, self.filter)
 
     def part_of(self, group: int) -> tuple[bytes, int]:
-        """Return (name, bytes) of the part of the region for a group's need; (b"", 0) if no need has the group."""
+        """Return (name, bytes) of the first part of the region whose need has a group; (b"", 0) if there is none."""
         return next(((need.name, part) for need, part in self.parts if group in need), (b"", 0))
 
     def stays(self, group: int) -> bool:
@@ -226,7 +227,7 @@ def divide(limit: int, processes: Iterable[Sequence[Need]]) -> Division:
     filtered, named = _joined_filter(needs) if sample > 1 else None, {need.name: need for need in needs}
     return Division(
         *(region, total, stays_below, groups, sample, filtered),
-        tuple((named[name], part) for name, part in parts.items()) if region else (),
+        tuple((named[name], part) for name, part in sorted(parts.items())) if region else (),
     )
 
 

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
 
 import lmdb
@@ -27,7 +27,7 @@ from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start, remove
 from dataload.cache.room import Division
-from dataload.cache.surplus import Surplus, evictable
+from dataload.cache.surplus import Surplus, TransientRows
 from dataload.errors import ConfigError
 
 FORMAT = 3
@@ -113,7 +113,7 @@ class CacheFolder:
                 raise
             cause = error.strerror or error
             raise ConfigError(f"cache_dir {path} cannot be used ({cause}): name a folder you may write to") from error
-        self._surplus = Surplus()
+        self._surplus, self._transient = Surplus(), TransientRows(self.index)
         self.ended = threading.Event()  # set once everything is closed and the process may reopen the folder
         self._close = weakref.finalize(
             self, _close, os.getpid(), path, self.index, self.staging, self.locks, self.ended
@@ -207,15 +207,15 @@ class CacheFolder:
                 return True
             before_evicting()
             before = self.oldest_process() if pin else time.time_ns()
-            if self._evict(max(missing), partial(index.pinned, before)):
+            if self._evict(max(missing), index.pinned(before)):
                 continue
             # Other data may have filled the region with pinned blobs.
             overfull = region > 0 and missing.pinned > row.size
             if division.stays(row.group) and self._evict_surplus(division, max(missing)):
                 continue
-            victims = (
-                partial(index.pinned, time.time_ns()) if overfull else partial(evictable, index, division, row, before)
-            )
+            victims = index.pinned(time.time_ns() if overfull else before)
+            if not overfull:
+                victims = chain(self._transient.victims(division, row), victims)
             if missing.total > 0 and not (
                 (overfull and self._evict_surplus(division, missing.total)) or self._evict(missing.total, victims)
             ):
@@ -228,16 +228,15 @@ class CacheFolder:
         """Evict blobs, the least recently used first, until at most `keep_bytes` remain."""
         over = self.index.used_bytes() - keep_bytes
         if over > 0:
-            self._release_some(over, self.index.evictable(time.time_ns()))
+            self._release_some(over, chain(self.index.transient(), self.index.pinned(time.time_ns())))
 
-    def _evict(self, size: int, victims: Callable[[], Iterator[Row]]) -> bool:
-        """Evict the given blobs in order until `size` bytes are free. Return whether that succeeded.
-
-        If all of them together are too small, nothing is evicted.
-        """
-        return any(total >= size for total in accumulate(row.size for row in victims())) and (
-            self._release_some(size, victims()) <= 0
-        )
+    def _evict(self, size: int, victims: Iterator[Row]) -> bool:
+        """Evict blobs in order until `size` bytes are free, none if all are too small. Return whether it succeeded."""
+        first, missing = list[Row](), size
+        while missing > 0 and (row := next(victims, None)) is not None:
+            first.append(row)
+            missing -= row.size
+        return missing <= 0 and self._release_some(size, chain(first, victims)) <= 0
 
     def _evict_surplus(self, division: Division, size: int) -> bool:
         """Evict blobs that need not stay until `size` bytes are free. Return whether that succeeded."""

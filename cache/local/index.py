@@ -113,13 +113,14 @@ class Index(LmdbFile):
         """Yield the pinned rows last used before a time (ns), least recently used first."""
         return itertools.takewhile(lambda row: row.used_at < before, self._scan(_PINNED))
 
-    def transient(self) -> Iterator[Row]:
-        """Yield the transient rows, oldest first."""
-        return itertools.takewhile(lambda row: not row.pinned, self._scan(0))
+    def transient(self, since: int = 0) -> Iterator[Row]:
+        """Yield the transient rows admitted since a time (ns), oldest first."""
+        return itertools.takewhile(lambda row: not row.pinned, self._scan(since))
 
-    def evictable(self, before: int) -> Iterator[Row]:
-        """Yield the transient rows, oldest first, and then the rows of `pinned`."""
-        return itertools.chain(self.transient(), self.pinned(before))
+    def holds(self, row: Row) -> bool:
+        """Return whether a row is still the same."""
+        with self._transaction() as txn:
+            return self._row(txn, row.digest) == row
 
     def used_bytes(self) -> int:
         """Return the bytes of all rows."""
@@ -161,7 +162,7 @@ class Index(LmdbFile):
         """Enter a row if it fits. Otherwise return the shortage.
 
         Args:
-            row: The row to enter.
+            row: The row to enter, pinned.
             limit: Most bytes of all rows.
             region: Bytes of the limit that are for transient rows.
             allow_transient: Whether to enter the row as transient if it cannot be pinned.
@@ -176,8 +177,9 @@ class Index(LmdbFile):
             missing = Shortage.of(row.size, used=used, transient=transient, limit=limit, region=region)
             if missing.total > 0 or (missing.pinned > 0 and not allow_transient):
                 return missing
-            pinned = missing.pinned <= 0
-            self._put(txn, row if row.pinned == pinned else replace(row, pinned=pinned))
+            if missing.pinned > 0:  # The time is of this transaction: no older row appears after a younger one.
+                row = replace(row, pinned=False, used_at=time.time_ns())
+            self._put(txn, row)
             return None
 
     def admit_all(self, rows: Sequence[Row], *, limit: int, region: int) -> bool:

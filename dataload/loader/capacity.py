@@ -59,14 +59,13 @@ class Capacity:
         for each, blobs in zip(order.orders, rowstore.blobs.caches, strict=True):
             if blobs.shared:
                 caches.setdefault(blobs.tier.location, []).append((each, blobs))
-        name = _name_of(order)
         needs: list[tuple[Tier, Need]] = []
         for sources in caches.values():
             tier = sources[0][1].tier
             if sum(blobs.num_bytes for _, blobs in sources) * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
                 for _, blobs in sources:
                     _measure(blobs)
-            needs.append((tier, need_of(sources, tier.limit, sampler.node_share, name)))
+            needs.append((tier, need_of(sources, tier.limit, sampler.node_share, _name_of(order, sources))))
         self._needs = needs
         self._lease()
         at_once = gathered_at_once(rowstore.row_bytes * sampler.batch_size)
@@ -94,10 +93,13 @@ class Capacity:
         self._leases, self._owner = [tier.lease(need) for tier, need in self._needs], os.getpid()
 
 
-def _name_of(order: PositionOrder) -> bytes:
-    """Return a digest of the data and their order."""
+def _name_of(order: PositionOrder, sources: Sequence[tuple[Order, RowGroupCache]]) -> bytes:
+    """Return a digest of the data, their order and the groups in the cache. The groups depend on the columns."""
     content = json.dumps([order.digest, order.options], default=str, sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(content.encode(), digest_size=16)
+    for _, blobs in sources:
+        digest.update(blobs.group_numbers.data)
+    return digest.digest()
 
 
 def _measure(blobs: RowGroupCache) -> None:
@@ -116,7 +118,7 @@ def need_of(
         sources: The order and the row groups of each dataset that is read at the same time.
         limit: Size of the cache in bytes.
         node_share: Part of the datasets that this node reads.
-        name: Identifies the data and their order, 16 bytes.
+        name: Identifies the groups and their order, 16 bytes.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.

@@ -120,6 +120,13 @@ def test_the_region_is_for_all_loaders_but_once_for_the_ranks_of_one() -> None:
     assert region([a, a, a, b, b, b]) == 10
 
 
+def test_processes_count_what_two_loaders_share_to_the_same_one() -> None:
+    a, overlapping = need_of("a"), need_of("a", 30, name="filter")
+    divisions = [divide(20 * ON_DISK, order) for order in ([[a], [overlapping]], [[overlapping], [a]])]
+    for group in overlapping.groups.tolist():
+        assert divisions[0].part_of(group) == divisions[1].part_of(group) != (b"", 0)
+
+
 def test_the_need_of_a_large_dataset_is_announced_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "MOST_GROUPS", 100)
     a, b = need_of("a", 3000), need_of("b", 50)

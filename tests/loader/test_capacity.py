@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import CacheConfig, make_dataset, make_loader
+from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.cache.room import FITS
 from dataload.cli.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
@@ -144,6 +144,25 @@ def test_the_transient_region_grows_where_that_is_negligible(groups: int, furthe
     assert region(blobs.num_bytes // 2) == (window + (further - 4) * group_bytes, further)
     assert region(blobs.num_bytes * 2) == (0, 0)
     assert region(5 * group_bytes) == (window, 4)
+
+
+def test_loaders_share_a_part_of_the_region_if_they_read_the_same_groups_in_the_same_order(tmp_path: Path) -> None:
+    """Ranks do. Loaders of other columns read other blobs."""
+    for name in range(8):
+        pq.write_table(pa.table({"x": noise.random(2000), "y": noise.random(2000)}), tmp_path / f"{name}.parquet")
+    cache = CacheConfig(str(tmp_path / "cache"), 150_000)
+
+    def loader(column: str, rank: int = 0) -> Any:
+        return make_loader(
+            f"{tmp_path}/*.parquet", 10, columns=[column], window=1, cache=cache, world=World(rank, 2, rank, 2)
+        )
+
+    x, x_of_another_rank, y = loader("x"), loader("x", 1), loader("y")
+    [[(tier, need)], [(_, same)], [(_, other)]] = [each._capacity._needs for each in (x, x_of_another_rank, y)]
+    assert need.name == same.name != other.name
+    for each in (need, other):
+        name, part = tier.division().part_of(int(each.groups[0]))
+        assert (name, part > 0) == (each.name, True)
 
 
 @pytest.mark.parametrize(
