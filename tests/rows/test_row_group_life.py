@@ -18,6 +18,7 @@ PATHS = [
     [State.PLANNED, State.FETCHING, State.DECODING, State.CACHED, State.MAPPED],  # made here
     [State.PLANNED, State.CACHED, State.MAPPED],  # found in the cache
     [State.PLANNED, State.RELEASED],  # cancelled
+    [State.PLANNED, State.CACHED, State.RELEASED],  # The rest of its bunch could not be loaded.
     [State.PLANNED, State.FETCHING, State.RELEASED],  # The origin failed.
     [State.PLANNED, State.FETCHING, State.DECODING, State.RELEASED],  # It cannot be decoded.
 ]
