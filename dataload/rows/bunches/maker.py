@@ -17,7 +17,7 @@ from dataload.formats.base import SHARED_BYTES, RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
 from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.rows.row_group_maker import location
+from dataload.rows.row_group_maker import DECODED_COPIES, location
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import charged_to
 from dataload.telemetry.wait_timeline import doing
@@ -99,7 +99,9 @@ class BunchMaker:
         """
         tier, blobs, numbers = self._blocks.tier.bulk, self._blobs, list(lives)
         assert tier is not None
-        size = sum(3 * blobs.bytes_of(number) + self._manifest.row_groups[number].bytes for number in numbers)
+        size = sum(
+            DECODED_COPIES * blobs.bytes_of(number) + self._manifest.row_groups[number].bytes for number in numbers
+        )
         with (
             blobs.maker.reserve_bytes(size, lambda: all(life.is_cancelled() for life in lives.values())),
             tier.lock_together([blobs.lock_key(number) for number in numbers]) as locked,
