@@ -125,19 +125,24 @@ def test_a_forked_child_never_lets_go_of_a_store(bucket: Any, tmp_path: Path) ->
     assert in_a_child(lambda: str(sys.getrefcount(store) - held).encode()) == b"1"
 
 
+def open_with_session(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a filesystem without an explicit key, whose session finds credentials in the environment."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
+    options = {name: value for name, value in bucket.options.items() if name not in ("key", "secret")}
+    return open_fs(tmp_path, options, engine="obstore")
+
+
 def test_credentials_of_the_session_are_used_and_asked_for_again(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without an explicit key, the session finds credentials, which may change later."""
     bucket.put("x", DATA)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setattr(obstore, "CREDENTIALS_LAST", -obstore.CREDENTIALS_LAST)
     asked = []
     ask = obstore._Credentials.__call__
     monkeypatch.setattr(obstore._Credentials, "__call__", lambda self: asked.append(ask(self)) or asked[-1])
-    options = {name: value for name, value in bucket.options.items() if name not in ("key", "secret")}
-    fs = open_fs(tmp_path, options, engine="obstore")
+    fs = open_with_session(bucket, tmp_path, monkeypatch)
     assert fs.cat_file(bucket.url("x")) == DATA
     assert len(asked) == 4, "they had expired before each of the four blocks"
     assert {each["access_key_id"] for each in asked} == {"from-the-environment"}
@@ -147,10 +152,7 @@ def test_credentials_of_the_session_are_pickled_for_processes_of_this_program_on
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.put("x", DATA)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
-    options = {name: value for name, value in bucket.options.items() if name not in ("key", "secret")}
-    fs = open_fs(tmp_path, options, engine="obstore")
+    fs = open_with_session(bucket, tmp_path, monkeypatch)
     assert fs.cat_file(bucket.url("x")) == DATA
     origin = fs.blocks.origin
     assert b"a-secret" not in pickle.dumps(origin)
