@@ -13,6 +13,7 @@ import torch
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.filesystem import open_source
+from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.locations import Location, Locator
 from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
 from dataload.catalog.selected_rows import SelectedRows
@@ -55,8 +56,8 @@ class Dataset(MapStyle):
         >>> path = Path(folder.name) / "rows.parquet"
         >>> pq.write_table(pa.table({"id": range(6)}), path, row_group_size=2)
         >>> dataset = make_dataset(path, cache=False)
-        >>> dataset
-        Dataset(6 rows in 3 row groups, id)
+        >>> dataset  # doctest: +ELLIPSIS
+        Dataset(file:///...: 6 rows in 3 row groups of 1 files; id: int64; no cache)
         >>> len(dataset), int(dataset[-1]["id"])
         (6, 5)
         >>> dataset.__getitems__([4, 0]).columns["id"].tolist()
@@ -131,7 +132,9 @@ class Dataset(MapStyle):
         return fingerprint_of(self.manifest, self.stages)
 
     def __repr__(self) -> str:
-        return f"Dataset({self.num_rows} rows in {len(self.row_groups)} row groups, {', '.join(self.schema.names)})"
+        urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})
+        size = f"{self.num_rows:,} rows in {len(self.row_groups):,} row groups of {len(urls):,} files"
+        return f"Dataset({source_text(urls)}: {size}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
 
     def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
         return self._locator.locate(numbers)
@@ -308,8 +311,8 @@ def make_dataset(
         ...     pq.write_table(pa.table({"id": range(3), "weight": [1.0, 2.5, 4.0]}), path)
         >>> dogs = [("label", "=", "dog")]
         >>> dataset = make_dataset(folder.name, columns=["weight", "label"], filters=dogs, cache=False)
-        >>> dataset
-        Dataset(3 rows in 1 row groups, weight, label)
+        >>> dataset  # doctest: +ELLIPSIS
+        Dataset(file:///...: 3 rows in 1 row groups of 1 files; weight: double, label: string; no cache)
         >>> dataset[1]["label"], float(dataset[1]["weight"])
         ('dog', 2.5)
         >>> folder.cleanup()

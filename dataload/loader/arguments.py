@@ -1,39 +1,84 @@
-"""Checks of the arguments of `make_loader`."""
+"""Checks of the arguments of `make_loader` that need no dataset, so that they run before the first request."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import inspect
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from dataload.errors import ConfigError
+from dataload.samplers.order import SHUFFLES
+
+_OWN = ("dataset", "sampler", "batch_sampler")  # arguments of torch's DataLoader that the loader sets itself
 
 
-def check_arguments(
-    batch_size: int,
-    ragged: str,
-    prefetch: int | None,
-    num_workers: int,
-    num_threads: int | None,
-    dataloader_kwargs: Mapping[str, Any],
-) -> None:
-    """Check arguments that need no dataset. They are those of `make_loader`.
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of `make_loader`.
+
+    Args:
+        arguments: All of them by name. "dataloader_kwargs" has those for `torch.utils.data.DataLoader`.
 
     Raises:
         ConfigError: An argument is out of range or unknown, or two of them exclude each other.
     """
-    if ragged not in ("list", "flat"):
-        raise ConfigError(f"ragged={ragged!r} is unknown: use 'list' or 'flat'")
-    for name, number, least in (
-        ("batch_size", batch_size, 1),
-        ("prefetch", 1 if prefetch is None else prefetch, 1),
-        ("num_threads", 1 if num_threads is None else num_threads, 0),
+    for name, least in (
+        *(("batch_size", 1), ("window", 1), ("num_streams", 1), ("prefetch", 1)),
+        *(("num_workers", 0), ("num_threads", 0)),
     ):
-        if number < least:
-            raise ConfigError(f"{name}={number} must be at least {least}")
-    if num_workers and num_threads is not None:
+        _check_number(name, arguments[name], least)
+    for name, allowed in (("ragged", ("list", "flat")), ("on_error", ("raise", "skip")), ("shuffle", tuple(SHUFFLES))):
+        if arguments[name] not in allowed:
+            raise ConfigError(f"{name}={arguments[name]!r} is unknown: use one of {', '.join(map(repr, allowed))}")
+    for name in ("transform", "collate_fn"):
+        if arguments[name] is not None and not callable(arguments[name]):
+            raise ConfigError(f"{name}={arguments[name]!r} must be a function")
+    workers, threads = arguments["num_workers"], arguments["num_threads"]
+    if workers and threads is not None:
         raise ConfigError(
-            f"num_workers={num_workers} and num_threads={num_threads}: use one of them: threads for a transform that "
+            f"num_workers={workers} and num_threads={threads}: use one of them: threads for a transform that "
             "releases the interpreter lock, workers otherwise"
         )
+    _check_device(arguments["device"])
+    _check_for_torch(workers, arguments["dataloader_kwargs"], arguments)
+
+
+def _check_number(name: str, number: Any, least: int) -> None:
+    if number is None and name != "batch_size":
+        return
+    try:
+        whole = number.__index__()
+    except AttributeError:
+        raise ConfigError(f"{name}={number!r} must be a whole number of at least {least}") from None
+    if whole < least:
+        raise ConfigError(f"{name}={number} must be at least {least}")
+
+
+def _check_device(device: Any) -> None:
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r} is not a device of torch: {str(error).splitlines()[0]}") from error
+
+
+def _check_for_torch(workers: int, dataloader_kwargs: Mapping[str, Any], own_names: Iterable[str]) -> None:
+    known = [name for name in inspect.signature(DataLoader.__init__).parameters if name not in ("self", *_OWN)]
+    for name in dataloader_kwargs:
+        if name in _OWN:
+            raise ConfigError(f"{name}= is not an argument of make_loader, which makes its own: leave it out")
+        if name not in known:
+            near = difflib.get_close_matches(name, [*own_names, *known], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "it is an argument of neither make_loader nor DataLoader"
+            raise ConfigError(f"{name}= is unknown: {hint}")
     if not dataloader_kwargs.get("in_order", True):
         raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the loader's own DataLoader will warn
+            DataLoader(range(1), num_workers=workers, **dataloader_kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"torch's DataLoader does not take these arguments: {error}") from error

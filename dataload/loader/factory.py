@@ -131,13 +131,13 @@ def make_loader(
                 train_step(batch["image"], batch["label"])
         ```
     """
+    check_arguments(locals())
+    detected = world is None and mesh is None
+    world = world_of(world, mesh)
     options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}
     cached = {"cache_dir": cache_dir, "cache_bytes": cache_bytes, "cluster": cluster, "cache": cache}
     options |= {**cached, "null_masks": null_masks or None}
     dataset = _dataset_of(source, {name: value for name, value in options.items() if value is not None})
-    check_arguments(batch_size, ragged, prefetch, num_workers, num_threads, dataloader_kwargs)
-    detected = world is None and mesh is None
-    world = world_of(world, mesh)
     _share_host(dataset, world, num_workers)
     sampler = _sampler(dataset, world, batch_size, num_streams, window, shuffle=shuffle, seed=seed, drop_last=drop_last)
     shape = {"ragged": ragged, "group": group, "computed": _computed(dataset, row_ids=row_ids)}

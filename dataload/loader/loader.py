@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
+from dataload.catalog.description import few
 from dataload.loader.background_iterator import run_ahead
 from dataload.loader.batch_maker import Answer, BatchMaker, Requests
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
@@ -25,6 +26,7 @@ from dataload.loader.lookahead import Lookahead, Needs
 from dataload.loader.ranks import check_data_parallel, process_among
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
+from dataload.rows.row_store import RowStore
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.row_group_ledger import Served
@@ -88,6 +90,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             # The workers' dataset is the batch maker, and its sampler yields requests: torch batches nothing itself.
             own = {"batch_size": None, "sampler": self._requests, "collate_fn": _identity}
             self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
+
+    def __repr__(self) -> str:
+        return f"Loader({len(self):,} batches; {_order_text(self.sampler)}; {self.dataset!r})"
 
     def __len__(self) -> int:
         self._renew()
@@ -199,7 +204,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self, epoch: int, cursor: int, needs: Needs, waiting: Timeline, device: torch.device | None
     ) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
-        lookahead, stop = self._lookahead(needs), Future[None]()
+        lookahead = _lookahead(rowstore, self._capacity, needs, has_workers=self._workers is not None)
+        stop = Future[None]()
         memory = host_memory_for(device, self.pin_memory)
         if self._workers is None:
             answers = self._from_threads(epoch, cursor, lookahead, waiting, stop, memory)
@@ -225,17 +231,6 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     stop.set_result(None)
                 rowstore.forget()
                 raise
-
-    def _lookahead(self, needs: Iterator[tuple[int, int]]) -> Lookahead:
-        rowstore = self.dataset.rowstore
-        ahead, further = self._capacity.ahead()
-        if further and self._workers is not None:
-            # Workers open row groups only when they need them: half of the region is for those that they are reading.
-            ahead, further = max(1, min(ahead, further) // 2), 0
-        # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
-        useful = self._workers is None or rowstore.blobs.shared
-        prefetch = rowstore.prefetch if useful else lambda _: None
-        return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.passes)
 
     def _from_threads(
         self,
@@ -284,6 +279,26 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             # The traceback has the frame in torch that holds the error and the workers. In this reference cycle, the
             # garbage collector would close the workers' queues before it stops them, and wait 5 s for each worker.
             raise error.with_traceback(None)  # noqa: B904
+
+
+def _lookahead(
+    rowstore: RowStore, capacity: Capacity, needs: Iterator[tuple[int, int]], *, has_workers: bool
+) -> Lookahead:
+    ahead, further = capacity.ahead()
+    if further and has_workers:
+        # Workers open row groups only when they need them: half of the region is for those that they are reading.
+        ahead, further = max(1, min(ahead, further) // 2), 0
+    # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
+    useful = not has_workers or rowstore.blobs.shared
+    prefetch = rowstore.prefetch if useful else lambda _: None
+    return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.passes)
+
+
+def _order_text(sampler: RankSampler) -> str:
+    order = sampler.order
+    windows = few(str(each.window) for each in order.orders)
+    shuffle = f"shuffle={order.shuffle!r}, window={windows}, seed={order.seed}" if order.shuffle else "shuffle=False"
+    return f"{sampler.batch_size:,} rows a batch, rank {sampler.rank} of {sampler.num_replicas}; {shuffle}"
 
 
 def _answers(calls: Iterable[Callable[[], Answer]], memory: HostMemory | None) -> list[Answer]:

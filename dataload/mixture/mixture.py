@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dataload.catalog.description import cache_text, columns_text, few
 from dataload.catalog.locations import Location
 from dataload.catalog.manifest import Source as Files
 from dataload.dataset import Dataset, make_dataset
@@ -100,11 +101,11 @@ class Mixture(MapStyle):
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def __repr__(self) -> str:
-        sources = ", ".join(
-            f"{name}: {len(dataset)} rows, weight {weight}"
+        sources = few(
+            f"{name}: {len(dataset):,} rows, weight {weight}"
             for name, dataset, weight in zip(self.names, self._datasets, self.weights, strict=True)
         )
-        return f"Mixture({sources})"
+        return f"Mixture({sources}; {columns_text(self.schema)}; {cache_text(self._datasets[0].blocks.tier)})"
 
     def set_weights(self, weights: Weights) -> None:
         """Use other weights. Loaders follow at the start of their next epoch.

@@ -21,6 +21,7 @@ import pytest
 from clusters import until
 from rich.console import Console
 
+import dataload
 from dataload import CacheConfig, ConfigError, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import Object
@@ -135,6 +136,8 @@ def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, datas
     found = json.loads(at_bucket("plan", url, "--window", "2", "--batch-size", "350", "--json").stdout)
     assert (found["objects"], found["bytes"], found["rows"], found["row_groups"]) == (2, size, 1000, 4)
     assert (found["trade"]["window"], found["trade"]["first_row_groups"]) == (2, 3)
+    two_ranks = ("plan", url, "--window", "2", "--batch-size", "175", "--world-size", "2", "--json")
+    assert json.loads(at_bucket(*two_ranks).stdout)["first_batch"] == found["first_batch"]
     json_of_all = json.loads(at_bucket("warm", url, "--json").stdout)
     assert json_of_all["requests_origin"] == found["first_epoch"]["requests"]
     assert (
@@ -334,6 +337,11 @@ def test_without_a_command_the_help_is_shown(run: Run) -> None:
     assert (done.returncode, done.stderr) == (2, "")
     assert "Commands" in done.stdout
     assert done.stdout.count("\n") > 10
+
+
+def test_version(run: Run) -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"dataload {dataload.__version__}\n", "")
 
 
 def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from dataload.cli.commands.options import (
     AllowNetworkFilesystem,
+    BatchSize,
     CacheBytes,
     CacheDir,
     Cluster,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def doctor(
     url: Annotated[str | None, typer.Argument(help="The dataset; default: check this machine only.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of one rank's batch.")] = 256,
+    batch_size: BatchSize = 256,
     num_workers: Annotated[int, typer.Option(min=0, help="Worker processes of each rank's loader.")] = 0,
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,
     pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Check for pinned batches, as for a GPU.")] = False,

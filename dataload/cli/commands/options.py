@@ -22,7 +22,7 @@ AllowNetworkFilesystem = Annotated[
     bool,
     typer.Option("--allow-network-filesystem", help="Allow a cache folder on a network filesystem."),
 ]
-BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a batch over all ranks.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows of one rank's batch.")]
 CacheBytes = Annotated[str | None, typer.Option(help='Limit of the cache in bytes, such as "500GB".')]
 CacheDir = Annotated[Path | None, typer.Option(help="Folder of the cache; default: the user's cache folder.")]
 Cluster = Annotated[
@@ -40,6 +40,7 @@ StorageOptions = Annotated[str | None, typer.Option(help="Options of the fsspec 
 Window = Annotated[
     int | None, typer.Option(min=1, help="Row groups to shuffle together; default: chosen from the dataset.")
 ]
+WorldSize = Annotated[int, typer.Option(min=1, help="Number of ranks that read the dataset.")]
 
 
 def names(text: str | None) -> list[str] | None:

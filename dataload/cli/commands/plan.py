@@ -20,6 +20,7 @@ from dataload.cli.commands.options import (
     Seed,
     StorageOptions,
     Window,
+    WorldSize,
     config,
     open_dataset,
 )
@@ -43,6 +44,7 @@ def plan(
     url: str,
     window: Window = None,
     batch_size: BatchSize = 256,
+    world_size: WorldSize = 1,
     seed: Seed = 0,
     num_streams: Annotated[int, typer.Option(min=1, help="The loader's num_streams: one for each node.")] = 1,
     columns: Columns = None,
@@ -67,7 +69,8 @@ def plan(
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
     manifest, blobs, blocks = open_dataset(url, storage_options, columns, filters, cache_config, quiet=as_json)
     order = order_of(manifest, seed=seed, window=window, num_streams=num_streams)
-    result = make_plan(manifest, blobs, blocks, order, batch_size, bandwidth=rate, latency=latency, price=price)
+    rows = batch_size * world_size
+    result = make_plan(manifest, blobs, blocks, order, rows, bandwidth=rate, latency=latency, price=price)
     show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None:
         raise typer.Exit(FOUND_A_PROBLEM)

@@ -1,0 +1,36 @@
+"""Short texts about a dataset, for `repr`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import pyarrow as pa
+
+from dataload.cache.tier import Tier
+from dataload.runtime.redact import redacted
+
+MOST_PARTS = 8  # columns or sources that a text names
+
+
+def columns_text(schema: pa.Schema) -> str:
+    """Return the names and types of the columns: "id: int64, text: string, … 198 more"."""
+    return few(f"{field.name}: {field.type}" for field in schema)
+
+
+def source_text(urls: Sequence[str]) -> str:
+    """Return the URL that objects have in common: that of one object or of a folder. It has no credentials."""
+    common = os.path.commonprefix(list(urls))  # noqa: RUF071 (it is cut at a slash)
+    return redacted(common if len(urls) == 1 else common[: common.rfind("/") + 1])
+
+
+def cache_text(tier: Tier) -> str:
+    """Return where the rows are cached."""
+    return f"cache {tier.location}" if tier.shared else "no cache"
+
+
+def few(parts: Iterable[str]) -> str:
+    """Return the first parts, separated by commas, and how many more there are."""
+    parts = list(parts)
+    more = [f"… {len(parts) - MOST_PARTS} more"] if len(parts) > MOST_PARTS else []
+    return ", ".join([*parts[:MOST_PARTS], *more])

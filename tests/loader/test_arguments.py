@@ -1,0 +1,77 @@
+"""Arguments of `make_loader` that cannot work raise before the first request, and the error names what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataload import ConfigError, World, make_loader, mix
+from dataload.dataset import make_dataset
+
+MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"batch_size": 2.5}, r"batch_size=2\.5 must be a whole number"),
+        ({"batch_size": None}, "batch_size=None must be a whole number"),
+        ({"window": 0}, "window=0 must be at least 1"),
+        ({"num_streams": 0}, "num_streams=0 must be at least 1"),
+        ({"prefetch": 0}, "prefetch=0 must be at least 1"),
+        ({"num_workers": -1}, "num_workers=-1 must be at least 0"),
+        ({"num_threads": -1}, "num_threads=-1 must be at least 0"),
+        ({"num_workers": 1, "num_threads": 1}, "use one of them"),
+        ({"shuffle": "blok"}, "shuffle='blok' is unknown: use one of True, 'block', 'full', False"),
+        ({"ragged": "padded"}, "ragged='padded' is unknown"),
+        ({"on_error": "ignore"}, "on_error='ignore' is unknown"),
+        ({"transform": 3}, "transform=3 must be a function"),
+        ({"collate_fn": "stack"}, "collate_fn='stack' must be a function"),
+        ({"device": "cdua"}, "device='cdua' is not a device"),
+        ({"world": World(0, 1), "mesh": object()}, "pass one of them"),
+        ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
+        ({"num_worker": 2}, r"num_worker= is unknown: did you mean 'num_workers'\?"),
+        ({"persistent_worker": True}, r"did you mean 'persistent_workers'\?"),
+        ({"zzz": 1}, "neither make_loader nor DataLoader"),
+        ({"sampler": [0]}, "sampler= is not an argument"),
+        ({"batch_sampler": [[0]]}, "batch_sampler= is not an argument"),
+        ({"in_order": False}, "cannot be resumed"),
+        ({"persistent_workers": True}, "num_workers > 0"),
+        ({"timeout": -1}, "timeout"),
+    ],
+)
+def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_loader(MISSING, **{"batch_size": 4, **arguments})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, rows in (("a", 6), ("b", 4)):
+        pq.write_table(pa.table({"id": range(rows), "text": ["x"] * rows}), tmp_path / f"{name}.parquet")
+    return tmp_path
+
+
+def test_the_text_of_a_loader_says_what_it_reads_and_how(folder: Path) -> None:
+    loader = make_loader(str(folder), 2, world=World(1, 2), window=1, seed=7, cache=False)
+
+    assert repr(loader) == (
+        "Loader(3 batches; 2 rows a batch, rank 1 of 2; shuffle='block', window=1, seed=7; "
+        f"Dataset(file://{folder}/: 10 rows in 2 row groups of 2 files; id: int64, text: string; no cache))"
+    )
+
+
+def test_texts_name_the_first_of_many_columns_and_sources(folder: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({f"c{number}": [1] for number in range(20)}), tmp_path / "wide.parquet")
+    one = make_dataset(tmp_path / "wide.parquet", cache_dir=str(tmp_path / "cache"))
+    text = repr(mix({f"s{number}": one for number in range(11)}))
+
+    assert text.startswith("Mixture(s0: 1 rows, weight 1, ")
+    assert "s7: 1 rows, weight 1, … 3 more; c0: int64, " in text
+    assert text.endswith(f"c7: int64, … 12 more; cache {tmp_path / 'cache'})")
+    assert "shuffle=False" in repr(make_loader(one, 1, shuffle=False))
