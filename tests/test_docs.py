@@ -65,7 +65,7 @@ def blocks_of(page):
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-QUICK_START = BLOCKS[0]
+PLAIN_DDP, QUICK_START = [block for block in BLOCKS if block.page.name == "README.md" and block.kind == "python"][:2]
 
 
 def parquet(**columns):
@@ -171,7 +171,6 @@ def test_blocks_run(page, reader, tmp_path, monkeypatch):
 
 def test_the_quick_start_is_a_whole_program(reader):
     """The quick start runs in its own process and reads S3 once for ten epochs."""
-    assert QUICK_START.page.name == "README.md"
     assert len(QUICK_START.text.splitlines()) <= 15
     Path("train.py").write_text(QUICK_START.text)
     ran = subprocess.run([sys.executable, "train.py"], capture_output=True, text=True, check=False)
@@ -182,6 +181,15 @@ def test_the_quick_start_is_a_whole_program(reader):
     assert size <= reader.stats()["get_bytes"] <= 1.1 * size
     assert Path("checkpoints").is_dir()
     assert len(Path("stats/rank-0.jsonl").read_text().split("\n")) > 10  # at least one line for each epoch
+
+
+def test_the_plain_loop_reads_each_row_once_over_two_ranks(reader):
+    Path("ddp.py").write_text(PLAIN_DDP.text)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
+    ran = subprocess.run(launch, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(f"epoch 9: {ROWS // 2} rows in ") == 2
+    assert reader.stats()["get_bytes"] <= 1.1 * len(dict(objects())["train/part-0.parquet"])
 
 
 def test_every_block_that_is_not_run_says_why():

@@ -1,4 +1,4 @@
-"""The examples run as a user starts them, read each row once over two ranks, and match the README."""
+"""The examples run as a user starts them, read each row once over two ranks, and match the page about them."""
 
 from __future__ import annotations
 
@@ -216,10 +216,10 @@ def test_data_parallel(folder, tmp_path):
     check_rows(folder, tmp_path, 1)
 
 
-def test_every_example_is_short_and_in_the_readme():
+def test_every_example_is_short_and_on_the_page_of_trainers():
     assert len(EXAMPLES) == 10
-    readme = (ROOT / "README.md").read_text()
-    blocks = dict(re.findall(r"```(?:python|sh)\n# examples/(\w+\.\w+)\n(.*?)```", readme, re.DOTALL))
+    page = (ROOT / "docs/guides/trainers.md").read_text()
+    blocks = dict(re.findall(r"```(?:python|sh)\n# examples/(\w+\.\w+)\n(.*?)```", page, re.DOTALL))
     assert blocks.keys() == {path.name for path in EXAMPLES}
     for path in EXAMPLES:
         lines = [line.strip() for line in path.read_text().splitlines()]
@@ -227,4 +227,4 @@ def test_every_example_is_short_and_in_the_readme():
         shown = [line.strip() for line in blocks[path.name].splitlines() if line.strip() not in ("", "...")]
         assert len(shown) >= 3
         places = [lines.index(line) for line in shown]
-        assert places == sorted(places), f"{path.name}: in another order in the README"
+        assert places == sorted(places), f"{path.name}: in another order on the page"
