@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
-from pathlib import Path
 
 from rich.filesize import decimal
 
 from dataload.doctor.finding import Case, Finding, ok, problem, warning
 from dataload.errors import ConfigError
+from dataload.runtime.usable_cores import usable_cores
 from dataload.world import World
 
 DESCRIPTORS, DESCRIPTORS_PER_WORKER = 512, 64
@@ -67,7 +66,7 @@ def locked_memory(case: Case) -> Finding:
 
 
 def processors(case: Case) -> Finding:
-    count, ranks = cpus(), _local_ranks()
+    count, ranks = usable_cores(), _local_ranks()
     needed = ranks * (case.num_workers + 1)
     if needed > count:
         fewer = f"num_workers={count // ranks - 1}"
@@ -78,16 +77,6 @@ def processors(case: Case) -> Finding:
             f"{fewer}, or give the job more processors (docker --cpus, Slurm --cpus-per-task)",
         )
     return ok(f"{count} processors for {needed} process{'es' * (needed != 1)}")
-
-
-def cpus(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of processors that affinity and the container's quota allow this process."""
-    count = len(os.sched_getaffinity(0))
-    try:
-        share, period = quota.read_text().split()
-        return max(1, min(count, int(share) // int(period)))
-    except (OSError, ValueError):
-        return count
 
 
 def _local_ranks() -> int:

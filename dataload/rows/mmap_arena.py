@@ -81,11 +81,13 @@ def _map_memory(address: int, size: int, protection: int) -> None:
 
 
 def _map_again(memory: memoryview, address: int) -> bool:
-    """Map the file pages of `memory` at `address` as well. Return False if `memory` is not a shared file map.
+    """Map the file pages of `memory` at `address` as well. Return False if this is not Linux or no shared file map.
 
     mremap(2): "If the value of old_size is zero, and old_address refers to a shareable mapping, then mremap() will
     create a new mapping of the same pages."
     """
+    if not hasattr(libc(), "mremap"):
+        return False
     size = -(-len(memory) // mmap.PAGESIZE) * mmap.PAGESIZE
     # Map anywhere first, then move: with a fixed address, older kernels unmap the target before they fail. Another
     # thread could map its memory there.

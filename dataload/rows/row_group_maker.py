@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -31,6 +30,7 @@ from dataload.runtime.counters import charge
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
+from dataload.runtime.usable_cores import usable_cores
 from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import Timeline, doing, waited
 
@@ -87,7 +87,7 @@ class RowGroupMaker(ForkAware):
         self._divide(self.rank_memory // TRAINER_DIVISOR)
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
-        self._decoders = DaemonExecutor(len(os.sched_getaffinity(0)), "dataload-decode")
+        self._decoders = DaemonExecutor(usable_cores(), "dataload-decode")
 
     def share_memory(self, processes: int) -> None:
         """Divide the host's memory for row groups among its ranks and their worker processes."""
@@ -110,7 +110,7 @@ class RowGroupMaker(ForkAware):
 
     def _divide(self, size: int) -> None:
         """Set the budgets of this process: decoder threads need a blob each, and all else is for fetched bytes."""
-        decoding = min(size // 2, DECODED_COPIES * BLOB_BYTES * len(os.sched_getaffinity(0)))
+        decoding = min(size // 2, DECODED_COPIES * BLOB_BYTES * usable_cores())
         self.memory, self.decoding = MemoryBudget(size - decoding), MemoryBudget(decoding)
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:

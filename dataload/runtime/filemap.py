@@ -6,11 +6,13 @@ import ctypes
 import functools
 import mmap
 import os
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
 
-MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of mmap(2)
+MAP_FIXED = 0x10  # of mmap(2)
+MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), Linux 5.14
 DEFAULT_MAX_MAPS = 65_530  # of Linux
 
@@ -23,8 +25,9 @@ def libc() -> Any:
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    library.mremap.restype = ctypes.c_void_p
-    library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    if hasattr(library, "mremap"):  # only Linux has it
+        library.mremap.restype = ctypes.c_void_p
+        library.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
     return library
 
 
