@@ -150,7 +150,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         on_error: As in `make_loader`.
 
     Raises:
-        ConfigError: `on_error` is unknown, or `group` or a computed column does not suit the columns.
+        ConfigError: `group` or a computed column does not suit the columns.
     """
 
     def __init__(
@@ -161,8 +161,6 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         transform: Callable[..., Any] | None = None,
         on_error: str = "raise",
     ) -> None:
-        if on_error not in ("raise", "skip"):
-            raise ConfigError(f"on_error={on_error!r} is unknown: use 'raise' or 'skip'")
         self._dataset = dataset
         self._shape = shape
         layout = dataset.rowstore.layout

@@ -229,7 +229,7 @@ def test_fit_counts_replaced_rows(dataset: Dataset) -> None:
 def test_without_skip_a_bad_row_is_an_error(numbers: Dataset) -> None:
     with pytest.raises(LookupError):
         x_of(loader_of(numbers, 7, on_error="raise"))
-    with pytest.raises(ConfigError, match="on_error='ignore' is unknown: use 'raise' or 'skip'"):
+    with pytest.raises(ConfigError, match="on_error='ignore' is unknown: use one of 'raise', 'skip'"):
         loader_of(numbers, 7, on_error="ignore")
 
 
