@@ -19,6 +19,7 @@ import sys
 import tomllib
 import warnings
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 import boto3
@@ -27,6 +28,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import typer
+import yaml
 
 from dataload.cli import app
 
@@ -232,7 +234,11 @@ def check_command(words):
         assert words[1] == "install"
         assert set(named[1].split(",") if named else []) <= extras.keys()
     elif words[0] != "export":
-        words = words[1:] if words[0] == "srun" else words
+        if words[0] == "srun":
+            words = [*dropwhile(lambda word: word.startswith("--"), words[1:])]
+        if words[:2] in (["bash", "-c"], ["sh", "-c"]):
+            check_command(shlex.split(words[2]))
+            return
         if words[0] == "torchrun":
             from torch.distributed.run import get_args_parser
 
@@ -265,6 +271,7 @@ def check_python(text):
         ("pip install '.[demos]'", "sh"),
         ("torchrun --nprocs-per-node 8 examples/train_ddp.py TRAIN HELD_OUT", "sh"),
         ("python train_ddp.py TRAIN HELD_OUT", "sh"),
+        ("srun --ntasks-per-node=1 bash -c 'dataload wram s3://bucket/'", "sh"),
         ("make_loader(..., clutser='valkey://host')", "python"),
         ("make_loader(", "python"),
     ],
@@ -273,6 +280,16 @@ def test_what_could_not_be_run_is_found(text, kind, capsys):
     with pytest.raises(BaseException) as found:
         test_what_is_not_run_could_be(Block(ROOT / "README.md", 1, kind, text, "because"))
     assert not isinstance(found.value, KeyboardInterrupt)
+
+
+def test_the_init_containers_of_kubernetes_could_run():
+    page = (ROOT / "docs/recipes/kubernetes.md").read_text()
+    [manifest] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    _, job = yaml.safe_load_all(manifest)
+    containers = job["spec"]["template"]["spec"]["initContainers"]
+    assert [container["name"] for container in containers] == ["doctor", "warm"]
+    for container in containers:
+        check_command(container["command"])
 
 
 def test_links_lead_somewhere():
