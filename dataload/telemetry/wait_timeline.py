@@ -97,7 +97,10 @@ class Timeline:
 
     def take(self, since: float, until: float) -> dict[str, float]:
         """Return `seconds(since, until)` and forget all times before `until`."""
-        seconds = self.seconds(since, until)
+        if self._changes[-1][0] <= since:  # most batches: the thread had them already
+            seconds = {self._cause: until - since}
+        else:
+            seconds = self.seconds(since, until)
         self._changes = [(until, self._cause)]
         return seconds
 
