@@ -60,7 +60,7 @@ def name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{named.__module__ or '__main__'}.{named.__qualname__}"
 
 
 def identity(function: Callable[..., Any], version: Any = None, sources: Sources | None = None) -> str:
