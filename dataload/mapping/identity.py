@@ -36,7 +36,7 @@ _SHOWN += (dt.date, dt.time, dt.timedelta, dt.timezone)
 _WRAPPERS = (staticmethod, classmethod, functools.cached_property)
 _OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "_field_defaults", "__orig_bases__"}  # noqa: PYI024
 _One = collections.namedtuple("_One", "x")  # noqa: PYI024 (its members are those of every named tuple)
-# Members that Python sets. Those of modules include paths, and those of classes have their meaning from the source.
+# Python sets these members. Some hold paths, and others follow from the source.
 _OF_MODULES = {*vars(types.ModuleType("")), *("__annotate__", "__annotations__", "__builtins__", "__cached__")}
 _OF_MODULES |= {"__file__", "__path__"}
 _OF_CLASSES = {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"}
