@@ -38,6 +38,7 @@ Filters: TypeAlias = Sequence[Any] | pc.Expression
 expression."""
 
 _ERRORS = (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowKeyError)
+_MISSING = re.compile(r"No match for FieldRef\.Name\((.+?)\) in ")  # of Arrow
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,11 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
             or_, [reduce(and_, (_of(part, manifest, paths) for part in all_)) for all_ in _lists(filters)]
         )
     problem = _problem(expression, schema)
+    if problem and (missing := _MISSING.match(problem)):
+        if len(path := paths.get(missing[1], ())) > 1:
+            problem = f"{missing[1]!r} is a member of a struct: write pyarrow.compute.field{path}"
+        else:
+            manifest.check_columns([missing[1]])
     if problem:
         raise ConfigError(f"filters={shown(filters)}: {problem}")
     columns, reduced = _read(expression, schema, paths)

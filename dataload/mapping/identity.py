@@ -36,6 +36,22 @@ _SHOWN += (dt.date, dt.time, dt.timedelta, dt.timezone)
 _WRAPPERS = (staticmethod, classmethod, functools.cached_property)
 _OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "_field_defaults", "__orig_bases__"}  # noqa: PYI024
 _One = collections.namedtuple("_One", "x")  # noqa: PYI024 (its members are those of every named tuple)
+# Python sets these members. Some hold paths, and others follow from the source.
+_OF_MODULES = {*vars(types.ModuleType("")), *("__annotate__", "__annotations__", "__builtins__", "__cached__")}
+_OF_MODULES |= {"__file__", "__path__"}
+_OF_CLASSES = {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"}
+_OF_CLASSES |= {"__abstractmethods__", "__firstlineno__", "__orig_bases__", "__parameters__", "__protocol_attrs__"}
+_OF_CLASSES |= {
+    "__qualname__",
+    "__signature__",
+    "__slotnames__",
+    "__slots__",
+    "__static_attributes__",
+    "__type_params__",
+    "__weakref__",
+    "_abc_impl",
+}
+_OF_LIBRARIES = ("__pydantic_", "__attrs_")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_One.x))
 
 
@@ -44,7 +60,7 @@ def name_of(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{named.__module__ or '__main__'}.{named.__qualname__}"
 
 
 def identity(function: Callable[..., Any], version: Any = None, sources: Sources | None = None) -> str:
@@ -188,7 +204,11 @@ class _Walk:
         if key in self._modules:
             return ["module again", value.__name__]
         self._modules.add(key)
-        members = sorted(name for name in vars(value) if not name.startswith("__") and (names is None or name in names))
+        members = sorted(
+            name
+            for name in vars(value).keys() - _OF_MODULES
+            if names is None or name in names or name == "__getattr__"  # which makes members of any name
+        )
         inner = []
         for name in members:
             known = None if names is None or name in passed_on else names
@@ -203,7 +223,8 @@ class _Walk:
                 continue
             functions = (each for each in _functions_of(member) if not is_generated(inspect.unwrap(each).__code__))
             members += [[name, self.describe(function, f"{where}.{name}")] for function in functions]
-            if not _is_internal(name) and not _is_descriptor(member) and not isinstance(kind, enum.EnumMeta):
+            is_made = name in _OF_CLASSES or name.startswith(_OF_LIBRARIES) or _is_descriptor(member)
+            if not is_made and not isinstance(kind, enum.EnumMeta):
                 members.append([name, self.describe(member, f"{where}.{name}")])
         for name, made in vars(kind).get("__dataclass_fields__", {}).items():
             if made.default_factory is not dataclasses.MISSING:
@@ -218,11 +239,6 @@ class _Walk:
 
 def _attributes(function: types.FunctionType) -> dict[str, Any]:
     return {name: value for name, value in vars(function).items() if name != "__wrapped__"}
-
-
-def _is_internal(name: str) -> bool:
-    """Return whether Python or a decorator set an attribute of a class."""
-    return (name.startswith("__") and name.endswith("__")) or name == "_abc_impl"
 
 
 def _is_set(cell: types.CellType) -> bool:

@@ -35,9 +35,9 @@ def installed_name(value: Any) -> Any:
 
 
 @functools.cache
-def package_of(module: str) -> str | None:
+def package_of(module: str | None) -> str | None:
     """Return the name and version of the installed package of a module, or None for a module of the project."""
-    if module in ("__main__", "__mp_main__"):
+    if module in (None, "__main__", "__mp_main__"):  # `exec` makes functions without a module
         return None
     root = module.partition(".")[0]
     if root in sys.stdlib_module_names:

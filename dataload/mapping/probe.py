@@ -57,8 +57,8 @@ def stage_of(
         DataError: The function raised, or it returned what no column can hold.
         OriginError: The origin failed.
     """
-    if processes is not None and (not isinstance(processes, int) or processes < 1):
-        raise ConfigError(f"processes={processes!r} must be at least 1, or None for threads")
+    if processes is not None and (not isinstance(processes, int) or isinstance(processes, bool) or processes < 1):
+        raise ConfigError(f"processes={processes!r} must be a number of at least 1, or None for threads")
     if columns is not None and (isinstance(columns, str) or not columns):
         raise ConfigError(f"columns={columns!r} must be a list of at least one name")
     chosen = None if columns is None else tuple(Manifest(schema, (), "").select(columns))

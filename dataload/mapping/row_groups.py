@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import Span
@@ -21,10 +22,11 @@ from dataload.mapping.places import mapped_of, rows_text, where
 from dataload.mapping.stage import Stage
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.rows.row_group_maker import RowGroupMaker
+from dataload.rows.row_group_maker import MEMORY_DIVISOR, RowGroupMaker
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
@@ -35,6 +37,10 @@ VERSION = 1
 FIRST_ROWS = 32  # of the first chunk of a row group
 CHUNK_ROWS = 1024
 CHUNK_BYTES = 16 << 20  # of the rows that the function gets and of those that it returns
+
+
+def _bytes_of(columns: Mapping[str, Column]) -> int:
+    return sum(column.values.nbytes for column in columns.values())
 
 
 class ChunkSize:
@@ -53,7 +59,7 @@ class ChunkSize:
 
     def follow(self, columns: Mapping[str, Column], rows: int) -> None:
         """Set the rows of further chunks, given the result of a chunk."""
-        row_bytes = sum(column.values.nbytes for column in columns.values()) / rows
+        row_bytes = _bytes_of(columns) / rows
         self.rows = max(1, min(self._most, 2 * self.rows, int(self._limit / max(1.0, row_bytes))))
 
 
@@ -202,12 +208,23 @@ class MappedMaker(RowGroupMaker):
         done = self._called(self._chunks(sources, number, chunk, lengths[0]), number, chunk)
         for length in lengths:
             parts: list[dict[str, Column]] = []
-            missing = length
+            missing, size = length, 0
             while missing:
                 part, rows = next(done)
                 parts.append(part)
-                missing -= rows
+                missing, size = missing - rows, size + _bytes_of(part)
+                self._check(number, size, length)
             yield {field.name: concatenate([part[field.name] for part in parts]) for field in fields}
+
+    def _check(self, number: int, size: int, rows: int) -> None:
+        """Raise DataError if a blob is larger than its forecast, and than all row groups of a host may be together."""
+        forecast, limit = max(self._plan.blob_sizes(number)), usable_memory() // MEMORY_DIVISOR
+        if size > max(limit, 2 * forecast):
+            raise DataError(
+                f"{self._where(number)}: map {self._stage.function.name}: the results of {rows} rows take more than "
+                f"{decimal(limit)}, an eighth of the usable memory. A sample of rows let expect {decimal(forecast)}: "
+                "write the file with fewer rows in a row group, and not sorted by size"
+            )
 
     def _is_small(self, number: int) -> bool:  # noqa: ARG002
         return False  # The function may take any time, and other threads wait for a thread that loads.

@@ -97,7 +97,8 @@ class Timeline:
 
     def take(self, since: float, until: float) -> dict[str, float]:
         """Return `seconds(since, until)` and forget all times before `until`."""
-        seconds = self.seconds(since, until)
+        has_changed = self._changes[-1][0] > since  # False for most batches, which the thread had already
+        seconds = self.seconds(since, until) if has_changed else {self._cause: until - since}
         self._changes = [(until, self._cause)]
         return seconds
 

@@ -437,8 +437,9 @@ def test_text_that_is_dictionary_coded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("expression", "says"),
     [
-        (pc.field("z") > 1, "z"),
-        (pc.field("s.a") > 1, "s.a"),
+        (pc.field("z") > 1, "'z' is not in the dataset: there are 'x'"),
+        (pc.field("xs") > 1, "did you mean 'x'"),
+        (pc.field("s.a") > 1, r"'s\.a' is a member of a struct: write pyarrow.compute.field\('s', 'a'\)"),
         (pc.field("x") + 1, "int64, not bool"),
         (pc.field("x") > "a", "int64, string"),
         (pc.field(0) > 1, "name the columns"),

@@ -216,10 +216,17 @@ def test_another_process_finds_the_same_identity(project: Project, tmp_path: Pat
     assert subprocess.check_output(command, text=True).strip() == expected
 
 
+def executed() -> Any:
+    scope: dict[str, Any] = {}
+    exec("def f(batch): return batch", scope)  # in a scope without a name
+    return scope["f"]
+
+
 @pytest.mark.parametrize(
     "function",
     [
         pytest.param(eval("lambda batch: batch"), id="lambda without source"),
+        pytest.param(executed(), id="function without a module"),
         pytest.param(functools.partial(np.take, np.random.default_rng(0)), id="generator"),
         pytest.param(functools.partial(np.take, threading.Lock()), id="lock"),
         pytest.param(np.random.default_rng(0).random, id="method of an extension"),

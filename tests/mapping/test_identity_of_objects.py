@@ -31,15 +31,38 @@ OBJECTS = {
     "default of a dataclass": (
         "from dataclasses import dataclass\nS = $\n@dataclass\nclass C:\n    s: int = S\ndef f(b): return C().s"
     ),
+    "call of a class, set later": (
+        "class D: pass\ndef call(s, b): return $\nD.__call__ = call\nd = D()\ndef f(b): return d(b)"
+    ),
+    "call of a class that is an object": (
+        "class C:\n    def __call__(s, b): return $\nclass D:\n    __call__ = C()\nd = D()\ndef f(b): return d(b)"
+    ),
+    "constructor": "class D:\n    def __init__(s): s.k = $\ndef f(b): return D().k",
+    "constructor of a base, a helper": (
+        "def k(): return $\nclass B:\n    def __init__(s): s.k = k()\nclass D(B): pass\ndef f(b): return D().k"
+    ),
+    "version of a class": "S = $\nclass D:\n    __version__ = S\ndef f(b): return D.__version__",
     "attribute of a metaclass": "class M(type):\n    k = $\nclass D(metaclass=M): pass\ndef f(b): return D.k",
 }
+MEMBERS = {
+    "version of a module": ("__version__ = $", "helpers.__version__"),
+    "version of a module that is passed on": ("__version__ = $", "vars(helpers)['__version__']"),
+    "members of any name": ("def __getattr__(name): return $", "helpers.scale"),
+    "a helper of members of any name": ("def k(): return $\ndef __getattr__(name): return k()", "helpers.scale"),
+}
+MODELS = """
+import pydantic
+class Model(pydantic.BaseModel):
+    size: int = 2
+def f(b): return Model().size
+"""
 
 
-def module(folder: Path, text: str) -> ModuleType:
-    """Return a new module `project` with this text."""
-    path = folder / "project.py"
+def module(folder: Path, text: str, name: str = "project") -> ModuleType:
+    """Return a new module with this text."""
+    path = folder / f"{name}.py"
     path.write_text(text)
-    sys.modules["project"] = made = ModuleType("project")
+    sys.modules[name] = made = ModuleType(name)
     made.__file__ = str(path)
     exec(compile(text, str(path), "exec", dont_inherit=True), vars(made))
     return made
@@ -48,13 +71,38 @@ def module(folder: Path, text: str) -> ModuleType:
 @pytest.fixture(autouse=True)
 def _no_project():
     yield
-    sys.modules.pop("project", None)
+    for name in ("project", "helpers"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_change_of_an_object_is_noticed(tmp_path: Path, name: str) -> None:
     first, same, other = (identity(module(tmp_path, OBJECTS[name].replace("$", value)).f) for value in "112")
     assert first == same != other
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_a_change_of_a_member_with_underscores_is_noticed(tmp_path: Path, name: str) -> None:
+    text, use = MEMBERS[name]
+    found = []
+    for value in "112":
+        module(tmp_path, text.replace("$", value), "helpers")
+        found.append(identity(module(tmp_path, f"import helpers\ndef f(b): return {use}").f))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_path_of_a_module_does_not_count(tmp_path: Path) -> None:
+    found = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        module(folder, "", "helpers")
+        found.append(identity(module(folder, "import helpers\ndef f(b): return vars(helpers)").f))
+    assert found[0] == found[1]
+
+
+def test_what_libraries_set_in_classes_does_not_count(tmp_path: Path) -> None:
+    pytest.importorskip("pydantic")
+    assert identity(module(tmp_path, MODELS).f)
 
 
 def test_tensors_that_numpy_cannot_hold_need_a_version(tmp_path: Path) -> None:

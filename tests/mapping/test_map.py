@@ -375,6 +375,25 @@ def test_errors_name_file_row_group_and_row(
         mapped[97 - 10]
 
 
+def test_results_much_larger_than_those_of_the_sample(
+    dataset: Dataset, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of row group 4, no row is in the sample."""
+
+    def grown(batch: dict[str, Any]) -> dict[str, Any]:
+        return {"raw": [bytes(1 << 20 if number // GROUP == 4 else 1) for number in batch["id"].tolist()]}
+
+    mapped = dataset.map(grown)
+    assert len(mapped[4 * GROUP]["raw"]) == 1 << 20
+    monkeypatch.setattr(row_groups, "usable_memory", lambda: 8 * (GROUP // 2) << 20)
+    mapped = dataset.map(grown, version="1")
+    assert len(mapped[0]["raw"]) == 1
+    with pytest.raises(
+        DataError, match=rf"{file} row group 4: map .*grown: .* 20 rows take .* write the file with fewer"
+    ):
+        mapped[4 * GROUP]
+
+
 @pytest.mark.parametrize(
     ("function", "error"),
     [
@@ -398,6 +417,8 @@ def test_arguments_that_cannot_work(dataset: Dataset) -> None:
         dataset.map(plus, columns="id")
     with pytest.raises(ConfigError, match="processes=0"):
         dataset.map(plus, processes=0)
+    with pytest.raises(ConfigError, match="processes=True must be a number"):
+        dataset.map(plus, processes=True)
     with pytest.raises(ConfigError, match="needs a function"):
         dataset.map({"id": 1})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Pass version="):
