@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, repeat
+from itertools import chain, pairwise
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -139,7 +138,7 @@ class MixtureOrder:
     def digest(self) -> str:
         """Digest of all sources: of their names, dataset keys and row group lengths."""
         parts = [(source.name, order.digest) for source, order in zip(self.sources, self.orders, strict=True)]
-        return f"{derive_key('mixture', *itertools.chain(*parts)):016x}"
+        return f"{derive_key('mixture', *chain(*parts)):016x}"
 
     def draws(self, epoch: int, positions: npt.ArrayLike) -> tuple[Int64, Int64]:
         """Return the source and the index in the source at these positions: int64 [k] each.
@@ -159,7 +158,7 @@ class MixtureOrder:
             IndexError: A position is outside of the epoch.
         """
         requested = checked(positions, self.n)
-        if len(requested) > 1 and (np.diff(requested) == 1).all():
+        if len(requested) and (np.diff(requested) == 1).all():
             return self._consecutive(epoch, int(requested[0]), int(requested[-1]) + 1)
         sources, indices = self.draws(epoch, requested)
         rows = np.empty_like(indices)
@@ -200,11 +199,8 @@ class MixtureOrder:
         """
         if not 0 <= position <= self.n:
             raise IndexError(f"position {position} is not in an epoch of {self.n} rows")
-        starts = self._indices_at(epoch, position) if position else repeat(0)
-        needs = (
-            self._source_needs(source, epoch, position, start, streams)
-            for source, start in zip(range(len(self.orders)), starts, strict=False)
-        )
+        starts = self._indices_at(epoch, position) if position else [0] * len(self.orders)
+        needs = (self._source_needs(source, epoch, position, start, streams) for source, start in enumerate(starts))
         return heapq.merge(*needs, key=operator.itemgetter(0))
 
     def _check(self, weights: Sequence[Any] | None, windows: Sequence[int | None]) -> None:
@@ -268,6 +264,8 @@ class MixtureOrder:
         units, rest = divmod(self.n, self.unit)
         # The quota leaves the number of rows open by one unit. Only the last block of the epoch determines it.
         least, most = units * weight // total * self.unit, -(-units * weight // total) * self.unit + rest
+        if start >= least:
+            least = most = self._indices_at(epoch, self.n)[source]
         shift, apart = int(self.first_blocks[source]), max(1, int(NEEDS_APART * weight / total))
         for index, block in self._source_rows[source].needs(epoch, start, most, streams, apart):
             if index >= least and index >= self._indices_at(epoch, self.n)[source]:
