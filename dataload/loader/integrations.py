@@ -117,6 +117,7 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
     def __init__(self, mixture: Mixture, num_replicas: int, rank: int, **order: Any) -> None:
         super().__init__(mixture.sources, num_replicas, rank, **mixture.order, **order)
         self._mixture = mixture
+        self._begun: int | None = None  # the restored epoch, if it has begun with other weights than the next one
 
     @property
     def next_weights(self) -> list[int] | None:
@@ -125,7 +126,7 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
 
     def renew(self) -> bool:
         """Use the current weights of the mixture. Return whether they differ from those so far."""
-        if self._mixture.weights == self.order.weights:
+        if self._mixture.weights == self.order.weights or self._begun == self.epoch:
             return False
         self.set_weights(self._mixture.weights)
         return True
@@ -134,6 +135,7 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
         """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""
         super().load_state_dict(state)
         self._mixture.weights = self.order.weights if self._next is None else tuple(self._next)
+        self._begun = None if self._next is None else self.epoch
         self._next = None  # `renew` follows the mixture
 
     def _known_weights(self) -> list[Sequence[int]]:

@@ -16,9 +16,10 @@ import pyarrow as pa
 from dataload.catalog.description import cache_text, columns_text, few
 from dataload.catalog.locations import Location
 from dataload.catalog.manifest import Source as Files
+from dataload.catalog.same_columns import check_same_columns
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
-from dataload.formats.schema import Field, mask_name
+from dataload.formats.schema import mask_name
 from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
 from dataload.rows.row_group_cache import RowGroupCache
@@ -172,21 +173,15 @@ class Mixture(MapStyle):
 
     def _check_columns(self, name_column: str | None) -> None:
         """Raise ConfigError unless the batches of all sources have the same columns of the same types."""
-        first, *others = ({field.name: field for field in dataset.rowstore.layout.fields} for dataset in self._datasets)
+        first = {field.name: field for field in self._datasets[0].rowstore.layout.fields}
         if name_column is not None and (not isinstance(name_column, str) or not name_column):
             raise ConfigError(f"name_column={name_column!r} must be a string of at least one character")
         masks = {mask_name(field) for field in first.values()}
         if name_column in first.keys() | masks:
             kind = "a column of the sources" if name_column in first else "the name of a mask of nulls"
             raise ConfigError(f"name_column={name_column!r} is {kind}: choose another name")
-        for name, dataset, fields in zip(self.names[1:], self._datasets[1:], others, strict=True):
-            for column in [*first, *(fields.keys() - first.keys())]:
-                here, there = first.get(column), fields.get(column)
-                if here != there:
-                    raise ConfigError(
-                        f"column {column!r} is {_type(self._datasets[0], here)} in source {self.names[0]!r} and "
-                        f"{_type(dataset, there)} in source {name!r}: convert it, or leave it out with columns="
-                    )
+        layouts = [dataset.rowstore.layout for dataset in self._datasets]
+        check_same_columns(self.names, layouts, [dataset.schema for dataset in self._datasets])
 
 
 def mix(
@@ -257,12 +252,3 @@ def mix(
 
 def _opened(source: Dataset | Files, options: Mapping[str, Any]) -> Dataset:
     return source if isinstance(source, Dataset) else make_dataset(source, **options)
-
-
-def _type(dataset: Dataset, field: Field | None) -> str:
-    """Return the type of a column in words."""
-    if field is None:
-        return "missing"
-    if field.name in dataset.schema.names:
-        return str(dataset.schema.field(field.name).type)
-    return "a mask of nulls"

@@ -7,20 +7,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import numpy as np
 from rich.filesize import decimal
 
-from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
+from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.config import CacheConfig
 from dataload.cache.room import FITS
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
-from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import needed
-from dataload.planning.simulate import Costs, Fetched, Reader, footers
-from dataload.rows.row_group_cache import RowGroupCache
+from dataload.planning.simulate import Costs, Fetched, Files, Reader, footers
+from dataload.planning.warm import usual_window
+from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.order import Order
-from dataload.samplers.window_size import GOAL, WindowTrade, default_window, weigh_window
+from dataload.samplers.window_size import GOAL, WindowTrade, weigh_window
 
 BANDWIDTH = 10**9  # bytes a second
 # Seconds to the first byte. Amazon says "roughly 100-200 milliseconds" for small objects:
@@ -36,7 +37,7 @@ TWICE = 2.0  # a variance ratio this many times the goal is bad
 
 @dataclass(frozen=True)
 class Plan:
-    """The predicted cost of reading a dataset.
+    """The predicted cost of reading a dataset, or a mixture of several.
 
     Epochs are None if the cache is too small for the window. Seconds include the footers: concurrent requests wait
     `latency` together, and all bytes share `bandwidth`. Costs are in the currency of the price, or None without one.
@@ -45,6 +46,7 @@ class Plan:
         objects: Number of objects.
         bytes: Bytes of the objects.
         rows: Number of rows.
+        epoch_rows: Rows of an epoch. In a mixture, the weights determine it.
         row_groups: Number of row groups.
         decoded_bytes: Bytes of the rows as records.
         is_estimate: Whether decoded_bytes and cache_bytes_needed come from sampled row groups, because values are
@@ -72,6 +74,7 @@ class Plan:
     objects: int
     bytes: int
     rows: int
+    epoch_rows: int
     row_groups: int
     decoded_bytes: int
     is_estimate: bool
@@ -95,10 +98,8 @@ class Plan:
 
 
 def plan(
-    manifest: Manifest,
-    blobs: RowGroupCache,
-    blocks: Blocks,
-    order: Order,
+    sources: Sequence[Files],
+    order: Order | MixtureOrder,
     batch_size: int,
     *,
     bandwidth: int = BANDWIDTH,
@@ -108,34 +109,35 @@ def plan(
     """Return the plan for epochs of this order.
 
     Args:
-        manifest: The dataset.
-        blobs: The cache of decoded row groups.
-        blocks: Reads the objects through the cache.
+        sources: The dataset, or each dataset of a mixture.
         order: The order of the epochs.
         batch_size: Rows of one batch of all ranks together.
         bandwidth: Bytes a second from the origin.
         latency: Seconds that a request waits.
         price: Price of 10**9 bytes.
     """
-    lengths = manifest.block_lengths.tolist()
-    sizes = [group.bytes for group in manifest.row_groups]
-    files = {group.file for group in manifest.row_groups}
-    limit = blocks.tier.limit if blocks.tier.shared else 0
-    costs = Costs(manifest, blobs, blocks)
+    row_groups = [group for files in sources for group in files.manifest.row_groups]
+    lengths, sizes = [group.rows for group in row_groups], [group.bytes for group in row_groups]
+    objects = {group.file for group in row_groups}
+    tier, every = sources[0].blocks.tier, [files.blobs for files in sources]
+    limit = tier.limit if tier.shared else 0
+    costs = Costs(sources)
     unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
-    needed_bytes = max(unlimited.kept_bytes, math.ceil(blobs.num_bytes / FITS))
-    fits = limit >= needed_bytes
+    decoded_bytes = sum(blobs.num_bytes for blobs in every)
+    needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded_bytes / FITS))
+    fits = limit >= needed_bytes and _reads_everything(order)
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
     first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
-    all_footers = footers(manifest, blobs, blocks)
+    all_footers = footers(sources)
     result = Plan(
-        objects=len(files),
-        bytes=sum(file.size for file in files),
-        rows=manifest.num_rows,
+        objects=len(objects),
+        bytes=sum(file.size for file in objects),
+        rows=sum(lengths),
+        epoch_rows=order.n,
         row_groups=len(lengths),
-        decoded_bytes=blobs.num_bytes,
-        is_estimate=blobs.is_estimate,
+        decoded_bytes=decoded_bytes,
+        is_estimate=any(blobs.is_estimate for blobs in every),
         cache_bytes_needed=needed_bytes,
         cache_bytes=limit,
         footers=all_footers,
@@ -150,14 +152,21 @@ def plan(
         first_epoch_cost=None if first is None else _cost(all_footers + first, price),
         later_epoch_cost=_cost(_mean(later), price),
         trade=weigh_window(order.window, lengths, sizes, batch_size),
-        held_bytes=needed(order, blobs)[1],
-        memory_bytes=blobs.maker.rank_memory,
+        held_bytes=sum(needed(*each)[1] for each in zip(order.orders, every, strict=True)),
+        memory_bytes=every[0].maker.rank_memory,
     )
-    usual = weigh_window(default_window(lengths, sizes), lengths, sizes, batch_size)
+    usual = weigh_window(sum(map(usual_window, (files.manifest for files in sources))), lengths, sizes, batch_size)
     return replace(result, advice=(*too_small, *advice(result, sizes, usual)))
 
 
-def _epochs(costs: Costs, order: Order, limit: int, batch_size: int) -> tuple[Fetched | None, list[Fetched], list[str]]:
+def _reads_everything(order: Order | MixtureOrder) -> bool:
+    """Return whether an epoch needs all row groups. An epoch of a mixture may leave some out."""
+    return isinstance(order, Order) or len(set(order.blocks_from(0))) == np.count_nonzero(order.block_lengths)
+
+
+def _epochs(
+    costs: Costs, order: Order | MixtureOrder, limit: int, batch_size: int
+) -> tuple[Fetched | None, list[Fetched], list[str]]:
     """Return what the first epoch and later ones fetch; or None, no later ones, and why the cache is too small."""
     try:
         first, *later = islice(Reader(costs, order, limit).epochs(batch_size), 1 + EPOCHS)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count, groupby, takewhile
+from typing import NamedTuple
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.blob_file import size_on_disk
@@ -19,8 +20,8 @@ from dataload.loader.capacity import drawn_on_at_a_time, gathered_at_once, need_
 from dataload.loader.lookahead import Lookahead
 from dataload.rows.open_row_groups import evictions
 from dataload.rows.row_group_cache import RowGroupCache
+from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.order import Order
-from dataload.samplers.share import RUN_ROWS
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,38 @@ class Cost:
     sizes: list[int]
 
 
-class Costs:
-    """The costs of a dataset's row groups and footers, computed once for any number of readers."""
+class Files(NamedTuple):
+    """The files of a dataset, and how they are read.
 
-    def __init__(self, manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> None:
-        blobs.measure()
-        self.blobs = blobs
-        self.block_bytes = blocks.block_bytes
-        self.footer_bytes = _footer_bytes(manifest, blocks)
-        self.row_bytes = blobs.row_bytes
+    Args:
+        manifest: The dataset.
+        blobs: The cache of its decoded row groups.
+        blocks: Reads its objects through the cache.
+    """
+
+    manifest: Manifest
+    blobs: RowGroupCache
+    blocks: Blocks
+
+
+class Costs:
+    """The costs of row groups and footers, computed once for any number of readers.
+
+    Args:
+        sources: The dataset, or each dataset of a mixture.
+    """
+
+    def __init__(self, sources: Sequence[Files]) -> None:
+        for files in sources:
+            files.blobs.measure()
+        self.blobs = [files.blobs for files in sources]
+        self.block_bytes = sources[0].blocks.block_bytes
+        self.footer_bytes = sum(_footer_bytes(files.manifest, files.blocks) for files in sources)
+        self.row_bytes = max(blobs.row_bytes for blobs in self.blobs)
         self.groups = [
-            Cost(group.file, *blobs.maker.sources(number), blobs.sizes_on_disk(number))
-            for number, group in enumerate(manifest.row_groups)
+            Cost(group.file, *files.blobs.maker.sources(number), files.blobs.sizes_on_disk(number))
+            for files in sources
+            for number, group in enumerate(files.manifest.row_groups)
         ]
 
 
@@ -79,9 +100,9 @@ class Reader:
         ConfigError: The cache is too small for what the order needs at a time.
     """
 
-    def __init__(self, costs: Costs, order: Order, limit: int) -> None:
+    def __init__(self, costs: Costs, order: Order | MixtureOrder, limit: int) -> None:
         self._costs, self._order = costs, order
-        need = need_of([(order, costs.blobs)], limit)
+        need = need_of(list(zip(order.orders, costs.blobs, strict=True)), limit)
         region, self._further = need.region(limit, need.total)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
@@ -107,7 +128,8 @@ class Reader:
     def epochs(self, batch_size: int) -> Iterator[Fetched]:
         """Yield what each epoch fetches, without end. Prefetches for the next epoch count for the current one."""
         at_once = gathered_at_once(self._costs.row_bytes * batch_size)
-        ahead = drawn_on_at_a_time(self._order, at_once * batch_size)
+        most = self._order.most_rows(at_once * batch_size)
+        ahead = sum(map(drawn_on_at_a_time, self._order.orders, most))
         excess = -self._order.n % batch_size  # positions of the next epoch that the last batch reaches
         capacity = 2 * ahead
         opened: dict[int, None] = {}  # row groups, like the open row groups of `RowStore`
@@ -138,7 +160,7 @@ class Reader:
 
     def _gathered(self, epoch: int, batch_size: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
         """Yield the (position, row group) that each gather needs first. Gathers grow, as in `Share.runs`."""
-        most = max(1, RUN_ROWS // batch_size)
+        most = max(1, self._order.run_rows // batch_size)
         doublings = (most - 1).bit_length()
 
         def gather(need: tuple[int, int]) -> tuple[int, int]:
@@ -182,18 +204,19 @@ class Reader:
         return ((first, min(first + size, file.size)) for first in range(start // size * size, stop, size))
 
 
-def footers(manifest: Manifest, blobs: RowGroupCache, blocks: Blocks) -> Fetched:
+def footers(sources: Sequence[Files]) -> Fetched:
     """Return what reading the footers fetches, and the sampled row groups of dictionary-encoded columns.
 
     Listing the files is not counted: S3 lists 1,000 per request.
     """
     sizes = []
-    for file, footer_at in {group.file: group.footer_at for group in manifest.row_groups}.items():
-        footer = stored_footer(footer_at, blocks)
-        sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
-    for column in blobs.value_sizes.coded:
-        for number in blobs.value_sizes.samples:
-            sizes += [stop - start for spans in blobs.maker.sources(number, [column]) for start, stop in spans]
+    for manifest, blobs, blocks in sources:
+        for file, footer_at in {group.file: group.footer_at for group in manifest.row_groups}.items():
+            footer = stored_footer(footer_at, blocks)
+            sizes += [tail_bytes(file), *([] if footer is None else fetched_beside_tail(file, footer))]
+        for column in blobs.value_sizes.coded:
+            for number in blobs.value_sizes.samples:
+                sizes += [stop - start for spans in blobs.maker.sources(number, [column]) for start, stop in spans]
     return Fetched(sum(sizes), len(sizes))
 
 

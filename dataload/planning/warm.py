@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.executor import DaemonExecutor
+from dataload.samplers.mixture.order import MixtureOrder
+from dataload.samplers.mixture.source import Source
 from dataload.samplers.order import Order
 from dataload.samplers.partition import stream_owners
 from dataload.samplers.window_size import default_window
@@ -58,11 +61,31 @@ def part_of(
 
 def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, num_streams: int = 1) -> Order:
     """Return the order in which a loader delivers a dataset. window: None: the default."""
-    lengths = manifest.block_lengths
-    if window is None:
-        window = default_window(lengths, [group.bytes for group in manifest.row_groups])
+    window = usual_window(manifest) if window is None else window
     key = manifest.fingerprint.encode()
-    return Order(lengths, seed=seed, window=window, num_streams=num_streams, dataset_key=key)
+    return Order(manifest.block_lengths, seed=seed, window=window, num_streams=num_streams, dataset_key=key)
+
+
+def order_of_mixture(
+    manifests: Sequence[Manifest],
+    weights: Sequence[Any] | None,
+    *,
+    seed: int = 0,
+    window: int | None = None,
+    num_streams: int = 1,
+) -> MixtureOrder:
+    """Return the order in which a loader delivers a mixture of a list of datasets. Otherwise like `order_of`."""
+    sources = [
+        Source(manifest.block_lengths, str(number), manifest.fingerprint.encode())
+        for number, manifest in enumerate(manifests)
+    ]
+    windows = [usual_window(manifest) if window is None else window for manifest in manifests]
+    return MixtureOrder(sources, weights, seed=seed, windows=windows, num_streams=num_streams)
+
+
+def usual_window(manifest: Manifest) -> int:
+    """Return the default window of a dataset."""
+    return default_window(manifest.block_lengths, [group.bytes for group in manifest.row_groups])
 
 
 def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], object] = lambda _: None) -> int:

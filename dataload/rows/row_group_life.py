@@ -44,6 +44,7 @@ class RowGroupLife:
         account: As above.
         cancelled: Done once a loop has ended and no loop has requested the row group since.
         contents: The blobs; None if the life was cancelled before memory was reserved for it.
+        ended: When the contents were there, by `perf_counter`.
     """
 
     contents: Future[list[memoryview] | None]
@@ -53,6 +54,7 @@ class RowGroupLife:
         self.timeline = Timeline()
         self.account = account or Counters()
         self.cancelled: Future[None] = Future()
+        self.ended = 0.0
 
     def enter(self, state: State) -> None:
         """Change the state.

@@ -131,7 +131,7 @@ class RowStore(ForkAware):
             stop: Done when the rows are no longer needed. The gather then stops waiting for row groups.
             opened: Filled with the row groups of the rows, and for each, whether this gather had to open it. None
                 charges loads to no account of the ledger.
-            waits: Filled with the seconds that this gather waited for row groups, by row group.
+            waits: Filled with the seconds that this gather waited for row groups, by the row group that came last.
 
         Raises:
             OriginError: The origin does not answer, or a file does not exist.
@@ -169,7 +169,11 @@ class RowStore(ForkAware):
                 }
             if opened is not None:
                 opened.update(dict.fromkeys(missing, True))
-            results = {group: self._contents_of(group, life, stop, waits) for group, life in lives.items()}
+            since = perf_counter()
+            results = {group: self.scheduler.contents_of(life, stop) for group, life in lives.items()}
+            if waits is not None and lives:
+                latest = max(lives, key=lambda group: lives[group].ended)
+                waits[latest] = waits.get(latest, 0.0) + perf_counter() - since
             loaded = {group: contents for group, contents in results.items() if contents is not None}
             cancelled = results.keys() - loaded.keys()
 
@@ -207,15 +211,6 @@ class RowStore(ForkAware):
     def _request(self, group: int, *, counted: bool = True, own_thread: bool = False) -> RowGroupLife:
         most = self.capacity + self.further
         return self.scheduler.request(group, most, counted=counted, own_thread=own_thread)
-
-    def _contents_of(
-        self, group: int, life: RowGroupLife, stop: Future[None] | None, waits: dict[int, float] | None
-    ) -> list[memoryview] | None:
-        since = perf_counter()
-        contents = self.scheduler.contents_of(life, stop)
-        if waits is not None:
-            waits[group] = waits.get(group, 0.0) + perf_counter() - since
-        return contents
 
     def _row_groups_of(self, blobs: Array) -> list[int]:
         """Return the row groups of these blobs, each once, in file order."""

@@ -228,6 +228,7 @@ class RowGroupScheduler:
         else:
             life.enter(State.RELEASED)
         life.account.add(under_way=-1)
+        life.ended = perf_counter()
         if isinstance(found, list):
             life.contents.set_result(found)
         elif isinstance(found, ReservationCancelled):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, pairwise
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -138,7 +138,7 @@ class MixtureOrder:
     def digest(self) -> str:
         """Digest of all sources: of their names, dataset keys and row group lengths."""
         parts = [(source.name, order.digest) for source, order in zip(self.sources, self.orders, strict=True)]
-        return f"{derive_key('mixture', *itertools.chain(*parts)):016x}"
+        return f"{derive_key('mixture', *chain(*parts)):016x}"
 
     def draws(self, epoch: int, positions: npt.ArrayLike) -> tuple[Int64, Int64]:
         """Return the source and the index in the source at these positions: int64 [k] each.
@@ -157,11 +157,14 @@ class MixtureOrder:
         Raises:
             IndexError: A position is outside of the epoch.
         """
-        sources, indices = self.draws(epoch, positions)
+        requested = checked(positions, self.n)
+        if len(requested) and (np.diff(requested) == 1).all():
+            return self._consecutive(epoch, int(requested[0]), int(requested[-1]) + 1)
+        sources, indices = self.draws(epoch, requested)
         rows = np.empty_like(indices)
         by_source = np.argsort(sources.astype(np.uint16), kind="stable")  # numpy sorts 16 bits by radix
         borders = np.searchsorted(sources[by_source], np.arange(len(self.orders) + 1))
-        for source, (first, end) in enumerate(itertools.pairwise(borders.tolist())):
+        for source, (first, end) in enumerate(pairwise(borders.tolist())):
             if first < end:
                 chosen = by_source[first:end]
                 rows[chosen] = self._source_rows[source].rows(epoch, indices[chosen]) + self.first_rows[source]
@@ -196,11 +199,8 @@ class MixtureOrder:
         """
         if not 0 <= position <= self.n:
             raise IndexError(f"position {position} is not in an epoch of {self.n} rows")
-        starts, ends = self._indices_at(epoch, position), self._indices_at(epoch, self.n)
-        needs = (
-            self._source_needs(source, epoch, position, start, end, streams)
-            for source, (start, end) in enumerate(zip(starts, ends, strict=True))
-        )
+        starts = self._indices_at(epoch, position) if position else [0] * len(self.orders)
+        needs = (self._source_needs(source, epoch, position, start, streams) for source, start in enumerate(starts))
         return heapq.merge(*needs, key=operator.itemgetter(0))
 
     def _check(self, weights: Sequence[Any] | None, windows: Sequence[int | None]) -> None:
@@ -236,6 +236,17 @@ class MixtureOrder:
         number, offset = divmod(index, self.unit)
         return place(source, number) * self.unit + offset
 
+    def _consecutive(self, epoch: int, start: int, end: int) -> Int64:
+        """Return the rows at the positions from `start` to `end`: int64 [end - start]."""
+        first, last = start // self.unit, -(-end // self.unit)
+        rows = np.empty(last - first if self.unit == 1 else (last - first, self.unit), np.int64)
+        for source, places, number in self._units.parts(epoch, first, last):
+            indices = np.arange(number * self.unit, (number + len(places)) * self.unit)
+            found = self._source_rows[source].rows(epoch, indices)
+            found += self.first_rows[source]
+            rows[places] = found if self.unit == 1 else found.reshape(-1, self.unit)
+        return rows.ravel()[start - first * self.unit :][: end - start]
+
     def _indices_at(self, epoch: int, position: int) -> list[int]:
         """Return the rows of each source before a position."""
         unit, offset = divmod(position, self.unit)
@@ -246,10 +257,17 @@ class MixtureOrder:
         return rows
 
     def _source_needs(
-        self, source: int, epoch: int, position: int, start: int, end: int, streams: Sequence[int] | None
+        self, source: int, epoch: int, position: int, start: int, streams: Sequence[int] | None
     ) -> Iterator[tuple[int, int]]:
-        """Yield (position, row group) for the indices from `start` to `end` of a source."""
-        shift, share = int(self.first_blocks[source]), self.weights[source] / sum(self.weights)
-        apart = max(1, int(NEEDS_APART * share))
-        for index, block in self._source_rows[source].needs(epoch, start, end, streams, apart):
+        """Yield (position, row group) for the indices of a source from `start` to the end of the epoch."""
+        weight, total = self.weights[source], sum(self.weights)
+        units, rest = divmod(self.n, self.unit)
+        # The quota leaves the number of rows open by one unit. Only the last block of the epoch determines it.
+        least, most = units * weight // total * self.unit, -(-units * weight // total) * self.unit + rest
+        if start >= least:
+            least = most = self._indices_at(epoch, self.n)[source]
+        shift, apart = int(self.first_blocks[source]), max(1, int(NEEDS_APART * weight / total))
+        for index, block in self._source_rows[source].needs(epoch, start, most, streams, apart):
+            if index >= least and index >= self._indices_at(epoch, self.n)[source]:
+                return
             yield max(position, self._bound(self._units.earliest, source, index)), shift + block

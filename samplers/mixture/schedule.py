@@ -23,17 +23,16 @@ MARGIN = 2 * PART  # positions before an end beyond which the shuffle does not d
 
 
 class Schedule(NamedTuple):
-    """The units at the positions of a block, and how far the quotas allow to move each: int16 [BLOCK] each.
+    """The units of a block, in parts that were walked together, and how far the quotas allow to move them.
 
     Args:
-        source: Source of the unit.
-        earlier: Positions towards the begin. More than `FAR` count as FAR.
-        later: Positions towards the end. More than `FAR` count as FAR.
+        units: Source, first and last position of the unit at each position of each part: int16 [3, PART, parts]. First
+            and last count from the begin of the part, and are at most `FAR` positions away.
+        reach: Most positions between two units that may change places.
     """
 
-    source: Int16
-    earlier: Int16
-    later: Int16
+    units: Int16
+    reach: int
 
 
 def schedule(borders: Borders, start: int) -> Schedule:
@@ -48,11 +47,13 @@ def schedule(borders: Borders, start: int) -> Schedule:
     offsets = np.arange(0, BLOCK, PART)
     residues = (borders.residues(start)[:, None] + weights * offsets) % total
     ends = (residues + weights * PART) // total + states[:, 1:]
-    return _walk(weights, total, residues, states[:, :-1].astype(np.int64), ends)
+    # Units of one source may not change places: their windows share one position at most.
+    widest = np.sort(-(-total // borders.weights))[-2:]
+    return Schedule(_walk(weights, total, residues, states[:, :-1].astype(np.int64), ends), int(widest[0]))
 
 
-def _walk(weights: Int64, total: int, residues: Int64, units: Int64, ends: Int64) -> Schedule:
-    """Return the schedule of L parts, int16 [L * PART] each.
+def _walk(weights: Int64, total: int, residues: Int64, units: Int64, ends: Int64) -> Int16:
+    """Return the units of L parts, int16 [3, PART, L]; see `Schedule`.
 
     Args:
         weights: int64 [S, 1].
@@ -71,12 +72,12 @@ def _walk(weights: Int64, total: int, residues: Int64, units: Int64, ends: Int64
         source = np.where(first.reshape(table) <= position, order.reshape(table), NEVER).min(0) % num_sources
         cells = source * num_parts + lanes
         walked[0, position] = source
-        np.minimum(position - first[cells], FAR, out=walked[1, position], casting="unsafe")
-        np.minimum(last[cells] - position, FAR, out=walked[2, position], casting="unsafe")
+        np.maximum(first[cells], position - FAR, out=walked[1, position], casting="unsafe")
+        np.minimum(last[cells], position + FAR, out=walked[2, position], casting="unsafe")
         units[cells] += 1
         first[cells], last[cells] = _window(residues[cells], units[cells], each[cells], total)
         order[cells] = _priority(last[cells], units[cells] < ends[cells], source, num_sources)
-    return Schedule(*walked.transpose(0, 2, 1).reshape(3, -1))
+    return walked
 
 
 def _window(residues: Int64, units: Int64, weights: Int64, total: int) -> tuple[Int64, Int64]:
@@ -101,25 +102,34 @@ def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Int16:
     """
     num_parts = min(BLOCK, size + MARGIN + PART - 1) // PART
     # Positions of all parts in a row are adjacent in memory, which numpy needs for speed.
-    table = np.ascontiguousarray(np.stack(units).reshape(3, -1, PART)[:, :num_parts].transpose(0, 2, 1))
+    table = units.units[:, :, :num_parts].copy()
     places = np.arange(PART, dtype=np.int16)[:, None]
-    table[1] = places - table[1]  # The first and last position of a unit, from the begin of its part, move with it.
-    table[2] += places
-    draws = mix(key, np.arange(len(SHIFTS) * len(STRIDES) * BLOCK // 128, dtype=np.uint64))
-    bits = np.unpackbits(draws.astype("<u8").view(np.uint8)).reshape(len(SHIFTS), len(STRIDES), BLOCK // 2).view(bool)
-    for shift, rounds in zip(SHIFTS, bits, strict=True):
+    rounds = [number for number, stride in enumerate(STRIDES) if stride <= units.reach]
+    for number, shift in enumerate(SHIFTS):
         # A part has the end of one part of the table, and the begin of the next.
         count = num_parts - (shift > 0)
         heads, tails = table[:, shift:, :count], table[:, :shift, -count:]
         parts = np.concatenate((heads, tails), 1)
         parts[1:, PART - shift :] += PART
-        for stride, drawn in zip(STRIDES, rounds, strict=True):
-            pairs = PART // 2 * ((BLOCK - shift) // PART)
-            _exchange(parts, places + shift, stride, drawn[:pairs].reshape(PART // 2, -1)[:, :count])
+        for later in rounds:
+            drawn = _bits(key, number * len(STRIDES) + later)[: PART // 2 * ((BLOCK - shift) // PART)]
+            _exchange(parts, places + shift, STRIDES[later], drawn.reshape(PART // 2, -1)[:, :count])
         parts[1:, PART - shift :] -= PART
         heads[:], tails[:] = parts[:, : PART - shift], parts[:, PART - shift :]
-    sources: Int16 = table[0].T.ravel()
+    return in_order(table)
+
+
+def in_order(units: Int16) -> Int16:
+    """Return the sources of the units of a `Schedule` in the order of their positions: int16 [k]."""
+    sources: Int16 = units[0].T.ravel()
     return sources
+
+
+def _bits(key: int, number: int) -> Bool:
+    """Return what a key draws for the pairs of a round: bool [BLOCK / 2]."""
+    words = BLOCK // 2 // 64
+    draws = mix(key, np.arange(number * words, (number + 1) * words, dtype=np.uint64))
+    return np.unpackbits(draws.astype("<u8").view(np.uint8)).view(bool)
 
 
 def _exchange(parts: Int16, places: Int16, stride: int, drawn: Bool) -> None:

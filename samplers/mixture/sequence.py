@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
 from dataload.samplers.lru import LRU
 from dataload.samplers.mixture.borders import BLOCK, END, Borders
@@ -18,12 +18,39 @@ Int64 = npt.NDArray[np.int64]
 SCHEDULES = 32  # kept, of 384 KiB each: an epoch of 2 million units
 
 
-@dataclass(frozen=True, eq=False)
 class _Block:
-    """The sources of a block's units, uint16 [k], and their numbers in their sources, int64 [k]."""
+    """The units of a block.
 
-    source: npt.NDArray[np.uint16]
-    number: Int64
+    Args:
+        source: Source of each unit: uint16 [k].
+        before: Units of each source before the block: int64 [S].
+
+    Attributes:
+        source: As above.
+        before: As above.
+    """
+
+    def __init__(self, source: npt.NDArray[np.uint16], before: Int64) -> None:
+        self.source, self.before = source, before
+        self._by_source = np.argsort(source, kind="stable")  # numpy sorts 16 bits by radix
+        self._firsts = np.append(0, np.cumsum(np.bincount(source, minlength=len(before))))
+        self._keys = self._by_source + np.repeat(np.arange(len(before)) * BLOCK, np.diff(self._firsts))
+
+    def parts(self, start: int, end: int) -> Iterator[tuple[int, Int64, int]]:
+        """Yield (source, its places from `start` to `end`, number of its unit at the first one) of each source."""
+        borders = np.arange(len(self.before)) * BLOCK
+        begins, ends = np.searchsorted(self._keys, borders + start), np.searchsorted(self._keys, borders + end)
+        numbers = self.before + begins - self._firsts[:-1]
+        for source in np.flatnonzero(ends > begins).tolist():
+            yield source, self._by_source[begins[source] : ends[source]], int(numbers[source])
+
+    @cached_property
+    def number(self) -> Int64:
+        """Number of each unit in its source: int64 [k]."""
+        numbers = np.empty(len(self.source), np.int64)
+        shifts = np.repeat(self.before - self._firsts[:-1], np.diff(self._firsts))
+        numbers[self._by_source] = np.arange(len(self.source)) + shifts
+        return numbers
 
 
 class UnitSequence:
@@ -59,6 +86,17 @@ class UnitSequence:
             done = end
         return sources, numbers
 
+    def parts(self, epoch: int, start: int, end: int) -> Iterator[tuple[int, Int64, int]]:
+        """Yield the units from `start` to `end`, in parts of one source.
+
+        Yields:
+            (source, places of its units, counted from `start`: int64 [k], number of the first of them in its source)
+        """
+        for block in range(start // BLOCK, -(-end // BLOCK)):
+            first, last = max(start - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)
+            for source, places, number in self._block(epoch, block).parts(first, last):
+                yield source, places + (block * BLOCK - start), number
+
     def counts(self, epoch: int, unit: int) -> Int64:
         """Return the units of each source before a unit: int64 [S]."""
         block, inside = divmod(unit, BLOCK)
@@ -83,9 +121,4 @@ class UnitSequence:
         units = self._schedules.get(block, lambda number: schedule(self._borders, number * BLOCK))
         size = min(BLOCK, self._end - block * BLOCK)
         source = shuffled(units, derive_key("mixture", self._seed, epoch, block), size)[:size].view(np.uint16)
-        by_source = np.argsort(source, kind="stable")  # numpy sorts 16 bits by radix
-        counts = np.bincount(source, minlength=len(self._weights))
-        shifts = self._borders.counts(block * BLOCK) - (np.cumsum(counts) - counts)
-        number = np.empty(size, np.int64)
-        number[by_source] = np.arange(size) + np.repeat(shifts, counts)
-        return _Block(source, number)
+        return _Block(source, self._borders.counts(block * BLOCK))

@@ -117,6 +117,20 @@ def test_warm_stats_verify_evict(at_bucket: Run, bucket: Any, dataset_of: Callab
     assert json.loads(at_bucket("cache", "stats", *cache, "--json").stdout)["bytes"] == 0
 
 
+def test_plan_takes_the_sources_of_a_mixture(at_bucket: Run, dataset_of: Callable[..., str]) -> None:
+    urls = [dataset_of([[300, 200]], "a"), dataset_of([[100]], "b")]
+    found = json.loads(at_bucket("plan", *urls, "--json").stdout)
+    assert (found["objects"], found["rows"], found["epoch_rows"], found["row_groups"]) == (2, 600, 600, 3)
+    done = at_bucket("plan", *urls, "--weights", "1, 0.5")
+    assert done.returncode == 0, done.stderr
+    assert "600 rows in 3 row groups" in done.stdout
+    assert "300 rows, by the weights" in done.stdout
+    for weights, error in (("1", "1 weights for 2 URLs"), ("1,x", "weight 'x' of source 1"), ("1,0", "positive")):
+        failed = at_bucket("plan", *urls, "--weights", weights)
+        assert failed.returncode == 2
+        assert error in failed.stderr
+
+
 def test_plan_says_what_the_first_epoch_takes(at_bucket: Run, bucket: Any, dataset_of: Callable[..., str]) -> None:
     url = dataset_of([[300, 200], [100, 400]])
     size = sum(entry["Size"] for entry in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"])

@@ -370,6 +370,32 @@ def test_new_weights_hold_from_the_next_epoch_on_and_are_in_the_state(sources: S
     assert stream_of(resumed) == stream
 
 
+def test_weights_that_are_set_before_the_first_batch_of_a_begun_epoch_hold_from_the_next_one_on(
+    sources: Sources,
+) -> None:
+    states: list[dict[str, Any]] = []
+
+    def transform(batch: dict[str, Any]) -> dict[str, Any]:
+        if not states:
+            mixture.set_weights([1, 2, 1])
+            states.append(loader.state_dict())
+        return batch
+
+    options: dict[str, Any] = {"num_rows": 200, "name_column": "source"}
+    mixture = mix(sources(), WEIGHTS, **options)
+    loader = make_loader(mixture, 10, transform=transform, num_threads=0, world=World(0, 1))
+    stream = stream_of(loader)
+    state = json.loads(json.dumps(states[0]))
+    assert (state["cursor"], state["weights"], state["next_weights"]) == (0, [5, 3, 2], [1, 2, 1])
+
+    resumed = make_loader(mix(sources(), WEIGHTS, **options), 10, world=World(0, 1))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert stream_of(resumed) == stream
+    assert stream_of(resumed) == stream_of(loader)
+    assert resumed.stats().rows_by_source == {"a": 50, "b": 100, "c": 50}
+
+
 def test_the_length_follows_new_weights(sources: Sources) -> None:
     mixture = mix(sources(), [1, 1, 1])
     loader = make_loader(mixture, 1, world=World(0, 1))
@@ -417,6 +443,37 @@ def test_statistics_by_source(sources: Sources, tmp_path: Path, workers: int) ->
     assert total["bytes_by_source"] == stats.bytes_by_source
     assert total["waits_by_source"] == pytest.approx(stats.waits_by_source, abs=1e-6)
     assert "<td>b</td><td>30</td><td>30.0%</td>" in html(read(tmp_path), "run")
+
+
+@pytest.mark.parametrize("last", NAMES)
+def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    mixture = mix(sources(), WEIGHTS)
+    others, load = threading.Event(), RowGroupCache.load
+    store = mixture.rowstore
+    first = {name: mixture._first_groups[number] for number, name in enumerate(NAMES)}
+    rows = np.array([FIRST[name] for name in NAMES])
+
+    def late(self: RowGroupCache, number: int, life: Any = None) -> Any:
+        if self is store.blobs.caches[NAMES.index(last)]:
+            assert others.wait(60)
+        return load(self, number, life)
+
+    monkeypatch.setattr(RowGroupCache, "load", late)
+    monkeypatch.setattr(RowGroupCache, "is_bunched", lambda *_: False)
+    ended, end = set(), store.scheduler._end
+
+    def noted(group: int, *rest: Any) -> None:
+        end(group, *rest)
+        ended.add(group)
+        if ended >= {first[name] for name in NAMES if name != last}:
+            others.set()
+
+    monkeypatch.setattr(store.scheduler, "_end", noted)
+    waits: dict[int, float] = {}
+    assert len(store.gather(rows, None, {}, waits).rows) == len(NAMES)
+    assert waits.keys() == {first[last]}
 
 
 LARGE = {"a": [[1000] * 30], "b": [[1000] * 20], "c": [[1000] * 10]}

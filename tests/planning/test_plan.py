@@ -17,7 +17,7 @@ import pytest
 from rich.filesize import decimal
 from typer.testing import CliRunner
 
-from dataload import CacheConfig, make_dataset, make_loader
+from dataload import CacheConfig, make_dataset, make_loader, mix
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import Object
 from dataload.cli.app import app
@@ -27,8 +27,8 @@ from dataload.formats.detect import tail_bytes
 from dataload.loader import capacity
 from dataload.planning.plan import Plan, advice
 from dataload.planning.plan import plan as foretell
-from dataload.planning.simulate import Costs, Fetched, Reader
-from dataload.planning.warm import order_of, warm
+from dataload.planning.simulate import Costs, Fetched, Files, Reader
+from dataload.planning.warm import order_of, order_of_mixture, warm
 from dataload.rows import scheduler
 from dataload.samplers.window_size import default_window, weigh_window
 
@@ -89,8 +89,12 @@ def planned(origin: Origin, name: str, cache: CacheConfig, columns: Any = None, 
     """Return a plan and its dataset."""
     _, _, _, batch, window = DATASETS[name]
     dataset = make_dataset(f"s3://bucket/{name}", storage_options=origin.storage_options, cache=cache, columns=columns)
-    manifest, blobs = dataset.manifest, dataset.rowstore.blobs
-    return foretell(manifest, blobs, dataset.blocks, order_of(manifest, window=window), batch, **options), dataset
+    order = order_of(dataset.manifest, window=window)
+    return foretell([files_of(dataset)], order, batch, **options), dataset
+
+
+def files_of(dataset: Any) -> Files:
+    return Files(dataset.manifest, dataset.rowstore.blobs, dataset.blocks)
 
 
 def counted(origin: Origin) -> Fetched:
@@ -129,6 +133,29 @@ def decoded(dataset: Any) -> int:
     return sum(len(blob) for group in range(len(dataset.row_groups)) for blob in blobs.find(group))
 
 
+@pytest.mark.parametrize("weights", [None, [9, 1]])
+def test_the_epochs_of_a_mixture_are_foretold(origin: Origin, weights: Any, tmp_path: Path) -> None:
+    """With weights by rows, the first epoch fetches all; otherwise later ones fetch what it has left out."""
+    urls = [f"s3://bucket/tabular/{number}.parquet" for number in range(2)]
+    options = {"storage_options": origin.storage_options, "cache": CacheConfig(str(tmp_path / "cache"), "1GB")}
+    datasets = [make_dataset(url, **options) for url in urls]
+    order = order_of_mixture([dataset.manifest for dataset in datasets], weights, window=3)
+    found = foretell([files_of(dataset) for dataset in datasets], order, 64)
+    assert found.row_groups == 40
+    assert found.rows == sum(map(len, datasets))
+    loader = make_loader(mix(datasets, weights), 64, window=3, shuffle=True)
+    assert found.epoch_rows == len(loader.sampler)
+    counted(origin)
+    happened = []
+    for _ in range(1 + len(found.later_epochs)):
+        list(loader)
+        settled(loader.dataset)
+        happened.append(counted(origin))
+    assert happened[0] == found.first_epoch
+    assert happened[1:] == list(found.later_epochs)
+    assert len(happened) == (2 if weights is None else 4)
+
+
 @pytest.mark.parametrize("name", ["images", "tabular", "tokens", "captions"])
 def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a cache that holds the whole dataset, and in one that holds half of it."""
@@ -149,7 +176,7 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     limit = found.decoded_bytes // 2
     found, dataset = planned(origin, name, CacheConfig(str(tmp_path / "half"), limit), price=0.09)
     _, _, _, batch, window = DATASETS[name]
-    costs = Costs(dataset.manifest, dataset.rowstore.blobs, dataset.blocks)
+    costs = Costs([files_of(dataset)])
     reader = Reader(costs, order_of(dataset.manifest, window=window), limit)
     expected = list(islice(reader.epochs(batch), 4))
     assert epochs(origin, dataset, name, 4) == expected
@@ -234,7 +261,7 @@ def test_a_footer_larger_than_what_is_tried_first(tmp_path: Path) -> None:
     with Origin(tmp_path / "origin") as running:
         cache = CacheConfig(str(tmp_path / "c"), "1GB")
         dataset = make_dataset("s3://bucket/wide", storage_options=running.storage_options, cache=cache)
-        found = foretell(dataset.manifest, dataset.rowstore.blobs, dataset.blocks, order_of(dataset.manifest), 8)
+        found = foretell([files_of(dataset)], order_of(dataset.manifest), 8)
         assert counted(running) == found.footers
         assert found.footers.requests == 2
 
@@ -333,7 +360,7 @@ def test_no_other_window_is_advised_where_nothing_would_change(tmp_path: Path) -
     found = {}
     for window in (dataset.window, 32, 2):
         order = order_of(dataset.manifest, window=window)
-        plan = foretell(dataset.manifest, dataset.rowstore.blobs, dataset.blocks, order, 256)
+        plan = foretell([files_of(dataset)], order, 256)
         found[window] = any("is the default" in line for line in plan.advice)
     assert found == {29: False, 32: False, 2: True}
 
@@ -341,7 +368,7 @@ def test_no_other_window_is_advised_where_nothing_would_change(tmp_path: Path) -
 def test_a_plan_of_no_rows(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "x.parquet")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c"), "1GB"))
-    plan = foretell(dataset.manifest, dataset.rowstore.blobs, dataset.blocks, order_of(dataset.manifest), 256)
+    plan = foretell([files_of(dataset)], order_of(dataset.manifest), 256)
     assert said(plan)["first batch"] == "none: there are no rows"
 
 
@@ -373,7 +400,7 @@ def test_arrow_files_are_foretold_too(tmp_path: Path) -> None:
         url, options = "s3://bucket/arrow", running.storage_options
         dataset = make_dataset(url, storage_options=options, cache=CacheConfig(str(tmp_path / "c"), "1GB"))
         blobs = dataset.rowstore.blobs
-        found = foretell(dataset.manifest, blobs, dataset.blocks, order_of(dataset.manifest), 8)
+        found = foretell([Files(dataset.manifest, blobs, dataset.blocks)], order_of(dataset.manifest), 8)
         counted(running)
         warm(blobs, range(3))
         assert counted(running) == found.first_epoch

@@ -35,6 +35,10 @@ FilterLists = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="Weights of the URLs, comma-separated in their order; default: by rows."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the shuffle, as given to the loader.")]
 StorageOptions = Annotated[str | None, typer.Option(help="Options of the fsspec filesystem, as a JSON object.")]
 Window = Annotated[

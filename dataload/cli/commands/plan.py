@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -19,16 +19,20 @@ from dataload.cli.commands.options import (
     Json,
     Seed,
     StorageOptions,
+    Weights,
     Window,
     WorldSize,
     config,
     open_dataset,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, duration, show, table
+from dataload.errors import ConfigError
 
 if TYPE_CHECKING:
     from dataload.planning.plan import Plan
-    from dataload.planning.simulate import Fetched
+    from dataload.planning.simulate import Fetched, Files
+    from dataload.samplers.mixture.order import MixtureOrder
+    from dataload.samplers.order import Order
 
 TOO_SMALL = "none: this cache is too small"
 
@@ -41,7 +45,8 @@ def _number(value: float | None) -> float | None:
 
 
 def plan(
-    url: str,
+    urls: Annotated[list[str], typer.Argument(metavar="URL...", help="The dataset. Several are read as a mixture.")],
+    weights: Weights = None,
     window: Window = None,
     batch_size: BatchSize = 256,
     world_size: WorldSize = 1,
@@ -63,17 +68,45 @@ def plan(
     """Estimate bytes, requests and time before reading a dataset."""
     from dataload.cache.config import parse_bytes
     from dataload.planning.plan import plan as make_plan
-    from dataload.planning.warm import order_of
+    from dataload.planning.simulate import Files
 
+    shares = _shares(urls, weights)
     rate = parse_bytes("bandwidth", bandwidth)
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
-    manifest, blobs, blocks = open_dataset(url, storage_options, columns, filters, cache_config, quiet=as_json)
-    order = order_of(manifest, seed=seed, window=window, num_streams=num_streams)
+    sources = [
+        Files(*open_dataset(url, storage_options, columns, filters, cache_config, quiet=as_json)) for url in urls
+    ]
+    order = _order(urls, sources, shares, seed=seed, window=window, num_streams=num_streams)
     rows = batch_size * world_size
-    result = make_plan(manifest, blobs, blocks, order, rows, bandwidth=rate, latency=latency, price=price)
+    result = make_plan(sources, order, rows, bandwidth=rate, latency=latency, price=price)
     show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None:
         raise typer.Exit(FOUND_A_PROBLEM)
+
+
+def _shares(urls: list[str], weights: str | None) -> list[str] | None:
+    """Return the weights of --weights. Raise ConfigError unless they are a positive number for each URL."""
+    from dataload.samplers.mixture.weights import integer_weights
+
+    shares = None if weights is None else weights.split(",")
+    if shares is not None:
+        if len(shares) != len(urls):
+            raise ConfigError(f"--weights={weights}: {len(shares)} weights for {len(urls)} URLs: give one for each")
+        integer_weights(shares)
+    return shares
+
+
+def _order(urls: list[str], sources: list[Files], shares: list[str] | None, **options: Any) -> Order | MixtureOrder:
+    """Return the order of a dataset, or of a mixture of several."""
+    from dataload.catalog.same_columns import check_same_columns
+    from dataload.planning.warm import order_of, order_of_mixture
+
+    manifests = [files.manifest for files in sources]
+    if len(urls) == 1:
+        return order_of(manifests[0], **options)
+    layouts = [files.blobs.plan.layout for files in sources]
+    check_same_columns(urls, layouts, [manifest.schema for manifest in manifests])
+    return order_of_mixture(manifests, shares, **options)
 
 
 def lines(plan: Plan) -> list[tuple[str, str]]:
@@ -87,6 +120,7 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
             "dataset",
             f"{plan.objects:,} objects, {decimal(plan.bytes)}; {plan.rows:,} rows in {plan.row_groups:,} row groups",
         ),
+        *([] if plan.epoch_rows == plan.rows else [("epoch", f"{plan.epoch_rows:,} rows, by the weights")]),
         ("decoded", f"{about}{decimal(plan.decoded_bytes)}"),
         (
             "cache",

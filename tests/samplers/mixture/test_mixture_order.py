@@ -232,6 +232,16 @@ def test_needs_of_streams():
     assert len(set(order.blocks_from(1, 0, [0])) & set(order.blocks_from(1, 0, [1]))) <= 3
 
 
+def test_an_epoch_that_is_over_needs_nothing():
+    sources = [Source([7, 9, 4], "a"), Source([5, 3], "b")]
+    for rows in range(20, 40):  # A stripe of streams may end after the epoch.
+        order = MixtureOrder(sources, [2, 1], num_streams=3, num_rows=rows)
+        assert list(order.needs_from(1, rows)) == []
+        last = order.rows(1, [rows - 1])
+        groups = np.searchsorted(np.cumsum(order.block_lengths), last, "right")
+        assert set(groups.tolist()) <= {group for _, group in order.needs_from(1, rows - 1)}
+
+
 def test_a_seek_costs_the_same_everywhere():
     sources = [Source([10**9] * 50, str(number)) for number in range(5)]
     order = MixtureOrder(sources, [1, 2, 3, 10**6, 4])
