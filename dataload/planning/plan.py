@@ -151,7 +151,7 @@ def plan(
         later_epoch_cost=_cost(_mean(later), price),
         trade=weigh_window(order.window, lengths, sizes, batch_size),
         held_bytes=needed(order, blobs)[1],
-        memory_bytes=blobs.maker.rank_memory,
+        memory_bytes=blobs.maker.memory_bytes,
     )
     usual = weigh_window(default_window(lengths, sizes), lengths, sizes, batch_size)
     return replace(result, advice=(*too_small, *advice(result, sizes, usual)))
