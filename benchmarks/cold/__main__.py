@@ -94,7 +94,7 @@ def _measured(names: list[str], rounds: int, *setting: Any) -> tuple[dict[str, l
     for _, name in product(range(rounds), found):
         try:
             if name == FIRST:
-                run = measure("bare GETs", *setting, needed(server, prefix, files, batch_size))
+                run = measure("bare GETs", *setting, ranges=needed(server, prefix, files, batch_size))
             else:
                 run = measure(name, *setting)
         except Exception as error:  # noqa: BLE001 (whatever happens, the other measurements go on)
