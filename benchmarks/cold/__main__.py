@@ -41,6 +41,7 @@ def main(
     batch_size: Annotated[int, typer.Option(help="Rows of a batch of the loader.")] = 256,
     ranks: Annotated[int, typer.Option(help="Ranks of the host.")] = 1,
     cache_share: Annotated[float | None, typer.Option(help="Cache limit, as a share of the data.")] = None,
+    window: Annotated[int | None, typer.Option(help="Row groups that the loader shuffles together.")] = None,
     megabytes: Annotated[int, typer.Option(help="Size of a dataset in MB.")] = 2000,
     rounds: Annotated[int, typer.Option(help="Measurements of each system.")] = 5,
     folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
@@ -62,7 +63,7 @@ def main(
         write(kind, int(size * 1e6), megabytes * 10**6, files)
         for place in origin or ORIGINS:
             with Origin(data, behaviour=ORIGINS[place]) as server:
-                setting = server, prefix, files, folder.absolute(), ranks, cache_share, batch_size
+                setting = server, prefix, files, folder.absolute(), ranks, cache_share, window, batch_size
                 found, errors = _measured(system or list(SYSTEMS), rounds, *setting)
             failed = failed or bool(errors)
             for line in lines((kind, f"{size:g}", place), found, errors, files, ORIGINS[place].latency):
@@ -88,13 +89,13 @@ def _measured(names: list[str], rounds: int, *setting: Any) -> tuple[dict[str, l
         rounds: Measurements of each.
         setting: Arguments of `measure`, from the origin to the batch size.
     """
-    server, prefix, files, *_, batch_size = setting
+    server, prefix, files, *_, window, batch_size = setting
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*names, FIRST)}
     errors: dict[str, str] = {}
     for _, name in product(range(rounds), found):
         try:
             if name == FIRST:
-                run = measure("bare GETs", *setting, ranges=needed(server, prefix, files, batch_size))
+                run = measure("bare GETs", *setting, ranges=needed(server, prefix, files, batch_size, window))
             else:
                 run = measure(name, *setting)
         except Exception as error:  # noqa: BLE001 (whatever happens, the other measurements go on)

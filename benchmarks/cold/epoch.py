@@ -35,6 +35,7 @@ class Task:
     Attributes:
         batch_size: Rows of a batch of the loader. pyarrow makes larger ones.
         ranges: Byte ranges (name, start, stop) that the bare GETs fetch; None: all files.
+        window: Row groups that the loader shuffles together; None: its default.
     """
 
     endpoint_url: str
@@ -46,6 +47,7 @@ class Task:
     batch_size: int
     cache_bytes: int | None = None
     ranges: list[tuple[str, int, int]] | None = None
+    window: int | None = None
 
 
 def _ours(task: Task) -> Iterator[int]:
@@ -61,7 +63,7 @@ def _loader(task: Task, source: str, **options: Any) -> Iterator[int]:
 
     dataset = dataload.make_dataset(source, cache=dataload.CacheConfig(task.cache_dir, task.cache_bytes), **options)
     world = dataload.World(task.rank, task.ranks, task.rank, task.ranks)
-    for batch in dataload.make_loader(dataset, task.batch_size, world=world):
+    for batch in dataload.make_loader(dataset, task.batch_size, world=world, window=task.window):
         yield len(next(iter(batch.values())))
 
 

@@ -17,14 +17,16 @@ FIRST = "first batch"  # the measurement: bare GETs of the bytes that it needs
 LATENCIES, WIRES = 6, 1.3  # the bar: so many latencies, and so many times the bare time for the bytes
 
 
-def needed(origin: Origin, prefix: str, files: Path, batch_size: int) -> list[tuple[str, int, int]]:
+def needed(
+    origin: Origin, prefix: str, files: Path, batch_size: int, window: int | None = None
+) -> list[tuple[str, int, int]]:
     """Return the byte ranges (name, start, stop) that the loader's first batch needs: the row groups of its rows.
 
     A reader cannot leave out pages: these files have no page index, so the place of a row within a row group is not
     known. Almost every page has a row of the batch anyway, because a row group's rows are shuffled.
     """
     dataset = make_dataset(f"s3://{BUCKET}/{prefix}", cache=False, storage_options=origin.storage_options)
-    loader = make_loader(dataset, batch_size, world=World(0, 1, 0, 1))
+    loader = make_loader(dataset, batch_size, world=World(0, 1, 0, 1), window=window)
     rows = next(iter(loader.sampler.batches()))
     groups = {(urlsplit(place.url).path.rsplit("/", 1)[-1], place.row_group) for place in dataset.locate(rows)}
     ranges = []

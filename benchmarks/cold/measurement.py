@@ -30,6 +30,7 @@ def measure(
     folder: Path,
     ranks: int,
     cache_share: float | None,
+    window: int | None,
     batch_size: int,
     ranges: list[tuple[str, int, int]] | None = None,
 ) -> dict[str, Any]:
@@ -43,6 +44,7 @@ def measure(
         folder: Folder for the cache.
         ranks: Number of processes.
         cache_share: Byte limit of the cache, as a share of the bytes of the files; None: the default limit.
+        window: Row groups that the loader shuffles together; None: its default.
         batch_size: Rows of a batch of the loader.
         ranges: As for `Task`.
 
@@ -57,7 +59,7 @@ def measure(
     limit = None if cache_share is None else int(cache_share * num_bytes)
     with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
         place = origin.endpoint_url, prefix, str(files), cache
-        tasks = [Task(*place, rank, ranks, batch_size, limit, ranges) for rank in range(ranks)]
+        tasks = [Task(*place, rank, ranks, batch_size, limit, ranges, window) for rank in range(ranks)]
         command = [sys.executable, "-c", call, system]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         running = [subprocess.Popen([*command, json.dumps(asdict(task))], **pipes) for task in tasks]
