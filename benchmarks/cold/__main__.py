@@ -26,6 +26,8 @@ from dataload.benchmarks.systems.base import BUCKET
 from dataload.rows.row_group_maker import MEMORY_DIVISOR
 from dataload.runtime.usable_memory import usable_memory
 
+# Arguments of `measure`, from the origin to the batch size.
+Setting = tuple[Origin, str, Path, Path, int, float | None, int | None, int]
 ORIGINS = {
     "near": Behaviour(latency=0.03, bytes_per_second=90e6),
     "far": Behaviour(latency=0.1, bytes_per_second=40e6),
@@ -64,7 +66,7 @@ def main(
         for place in origin or ORIGINS:
             with Origin(data, behaviour=ORIGINS[place]) as server:
                 setting = server, prefix, files, folder.absolute(), ranks, cache_share, window, batch_size
-                found, errors = _measured(system or list(SYSTEMS), rounds, *setting)
+                found, errors = _measured(system or list(SYSTEMS), rounds, setting)
             failed = failed or bool(errors)
             for line in lines((kind, f"{size:g}", place), found, errors, files, ORIGINS[place].latency):
                 typer.echo(line)
@@ -81,23 +83,23 @@ def main(
         raise typer.Exit(1)
 
 
-def _measured(names: list[str], rounds: int, *setting: Any) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+def _measured(
+    names: list[str], rounds: int, setting: Setting
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Measure the systems in turns. Return the figures of each run and the last error, by system.
 
     Args:
         names: The systems.
         rounds: Measurements of each.
-        setting: Arguments of `measure`, from the origin to the batch size.
+        setting: Arguments of `measure`.
     """
     server, prefix, files, *_, window, batch_size = setting
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in (*names, FIRST)}
     errors: dict[str, str] = {}
     for _, name in product(range(rounds), found):
         try:
-            if name == FIRST:
-                run = measure("bare GETs", *setting, ranges=needed(server, prefix, files, batch_size, window))
-            else:
-                run = measure(name, *setting)
+            ranges = needed(server, prefix, files, batch_size, window) if name == FIRST else None
+            run = measure("bare GETs" if name == FIRST else name, *setting, ranges)
         except Exception as error:  # noqa: BLE001 (whatever happens, the other measurements go on)
             errors[name] = repr(error)
         else:
