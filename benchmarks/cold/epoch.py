@@ -24,6 +24,7 @@ from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.systems.floors import RANGE_BYTES
 
 IN_FLIGHT = 32  # as many as a process may have that is alone on its host
+LEAST_BYTES = 1 << 20  # of a bare GET
 SAMPLE_SECONDS = 0.05  # between two samples of memory
 
 
@@ -33,6 +34,8 @@ class Task:
 
     Attributes:
         batch_size: Rows of a batch of the loader. pyarrow makes larger ones.
+        ranges: Byte ranges (name, start, stop) that the bare GETs fetch; None: all files.
+        window: Row groups that the loader shuffles together; None: its default.
     """
 
     endpoint_url: str
@@ -43,6 +46,8 @@ class Task:
     ranks: int
     batch_size: int
     cache_bytes: int | None = None
+    ranges: list[tuple[str, int, int]] | None = None
+    window: int | None = None
 
 
 def _ours(task: Task) -> Iterator[int]:
@@ -58,7 +63,7 @@ def _loader(task: Task, source: str, **options: Any) -> Iterator[int]:
 
     dataset = dataload.make_dataset(source, cache=dataload.CacheConfig(task.cache_dir, task.cache_bytes), **options)
     world = dataload.World(task.rank, task.ranks, task.rank, task.ranks)
-    for batch in dataload.make_loader(dataset, task.batch_size, world=world):
+    for batch in dataload.make_loader(dataset, task.batch_size, world=world, window=task.window):
         yield len(next(iter(batch.values())))
 
 
@@ -75,13 +80,15 @@ def _pyarrow(task: Task) -> Iterator[int]:
 
 def _wire(task: Task) -> Iterator[int]:
     wire = Wire(task.endpoint_url, f"{BUCKET}/{task.prefix}", RANGE_BYTES)
-    ranges = [
-        (path.name, start, min(start + RANGE_BYTES, path.stat().st_size))
-        for path in sorted(Path(task.files).glob("*.parquet"))
-        for start in range(0, path.stat().st_size, RANGE_BYTES)
+    whole = [(path.name, 0, path.stat().st_size) for path in sorted(Path(task.files).glob("*.parquet"))]
+    ranges = whole if task.ranges is None else task.ranges
+    most = -(-sum(stop - start for _, start, stop in ranges) // IN_FLIGHT)  # so that all connections are used
+    step = min(RANGE_BYTES, max(LEAST_BYTES, most))
+    requests = [
+        (name, first, min(first + step, stop)) for name, start, stop in ranges for first in range(start, stop, step)
     ]
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
-        yield from pool.map(wire.get, ranges)
+        yield from pool.map(wire.get, requests)
     wire.close()
 
 

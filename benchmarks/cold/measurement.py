@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,8 @@ import psutil
 from dataload.benchmarks.cold.epoch import IN_FLIGHT, Task
 from dataload.benchmarks.origin import Origin
 
+MOST_SECONDS = 300  # of an epoch
+
 
 def measure(
     system: str,
@@ -27,7 +30,9 @@ def measure(
     folder: Path,
     ranks: int,
     cache_share: float | None,
+    window: int | None,
     batch_size: int,
+    ranges: list[tuple[str, int, int]] | None = None,
 ) -> dict[str, Any]:
     """Run one epoch of a system with an empty cache, in `ranks` processes. Return the figures of the host.
 
@@ -39,7 +44,12 @@ def measure(
         folder: Folder for the cache.
         ranks: Number of processes.
         cache_share: Byte limit of the cache, as a share of the bytes of the files; None: the default limit.
+        window: Row groups that the loader shuffles together; None: its default.
         batch_size: Rows of a batch of the loader.
+        ranges: As for `Task`.
+
+    Raises:
+        RuntimeError: A process failed, or took longer than `MOST_SECONDS`.
     """
     origin.reset()
     server = psutil.Process(origin.pid)
@@ -49,18 +59,16 @@ def measure(
     limit = None if cache_share is None else int(cache_share * num_bytes)
     with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
         place = origin.endpoint_url, prefix, str(files), cache
-        tasks = [Task(*place, rank, ranks, batch_size, limit) for rank in range(ranks)]
+        tasks = [Task(*place, rank, ranks, batch_size, limit, ranges, window) for rank in range(ranks)]
         command = [sys.executable, "-c", call, system]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         running = [subprocess.Popen([*command, json.dumps(asdict(task))], **pipes) for task in tasks]
-        for process in running:
-            assert process.stdout is not None
-            process.stdout.readline()
-        for process in running:
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-        found = [json.loads(process.communicate()[0]) for process in running]
+        try:
+            found = _figures(system, running)
+        finally:
+            for process in running:
+                process.kill()
+                process.communicate()
     origin_cpu = sum(server.cpu_times()[:2]) - before
     stats, in_flight = origin.stats(), origin.gets_over_time()
     return {
@@ -77,6 +85,27 @@ def measure(
         "origin_cpu": origin_cpu,
         "over_time": in_flight,
     }
+
+
+def _figures(system: str, running: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """Start the epoch in all processes together. Return what they print."""
+    for process in running:
+        assert process.stdout is not None
+        process.stdout.readline()
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    found, end = [], time.monotonic() + MOST_SECONDS
+    for process in running:
+        try:
+            shown, _ = process.communicate(timeout=max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"{system} took more than {MOST_SECONDS} s") from error
+        if process.returncode:
+            raise RuntimeError(f"{system} failed with exit status {process.returncode}")
+        found.append(json.loads(shown))
+    return found
 
 
 def busy(changes: list[tuple[float, int]], latency: float) -> float:

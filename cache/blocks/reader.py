@@ -159,6 +159,13 @@ class Blocks(ForkAware):
         """Run `call` in the pool for reads. It must not read more than one block at a time."""
         return self._reads.submit(call, *args)
 
+    @property
+    def free_requests(self) -> int:
+        """Requests that would all start at once; 0 if others are under way, or if the origin is local."""
+        limiter = self.origin.limiter
+        most = IN_FLIGHT if limiter is None else min(IN_FLIGHT, limiter.limit)
+        return most if self._reads.idle and not self.origin.is_local else 0
+
     def prefetch(self, obj: Object) -> list[Future[None]]:
         """Start to fetch the uncached blocks of an object, as far as the tier has capacity.
 

@@ -77,7 +77,9 @@ class ParquetFooter:
 
     def fetched(self, number: int, columns: Sequence[str], capacity: int) -> tuple[list[Span], list[Span]]:
         ranges = _ranges(self._chunks(number, columns), capacity)
-        return (ranges, []) if self._shares_blocks(number) else ([], pieces(ranges, capacity))
+        if self._shares_blocks(number):
+            return ranges, []
+        return [], pieces(ranges, capacity - _buffer_bytes(ranges, capacity) * len(ranges))
 
     def _is_small(self, number: int) -> bool:
         return self.stored_bytes(number) < SHARED_BYTES
@@ -108,16 +110,16 @@ class ParquetFooter:
             fetch = _from_origin if is_small and blocks.origin.is_local else _from_pool
         bytes_of = partial(fetch, blocks, obj)
         stream: HeldBeginning | RangeStream
+        buffer = _buffer_bytes(ranges, capacity)
         if is_small and ranges and ranges[-1][1] <= MOST_BEGINNING:
             stream = HeldBeginning(bytes_of, obj, ranges)
         else:
-            stream = RangeStream(bytes_of, obj, ranges, capacity)
+            ahead = capacity - buffer * len(ranges)
+            stream = RangeStream(bytes_of, obj, ranges, ahead, blocks.free_requests)
         with as_data_error(f"{obj.path} row group {number} cannot be decoded"):
-            # Without a buffer, pyarrow reads whole column chunks: fine if all are in memory anyway. pre_buffer would
-            # fetch the whole row group before decoding the first row.
-            buffer = 0 if stream.held else BUFFER_BYTES
             texts = [name for name in columns if name in self._columns.texts]
             coded = [name for name in texts if any(map(_has_codes, self._chunks(number, [name])))]
+            # pre_buffer would fetch the whole row group before decoding the first row.
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
             with stream, pq.ParquetFile(stream.source, metadata=self._metadata, **arguments) as file:
                 every = len(columns) == len(self._columns.leaves)
@@ -233,6 +235,16 @@ def _ranges(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int) -> list[Spa
         spans.append((first, first + chunk.total_compressed_size))
     spans.sort()
     return joined(spans) if sum(stop - start for start, stop in spans) <= capacity else spans
+
+
+def _buffer_bytes(ranges: Sequence[Span], capacity: int) -> int:
+    """Return the bytes of Arrow's read buffer of each range, at most half of the capacity in all.
+
+    0 if `capacity` holds the ranges. Without a buffer, Arrow reads whole column chunks.
+    """
+    if sum(stop - start for start, stop in ranges) <= capacity:
+        return 0
+    return max(1, min(BUFFER_BYTES, capacity // (2 * len(ranges))))
 
 
 def _from_pool(blocks: Blocks, obj: Object, start: int, memory: memoryview) -> Future[None]:

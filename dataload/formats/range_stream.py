@@ -15,6 +15,7 @@ from dataload.errors import DataError
 from dataload.telemetry.wait_timeline import doing
 
 SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 8 << 20  # bytes of one request
+LEAST_SHARE = 2 << 20  # of a request that shares the bytes of a row group with others: smaller ones gain little time
 
 
 class _Piece(NamedTuple):
@@ -41,20 +42,29 @@ class RangeStream(io.RawIOBase):
         obj: The object.
         ranges: Byte ranges, in the order of the object.
         capacity: Bytes that are in memory at a time.
+        requests: Requests among which the ranges are divided if they are held, so that they arrive as early as
+            possible. 0: each request is as large as it may be, which takes the least work.
 
     Attributes:
         held: Whether all ranges are in memory at a time.
     """
 
     def __init__(
-        self, fetch: Callable[[int, memoryview], Future[None]], obj: Object, ranges: Sequence[Span], capacity: int
+        self,
+        fetch: Callable[[int, memoryview], Future[None]],
+        obj: Object,
+        ranges: Sequence[Span],
+        capacity: int,
+        requests: int = 0,
     ) -> None:
         super().__init__()
         self._fetch = fetch
         self._object = obj
         self._ranges = ranges = _without_empty(ranges)
         self._position = 0
-        self.held = sum(stop - start for start, stop in ranges) <= capacity
+        size = sum(stop - start for start, stop in ranges)
+        self.held = size <= capacity
+        self._most = min(LARGEST_PIECE, max(LEAST_SHARE, -(-size // requests))) if requests else LARGEST_PIECE
         self._share = capacity // max(1, len(ranges))
         self._memory: dict[int, memoryview] = {}  # of the held ranges, by first byte
         self._pieces: dict[int, _Piece] = {}  # by first byte
@@ -142,7 +152,7 @@ class RangeStream(io.RawIOBase):
                 self._pieces[position] = _Piece(memory, self._fetch(position, memory))
 
     def _piece(self, start: int, stop: int) -> int:
-        return _piece_bytes(stop - start, self._share, held=self.held)
+        return _piece_bytes(stop - start, self._share, self._most, held=self.held)
 
 
 class HeldBeginning:
@@ -196,16 +206,16 @@ def pieces(ranges: Sequence[Span], capacity: int) -> list[Span]:
     held, share = sum(stop - start for start, stop in ranges) <= capacity, capacity // max(1, len(ranges))
     found = []
     for start, stop in ranges:
-        size = _piece_bytes(stop - start, share, held=held)
+        size = _piece_bytes(stop - start, share, LARGEST_PIECE, held=held)
         found += [(position, min(position + size, stop)) for position in range(start, stop, size)]
     return found
 
 
-def _piece_bytes(size: int, share: int, *, held: bool) -> int:
+def _piece_bytes(size: int, share: int, most: int, *, held: bool) -> int:
     """Return the bytes of one request for a range of `size` bytes; all requests are about equally large."""
     if not held:
         return max(SMALLEST_PIECE, min(LARGEST_PIECE, share // 2))
-    return -(-size // -(-size // LARGEST_PIECE))
+    return -(-size // -(-size // most))
 
 
 def _without_empty(ranges: Sequence[Span]) -> list[Span]:

@@ -172,6 +172,9 @@ class MappedMaker(RowGroupMaker):
         """Return the bytes of a row group of the source that are fetched and held."""
         return self._of_source().reservation(number)
 
+    def _least_held(self) -> int:
+        return self._source.maker.least_held
+
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that decoding and mapping a row group take."""
         return super().decoding_bytes(number) + 2 * CHUNK_BYTES + self._of_source().decoding_bytes(number)

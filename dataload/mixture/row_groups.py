@@ -151,6 +151,7 @@ class MixedMaker:
     def __init__(self, makers: Sequence[RowGroupMaker], place: Callable[[int], tuple[int, int]]) -> None:
         self._makers = tuple(makers)
         self._place = place
+        self._makers[0].hold_at_least(max(maker.least_held for maker in makers))
 
     def of(self, source: int) -> RowGroupMaker:
         """Return the maker of a dataset."""
@@ -163,6 +164,11 @@ class MixedMaker:
     def rank_memory(self) -> int:
         """Bytes of row groups in flight, held and being decoded, for this rank."""
         return self._makers[0].rank_memory
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that is in use for this rank, see `RowGroupMaker`."""
+        return self._makers[0].memory_bytes
 
     @property
     def memory(self) -> MemoryBudget:

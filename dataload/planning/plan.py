@@ -153,7 +153,7 @@ def plan(
         later_epoch_cost=_cost(_mean(later), price),
         trade=weigh_window(order.window, lengths, sizes, batch_size),
         held_bytes=sum(needed(*each)[1] for each in zip(order.orders, every, strict=True)),
-        memory_bytes=every[0].maker.rank_memory,
+        memory_bytes=max(blobs.maker.memory_bytes for blobs in every),
     )
     usual = weigh_window(sum(map(usual_window, (files.manifest for files in sources))), lengths, sizes, batch_size)
     return replace(result, advice=(*too_small, *advice(result, sizes, usual)))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.blocks.reader import Blocks
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
@@ -25,7 +25,6 @@ from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import BLOB_BYTES, RowGroupPlan
 from dataload.rows.size_sampling import Aside
 from dataload.runtime.baton import waiting
-from dataload.runtime.cached_property import cached_property
 from dataload.runtime.counters import charge
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
@@ -40,7 +39,7 @@ MIN_MEMORY = 64 << 20
 UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
 RELEASED_BYTES = 16 << 20  # at least, of row groups, between two returns of Arrow's unused memory
 INLINE_BYTES = 2 << 20  # of records: the thread that loads fewer decodes them itself
-COLUMN_BYTES = 1 << 20  # to hold of each column: a stream of less would need many small requests
+COLUMN_BYTES = 1 << 20  # to hold of each column: Arrow reads it page by page, and a page is about as large
 DECODED_COPIES = 3  # of a blob: Arrow has its columns, may copy them to join their parts, and they are packed
 
 
@@ -56,7 +55,9 @@ class RowGroupMaker(ForkAware):
 
     Attributes:
         rank_memory: Bytes of row groups in flight, held and being decoded, for this rank: this process and its
-            background decoder.
+            background decoder. See `memory_bytes`.
+        least_held: Bytes that a process must be able to hold at a time, whatever its part of `rank_memory`: a row
+            group, or `COLUMN_BYTES` of each of its columns.
         memory: The part of `rank_memory` in which this process fetches and holds row groups, as a budget.
         decoding: The part of `rank_memory` in which this process decodes them. It is apart, so that row groups are
             fetched while others are decoded, and row groups that wait for a decoder reserve nothing for it.
@@ -78,6 +79,7 @@ class RowGroupMaker(ForkAware):
         self._fill_null = fill_null
         self._growth = 1.0  # the largest ratio of the bytes of a row group to their estimate
         self._footers = FooterReader(blocks)
+        self.least_held = self._least_held()
         self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
         self.after_fork_in_child()
         super().__init__()
@@ -108,10 +110,30 @@ class RowGroupMaker(ForkAware):
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
         self._divide(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
 
+    def hold_at_least(self, size: int) -> None:
+        """Raise `least_held` to that of another maker, which will use the memory of this one."""
+        if size > self.least_held:
+            self.least_held = size
+            self._divide(self.rank_memory // TRAINER_DIVISOR)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The most that is in use for this rank: `rank_memory`, or more if row groups have very many columns."""
+        trainer = self.rank_memory // TRAINER_DIVISOR
+        return sum(self._parts(trainer)) + sum(self._parts(self.rank_memory - trainer))
+
     def _divide(self, size: int) -> None:
-        """Set the budgets of this process: decoder threads need a blob each, and all else is for fetched bytes."""
+        held, decoding = self._parts(size)
+        self.memory, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
+
+    def _parts(self, size: int) -> tuple[int, int]:
+        """Return the parts of a process's memory: decoder threads need a blob each, all else is for fetched bytes."""
         decoding = min(size // 2, DECODED_COPIES * BLOB_BYTES * usable_cores())
-        self.memory, self.decoding = MemoryBudget(size - decoding), MemoryBudget(decoding)
+        return max(size - decoding, self.least_held), decoding
+
+    def _least_held(self) -> int:
+        largest = max((group.bytes for group in self._manifest.row_groups), default=0)
+        return min(largest, COLUMN_BYTES * len(self._schema))
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
@@ -119,7 +141,7 @@ class RowGroupMaker(ForkAware):
         stored = self._plan.stored(group) if columns is None else columns
         if not stored:
             return [], []
-        return self.footer(group).fetched(group.number, stored, self._held_limit(stored))
+        return self.footer(group).fetched(group.number, stored, self.memory.total)
 
     def has_all(self, numbers: Sequence[int]) -> bool:
         """Return whether these row groups are all of one file."""
@@ -174,8 +196,8 @@ class RowGroupMaker(ForkAware):
         if not stored:
             yield self._decoded([pa.table({})] * len(self._plan.lengths(number)), number)
             return
-        held_limit = self._held_limit(stored)
-        with self.footer(group).open_row_group(group.file, group.number, stored, self._blocks, held_limit) as reader:
+        most = self.memory.total
+        with self.footer(group).open_row_group(group.file, group.number, stored, self._blocks, most) as reader:
             reader.wait()
             yield self._decoded(reader.tables(int(self._plan.blob_rows[number])), number)
 
@@ -255,17 +277,13 @@ class RowGroupMaker(ForkAware):
         stored = self._plan.stored(group)
         if not stored:
             return 0
-        footer, held_limit = self.footer(group), self._held_limit(stored)
-        held = sum(stop - start for spans in footer.fetched(group.number, stored, held_limit) for start, stop in spans)
-        return min(held, held_limit) if footer.streams else held
+        footer, most = self.footer(group), self.memory.total
+        held = sum(stop - start for spans in footer.fetched(group.number, stored, most) for start, stop in spans)
+        return min(held, most) if footer.streams else held
 
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that the decoding of a row group takes. They follow blobs larger than their estimate."""
         return math.ceil(DECODED_COPIES * self._growth * max(self._plan.blob_sizes(number)))
-
-    def _held_limit(self, columns: Sequence[str]) -> int:
-        """Return the most stored bytes of a row group to hold in memory. The rest is streamed while it is decoded."""
-        return max(self.memory.total, len(columns) * COLUMN_BYTES)
 
     def footer(self, group: RowGroup) -> Footer:
         """Return the footer of a row group's file."""
@@ -279,63 +297,6 @@ def _reserved(budget: MemoryBudget, size: int, cancelled: Callable[[], bool] = l
         with nullcontext() if budget.fits(size) else waiting():
             stack.enter_context(budget.reserve(size, cancelled))
         yield
-
-
-class SharedBlocks:
-    """The cached blocks of small row groups, which their files' neighbours share.
-
-    Args:
-        manifest: The dataset.
-        blocks: Reader of the dataset's files, and the cache.
-        maker: Makes the row groups.
-    """
-
-    def __init__(self, manifest: Manifest, blocks: Blocks, maker: RowGroupMaker) -> None:
-        self._manifest = manifest
-        self._blocks = blocks
-        self._maker = maker
-        self._blocks_of: dict[int, set[int]] = {}  # by row group
-        self._users: dict[tuple[Object, int], list[int]] = {}  # the row groups of a block
-
-    def made(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
-        """Discard each block of a row group that was made if the blobs of all row groups in the block are cached.
-
-        Args:
-            number: The row group.
-            keys: Returns the keys of the blobs of a row group.
-        """
-        file = self._manifest.row_groups[number].file
-        if not self._blocks.retains_blocks or len(self._numbers[file]) == 1:
-            return
-        if number not in self._blocks_of:
-            self._look_up(file)
-        for block in self._blocks_of[number]:
-            # The last one first: it is usually made last.
-            made = (key for user in reversed(self._users[file, block]) for key in keys(user))
-            self._blocks.discard(file, block, made)
-
-    @cached_property
-    def _numbers(self) -> dict[Object, list[int]]:
-        """The row groups of each file."""
-        numbers: dict[Object, list[int]] = {}
-        for number, group in enumerate(self._manifest.row_groups):
-            numbers.setdefault(group.file, []).append(number)
-        return numbers
-
-    def _look_up(self, file: Object) -> None:
-        """Look up the blocks of a file's row groups. A file of which the dataset lacks row groups keeps its blocks."""
-        users: dict[tuple[Object, int], list[int]] = {}
-        blocks_of: dict[int, set[int]] = {}
-        numbers = self._numbers[file]
-        whole = self._maker.has_all(numbers)
-        for number in numbers:
-            # Nothing loads a row group without rows.
-            shared = self._maker.sources(number)[0] if whole and self._manifest.row_groups[number].rows else []
-            blocks_of[number] = self._blocks.numbers(shared)
-            for block in blocks_of[number]:
-                users.setdefault((file, block), []).append(number)
-        self._users.update(users)
-        self._blocks_of.update(blocks_of)  # last: other threads look here first
 
 
 def location(group: RowGroup) -> str:

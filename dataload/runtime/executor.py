@@ -89,6 +89,11 @@ class DaemonExecutor:
             self._work.add((future, copy_context().run, (call, *args)))
         return future
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call is queued or running."""
+        return not self._work.unfinished
+
     def map(self, call: Callable[[S], T], items: Iterable[S]) -> list[T]:
         """Return the results of `call(item)`, in the order of the items.
 

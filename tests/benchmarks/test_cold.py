@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from dataload.benchmarks.cold.first_batch import needed
 from dataload.benchmarks.cold.measurement import IN_FLIGHT, bound, busy
+from dataload.benchmarks.cold.shapes import write
+from dataload.benchmarks.origin import Origin
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,29 @@ def test_the_wire_bounds_only_systems_with_requests() -> None:
     assert bound(found, "dataload, local files") == 2.0 / processors
 
 
+def test_the_first_batch_needs_the_row_groups_of_its_rows(tmp_path: Path) -> None:
+    files = tmp_path / "bench" / "x"
+    write("numbers", 72_000, 720_000, files)  # 1,000 rows of 18 numbers in a row group
+    with Origin(tmp_path) as origin:
+        [(name, start, stop)] = needed(origin, "x", files, 256)
+        assert (files / name).stat().st_size > stop - start > 72_000
+        assert start >= 4, "after the magic bytes"
+        assert len(needed(origin, "x", files, 1500)) == 3, "a window of one row group, then one of two"
+
+
+@pytest.mark.timeout(240)
+def test_a_measurement_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dataload.benchmarks.cold", "--shape", "numbers", "--group", "1"]
+    options = ["--origin", "unlimited", "--system", "missing", "--system", "bare GETs", "--megabytes", "1"]
+    ended = subprocess.run(
+        [*command, *options, "--rounds", "1", "--folder", str(tmp_path)],
+        check=False, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "| missing | RuntimeError('missing failed with exit status 1') |" in ended.stdout
+    assert "| numbers | 1 | unlimited | bare GETs | " in ended.stdout
+
+
 @pytest.mark.timeout(240)
 def test_every_system_reads_all_rows(tmp_path: Path) -> None:
     command = [
@@ -66,4 +92,7 @@ def test_every_system_reads_all_rows(tmp_path: Path) -> None:
     assert found["dataload"]["rows"] == found["pyarrow"]["rows"] > 0
     assert found["dataload"]["bytes"] <= 1.02  # the data and the ends of files with their footers
     assert found["dataload"]["duplicates"] == 0
+    cells = [line.split(" | ") for line in shown.splitlines() if line.startswith("| numbers")]
+    [first] = [cell for cell in cells if cell[3] == "dataload"]
+    assert float(first[5]) > 0 < float(first[6]), "the first batch and its bar"
     assert (tmp_path / "in-flight.svg").read_text().count("row groups of 1 MB") == 5

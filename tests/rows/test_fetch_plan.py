@@ -21,7 +21,7 @@ from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
-from dataload.formats import range_stream
+from dataload.formats import parquet, range_stream
 from dataload.rows import row_group_maker
 from dataload.rows.bunches import maker as bunches
 from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY, TRAINER_DIVISOR
@@ -47,8 +47,8 @@ def files(tmp_path: Path) -> Path:
 
 
 def test_one_row_group_uses_all_requests(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unit of fetching is a range of bytes, so one column of one row group does not limit the requests."""
-    monkeypatch.setattr(range_stream, "LARGEST_PIECE", GROUP_BYTES // 32)
+    """The first row group is fetched alone, in one request on each connection, so that it arrives early."""
+    monkeypatch.setattr(range_stream, "LEAST_SHARE", GROUP_BYTES // 64)
     with Origin(files) as origin:
         dataset = make_dataset(
             "s3://bucket/x.parquet", storage_options=origin.storage_options, cache=CacheConfig(str(tmp_path / "cache"))
@@ -56,6 +56,24 @@ def test_one_row_group_uses_all_requests(files: Path, tmp_path: Path, monkeypatc
         origin.behave(bytes_per_second=200_000.0)
         assert dataset.rowstore.blobs.make(0)
         assert origin.stats()["most_gets_at_once"] == IN_FLIGHT
+
+
+def test_a_row_group_is_divided_only_if_all_connections_are_free(files: Path, tmp_path: Path) -> None:
+    with Origin(files) as origin:
+        blocks = make_dataset(
+            "s3://bucket/x.parquet", storage_options=origin.storage_options, cache=CacheConfig(str(tmp_path / "cache"))
+        ).blocks
+        assert blocks.free_requests == IN_FLIGHT
+        limiter = blocks.origin.limiter
+        assert limiter is not None
+        limiter.share(16)
+        assert blocks.free_requests == limiter.limit == CacheConfig().in_flight // 16
+        busy = threading.Event()
+        pending = blocks.submit(busy.wait)
+        assert blocks.free_requests == 0
+        busy.set()
+        pending.result()
+    assert make_dataset(str(files / "bucket"), cache=False).blocks.free_requests == 0
 
 
 @pytest.mark.parametrize(("files", "row_groups", "blobs"), [(3, 1, 2), (1, 3, 3)])
@@ -198,6 +216,35 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
         share = max(MIN_MEMORY, whole // (ranks * (1 + workers)))
         assert loader.stats().memory_bytes == share
         assert set(loader.row_group_states()) == {"planned", "fetching", "decoding", "cached", "mapped"}
+
+
+def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow needs a part of each column at a time. The memory that is stated has room for these parts."""
+    columns, rows = 400, 2000
+    monkeypatch.setattr(row_group_maker, "MIN_MEMORY", 0)
+    monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 4 * rows // 2)
+    monkeypatch.setattr(row_group_maker, "MEMORY_DIVISOR", usable_memory() // 100_000)
+    table = pa.table({f"c{number}": np.zeros(rows, np.float32) for number in range(columns)})
+    pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
+    needed = row_group_maker.COLUMN_BYTES * columns
+    taken, allocate, opened = list[int](), range_stream._allocate, pq.ParquetFile
+    monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
+    monkeypatch.setattr(range_stream, "_allocate", lambda size: [taken.append(size), allocate(size)][1])
+
+    def noted(*args: Any, buffer_size: int, **options: Any) -> pq.ParquetFile:
+        taken.append(columns * buffer_size)
+        return opened(*args, buffer_size=buffer_size, **options)
+
+    dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache")))
+    maker = dataset.rowstore.blobs.maker
+    loader = make_loader(dataset, 8)
+    next(iter(loader))
+    assert maker.memory.total == maker.reservation(0) == needed
+    assert 2 * needed <= loader.stats().memory_bytes == maker.memory_bytes < 2.2 * needed
+    taken.clear()
+    monkeypatch.setattr(parquet.pq, "ParquetFile", noted)
+    with maker.opened(0):
+        assert needed / 2 < sum(taken) <= needed
 
 
 PROGRAM = """
