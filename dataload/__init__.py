@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     collects = gc.isenabled()
-    gc.disable()  # What is imported stays: a collection would search it, and all of torch, for nothing.
+    gc.disable()  # Imported objects stay, so a collection would search them, and all of torch, for nothing.
     try:
         return getattr(importlib.import_module(_HOME[name]), name)
     finally:
