@@ -48,7 +48,7 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     def glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
         """Return the files that match a pattern, by name."""
         walk = _Walk(self._find)
-        found = self._first(lambda: walk.glob(path, detail=True, withdirs=False))
+        found = self._first(lambda: walk.glob(path, detail=True))
         return self._other().glob(path, detail=True) if found is None else found  # type: ignore[no-any-return]
 
     def _first(self, call: Callable[[], Any]) -> Any:
