@@ -33,6 +33,9 @@ VARIABLES = frozenset(
 )
 AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # not a private endpoint
 REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-[a-z]+-\d+")  # served under amazonaws.com
+URL = re.compile(
+    r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?(/[A-Za-z0-9._~/-]*)?"
+)  # obstore panics at others
 REGION_TIMEOUT = 5.0  # seconds
 
 
@@ -92,7 +95,7 @@ def known_s3(options: Mapping[str, Any], environ: Mapping[str, str]) -> KnownS3 
     named = (given.get("endpoint_url"), client.get("endpoint_url"), *map(environ.get, ENDPOINTS))
     region = client.get("region_name") or environ.get("AWS_DEFAULT_REGION")
     endpoint = next(filter(None, named), None) or _amazon(region)
-    if endpoint is None or "accelerate" in endpoint:
+    if endpoint is None or "accelerate" in endpoint or not URL.fullmatch(endpoint):
         return None
     return KnownS3(
         endpoint, region or "us-east-1", bool(given.get("requester_pays")), credentials, environ.get("AWS_CA_BUNDLE")

@@ -15,6 +15,8 @@ PAGE = 1000  # objects
 MOST_AMBIGUOUS = 8  # entries of a listing, each of which takes a request
 PLAIN = re.compile(r"[A-Za-z0-9 .=+\-_/:,@!$&'()]*")  # obstore encodes other characters of a prefix, and lists nothing
 
+BUCKET = re.compile(r"[A-Za-z0-9._-]+")
+
 
 class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A view of the files in S3, with the names, sizes and ETags that s3fs returns.
@@ -112,7 +114,7 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     def _split(self, path: str) -> tuple[str, str]:
         bucket, _, key = path.partition("/")
         _check(key)
-        if not bucket:
+        if not BUCKET.fullmatch(bucket):
             raise _unlistable()
         return bucket, key
 

@@ -101,7 +101,9 @@ def test_the_objects_of_a_path_are_those_of_s3fs(server: Any, tree: str, path: s
     assert listed(deferred(server.storage_options), place) == listed(through_s3fs(server.storage_options), place)
 
 
-@pytest.mark.parametrize("path", ["no-such-bucket/x", "no-such-bucket/*", "no-such-bucket", "*/x"])
+@pytest.mark.parametrize(
+    "path", ["no-such-bucket/x", "no-such-bucket/*", "no-such-bucket", "*/x", "no bucket/x", "b{}/*"]
+)
 def test_the_errors_are_those_of_s3fs(server: Any, path: str) -> None:
     assert listed(deferred(server.storage_options), path) == listed(through_s3fs(server.storage_options), path)
 
@@ -275,6 +277,9 @@ def test_the_settings_are_those_of_botocore(
         (SECRET | {"version_aware": True}, {}),
         (SECRET | {"skip_instance_cache": True}, {}),
         (SECRET | {"endpoint_url": ""}, {}),
+        (SECRET | {"endpoint_url": "127.0.0.1:9000"}, {}),
+        (SECRET | {"endpoint_url": "http://no host"}, {}),
+        (SECRET | {"endpoint_url": "http://user:password@minio:9000"}, {}),
         (SECRET | {"endpoint_url": "http://a", "client_kwargs": {"endpoint_url": "http://b"}}, {}),
         (SECRET, {"AWS_PROFILE": "mine"}),
         (SECRET, {"AWS_USE_DUALSTACK_ENDPOINT": "true"}),
