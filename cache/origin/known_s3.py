@@ -122,7 +122,9 @@ def _credentials(given: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[
     if not (key or secret or token):
         key, secret = environ.get("AWS_ACCESS_KEY_ID"), environ.get("AWS_SECRET_ACCESS_KEY")
         token = next(filter(None, map(environ.get, TOKENS)), None)
-    return (key, secret, token) if key and secret else None
+    if not key or not secret or not (key + (token or "")).isprintable():  # obstore panics at such a header.
+        return None
+    return key, secret, token
 
 
 def _amazon(region: str | None) -> str | None:

@@ -271,6 +271,7 @@ def test_the_settings_are_those_of_botocore(
         ({}, {}),
         ({"key": "k"}, {}),
         ({"token": "t"}, ENVIRONMENT_KEY),
+        ({"key": "k\n", "secret": "s"}, {}),
         (SECRET | {"profile": "mine"}, {}),
         (SECRET | {"client_kwargs": {"verify": False}}, {}),
         (SECRET | {"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, {}),
