@@ -15,6 +15,7 @@ from dataload.cache.blocks.ranges import Range, read_ranges
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.metadata import MetadataFileSystem
+from dataload.cache.origin.deferred_s3 import deferred_s3
 from dataload.cache.origin.origin import Origin, connect, introduce
 from dataload.errors import ConfigError, ObjectChanged
 from dataload.runtime.redact import redacted
@@ -253,7 +254,7 @@ def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheC
         raise ConfigError("the URL is empty: name an object, a folder or a glob")
     introduce()
     try:
-        filesystem, _ = fsspec.url_to_fs(url, **(storage_options or {}))
+        filesystem = deferred_s3(url, storage_options) or fsspec.url_to_fs(url, **(storage_options or {}))[0]
     except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"{redacted(url)} cannot be opened with these storage_options: {redacted(error)}") from error
     if isinstance(filesystem, TierCacheFileSystem):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,13 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("importlib.metadata").version("dataload")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    collects = gc.isenabled()
+    gc.disable()  # Imported objects stay, so a collection would search them, and all of torch, for nothing.
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -130,3 +130,15 @@ def test_import_dataload_pulls_in_nothing() -> None:
         "import sys, dataload; assert not {'numpy', 'fsspec', 'lmdb', 'pyarrow'} & set(sys.modules); dir(dataload)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_names_are_imported_without_collections(collects: bool) -> None:
+    program = (
+        "import gc, dataload; collected = []; gc.callbacks.append(lambda *_: collected.append(1))\n"
+        f"if not {collects}: gc.disable()\n"
+        "dataload.make_dataset\n"
+        f"assert gc.isenabled() is {collects}\n"
+        "assert not collected, len(collected)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -119,7 +119,7 @@ SYSTEMS = {
 def epoch(system: str, task: str) -> None:
     """Read one epoch in this process. Print a JSON object of its figures. task: the fields of Task as JSON."""
     if system.startswith("dataload"):  # Imports are not measured.
-        for module in ("s3fs", "obstore", "dataload.dataset", "dataload.loader.factory"):
+        for module in ("obstore", "dataload.dataset", "dataload.loader.factory"):
             import_module(module)
     sys.stdout.write("ready\n")
     sys.stdout.flush()

@@ -11,6 +11,7 @@ from fsspec.asyn import sync
 from fsspec.caching import BaseCache
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
+from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.version import CHANGED, version_of
@@ -35,10 +36,14 @@ class Engine(Protocol):
     Attributes:
         name: The name in statistics.
         reason: Why this engine was chosen.
+        names: A filesystem of fsspec that lists objects.
     """
 
     name: str
     reason: str
+
+    @property
+    def names(self) -> Any: ...
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         """Fetch the bytes [start, stop) of a version of an object, without retries. Return a bytes-like object.
@@ -59,12 +64,17 @@ def engine_for(filesystem: Any, requested: str) -> Engine:
     """Return the engine for a filesystem.
 
     Args:
-        filesystem: The origin's fsspec filesystem.
+        filesystem: The origin's fsspec filesystem, or a `DeferredS3`.
         requested: "auto", "fsspec" or "obstore".
 
     Raises:
         ConfigError: "obstore" is requested but does not support the filesystem's options.
     """
+    known = filesystem.known if isinstance(filesystem, DeferredS3) else None
+    wanted = "requested" if requested == "obstore" else LEAST_TIME
+    if requested != "fsspec" and known is not None and not unusable():
+        return Obstore(filesystem.load, wanted, known=known)
+    filesystem = filesystem.load() if isinstance(filesystem, DeferredS3) else filesystem
     if requested == "fsspec":
         return Fsspec(filesystem, "requested")
     if reason := unusable():
@@ -73,7 +83,7 @@ def engine_for(filesystem: Any, requested: str) -> Engine:
         if requested == "obstore":
             raise ConfigError(f"engine='obstore' cannot be used: {reason}; omit engine, or those options")
         return Fsspec(filesystem, reason)
-    return Obstore(lambda: filesystem, "requested" if requested == "obstore" else LEAST_TIME)
+    return Obstore(lambda: filesystem, wanted)
 
 
 def shared_engine(filesystem: Any, requested: str) -> Engine:
@@ -81,12 +91,13 @@ def shared_engine(filesystem: Any, requested: str) -> Engine:
 
     It lasts as long as a dataset uses it. A forked child gets another one.
     """
-    key = os.getpid(), id(filesystem), requested  # An engine keeps its filesystem.
+    same = hash(filesystem) if isinstance(filesystem, DeferredS3) else id(filesystem)  # An engine keeps its filesystem.
+    key = os.getpid(), same, requested
     engine: Engine | None = _engines.get(key)
     return engine or _engines.setdefault(key, engine_for(filesystem, requested))
 
 
-def received_engine(filesystem: PickledFilesystem, resolved: Resolved) -> Engine:
+def received_engine(filesystem: PickledFilesystem | DeferredS3, resolved: Resolved) -> Engine:
     """Return the engine of this process for a filesystem that another process has sent with its settings."""
     key = os.getpid(), hash(filesystem), "received"
     engine: Engine | None = _engines.get(key)
@@ -101,6 +112,10 @@ class Fsspec:
     def __init__(self, filesystem: Any, reason: str) -> None:
         self.reason = reason
         self._filesystem = filesystem
+
+    @property
+    def names(self) -> Any:
+        return self._filesystem
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         filesystem = self._filesystem

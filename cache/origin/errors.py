@@ -13,6 +13,19 @@ _STATUS_TEXT = re.compile(r"status code: (\d{3})")  # in the messages of obstore
 _DENIALS = ("PermissionDeniedError", "UnauthenticatedError")  # of obstore; not subclasses of PermissionError
 
 
+class UnsuitableError(Exception):
+    """obstore cannot read or list this object; the message gives the reason.
+
+    Args:
+        reason: Why obstore cannot read it.
+        whole_store: The reason applies to all objects of the store.
+    """
+
+    def __init__(self, reason: str, *, whole_store: bool = True) -> None:
+        super().__init__(reason)
+        self.whole_store = whole_store
+
+
 def is_store_error(error: BaseException) -> bool:
     """Return whether the store or the network failed, as opposed to a bug in the program."""
     return isinstance(error, OSError) or _client(error) in TRANSPORTS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import sync
 
+from dataload.cache.origin.errors import UnsuitableError
+from dataload.cache.origin.known_s3 import AMAZON, KnownS3
+from dataload.cache.origin.s3_names import S3Names
 from dataload.runtime.forks import ForkAware
 
 if TYPE_CHECKING:
@@ -49,23 +51,9 @@ STALL_SECONDS = 20  # without receiving a byte
 PART_BYTES = 512 << 10  # minimum size of a streamed part
 NOT_PARTIAL = "non-partial response"
 VERSION = "?versionId="  # in a path of s3fs, before the version of the object
-AMAZON = re.compile(r"https://s3([.-][a-z0-9-]+)?\.amazonaws\.com/?")  # not a private endpoint
 
 _handing_over: ContextVar[bool] = ContextVar("handing_over", default=False)
 _used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
-
-
-class UnsuitableError(Exception):
-    """obstore cannot read this object; the message gives the reason.
-
-    Args:
-        reason: Why obstore cannot read it.
-        whole_store: The reason applies to all objects of the store.
-    """
-
-    def __init__(self, reason: str, *, whole_store: bool = True) -> None:
-        super().__init__(reason)
-        self.whole_store = whole_store
 
 
 def untranslatable(filesystem: Any) -> str | None:
@@ -124,18 +112,32 @@ class Obstore(ForkAware):
             credentials have expired.
         reason: Why this engine was chosen.
         resolved: Settings and credentials from another process.
+        known: Settings and credentials of all buckets.
     """
 
     name = "obstore"
 
-    def __init__(self, filesystem: Callable[[], Any], reason: str, resolved: Resolved | None = None) -> None:
+    def __init__(
+        self,
+        filesystem: Callable[[], Any],
+        reason: str,
+        resolved: Resolved | None = None,
+        known: KnownS3 | None = None,
+    ) -> None:
         self.reason = reason
         self._filesystem = filesystem
         self._making = threading.Lock()
         self._stores: dict[str, Any] = {}
         self._settings = {} if resolved is None else dict(resolved.settings)
-        self._credentials = _Credentials(filesystem, None if resolved is None else resolved.credentials)
+        self._known = known
+        received = None if resolved is None else resolved.credentials
+        self._credentials = _Credentials(filesystem, _lasting(known) if known else received)
         super().__init__()
+
+    @property
+    def names(self) -> Any:
+        """The filesystem that lists objects: s3fs if only its session finds the settings."""
+        return self._filesystem() if self._known is None else S3Names(self._store, self._filesystem)
 
     def resolved(self) -> Resolved | None:
         """Return what a process needs to read the same buckets; None outside of `handing_over`, or if it is unknown."""
@@ -177,7 +179,7 @@ class Obstore(ForkAware):
     def _split(self, path: str) -> tuple[str, str, str | None]:
         """Return bucket, key and version of a path."""
         bucket, _, key = path.partition("/")
-        if bucket in self._settings and VERSION not in key:
+        if VERSION not in key and (bucket in self._settings or self._known is not None):
             return bucket, key, None
         found: tuple[str, str, str | None] = self._filesystem().split_path(path)
         return found
@@ -186,9 +188,17 @@ class Obstore(ForkAware):
         with self._making:
             if bucket not in self._stores:
                 if bucket not in self._settings:
-                    self._settings[bucket] = _settings_of(self._filesystem(), bucket)
+                    self._settings[bucket] = self._known_settings(bucket) or _settings_of(self._filesystem(), bucket)
                 self._stores[bucket] = _store_of(self._settings[bucket], self._credentials)
             return self._stores[bucket]
+
+    def _known_settings(self, bucket: str) -> dict[str, Any] | None:
+        known = self._known
+        place = None if known is None else known.place_of(bucket)
+        if known is None or place is None:
+            return None
+        anon = known.credentials is None
+        return _arguments(bucket, *place, pays=known.requester_pays, anon=anon, certificate=known.certificate)
 
 
 def _store_of(settings: dict[str, Any], credentials: _Credentials) -> Any:
@@ -210,20 +220,31 @@ def _settings_of(filesystem: Any, bucket: str) -> dict[str, Any]:
     if AMAZON.fullmatch(endpoint):
         region = _region(filesystem, bucket, region)
         endpoint = f"https://s3.{region}.amazonaws.com"
+    certificate = None
+    if endpoint.startswith("https:") and (bundle := filesystem.session.get_config_variable("ca_bundle")):
+        certificate = Path(bundle).read_bytes()
+    pays, anon = bool(filesystem.req_kw), bool(filesystem.anon)
+    return _arguments(bucket, endpoint, region, pays=pays, anon=anon, certificate=certificate)
+
+
+def _arguments(
+    bucket: str, endpoint: str, region: str, *, pays: bool, anon: bool, certificate: bytes | None = None
+) -> dict[str, Any]:
+    """Return the arguments of `S3Store`, without credentials."""
     # `timeout` covers the whole body, so a short one would fail on slow networks.
     client: Any = {"allow_http": True, "read_timeout": f"{STALL_SECONDS}s", "timeout": "1day"}
-    if endpoint.startswith("https:") and (bundle := filesystem.session.get_config_variable("ca_bundle")):
-        client["root_certificate"] = Path(bundle).read_bytes()
+    if certificate is not None:
+        client["root_certificate"] = certificate
     return {
         "bucket": bucket,
         "region": region,
-        "request_payer": bool(filesystem.req_kw),
+        "request_payer": pays,
         # Explicit values: obstore would read these from the environment, as botocore already did.
         "endpoint": endpoint,
         "aws_endpoint_url_s3": endpoint,
         "virtual_hosted_style_request": False,
         "s3_express": False,
-        "skip_signature": bool(filesystem.anon),
+        "skip_signature": anon,
         "client_options": client,
         "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=60)},  # `Origin` retries.
     }
@@ -272,14 +293,24 @@ class _Credentials:
         self._received = received
 
     def __call__(self) -> dict[str, Any]:
-        if self._received is not None and self._received["expires_at"] > datetime.now(UTC):
-            return self._received
+        if self._received is not None:
+            expires_at = self._received["expires_at"]
+            if expires_at is None or expires_at > datetime.now(UTC):
+                return self._received
         filesystem = self._filesystem()
         key, secret, token = filesystem.key, filesystem.secret, filesystem.token
         if not (key and secret):
             key, secret, token = sync(filesystem.loop, _session_credentials, filesystem)
         until = datetime.now(UTC) + CREDENTIALS_LAST
         return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": until}
+
+
+def _lasting(known: KnownS3) -> dict[str, Any] | None:
+    """Return credentials that do not expire, as `_Credentials` returns them; None for anonymous requests."""
+    if known.credentials is None:
+        return None
+    key, secret, token = known.credentials
+    return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
 
 
 async def _session_credentials(filesystem: Any) -> tuple[str, str, str | None]:

@@ -14,11 +14,12 @@ from fsspec.core import has_magic
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_after_delay
 from tenacity import wait_random_exponential as full_jitter
 
+from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, received_engine, shared_engine
-from dataload.cache.origin.errors import denied, is_store_error, is_transient, status, underlying_error
+from dataload.cache.origin.errors import UnsuitableError, denied, is_store_error, is_transient, status, underlying_error
 from dataload.cache.origin.identity import address_of, identity_of
 from dataload.cache.origin.limiter import RequestLimiter
-from dataload.cache.origin.obstore import Obstore, Resolved, UnsuitableError
+from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
@@ -41,7 +42,8 @@ class Origin(ForkAware):
     """The store that holds the objects.
 
     Args:
-        filesystem: Any fsspec filesystem. A forked child and another process recreate it with the same options.
+        filesystem: Any fsspec filesystem, or a `DeferredS3`. A forked child and another process recreate it with the
+            same options.
         identity: Name of the store in cache keys. Default: its protocol and address.
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore".
         resolved: Settings and credentials that the sending process has resolved.
@@ -80,12 +82,18 @@ class Origin(ForkAware):
         self._inherited = True  # The parent's event loops run in threads that the child lacks.
 
     @property
-    def filesystem(self) -> Any:
-        """The fsspec filesystem of this process."""
+    def _own(self) -> Any:
+        """The filesystem of this process, which may be deferred."""
         if self._inherited:
             self._filesystem = pickle.loads(pickle.dumps(pickled(self._filesystem)))  # noqa: S301
             self._inherited = False
         return self._filesystem.load() if isinstance(self._filesystem, PickledFilesystem) else self._filesystem
+
+    @property
+    def filesystem(self) -> Any:
+        """The fsspec filesystem of this process."""
+        found = self._own
+        return found.load() if isinstance(found, DeferredS3) else found
 
     @property
     def engine(self) -> Engine:
@@ -97,7 +105,7 @@ class Origin(ForkAware):
         if self._engine is None and self._resolved is not None:
             self._engine = received_engine(self._filesystem, self._resolved)
         elif self._engine is None:
-            self._engine = shared_engine(self.filesystem, self._requested_engine)
+            self._engine = shared_engine(self._own, self._requested_engine)
         return self._engine
 
     @property
@@ -108,13 +116,13 @@ class Origin(ForkAware):
     @property
     def address(self) -> str:
         """The origin's name in messages: its protocol and configured address."""
-        return redacted("://".join(address_of(self.filesystem)))
+        return redacted("://".join(address_of(self._own)))
 
     @property
     def identity(self) -> str:
         """The name of the store in cache keys."""
         if self._identity is None:
-            self._identity = identity_of(self.filesystem)
+            self._identity = identity_of(self._own)
         return self._identity
 
     def stats(self) -> dict[str, float]:
@@ -123,11 +131,11 @@ class Origin(ForkAware):
 
     def path_of(self, url: str) -> str:
         """Return the path of a URL at this origin, without the protocol."""
-        return str(self.filesystem._strip_protocol(url))  # noqa: SLF001 (an extension point of fsspec)
+        return str(self._own._strip_protocol(url))  # noqa: SLF001 (an extension point of fsspec)
 
     def url_of(self, path: str) -> str:
         """Return the URL of a path at this origin."""
-        return str(self.filesystem.unstrip_protocol(path))
+        return str(self._own.unstrip_protocol(path))
 
     def info(self, path: str) -> dict[str, Any]:
         """Fetch the metadata of one object or folder, bypassing caches."""
@@ -227,7 +235,7 @@ class Origin(ForkAware):
 
     @contextmanager
     def metadata_request(self, path: str) -> Iterator[Any]:
-        """Yield the filesystem and translate errors of its metadata calls.
+        """Yield the filesystem that lists objects, and translate errors of its calls.
 
         Raises:
             ConfigError: The filesystem rejects its options.
@@ -235,7 +243,7 @@ class Origin(ForkAware):
         """
         with self.map_errors(path):
             try:
-                yield self.filesystem
+                yield self.engine.names
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
             except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.

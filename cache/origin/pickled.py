@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+from dataload.cache.origin.deferred_s3 import DeferredS3
+
 
 class PickledFilesystem:
     """A filesystem that is unpickled when it is needed, because the import of its package may take long.
@@ -35,9 +37,9 @@ class PickledFilesystem:
         return self._filesystem
 
 
-def pickled(filesystem: Any) -> PickledFilesystem:
+def pickled(filesystem: Any) -> PickledFilesystem | DeferredS3:
     """Return a filesystem in the form in which another process receives it."""
-    if isinstance(filesystem, PickledFilesystem):
+    if isinstance(filesystem, (PickledFilesystem, DeferredS3)):
         return filesystem
     # By pickling, fsspec recreates a filesystem, and those it wraps, from their arguments.
     return PickledFilesystem(pickle.dumps(filesystem), getattr(filesystem, "local_file", False))

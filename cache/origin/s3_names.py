@@ -1,0 +1,176 @@
+"""Names, sizes and versions of the objects in S3, listed by obstore."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+from dataload.cache.origin.errors import UnsuitableError, is_store_error
+from dataload.runtime.executor import DaemonExecutor, awaited
+
+PAGE = 1000  # objects
+MOST_AMBIGUOUS = 8  # entries of a listing, each of which takes a request
+PLAIN = re.compile(r"[A-Za-z0-9 .=+\-_/:,@!$&'()]*")  # obstore encodes other characters of a prefix, and lists nothing
+
+BUCKET = re.compile(r"[A-Za-z0-9._-]+")
+
+
+class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A view of the files in S3, with the names, sizes and ETags that s3fs returns.
+
+    s3fs repeats a request that fails, or that finds nothing, so its errors are raised.
+
+    Args:
+        store: Returns the obstore store of a bucket.
+        s3fs: Returns the s3fs filesystem.
+    """
+
+    protocol = ("s3", "s3a")
+    root_marker = ""
+    cachable = False
+
+    def __init__(self, store: Callable[[str], Any], s3fs: Callable[[], Any]) -> None:
+        super().__init__()
+        self._store = store
+        self._s3fs = s3fs
+        self._requests = DaemonExecutor(1, "dataload-names")  # In the main thread, Ctrl-C could not interrupt obstore.
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return self._first(lambda: self._info(path)) or self._other().info(path)  # type: ignore[no-any-return]
+
+    def find(self, path: str, maxdepth: int | None = None, **_: Any) -> dict[str, dict[str, Any]]:
+        """Return the files at `path` by name."""
+        path = self._strip_protocol(path)
+        found = self._first(lambda: self._find(path, maxdepth) or {path: self._info(path)})
+        return found or self._other().find(path, maxdepth=maxdepth, detail=True)  # type: ignore[no-any-return]
+
+    def glob(self, path: str, **_: Any) -> dict[str, dict[str, Any]]:
+        """Return the files that match a pattern, by name."""
+        walk = _Walk(self._find)
+        found = self._first(lambda: walk.glob(path, detail=True))
+        return self._other().glob(path, detail=True) if found is None else found  # type: ignore[no-any-return]
+
+    def _first(self, call: Callable[[], Any]) -> Any:
+        """Return the result of requests of obstore, or None if they fail."""
+        try:
+            return awaited(self._requests.submit(call))
+        except Exception as error:
+            if isinstance(error, UnsuitableError) or is_store_error(error):
+                return None
+            raise
+
+    def _other(self) -> Any:
+        filesystem = self._s3fs()
+        filesystem.invalidate_cache()
+        return filesystem
+
+    def _info(self, path: str) -> dict[str, Any]:
+        import obstore
+
+        bucket, key = self._split(self._strip_protocol(path))
+        return _file(bucket, obstore.head(self._store(bucket), key))
+
+    def _find(self, path: str, depth: int | None) -> dict[str, dict[str, Any]]:
+        """Return the files below a folder, at most `depth` levels below it."""
+        bucket, prefix = self._split(self._strip_protocol(path))
+        found = self._below(bucket, prefix) if depth is None else self._levels(bucket, prefix, depth)
+        return {info["name"]: info for info in found}
+
+    def _below(self, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
+        """Yield all files below a prefix.
+
+        obstore lists the object "a/" as "a". Such markers of folders have no bytes, or other objects below them.
+        """
+        import obstore
+
+        pages = obstore.list(self._store(bucket), prefix or None, chunk_size=PAGE)
+        listed = [entry for page in pages for entry in _checked(page, prefix)]
+        folders = {folder for entry in listed for folder in _folders(entry["path"])}
+        ambiguous = [entry for entry in listed if not entry["size"] or entry["path"] in folders]
+        if len(ambiguous) > MOST_AMBIGUOUS:
+            raise _unlistable()
+        for entry in listed:
+            if entry["size"] and entry["path"] not in folders:
+                yield _file(bucket, entry)
+        for path in {entry["path"] for entry in ambiguous}:
+            try:
+                yield self._info(f"{bucket}/{path}")
+            except FileNotFoundError:
+                continue  # the marker of a folder
+
+    def _levels(self, bucket: str, prefix: str, depth: int) -> Iterator[dict[str, Any]]:
+        import obstore
+
+        listed = obstore.list_with_delimiter(self._store(bucket), prefix or None)
+        for entry in _checked(listed["objects"], prefix):
+            yield _file(bucket, entry)
+        for folder in listed["common_prefixes"] if depth > 1 else ():
+            _check(folder)
+            yield from self._levels(bucket, folder, depth - 1)
+
+    def _split(self, path: str) -> tuple[str, str]:
+        bucket, _, key = path.partition("/")
+        _check(key)
+        if not BUCKET.fullmatch(bucket):
+            raise _unlistable()
+        return bucket, key
+
+
+class _Walk(AbstractFileSystem):  # type: ignore[misc]
+    """fsspec's globs over the files that `find` returns."""
+
+    protocol = S3Names.protocol
+    root_marker = S3Names.root_marker
+    cachable = False
+
+    def __init__(self, find: Callable[[str, int | None], dict[str, dict[str, Any]]]) -> None:
+        super().__init__()
+        self._find = find
+
+    def find(self, path: str, maxdepth: int | None = None, **_: Any) -> dict[str, dict[str, Any]]:
+        return self._find(path, maxdepth)
+
+
+def _unlistable() -> UnsuitableError:
+    return UnsuitableError("obstore lists such names in another form", whole_store=False)
+
+
+def _check(path: str) -> None:
+    if not PLAIN.fullmatch(path) or any(part in ("", ".", "..") for part in path.split("/")[:-1]):
+        raise _unlistable()
+
+
+def _checked(entries: Iterable[Any], prefix: str) -> Iterator[Any]:
+    """Yield the entries of a listing without the marker of the listed folder itself.
+
+    Raises:
+        UnsuitableError: An object is not below the prefix, or it has no version.
+    """
+    for entry in entries:
+        if entry["path"] != prefix:
+            if not entry["path"].startswith(prefix and f"{prefix}/") or not entry["e_tag"]:
+                raise _unlistable()
+            yield entry
+
+
+def _folders(path: str) -> Iterator[str]:
+    """Yield the folders that a path is in."""
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def _file(bucket: str, entry: Any) -> dict[str, Any]:
+    """Return the info of an object, as fsspec has it."""
+    if not entry["e_tag"]:
+        raise _unlistable()
+    return {
+        "name": f"{bucket}/{entry['path']}",
+        "size": entry["size"],
+        "type": "file",
+        "ETag": entry["e_tag"],
+        "LastModified": entry["last_modified"],
+    }
