@@ -13,6 +13,7 @@ from math import floor
 
 LEAST_UTILIZATION = 0.9
 QUEUE_SECONDS = 1e-3  # of work that an accelerator holds at least, so that short sleeps do not count as waits
+NEVER_WAITS = 0.98  # utilization from which on a search doubles the number
 CLOSE = 1.05  # a search ends between a count that is kept busy and one this much larger that is not
 
 _MLPERF = "https://github.com/mlcommons/storage: configs/dlio/workload"
@@ -26,7 +27,7 @@ class Accelerator:
         model: Model and hardware.
         rows: Rows of this benchmark that the published step consumes.
         seconds: Time of the published step.
-        scale: Published accelerators that one emulated accelerator stands for, so that a small host feeds several.
+        scale: Published accelerators in one emulated accelerator, so that a small host feeds several.
         source: Where the step time was published.
     """
 
@@ -50,10 +51,15 @@ class Accelerator:
 RESNET_50 = Accelerator("ResNet-50 on an A100", 400, 0.435, 0.25, f"{_MLPERF}/resnet50_a100.yaml")
 UNET_3D = Accelerator("3D U-Net on an A100, a tenth of the bytes", 7, 0.636, 1, f"{_MLPERF}/unet3d_a100.yaml")
 DLRM = Accelerator("DLRM on an A100", 8192, 0.007, 0.05, f"{_MLPERF}/dlrm_parquet_a100.yaml")
-BERT = Accelerator("BERT-large on a V100", 48, 0.968, 100, f"{_MLPERF.replace('configs/dlio', 'dlio_benchmark')}/bert_v100.yaml")
+BERT = Accelerator(
+    "BERT-large on a V100", 48, 0.968, 100, f"{_MLPERF.replace('configs/dlio', 'dlio_benchmark')}/bert_v100.yaml"
+)
 # 5,762 tokens a second; a row has 1,024 of them, so four rows are a sequence of 4,096.
 LLAMA_8B = Accelerator(
-    "Llama 3.1 8B on an H100", 5762 / 1024, 1, 1000,
+    "Llama 3.1 8B on an H100",
+    5762 / 1024,
+    1,
+    1000,
     "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",
 )
 
@@ -136,6 +142,7 @@ def search(measure: Callable[[int], float], first: float, enough: Callable[[list
 def _next(last: Fed, low: int, high: int | None) -> int:
     """Return the number to measure next. Accelerators that wait have consumed what the loader can deliver."""
     if last.is_busy:
-        return max(low + 1, floor(1.25 * low)) if high is None else (low + high) // 2
+        growth = 2 if last.utilization > NEVER_WAITS else 1.25
+        return max(low + 1, floor(growth * low)) if high is None else (low + high) // 2
     delivered = floor(last.accelerators * last.utilization / LEAST_UTILIZATION)
     return min(max(low + 1, delivered), last.accelerators - 1)

@@ -25,7 +25,7 @@ def cpu_seconds() -> float:
 
 
 def peak_memory(process: psutil.Popen, patience: float) -> int:
-    """Sample the memory of a process and its children until it exits, for at most `patience` seconds. Return the peak."""
+    """Return the peak memory of a process and its children until it exits, for at most `patience` seconds."""
     peak, until = 0, time.monotonic() + patience
     while time.monotonic() < until:
         peak = max(peak, memory(process))

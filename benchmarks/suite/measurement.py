@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from dataload.benchmarks.accelerators import Fed, search, utilization
 from dataload.benchmarks.origin import Origin
@@ -47,14 +47,14 @@ class Measurement:
         run = Run(self.dataset.name, self.entry.name, ranks, self.round)
         feed = Feed(run.dataset, run.system, run.round, "warm") if ranks == 1 and self.entry.kind != "floor" else None
         try:
-            with _Fresh(self, ranks) as host:
+            with self._fresh(ranks) as host:
                 try:
                     self._read(host, run)
                     if feed:
                         self._warm_feed(host, run, feed)
                 finally:
                     run.peak_bytes = host.peak_bytes
-        except HostError as error:
+        except (HostError, OSError) as error:
             run.error = run.error or ("" if len(run.epochs) >= LEAST_EPOCHS else str(error))
             if feed and not feed.tries:
                 feed.error = str(error)
@@ -70,7 +70,7 @@ class Measurement:
         started = time.monotonic()
 
         def measure(accelerators: int) -> float:
-            with _Fresh(self, 1) as host:
+            with self._fresh(1) as host:
                 epoch = host.epoch(0, accelerators * self._unit)
                 return utilization(epoch.compute_seconds, epoch.total_seconds)
 
@@ -78,13 +78,14 @@ class Measurement:
             late = time.monotonic() - started > self.epoch_seconds
             return len(found) >= FEED_TRIES or (late and any(fed.is_busy for fed in found))
 
+        if not run.epochs:
+            feed.error = run.error
+            return feed
+        first = run.epochs[0]
+        steady = first.rows / max(1e-3, first.seconds - first.first_batch_seconds)
         try:
-            if not run.epochs:
-                raise HostError(run.error)
-            first = run.epochs[0]
-            steady = first.rows / max(1e-3, first.seconds - first.first_batch_seconds)
             search(_kept(measure, feed.tries), 0.9 * steady / self._unit, enough)
-        except HostError as error:
+        except (HostError, OSError) as error:
             feed.error = "" if any(fed.is_busy for fed in feed.tries) else str(error)
         return feed
 
@@ -126,56 +127,40 @@ class Measurement:
     def _unit(self) -> float:
         return self.dataset.workload.accelerator.rows_per_second
 
-
-class _Fresh:
-    """A host of fresh processes with an empty cache. Raises HostError if they cannot start."""
-
-    def __init__(self, one: Measurement, ranks: int) -> None:
-        self._one, self._ranks = one, ranks
-
-    def __enter__(self) -> Host:
-        one, place = self._one, self._one.place
-        python, left = place.python(one.entry), place.seconds_left
-        failed = one.dataset.conversions.get(one.entry.name, {}).get("error")
+    @contextmanager
+    def _fresh(self, ranks: int) -> Iterator[Host]:
+        """Yield a host of fresh processes with an empty cache. Raise HostError if they cannot start."""
+        python, left = self.place.python(self.entry), self.place.seconds_left
+        failed = self.dataset.conversions.get(self.entry.name, {}).get("error")
         if python is None:
             raise HostError("not run: its environment does not exist (make peers)")
         if failed:
             raise HostError(f"not converted: {failed}")
         if left <= 0:
-            raise HostError(f"not run: the limit of {place.seconds / 60:g} minutes was reached")
-        self._scratch = TemporaryDirectory(dir=place.folder, ignore_cleanup_errors=True)
-        folder = Path(self._scratch.name)
-        (folder / "cache").mkdir()
-        patience = min(left, PATIENCE_SECONDS + LEAST_EPOCHS * one.epoch_seconds)
-        self._host = Host(python, self._task(folder / "cache"), folder, patience)
-        try:
-            self._host.__enter__()
-            self._host.wait_until_ready()
-        except BaseException:
-            self.__exit__(HostError, None, None)
-            raise
-        return self._host
+            raise HostError(f"not run: the limit of {self.place.seconds / 60:g} minutes was reached")
+        patience = min(left, PATIENCE_SECONDS + LEAST_EPOCHS * self.epoch_seconds)
+        with TemporaryDirectory(dir=self.place.folder, ignore_cleanup_errors=True) as scratch:
+            cache = Path(scratch) / "cache"
+            cache.mkdir()
+            with Host(python, self._task(cache, ranks), Path(scratch), patience) as host:
+                host.wait_until_ready()
+                yield host
 
-    def __exit__(self, *error: Any) -> None:
-        self._host.__exit__(*error)
-        self._scratch.cleanup()
-
-    def _task(self, cache: Path) -> Task:
-        one, dataset = self._one, self._one.dataset
-        bucket = one.place.data / BUCKET
+    def _task(self, cache: Path, ranks: int) -> Task:
+        dataset, bucket = self.dataset, self.place.data / BUCKET
         return Task(
-            system=one.entry.name,
+            system=self.entry.name,
             workload=dataset.workload.name,
-            size=one.place.size,
+            size=self.place.size,
             group_megabytes=dataset.group_megabytes,
-            endpoint_url=one.origin.endpoint_url,
+            endpoint_url=self.origin.endpoint_url,
             prefix=str((dataset.folder / "parquet").relative_to(bucket)),
-            converted=str((dataset.folder / one.entry.module).relative_to(bucket)),
+            converted=str((dataset.folder / self.entry.module).relative_to(bucket)),
             files=str(dataset.folder / "parquet"),
             cache_dir=str(cache),
-            num_workers=one.entry.workers and max(1, one.entry.workers // self._ranks),
+            num_workers=self.entry.workers and max(1, self.entry.workers // ranks),
             rank=0,
-            ranks=self._ranks,
+            ranks=ranks,
             seed=0,
         )
 

@@ -75,7 +75,7 @@ class MapStyle:
         rows, workload = _load(setting, num_proc=setting.num_workers or None), setting.workload
         if workload.prepare:
             rows = _mapped(rows, workload.prepare, setting.num_workers)
-        self._sampler = DistributedSampler(rows, setting.ranks, setting.rank, seed=setting.seed)
+        self._sampler: Any = DistributedSampler(rows, setting.ranks, setting.rank, seed=setting.seed)
         self._loader = DataLoader(
             rows.with_format("arrow"),
             sampler=BatchSampler(self._sampler, setting.batch_size, drop_last=False),
