@@ -21,6 +21,7 @@ from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, memory
 from dataload.benchmarks.suite.rank import Epoch, Task
 
 MASK = (1 << 64) - 1
+EXIT_SECONDS = 5.0
 
 
 class HostError(Exception):
@@ -63,7 +64,7 @@ class Host:
                 process.stdin.close()
         for process in self._processes if kind is None else ():
             with suppress(psutil.TimeoutExpired):
-                process.wait(min(10.0, max(0.1, self._until - monotonic())))
+                process.wait(min(EXIT_SECONDS, max(0.1, self._until - monotonic())))
         self._ended.set()
         self._watch.join()
         self._kill()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Self
@@ -36,7 +37,7 @@ from hypothesis import strategies as st
 from obstore.store import S3Store
 
 from dataload.benchmarks.origin import Origin, s3
-from dataload.benchmarks.origin.behaviour import Behaviour, Faults
+from dataload.benchmarks.origin.behaviour import FAULTS, Behaviour, Faults
 from dataload.benchmarks.origin.listing import Page, keys_below, page_of
 from dataload.benchmarks.origin.server import Server
 from dataload.errors import ConfigError
@@ -551,7 +552,7 @@ def test_arguments_of_a_listing(raw: Raw):
 
 # Faults.
 
-NO_FAULT = {"slow_down": 0, "reset": 0, "short": 0, "stalled": 0, "replaced": 0}
+NO_FAULT = dict.fromkeys(FAULTS, 0)
 
 
 def test_without_odds_there_is_no_fault(origin: Origin, raw: Raw):
