@@ -22,7 +22,11 @@ def feed_losses(figures: Figures) -> list[str]:
         return lambda dataset, system: figures.fed(dataset, system, phase)
 
     lines = [line for phase in ("cold", "warm") for line in _losses(figures, of(phase), phase, "{:,.0f}".format, 1)]
-    return _told(lines, "No system keeps more accelerators busy than dataload.", "More than dataload keep busy:")
+    return _told(
+        lines,
+        "No system keeps more accelerators busy than dataload.",
+        "Systems that keep more accelerators busy than dataload:",
+    )
 
 
 def epoch_losses(figures: Figures, most: int) -> list[str]:
@@ -43,7 +47,7 @@ def epoch_losses(figures: Figures, most: int) -> list[str]:
         *_losses(figures, sent, f"from S3, {most} ranks", "{:.1f} ×".format, -1),
         *_losses(figures, memory, f"memory, {most} ranks", lambda value: decimal(int(value)), -1),
     ]
-    return _told(lines, "No system takes less of any of these than dataload.", "Less than dataload take:")
+    return _told(lines, "No system takes less of any of these than dataload.", "Systems that take less than dataload:")
 
 
 def _losses(figures: Figures, of: Of, title: str, shape: Callable[[float], str], sign: int) -> list[str]:
