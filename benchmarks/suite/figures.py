@@ -163,7 +163,7 @@ class Figures:
     def problems(self) -> list[str]:
         """Return every difference between delivered rows and a dataset, once for each system and number of ranks."""
         return [
-            f"{run['dataset']}, {run['system']}, {_ranks(run['ranks'])}: {run['problems'][0]}"
+            f"{run['dataset']}, {run['system']}, {ranked(run['ranks'])}: {run['problems'][0]}"
             for run in self._results.get("runs", ())
             if run["problems"]
         ]
@@ -193,5 +193,6 @@ def _over_rounds(rounds: Iterable[Spread | None]) -> Spread | None:
     return Spread(median(values), min(values), max(values), measured, note)
 
 
-def _ranks(count: int) -> str:
+def ranked(count: int) -> str:
+    """Return a number of ranks in words."""
     return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -10,7 +10,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from dataload.benchmarks.origin.behaviour import Behaviour
-from dataload.benchmarks.suite.figures import Figures, Spread
+from dataload.benchmarks.suite.figures import Figures, Spread, ranked
 from dataload.benchmarks.suite.losses import epoch_losses, feed_losses
 from dataload.benchmarks.suite.measurement import EPOCHS
 from dataload.benchmarks.systems.registry import Entry
@@ -68,10 +68,10 @@ def headline(results: Result) -> str:
         "",
         *feed_losses(figures),
         "",
-        f"**Ten epochs** with start-up and conversion, one rank; bytes and memory of {most} ranks. {_date(results)}.",
+        f"**Ten epochs** with start-up and conversion, one rank; bytes and memory of {ranked(most)}. {_date(results)}.",
         "",
         *_table(
-            ["", *datasets, f"from S3, {most} ranks", f"memory, {most} ranks"],
+            ["", *datasets, f"from S3, {ranked(most)}", f"memory, {ranked(most)}"],
             [_ten_epochs(figures, entry, most) for entry in figures.systems],
         ),
         "",
