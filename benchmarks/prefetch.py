@@ -28,9 +28,8 @@ from rich.table import Table
 from s3fs import S3FileSystem
 
 from dataload.benchmarks.origin import Origin
-from dataload.benchmarks.origin.behaviour import Behaviour
+from dataload.benchmarks.origin.behaviour import S3, Behaviour
 from dataload.benchmarks.origin.wire import Wire
-from dataload.benchmarks.suite import WIRE_LATENCY
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.benchmarks.systems.floors import RANGE_BYTES
 from dataload.benchmarks.workloads import Workload, workloads, write
@@ -256,7 +255,7 @@ def first(bench: Bench) -> Table:
             size = sum(dataset.row_groups[group].bytes for group in groups)
             pieces = max(1, -(-size // RANGE_BYTES))
             rate = (bench.workload.bytes_per_second or 1e12) * min(pieces, IN_FLIGHT)
-            table.add_row(f"{taken:.3f}", str(size), f"{6 * WIRE_LATENCY + 1.3 * (WIRE_LATENCY + size / rate):.3f}")
+            table.add_row(f"{taken:.3f}", str(size), f"{6 * S3.latency + 1.3 * (S3.latency + size / rate):.3f}")
     return table
 
 
@@ -303,7 +302,7 @@ PARTS = {
 def main(
     part: Annotated[list[str] | None, typer.Option(help="Names of parts; default: all.")] = None,
     workload: Annotated[str, typer.Option(help="Name of the workload.")] = "images",
-    size: Annotated[str, typer.Option(help="Size of the workload: tiny, small, full, large or huge.")] = "full",
+    size: Annotated[str, typer.Option(help="Size of the workload: tiny, small, middle or full.")] = "middle",
     wire: Annotated[bool, typer.Option(help="Give the origin a network's latency and bandwidth.")] = True,
     folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
 ) -> None:
@@ -312,7 +311,7 @@ def main(
     chosen = workloads(size)[workload]
     files = data / BUCKET / size / workload / "parquet"
     write(chosen, files)
-    behaviour = Behaviour(WIRE_LATENCY, chosen.bytes_per_second) if wire else Behaviour()
+    behaviour = Behaviour(S3.latency, chosen.bytes_per_second) if wire else Behaviour()
     for name in part or PARTS:
         # A real S3 takes no CPU time from the CPU-bound step, so the server yields to it.
         with Origin(data, behaviour=behaviour, nice=19 if name == "burn" else 0) as origin:

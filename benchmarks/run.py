@@ -15,128 +15,145 @@ from dataload.benchmarks.systems.registry import ENTRIES, Entry
 from dataload.errors import ConfigError, DataloadError
 
 README = Path("README.md")
-QUICK_WORKLOADS = "images,tokens"
-QUICK_SECONDS = 160.0
+WORKLOADS = "images,tokens,table,text"
+QUICK = {"size": "small", "workloads": "images,tokens", "ranks": "1", "minutes": 3.0, "limit": 2.0}
 
 
 def bench(
-    quick: Annotated[bool, typer.Option(help="Run for less than three minutes: small data, one round.")] = False,
-    size: Annotated[str, typer.Option(help='Size of the workloads: "tiny", "small" or "full".')] = "full",
-    workloads: Annotated[str, typer.Option(help="Names of workloads, comma-separated; default: all.")] = "",
-    systems: Annotated[str, typer.Option(help="Parts of systems' names, comma-separated; default: all.")] = "",
-    workers: Annotated[str, typer.Option(help="Worker counts, comma-separated.")] = "0,2",
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the systems alternate in each.")] = 3,
-    wire: Annotated[bool, typer.Option(help="Give the origin a network's latency and bandwidth.")] = False,
-    step: Annotated[float, typer.Option(min=0, help="Milliseconds of an emulated accelerator step.")] = 0.0,
+    quick: Annotated[bool, typer.Option(help="Run for about three minutes: small data, one rank.")] = False,
+    size: Annotated[
+        str, typer.Option(help='Size of a dataset: "tiny", "small", "middle" (200 MB), "full" (2.5 GB).')
+    ] = ("middle"),
+    workloads: Annotated[str, typer.Option(help="Names of workloads, comma-separated.")] = WORKLOADS,
+    groups: Annotated[str, typer.Option(help="Megabytes of row groups, comma-separated.")] = "10",
+    systems: Annotated[str, typer.Option(help="Parts of systems' names, comma-separated; default: the usual.")] = "",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated, in the order of stages.")] = "1,4,2",
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the systems take turns in each.")] = 1,
+    origin: Annotated[
+        str, typer.Option(help='"s3": latency and bandwidth of S3; "unlimited": the cost of CPU.')
+    ] = "s3",
+    limit: Annotated[float, typer.Option(help="Seconds of epochs after which later ones are extrapolated.")] = 6.0,
+    minutes: Annotated[float, typer.Option(help="Limit of the whole run; the rest is reported as not run.")] = math.inf,
     folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
     peers_python: Annotated[Path, typer.Option(help="Python of the peers' environment.")] = Path(
         ".venv-peers/bin/python"
     ),
-    results: Annotated[Path, typer.Option(help="Folder for JSON, table and plot.")] = Path("benchmarks/results"),
+    results: Annotated[Path, typer.Option(help="Folder for JSON, tables and picture.")] = Path("benchmarks/results"),
     readme: Annotated[bool, typer.Option(help="Publish the results as latest, and in README.md.")] = False,
-    compare: Annotated[Path | None, typer.Option(help="Compare with the JSON of another run.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    render: Annotated[
+        Path | None, typer.Option(help="Render the JSON of a run again, also of one that ended early.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Measure dataload beside other loaders.
-
-    Floors show the limits of this machine.
-    """
-    try:
-        from dataload.benchmarks import render
-        from dataload.benchmarks.machine.circumstances import circumstances
-        from dataload.benchmarks.machine.hot_memory import HotMemory
-        from dataload.benchmarks.measure import Limits
-        from dataload.benchmarks.suite import Suite
-        from dataload.benchmarks.summary import summarise
-    except ImportError as error:
-        raise ConfigError(f"bench needs more packages ({error.name}): pip install 'dataload[bench]'") from error
-
-    other = _read(compare) if compare else None  # before `latest` is overwritten
-    peers = peers_python.absolute() if peers_python.exists() else None
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # also stops a running measurement
-    hot = HotMemory(folder.absolute())
-    suite = Suite(
-        size="small" if quick else size,
-        workloads=tuple(_parts(workloads or (QUICK_WORKLOADS if quick else ""))),
-        entries=_entries(systems),
-        workers=(0,) if quick else _counts(workers),
-        rounds=1 if quick else rounds,
-        limits=Limits(3, 0.5, 3) if quick else Limits(30, 1, 10),
-        wire=wire,
-        folder=folder.absolute(),
-        peers_python=peers,
-        step_seconds=step / 1e3,
-        seconds=QUICK_SECONDS if quick else math.inf,
-        memory=hot,
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    with hot:
-        found = circumstances(peers) | suite.run(lambda line: typer.echo(line, err=True))
-    found["summary"] = summarise(found)
-
-    kept = results / _name(found, restricted=bool(workloads or systems) and not readme, quick=quick)
-    _save(found, kept)
-    if readme:
-        render.into_readme(README, render.headline(found))
-    typer.echo(json.dumps(found) if as_json else f"{render.headline(found)}\n\nMore in {kept}.md, .json and .png")
-    if other:
-        typer.echo("\n".join(_differences(found, other, compare)), err=True)
-    if wrong := _wrong(found["summary"]):
+    """Measure dataload beside other loaders: accelerators kept busy from S3, and the cost of ten epochs."""
+    name = "latest" if readme else "quick" if quick else "partial"
+    if render is not None:
+        _publish(_read(render), results / name, readme=readme, as_json=as_json)
+        return
+    asked: dict[str, Any] = {"size": size, "workloads": workloads, "ranks": ranks, "minutes": minutes, "limit": limit}
+    asked |= QUICK if quick else {}
+    given: dict[str, Any] = {
+        "size": asked["size"],
+        "workloads": _named_workloads(asked["workloads"], asked["size"]),
+        "groups": _numbers("groups", groups, float),
+        "entries": _entries(systems),
+        "ranks": _numbers("ranks", asked["ranks"], int),
+        "rounds": rounds,
+        "origin": _origin(origin),
+        "epoch_seconds": asked["limit"],
+        "seconds": 60 * asked["minutes"],
+        "folder": folder.absolute(),
+        "peers_python": peers_python.absolute() if peers_python.exists() else None,
+    }
+    found = _measured(given, results / name)
+    _publish(found, results / name, readme=readme, as_json=as_json)
+    if wrong := _wrong(found):
         raise DataloadError(f"dataload did not deliver: {'; '.join(wrong)}")
 
 
-def _save(found: dict[str, Any], path: Path) -> None:
-    """Write the results as JSON, table and plot, each with its own suffix."""
-    from dataload.benchmarks import render
+def _measured(given: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Run a suite. The JSON file at `path` has the results so far."""
+    try:
+        from dataload.benchmarks.machine.circumstances import circumstances
+        from dataload.benchmarks.machine.hot_memory import HotMemory
+        from dataload.benchmarks.suite.suite import Suite
+    except ImportError as error:
+        raise ConfigError(f"bench needs more packages ({error.name}): pip install 'dataload[bench]'") from error
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # also stops a running measurement
+    for folder in (given["folder"], path.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    found = circumstances(given["peers_python"])
+    with HotMemory(given["folder"]) as memory:
+        suite = Suite(**given, memory=memory)
+        suite.run(found, lambda line: typer.echo(line, err=True), lambda partial: _save(partial, path))
+    return found
+
+
+def _publish(found: dict[str, Any], path: Path, *, readme: bool, as_json: bool) -> None:
+    """Write the results as JSON, tables and picture, each with its own suffix, and print the headline."""
+    from dataload.benchmarks.suite import picture, report
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    path.with_suffix(".md").write_text(render.markdown(found))
-    render.plot(found, path.with_suffix(".png"))
+    headline = report.headline(found)
+    path.with_suffix(".md").write_text(report.markdown(found))
+    picture.draw(found, path.with_suffix(".png"))
+    _save(found, path)
+    if readme:
+        report.into_readme(README, headline)
+    typer.echo(json.dumps(found) if as_json else f"{headline}\n\nMore in {path}.md, .json and .png")
 
 
-def _differences(found: dict[str, Any], other: Any, path: Path | None) -> list[str]:
-    """Return the lines of a comparison with another run, whose results are at `path`."""
-    from dataload.benchmarks.summary import compare
-
-    both = compare(found, other)
-    total = (
-        f"the ranges of {len(both.apart)} of {both.shared} figures do not overlap those of {path}; "
-        f"expected by chance: {both.by_chance:.0f}"
-    )
-    return [*both.one_sided, *both.apart, total]
-
-
-def _name(found: dict[str, Any], *, restricted: bool, quick: bool) -> str:
-    """Return the name of the result files. Only a full run may overwrite published results."""
-    if quick:
-        return "quick"
-    whole = not restricted and found["size"] == "full" and not found["step_seconds"]
-    return ("wire" if found["wire"] else "latest") if whole else "partial"
+def _save(found: dict[str, Any], path: Path) -> None:
+    """Write the results so far as JSON. An interrupted write leaves the earlier ones."""
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n")
+    unfinished.rename(path.with_suffix(".json"))
 
 
 def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _counts(workers: str) -> tuple[int, ...]:
-    if not all(part.isdecimal() for part in _parts(workers)):
-        raise ConfigError(f"--workers={workers}: must be counts, such as 0,2")
-    return tuple(int(count) for count in _parts(workers))
+def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
+    try:
+        numbers = tuple(kind(part) for part in _parts(text))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < math.inf for number in numbers):
+        raise ConfigError(f"--{option}={text}: must be numbers above 0, such as 1,4")
+    return numbers
+
+
+def _named_workloads(text: str, size: str) -> tuple[str, ...]:
+    from dataload.benchmarks.workloads import workloads
+
+    known, names = workloads(size), tuple(_parts(text))
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"no workload is called {', '.join(unknown)}; there are: {', '.join(known)}")
+    return names
+
+
+def _origin(name: str) -> str:
+    from dataload.benchmarks.origin.behaviour import ORIGINS
+
+    if name not in ORIGINS:
+        raise ConfigError(f"--origin={name}: must be one of {', '.join(ORIGINS)}")
+    return name
 
 
 def _read(results: Path) -> Any:
     try:
         return json.loads(results.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--compare={results}: cannot be read as the JSON of a run: {error}") from error
+        raise ConfigError(f"--render={results}: cannot be read as the JSON of a run: {error}") from error
 
 
 def _entries(systems: str) -> tuple[Entry, ...]:
-    """Return the systems whose names contain one of the parts; by default all except checks."""
+    """Return the systems whose names contain one of the parts; by default the usual ones."""
     parts = [part.lower() for part in _parts(systems)]
     if not parts:
-        return tuple(entry for entry in ENTRIES if entry.kind != "check")
+        return tuple(entry for entry in ENTRIES if entry.usual)
     exact = {entry.name.lower() for entry in ENTRIES} & set(parts)
     chosen = tuple(
         entry
@@ -148,13 +165,14 @@ def _entries(systems: str) -> tuple[Entry, ...]:
     return chosen
 
 
-def _wrong(summary: list[dict[str, Any]]) -> list[str]:
-    """Return the errors of dataload. The table has those of other systems."""
+def _wrong(found: dict[str, Any]) -> list[str]:
+    """Return the errors of dataload. The tables have those of other systems."""
     return [
-        f"{entry['workload']}, {entry['workers']} workers: {error}"
-        for entry in summary
-        if entry["system"] == "dataload"
-        for error in [*entry["errors"], *entry["problems"]]
+        f"{run['dataset']}, ranks {run.get('ranks', 1)}: {error}"
+        for run in [*found["runs"], *found["feeds"]]
+        if run["system"] == "dataload"
+        for error in [run["error"], *run.get("problems", ())[:1]]
+        if error and not error.startswith("not run")
     ]
 
 

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dataload.benchmarks.origin import Origin, s3
+from dataload.benchmarks.origin.behaviour import S3
 from dataload.benchmarks.origin.wire import Wire
-from dataload.benchmarks.suite import WIRE_LATENCY
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.local.blob_file import WRITTEN_BYTES
 
@@ -209,7 +209,7 @@ def main(
     with Origin(data) as origin:
         scan = Scan(origin.endpoint_url, objects, object_bytes, "")
         write(data, scan)
-        origin.behave(latency=WIRE_LATENCY if wire else 0.0, bytes_per_second=WIRE_RATE if wire else None)
+        origin.behave(latency=S3.latency if wire else 0.0, bytes_per_second=WIRE_RATE if wire else None)
         for _ in range(rounds):
             for name in SCANNERS:
                 origin.reset()

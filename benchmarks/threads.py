@@ -30,8 +30,7 @@ from rich.table import Table
 from dataload import images
 from dataload.benchmarks.batches import Row, values
 from dataload.benchmarks.images.photos import CROP, photos, random_crop
-from dataload.benchmarks.measure import cpu_seconds
-from dataload.benchmarks.suite import peak_memory
+from dataload.benchmarks.machine.usage import cpu_seconds, peak_memory
 from dataload.benchmarks.summary import ranged
 from dataload.loader import make_loader
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dataload.benchmarks.accelerators import BERT, DLRM, LLAMA_8B, RESNET_50, UNET_3D, Accelerator
 from dataload.benchmarks.batches import batches_of
 from dataload.benchmarks.consumer import Consumer
 from dataload.benchmarks.images.photos import cropped_at_random, decoded, photos
@@ -23,13 +24,18 @@ from dataload.benchmarks.images.photos import decode_and_crop as decode_and_crop
 from dataload.errors import ConfigError
 
 SEED = 20_26
-VERSION = 2  # of the generated files; folders of another version are written again
-SIZES = {"tiny": 0.1, "small": 1, "full": 4, "large": 20, "huge": 80}
+VERSION = 3  # of the generated files; folders of another version are written again
+SIZES = {"tiny": 0.1, "small": 1, "middle": 4, "full": 50}  # in units of about 50 MB of decoded rows
+GROUP_MEGABYTES = 10
+FILE_BYTES = 128 << 20  # at most, unless a row group is larger
+LEAST_FILES = 4
 TOKENS, VOCABULARY = 1024, 50_257
+VOLUME_BYTES = 14_660_063  # a tenth of a sample of 3D U-Net in MLPerf Storage
 FEATURES = tuple(f"f{number:02d}" for number in range(16))
 PIXELS, CROP = 256, 224
 
 Row = dict[str, Any]
+Maker = Callable[[np.random.Generator, int], pa.Table]
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,13 @@ class Workload:
     Args:
         name: Name of the workload.
         make: `make(rng, rows)` returns one row group.
+        accelerator: The accelerator that trains on it, for emulation.
         rows: Rows of the dataset.
         rows_per_group: Rows of a row group.
         groups_per_file: Row groups of a file.
         batch_size: Rows of a batch.
         compression: Compression of the Parquet files.
-        bytes_per_second: Bandwidth of a connection with `--wire`.
+        bytes_per_second: Bandwidth of a connection of a slow wire, for measurements of the prefetch.
         features: Columns of one dtype that become one contiguous array of shape (batch, len(features)).
         prepare: Applied to each row first. Systems that keep rows apply it once, others in every epoch.
         transform: Applied to each row in every epoch.
@@ -53,7 +60,8 @@ class Workload:
     """
 
     name: str
-    make: Callable[[np.random.Generator, int], pa.Table]
+    make: Maker
+    accelerator: Accelerator
     rows: int
     rows_per_group: int
     groups_per_file: int
@@ -100,6 +108,11 @@ def images(rng: np.random.Generator, rows: int) -> pa.Table:
     sizes = rng.integers(90_000, 110_000, rows)
     pixels = [rng.bytes(int(size)) for size in sizes]
     return pa.table({"image": pa.array(pixels, pa.binary()), "label": rng.integers(0, 1000, rows)})
+
+
+def volumes(rng: np.random.Generator, rows: int) -> pa.Table:
+    scans = [rng.bytes(VOLUME_BYTES) for _ in range(rows)]
+    return pa.table({"image": pa.array(scans, pa.large_binary()), "label": rng.integers(0, 1000, rows)})
 
 
 def tokens(rng: np.random.Generator, rows: int) -> pa.Table:
@@ -152,37 +165,48 @@ def _both(prepare: Callable[[Row], Row], transform: Callable[[Row], Row], row: R
     return transform(prepare(row))
 
 
-def workloads(size: str) -> dict[str, Workload]:
+def workloads(size: str, group_megabytes: float = GROUP_MEGABYTES) -> dict[str, Workload]:
     """Return the workloads by name.
 
     Args:
-        size: A key of SIZES: "full" for published figures, larger ones for long epochs.
+        size: A key of SIZES.
+        group_megabytes: Megabytes of decoded rows in a row group. A dataset has four files or more.
 
     Raises:
         ConfigError: The size is unknown.
     """
     if size not in SIZES:
         raise ConfigError(f"size must be one of {', '.join(SIZES)}, not {size!r}")
-    factor = SIZES[size]
-    described = (
-        Workload("images", images, int(500 * factor), 100, 5, 64, "none", 20e6),
-        Workload("tokens", tokens, int(12_000 * factor), 1_000, 8, 256, "zstd", 6e6),
-        Workload("table", table, int(250_000 * factor), 50_000, 5, 256, "zstd", 6e6, FEATURES),
-        Workload("text", text, int(40_000 * factor), 4_000, 8, 256, "zstd", 6e6),
-        Workload("jpeg", jpeg, int(250 * factor), 50, 5, 64, "none", 20e6, transform=decode_and_crop),
-        Workload(
-            *("photos", photos, int(1000 * factor), 100, 5, 64, "none", 20e6),
+
+    def described(
+        name: str, make: Maker, accelerator: Accelerator, rows: int, row_bytes: int, *rest: Any, **more: Any
+    ) -> Workload:
+        rows = max(1, int(rows * SIZES[size]))
+        group_rows = max(1, min(int(group_megabytes * 1e6) // row_bytes, -(-rows // LEAST_FILES)))
+        groups = max(1, min(FILE_BYTES // (group_rows * row_bytes), -(-rows // (LEAST_FILES * group_rows))))
+        return Workload(name, make, accelerator, rows, group_rows, groups, *rest, **more)
+
+    in_threads: dict[str, Any] = {"in_threads": True}
+    found = (
+        described("images", images, RESNET_50, 500, 100_000, 64, "none", 20e6),
+        described("tokens", tokens, LLAMA_8B, 12_000, 4 * TOKENS, 256, "zstd", 6e6),
+        described("table", table, DLRM, 625_000, 80, 256, "zstd", 6e6, FEATURES),
+        described("text", text, BERT, 120_000, 420, 256, "zstd", 6e6),
+        described("jpeg", jpeg, RESNET_50, 250, 50_000, 64, "none", 20e6, transform=decode_and_crop),
+        described(
+            *("photos", photos, RESNET_50, 1000, 80_000, 64, "none", 20e6),
+            **in_threads,
             transform=decode_and_crop_at_random,
-            in_threads=True,
         ),
-        Workload(
-            *("pixels", photos, int(1000 * factor), 100, 5, 64, "none", 20e6),
+        described(
+            *("pixels", photos, RESNET_50, 1000, 80_000, 64, "none", 20e6),
+            **in_threads,
             prepare=decoded,
             transform=cropped_at_random,
-            in_threads=True,
         ),
+        described("volumes", volumes, UNET_3D, 4, VOLUME_BYTES, 7, "none", 20e6),
     )
-    return {workload.name: workload for workload in described}
+    return {workload.name: workload for workload in found}
 
 
 def write(workload: Workload, folder: Path) -> Truth:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import psutil
 import pyarrow.parquet as pq
 
-from dataload.benchmarks.measure import cpu_seconds
+from dataload.benchmarks.machine.usage import cpu_seconds
 from dataload.benchmarks.origin import s3
 from dataload.benchmarks.origin.wire import Wire
 from dataload.benchmarks.systems.base import BUCKET

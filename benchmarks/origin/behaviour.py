@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from dataload.errors import ConfigError
 
-Fault = Literal["slow_down", "reset", "short", "stalled", "replaced"]
-FAULTS: tuple[Fault, ...] = ("slow_down", "reset", "short", "stalled", "replaced")
+Fault = Literal["slow_down", "reset", "short", "stalled", "replaced", "delayed"]
+FAULTS: tuple[Fault, ...] = ("slow_down", "reset", "short", "stalled", "replaced", "delayed")
+BANDWIDTHS = ("bytes_per_second", "host_bytes_per_second")
 
 
 def setting(default: Any, meaning: str) -> Any:
@@ -27,28 +28,38 @@ class Behaviour:
 
     latency: float = setting(0.0, "seconds between a request and the first byte of its answer")
     bytes_per_second: float | None = setting(None, "bandwidth of a connection for object bodies, in bytes per second")
+    host_bytes_per_second: float | None = setting(None, "bandwidth of all connections together, in bytes per second")
     slow_down: float = setting(0.0, "probability (0 to 1) that a GET is answered with 503 SlowDown")
     reset: float = setting(0.0, "probability (0 to 1) that the connection is reset in the middle of a body")
     short: float = setting(0.0, "probability (0 to 1) that the connection is closed in the middle of a body")
     stalled: float = setting(0.0, "probability (0 to 1) that a body pauses in its middle for --stall seconds")
     replaced: float = setting(0.0, "probability (0 to 1) that the object is replaced on disk during a GET")
+    delayed: float = setting(0.0, "probability (0 to 1) that an answer begins --delay seconds later")
     stall: float = setting(3600.0, "seconds that a stalled body pauses")
+    delay: float = setting(1.0, "seconds that a delayed answer waits beyond the latency")
     seed: int = setting(0, "seed of the faults")
 
     def __post_init__(self) -> None:
         for attribute in fields(self):
             name, value = attribute.name, getattr(self, attribute.name)
             numeric = isinstance(value, int if name == "seed" else (int, float)) and not isinstance(value, bool)
-            if not numeric and (name, value) != ("bytes_per_second", None):
+            if not numeric and not (name in BANDWIDTHS and value is None):
                 raise ConfigError(f"{name} must be a number, not {value!r}")
-        if self.bytes_per_second is not None and not 0 < self.bytes_per_second < math.inf:
-            raise ConfigError(f"bytes_per_second must be above 0, or None for no limit, not {self.bytes_per_second}")
-        for name in ("latency", "stall"):
+        for name in BANDWIDTHS:
+            rate = getattr(self, name)
+            if rate is not None and not 0 < rate < math.inf:
+                raise ConfigError(f"{name} must be above 0, or None for no limit, not {rate}")
+        for name in ("latency", "stall", "delay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be 0 or more seconds, not {getattr(self, name)}")
         rates = [getattr(self, name) for name in FAULTS]
         if not (all(0 <= rate <= 1 for rate in rates) and math.fsum(rates) <= 1):
             raise ConfigError(f"{', '.join(FAULTS)} must be from 0 to 1 and add up to at most 1, not {rates}")
+
+
+# S3 as one host sees it: 30 ms, 90 MB/s a connection, 10 Gbit/s a host, and one request of 1,000 delayed by a second.
+S3 = Behaviour(latency=0.03, bytes_per_second=90e6, host_bytes_per_second=1.25e9, delayed=0.001)
+ORIGINS = {"s3": S3, "unlimited": Behaviour()}
 
 
 class Faults:

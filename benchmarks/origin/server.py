@@ -131,6 +131,7 @@ class Server:
         self.tally = Tally()
         self.behave(behaviour)
         self._paid_until: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
+        self._host_paid_until = 0.0
         self._replacing = asyncio.Lock()
 
     def behave(self, behaviour: Behaviour) -> None:
@@ -149,7 +150,7 @@ class Server:
         try:
             if s3_request.kind == "get":
                 with self.tally.under_way():
-                    await asyncio.sleep(self.behaviour.latency)
+                    await asyncio.sleep(self.latency(drawn[0]))
                     return await self.get_object(s3_request, *drawn)
             await asyncio.sleep(self.behaviour.latency)
             if s3_request.kind == "head":
@@ -157,6 +158,13 @@ class Server:
             return xml(await asyncio.to_thread(self.describe, s3_request))
         except s3.S3Error as error:
             return xml(error.body, error.status, error.headers)
+
+    def latency(self, fault: Fault | None) -> float:
+        """Return the seconds until the answer to a GET begins. Count a delayed one."""
+        if fault != "delayed":
+            return self.behaviour.latency
+        self.tally.errors[fault] += 1
+        return self.behaviour.latency + self.behaviour.delay
 
     async def control(self, request: web.BaseRequest, name: str) -> web.Response:
         """Answer `/__stats`, `/__gets`, `/__reset` and `/__behaviour` without latency and counters."""
@@ -218,12 +226,18 @@ class Server:
                 body.response.force_close()
             return body.response
 
-    async def pace(self, transport: asyncio.Transport, size: int, rate: float) -> AsyncIterator[int]:
-        """Yield the sizes of pieces of a body, at a rate of `rate` bytes per second and connection."""
+    async def pace(self, transport: asyncio.Transport, size: int) -> AsyncIterator[int]:
+        """Yield the sizes of pieces of a body, at the bandwidths of the connection and of the host."""
         loop = asyncio.get_running_loop()
+        rate = self.behaviour.bytes_per_second or math.inf
+        host_rate = self.behaviour.host_bytes_per_second or math.inf
         due = max(loop.time(), self._paid_until.get(transport, 0.0))
         for piece in pieces(size, int(min(PIECE, max(1, rate / 100)))):
-            await asyncio.sleep(due - loop.time())
+            now = loop.time()
+            host_due = max(now, self._host_paid_until)
+            self._host_paid_until = host_due + piece / host_rate
+            due = max(due, host_due)
+            await asyncio.sleep(due - now)
             due += piece / rate
             self._paid_until[transport] = due
             yield piece
@@ -248,7 +262,7 @@ class Body:
         """Send the requested bytes, with `fault` after a share `part` of them. Raise ConnectionError."""
         start, stop = self._span
         self._file.seek(start)
-        if fault is None or start == stop:
+        if fault is None or fault == "delayed" or start == stop:
             await self.send_until(stop)
             return
         self._tally.errors[fault] += 1
@@ -268,8 +282,7 @@ class Body:
 
     async def send_until(self, stop: int) -> None:
         """Send bytes up to `stop`. Count each byte before it is sent, and subtract bytes that were not sent."""
-        rate = self._behaviour.bytes_per_second or math.inf
-        async for size in self._server.pace(self.transport, stop - self._file.tell(), rate):
+        async for size in self._server.pace(self.transport, stop - self._file.tell()):
             end = self._file.tell() + size
             self._tally.get_bytes += size
             if end == self._span.stop:

@@ -26,8 +26,9 @@ class Setting:
         files: Folder of the Parquet files on the local disk, for floors and conversions only.
         cache_dir: An empty folder on the local disk that the system keeps for all epochs.
         num_workers: Worker processes.
+        rank: Rank of this process. All ranks are on one host and share `cache_dir`.
+        ranks: Number of ranks.
         seed: Seed of the shuffle.
-        step_seconds: Time of an emulated accelerator step, in which the processors are idle.
         in_flight: Most concurrent requests of a client.
     """
 
@@ -38,8 +39,9 @@ class Setting:
     files: Path
     cache_dir: Path
     num_workers: int
+    rank: int = 0
+    ranks: int = 1
     seed: int = 0
-    step_seconds: float = 0.0
     in_flight: int = 16
 
     @property
@@ -68,7 +70,10 @@ class System(Protocol):
     """
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        """Yield every row of epoch `number` (0, 1, …) once, in shuffled batches that Consumer accepts."""
+        """Yield this rank's rows of epoch `number` (0, 1, …) in shuffled batches that Consumer accepts.
+
+        All ranks together yield every row once. The environment is that of torchrun.
+        """
         ...
 
     def close(self) -> None:

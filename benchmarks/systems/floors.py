@@ -19,25 +19,6 @@ RANGE_BYTES = 8 << 20
 RUN_BYTES = 1 << 20  # fits into the cache of a core
 
 
-class FirstGet:
-    """A single GET of the bytes of one batch. An epoch has one batch."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._wire = Wire(setting.endpoint_url, f"{BUCKET}/{setting.prefix}", RANGE_BYTES)
-        self._workload = setting.workload
-        path = min(setting.files.glob("*.parquet"))
-        dataset_bytes = sum(file.stat().st_size for file in setting.files.glob("*.parquet"))
-        batch_bytes = dataset_bytes * self._workload.batch_size // self._workload.rows
-        self._range = (path.name, 0, min(batch_bytes, path.stat().st_size, RANGE_BYTES))
-
-    def epoch(self, number: int) -> Iterator[int]:  # noqa: ARG002 - each epoch reads the same bytes
-        self._wire.get(self._range)
-        yield self._workload.batch_size
-
-    def close(self) -> None:
-        self._wire.close()
-
-
 class Saturator:
     """Concurrent ranged GETs of every file into reused buffers. The bytes are not read.
 

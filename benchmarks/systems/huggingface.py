@@ -14,8 +14,9 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset
-import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from datasets.distributed import split_dataset_by_node
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from dataload.benchmarks.batches import Batch, Row, transformed, values
 from dataload.benchmarks.systems.base import Setting
@@ -38,8 +39,9 @@ class Streaming:
             cache_options=pa.CacheOptions(prefetch_limit=1, range_size_limit=128 << 20)
         )
         self._rows = (
-            _load(setting, streaming=True, fragment_scan_options=ahead)
-            .reshard()
+            split_dataset_by_node(
+                _load(setting, streaming=True, fragment_scan_options=ahead).reshard(), setting.rank, setting.ranks
+            )
             .shuffle(seed=setting.seed, buffer_size=buffer_rows(setting.workload), max_buffer_input_shards=1)
             .with_format("arrow")
         )
@@ -73,18 +75,17 @@ class MapStyle:
         rows, workload = _load(setting, num_proc=setting.num_workers or None), setting.workload
         if workload.prepare:
             rows = _mapped(rows, workload.prepare, setting.num_workers)
-        self._order = torch.Generator()
-        self._seed = setting.seed
+        self._sampler: Any = DistributedSampler(rows, setting.ranks, setting.rank, seed=setting.seed)
         self._loader = DataLoader(
             rows.with_format("arrow"),
-            sampler=BatchSampler(RandomSampler(rows, generator=self._order), setting.batch_size, drop_last=False),
+            sampler=BatchSampler(self._sampler, setting.batch_size, drop_last=False),
             batch_size=None,
             collate_fn=partial(made, transform=workload.transform),
             **options(setting.num_workers),
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        self._order.manual_seed(self._seed + number)
+        self._sampler.set_epoch(number)
         return iter(self._loader)
 
     def close(self) -> None:

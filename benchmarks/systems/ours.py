@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -14,8 +13,6 @@ from dataload.benchmarks.systems.base import Setting
 from dataload.cache.config import CacheConfig
 from dataload.dataset import make_dataset
 from dataload.loader import make_loader
-
-SLEEP_SECONDS = 0.01
 
 
 class Dataload:
@@ -53,12 +50,3 @@ def _parallel(setting: Setting) -> dict[str, Any]:
 def _transformed(transform: Callable[[Row], Row], batch: Batch) -> Batch:
     rows = {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     return transformed(rows, transform)
-
-
-class Slowed(Dataload):
-    """dataload with a sleep before each batch, which the benchmark must report as slower."""
-
-    def epoch(self, number: int) -> Iterator[Batch]:
-        for batch in super().epoch(number):
-            time.sleep(SLEEP_SECONDS)
-            yield batch

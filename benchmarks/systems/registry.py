@@ -16,25 +16,27 @@ class Entry:
         name: Name in tables.
         module: Module in this package.
         maker: Class in the module.
-        kind: "ours", "peer", "floor", or "check" for a check of the benchmark itself.
+        kind: "ours", "peer", "reference" for a loader whose rows are all in memory, or "floor".
         shuffle: The range over which rows are shuffled.
+        settings: Its settings in words, for the report.
         environment: "own" for the environment of the suite, "peers" for the separate one.
+        workers: Worker processes of a host with one rank. More ranks share them; each has one at least.
         phases: "cold" for the first epoch with an empty cache, "warm" for later epochs.
         converts: Whether it needs its own format.
-        parallel: Whether it has workers.
-        whole: Whether it reads all rows.
+        usual: Whether it is measured by default.
     """
 
     name: str
     module: str
     maker: str
-    kind: Literal["ours", "peer", "floor", "check"]
+    kind: Literal["ours", "peer", "reference", "floor"]
     shuffle: str
+    settings: str
     environment: Literal["own", "peers"] = "own"
+    workers: int = 0
     phases: tuple[str, ...] = ("cold", "warm")
     converts: bool = False
-    parallel: bool = True
-    whole: bool = True
+    usual: bool = True
 
     def load(self) -> Any:
         return getattr(self._module(), self.maker)
@@ -51,36 +53,68 @@ class Entry:
 
 
 WINDOW = "row groups, then rows within a window of them"
-BUFFER = "files, then rows within a buffer"
 ALL = "all rows"
 
 ENTRIES = (
-    Entry("dataload", "ours", "Dataload", "ours", WINDOW),
-    Entry("pyarrow.dataset, s3fs", "arrow", "S3fs", "peer", WINDOW),
-    Entry("pyarrow.dataset, blockcache", "arrow", "Blockcache", "peer", WINDOW),
-    Entry("pyarrow.dataset, its own S3", "arrow", "Native", "peer", WINDOW),
+    Entry("dataload", "ours", "Dataload", "ours", WINDOW, "defaults of make_loader; the cache on the local disk"),
     Entry(
-        "Hugging Face, streaming", "huggingface", "Streaming", "peer", "row groups, then rows within a buffer", "peers"
-    ),
-    Entry("Hugging Face, map-style", "huggingface", "MapStyle", "peer", ALL, "peers"),
-    Entry(
-        "MosaicML Streaming",
-        "mosaic",
-        "Mosaic",
-        "peer",
-        "files, then rows within a range of them",
-        "peers",
+        *("MosaicML Streaming", "mosaic", "Mosaic", "peer", "files, then rows within a range of them"),
+        "MDS shards of up to 64 MiB, zstd if the Parquet files are; kept on the local disk",
+        environment="peers",
+        workers=2,
         converts=True,
     ),
-    Entry("LitData", "litdata", "LitData", "peer", "files, then rows within each", "peers", converts=True),
-    Entry("WebDataset", "webdataset", "WebDataset", "peer", BUFFER, "peers", converts=True),
-    Entry("SPDL over rows", "spdl", "Spdl", "peer", ALL, "peers"),
-    Entry("DataLoader over rows", "torch_rows", "TorchRows", "peer", ALL),
-    Entry("floor: first GET", "floors", "FirstGet", "floor", "none", phases=("cold",), parallel=False, whole=False),
-    Entry("floor: ranged GETs", "floors", "Saturator", "floor", "none", phases=("cold",), parallel=False),
-    Entry("floor: decode", "floors", "Decode", "floor", "none", phases=("cold",), parallel=False),
-    Entry("floor: gather", "floors", "Gather", "floor", ALL, phases=("warm",), parallel=False),
-    Entry("dataload, slowed", "ours", "Slowed", "check", WINDOW),
+    Entry(
+        *("LitData", "litdata", "LitData", "peer", "files, then rows within each"),
+        "chunks of up to 64 MiB, not compressed, decoded whole; kept on the local disk",
+        environment="peers",
+        workers=2,
+        converts=True,
+    ),
+    Entry(
+        *("WebDataset", "webdataset", "WebDataset", "peer", "files, then rows within a buffer"),
+        "tar shards of up to 64 MiB, kept on the local disk; 256 small rows in each member",
+        environment="peers",
+        workers=2,
+        converts=True,
+    ),
+    Entry(
+        *("Hugging Face, streaming", "huggingface", "Streaming", "peer", "row groups, then rows within a buffer"),
+        "row groups as shards, a buffer of 1,000 to 10,000 rows, batches from Arrow tables; keeps nothing",
+        environment="peers",
+        workers=2,
+    ),
+    Entry(
+        *("Hugging Face, map-style", "huggingface", "MapStyle", "peer", ALL),
+        "load_dataset to Arrow files on the local disk, whole batches from Arrow tables",
+        environment="peers",
+    ),
+    Entry(
+        *("pyarrow", "arrow", "Arrow", "peer", WINDOW),
+        "pyarrow.dataset with Arrow's S3 client, a shuffle pool of 16 row groups; keeps nothing",
+    ),
+    Entry(
+        *("rows in memory", "torch_rows", "TorchRows", "reference", ALL),
+        "torch's DataLoader over all rows in the memory of each rank",
+    ),
+    Entry(
+        *("SPDL, rows in memory", "spdl", "Spdl", "reference", ALL),
+        "a pipeline of threads over all rows in memory",
+        environment="peers",
+        workers=2,
+        usual=False,
+    ),
+    Entry(
+        *("floor: ranged GETs", "floors", "Saturator", "floor", "none"),
+        "16 connections, ranges of 8 MiB, bytes are not read",
+        phases=("cold",),
+    ),
+    Entry(
+        *("floor: decode", "floors", "Decode", "floor", "none"),
+        "Arrow decodes local Parquet files on every core",
+        phases=("cold",),
+    ),
+    Entry(*("floor: gather", "floors", "Gather", "floor", ALL), "numpy gathers rows in memory", phases=("warm",)),
 )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import fsspec
 import pyarrow.parquet as pq
-import torch
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 from dataload.benchmarks.batches import Batch, Row, values
 from dataload.benchmarks.systems.base import Setting
@@ -18,19 +18,20 @@ class TorchRows:
     """A DataLoader that reads single rows from memory in a full shuffle."""
 
     def __init__(self, setting: Setting) -> None:
-        self._order = torch.Generator()
-        self._seed = setting.seed
+        rows = Rows(setting)
+        self._sampler: DistributedSampler[Row] = DistributedSampler(
+            rows, setting.ranks, setting.rank, seed=setting.seed
+        )
         self._loader = DataLoader(
-            Rows(setting),
+            rows,
             setting.batch_size,
-            shuffle=True,
-            generator=self._order,
+            sampler=self._sampler,
             collate_fn=collated,
             **options(setting.num_workers),
         )
 
     def epoch(self, number: int) -> Iterator[Batch]:
-        self._order.manual_seed(self._seed + number)
+        self._sampler.set_epoch(number)
         return iter(self._loader)
 
     def close(self) -> None:

@@ -59,6 +59,7 @@ class WebDataset:
         dataset = webdataset.WebDataset(
             urls,
             shardshuffle=len(urls),
+            nodesplitter=webdataset.split_by_node,
             detshuffle=True,  # without it, every epoch has the same order of shards
             seed=setting.seed,
             cache_dir=str(setting.cache_dir),

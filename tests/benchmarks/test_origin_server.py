@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Self
@@ -36,7 +37,7 @@ from hypothesis import strategies as st
 from obstore.store import S3Store
 
 from dataload.benchmarks.origin import Origin, s3
-from dataload.benchmarks.origin.behaviour import Behaviour, Faults
+from dataload.benchmarks.origin.behaviour import FAULTS, Behaviour, Faults
 from dataload.benchmarks.origin.listing import Page, keys_below, page_of
 from dataload.benchmarks.origin.server import Server
 from dataload.errors import ConfigError
@@ -551,7 +552,7 @@ def test_arguments_of_a_listing(raw: Raw):
 
 # Faults.
 
-NO_FAULT = {"slow_down": 0, "reset": 0, "short": 0, "stalled": 0, "replaced": 0}
+NO_FAULT = dict.fromkeys(FAULTS, 0)
 
 
 def test_without_odds_there_is_no_fault(origin: Origin, raw: Raw):
@@ -718,6 +719,9 @@ IMPOSSIBLE = [
     {"latency": None},
     {"stall": float("inf")},
     {"bytes_per_second": 0},
+    {"host_bytes_per_second": -1},
+    {"delay": -1},
+    {"delayed": 1.1},
     {"short": 1.1},
     {"short": -0.1},
     {"short": 0.6, "reset": 0.6},
@@ -756,6 +760,25 @@ def test_latency_comes_before_every_answer(origin: Origin, raw: Raw):
         started = time.monotonic()
         raw(method, path)
         assert time.monotonic() - started >= 0.1
+
+
+def test_a_delayed_answer_begins_later(origin: Origin, raw: Raw):
+    origin.behave(delayed=1, delay=0.2)
+    started = time.monotonic()
+    assert raw("GET", "/b/plain")[0].status == 200
+    assert time.monotonic() - started >= 0.2
+    assert origin.stats()["errors"] == NO_FAULT | {"delayed": 1}
+
+
+def test_all_connections_together_carry_no_more_than_the_rate_of_the_host(folder: Path, origin: Origin):
+    rate, size, connections = 1_000_000, 50_000, 4
+    (folder / "b/sized").write_bytes(bytes(size))
+    origin.behave(bytes_per_second=100 * rate, host_bytes_per_second=rate)
+    started = time.monotonic()
+    with ThreadPoolExecutor(connections) as pool:
+        answers = list(pool.map(lambda _: urlopen(origin.url("b", "sized")).read(), range(connections)))
+    assert [len(answer) for answer in answers] == [size] * connections
+    assert time.monotonic() - started >= (connections - 1) * size / rate
 
 
 @pytest.mark.parametrize(("size", "times"), [(200_000, 1), (5000, 40)])

@@ -1,0 +1,198 @@
+"""Figures of the results: accelerators kept busy, and the cost of epochs. The input is the JSON of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from dataload.benchmarks.accelerators import LEAST_UTILIZATION, Fed
+from dataload.benchmarks.systems.registry import Entry, named
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and range over the rounds.
+
+    Args:
+        measured: Epochs that were measured, where the others follow from the median of the warm ones; None: all.
+        note: Restriction of the figure in words.
+    """
+
+    median: float
+    low: float
+    high: float
+    measured: int | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of the first epochs of a run, in seconds and bytes from the origin.
+
+    `measured` is the number of measured epochs if the rest is extrapolated, else None.
+    """
+
+    seconds: float
+    origin_bytes: float
+    measured: int | None
+
+
+def cost(run: Result, epochs: int, conversion_seconds: float) -> Cost | None:
+    """Return the cost of the first `epochs` epochs with start-up and conversion; None if too few were measured.
+
+    Epochs that were not measured cost the median of the measured warm ones.
+    """
+    seconds = [epoch["seconds"] for epoch in run["epochs"]]
+    sent = [now - before for before, now in zip([0, *run["origin_bytes"]], run["origin_bytes"], strict=False)]
+    missing = epochs - len(seconds)
+    if not seconds or (missing > 0 and len(seconds) < 2):
+        return None
+    total, num_bytes = conversion_seconds + sum(seconds[:epochs]), float(sum(sent[:epochs]))
+    if missing <= 0:
+        return Cost(total, num_bytes, None)
+    return Cost(total + missing * median(seconds[1:]), num_bytes + missing * median(sent[1:]), len(seconds))
+
+
+def fed(feed: Result) -> Spread | None:
+    """Return the largest number of accelerators with AU >= 90 %; None without a measurement."""
+    tries = [Fed(**each) for each in feed["tries"]]
+    busy = [each.accelerators for each in tries if each.is_busy]
+    if busy:
+        return Spread(max(busy), max(busy), max(busy))
+    least = min((each.accelerators for each in tries), default=None)
+    return None if least is None else Spread(0, 0, 0, note=f"fewer than {least}")
+
+
+class Figures:
+    """The figures of a run.
+
+    Args:
+        results: The JSON of the run.
+    """
+
+    def __init__(self, results: Result) -> None:
+        self._results = results
+        self.datasets: dict[str, Result] = results["datasets"]
+        names = dict.fromkeys(run["system"] for run in results.get("runs", ()))
+        order = {"ours": 0, "peer": 1, "reference": 2, "floor": 3}
+        self.entries: list[Entry] = sorted(map(named, names), key=lambda entry: order[entry.kind])
+        self.systems = [entry for entry in self.entries if entry.kind != "floor"]
+
+    def fed(self, dataset: str, system: str, phase: str) -> Spread | None:
+        """Return the accelerators that a system keeps busy in a phase, "cold" or "warm"."""
+        return _over_rounds(fed(feed) for feed in self._feeds(dataset, system, phase))
+
+    def wire(self, dataset: str) -> float | None:
+        """Return the accelerators that the origin's bandwidth feeds with AU of 90 %; None without a limit."""
+        rate = self._results["behaviour"]["host_bytes_per_second"]
+        described = self.datasets[dataset]
+        row_bytes = described["parquet_bytes"] / described["rows"]
+        return self._accelerators(dataset, rate / row_bytes) if rate else None
+
+    def bare(self, dataset: str) -> float | None:
+        """Return the accelerators that bare ranged GETs on this machine would feed with AU of 90 %."""
+        rate = self.rate(dataset, "floor: ranged GETs", "cold")
+        return self._accelerators(dataset, rate.median) if rate else None
+
+    def _accelerators(self, dataset: str, rows_per_second: float) -> float:
+        unit: float = self.datasets[dataset]["accelerator"]["rows_per_second"]
+        return rows_per_second / unit / LEAST_UTILIZATION
+
+    def conversion_seconds(self, dataset: str, system: str) -> float:
+        seconds: float = self.datasets[dataset]["conversions"].get(system, {}).get("seconds", 0.0)
+        return seconds
+
+    def cost(self, dataset: str, system: str, ranks: int, epochs: int, part: str) -> Spread | None:
+        """Return the seconds or the origin bytes of the first epochs. Bytes are in multiples of the dataset's."""
+        conversion = self.conversion_seconds(dataset, system)
+        unit = self.datasets[dataset]["parquet_bytes"] if part == "origin_bytes" else 1
+        costs = [cost(run, epochs, conversion) for run in self.runs(dataset, system, ranks)]
+        return _over_rounds(
+            Spread(value, value, value, each.measured)
+            for each in costs
+            if each is not None
+            for value in [getattr(each, part) / unit]
+        )
+
+    def memory(self, dataset: str, system: str, ranks: int) -> Spread | None:
+        runs = [run for run in self.runs(dataset, system, ranks) if run["epochs"]]
+        return _over_rounds(Spread(*[run["peak_bytes"]] * 3) for run in runs)
+
+    def first_batch(self, dataset: str, system: str) -> Spread | None:
+        runs = [run for run in self.runs(dataset, system, 1) if run["epochs"]]
+        return _over_rounds(Spread(*[run["epochs"][0]["first_batch_seconds"]] * 3) for run in runs)
+
+    def rate(self, dataset: str, system: str, phase: str) -> Spread | None:
+        """Return the rows per second of the first epoch without start-up, or of the later ones."""
+
+        def of(epochs: list[Result]) -> float | None:
+            part = epochs[:1] if phase == "cold" else epochs[1:]
+            waited = epochs[0]["first_batch_seconds"] if phase == "cold" and epochs else 0.0
+            seconds = sum(epoch["seconds"] for epoch in part) - waited
+            return sum(epoch["rows"] for epoch in part) / seconds if part and seconds else None
+
+        return self._each(dataset, system, of)
+
+    def cpu(self, dataset: str, system: str, phase: str) -> Spread | None:
+        """Return the processor seconds per decoded GB of the first epoch, or of the later ones."""
+        gigabytes = self.datasets[dataset]["decoded_bytes"] / 1e9
+
+        def of(epochs: list[Result]) -> float | None:
+            used = [epoch["cpu_seconds"] for epoch in epochs]
+            if phase == "cold":
+                return used[0] / gigabytes if used else None
+            return (used[-1] - used[0]) / (gigabytes * (len(used) - 1)) if len(used) > 1 else None
+
+        return self._each(dataset, system, of)
+
+    def _each(self, dataset: str, system: str, of: Callable[[list[Result]], float | None]) -> Spread | None:
+        values = [of(run["epochs"]) for run in self.runs(dataset, system, 1)]
+        return _over_rounds(Spread(value, value, value) for value in values if value is not None)
+
+    def error(self, dataset: str, system: str, ranks: int) -> str:
+        """Return the first error of a system's runs."""
+        return next((run["error"] for run in self.runs(dataset, system, ranks) if run["error"]), "")
+
+    def feed_error(self, dataset: str, system: str, phase: str) -> str:
+        return next((feed["error"] for feed in self._feeds(dataset, system, phase) if feed["error"]), "")
+
+    def problems(self) -> list[str]:
+        """Return every difference between delivered rows and a dataset, once for each system and number of ranks."""
+        return [
+            f"{run['dataset']}, {run['system']}, {ranked(run['ranks'])}: {run['problems'][0]}"
+            for run in self._results.get("runs", ())
+            if run["problems"]
+        ]
+
+    def runs(self, dataset: str, system: str, ranks: int) -> list[Result]:
+        return [
+            run
+            for run in self._results.get("runs", ())
+            if (run["dataset"], run["system"], run["ranks"]) == (dataset, system, ranks)
+        ]
+
+    def _feeds(self, dataset: str, system: str, phase: str) -> list[Result]:
+        return [
+            feed
+            for feed in self._results.get("feeds", ())
+            if (feed["dataset"], feed["system"], feed["phase"]) == (dataset, system, phase)
+        ]
+
+
+def _over_rounds(rounds: Iterable[Spread | None]) -> Spread | None:
+    found = [each for each in rounds if each is not None]
+    if not found:
+        return None
+    values = [each.median for each in found]
+    measured = min((each.measured for each in found if each.measured is not None), default=None)
+    note = next((each.note for each in found if each.note), "") if not any(values) else ""
+    return Spread(median(values), min(values), max(values), measured, note)
+
+
+def ranked(count: int) -> str:
+    """Return a number of ranks in words."""
+    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,193 @@
+"""The ranks of a measured system on this host: processes that read epochs in step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from dataload.benchmarks.machine.usage import SAMPLE_SECONDS, memory
+from dataload.benchmarks.suite.rank import Epoch, Task
+
+MASK = (1 << 64) - 1
+EXIT_SECONDS = 5.0
+
+
+class HostError(Exception):
+    """A rank failed, or did not answer in time."""
+
+
+class Host:
+    """All ranks of a system on this host. They start together, and wait for each other after every epoch.
+
+    Args:
+        python: Interpreter of the system's environment.
+        task: Task of rank 0.
+        folder: An empty folder for logs and temporary files.
+        patience: Seconds until the processes are killed.
+
+    Attributes:
+        peak_bytes: The most memory that all processes used together, without the page cache.
+    """
+
+    def __init__(self, python: Path, task: Task, folder: Path, patience: float) -> None:
+        self._python, self._task, self._folder = python, task, folder
+        self._patience, self._until = patience, monotonic() + patience
+        self._ended = Event()
+        self._processes: list[psutil.Popen] = []
+        self.peak_bytes = 0
+
+    def __enter__(self) -> Self:
+        port = _free_port()
+        for rank in range(self._task.ranks):
+            self._processes.append(self._start(rank, port))
+        self._watch = Thread(target=self._sample, daemon=True)
+        self._watch.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes if kind is None else ():
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+        for process in self._processes if kind is None else ():
+            with suppress(psutil.TimeoutExpired):
+                process.wait(min(EXIT_SECONDS, max(0.1, self._until - monotonic())))
+        self._ended.set()
+        self._watch.join()
+        self._kill()
+        for process in self._processes:
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(BrokenPipeError):
+                    pipe.close()
+
+    def epoch(self, number: int, rows_per_second: float | None = None) -> Epoch:
+        """Read an epoch in every rank.
+
+        Args:
+            number: Number of the epoch, from 0.
+            rows_per_second: Rows that all emulated accelerators consume; None: without emulation.
+
+        Returns:
+            The epoch of the host: the slowest rank's times, and sums of the rest.
+
+        Raises:
+            HostError: A rank failed or the patience is over.
+        """
+        share = rows_per_second and rows_per_second / self._task.ranks
+        self._ask({"epoch": number, "rows_per_second": share})
+        ranks = [Epoch(**self._answer(rank)) for rank in range(self._task.ranks)]
+        return Epoch(
+            seconds=max(epoch.seconds for epoch in ranks),
+            first_batch_seconds=max(epoch.first_batch_seconds for epoch in ranks),
+            rows=sum(epoch.rows for epoch in ranks),
+            num_bytes=sum(epoch.num_bytes for epoch in ranks),
+            digest=sum(epoch.digest for epoch in ranks) & MASK,
+            order=hash(tuple(epoch.order for epoch in ranks)) if len(ranks) > 1 else ranks[0].order,
+            cpu_seconds=sum(epoch.cpu_seconds for epoch in ranks),
+            compute_seconds=sum(epoch.compute_seconds for epoch in ranks),
+            total_seconds=sum(epoch.total_seconds for epoch in ranks),
+        )
+
+    def wait_until_ready(self) -> None:
+        """Wait until all ranks have started Python and imported torch.
+
+        Raises:
+            HostError: A rank ended, or the patience is over.
+        """
+        for rank, process in enumerate(self._processes):
+            self._write(process, asdict(replace(self._task, rank=rank)))
+        for rank in range(len(self._processes)):
+            self._answer(rank)
+
+    def _start(self, rank: int, port: int) -> psutil.Popen:
+        folder = str(self._folder)
+        environment = {"PATH": os.environ["PATH"], "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+        environment |= {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        if self._task.ranks > 1:
+            count = str(self._task.ranks)
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOBAL_RANK": str(rank)}  # LitData: the last
+            environment |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": "0"}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with self._log(rank).open("w") as log:
+            return psutil.Popen(
+                [self._python, "-m", "dataload.benchmarks.suite.rank"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def _log(self, rank: int) -> Path:
+        return self._folder / f"log-{rank}"
+
+    def _ask(self, asked: dict[str, Any]) -> None:
+        for process in self._processes:
+            self._write(process, asked)
+
+    def _write(self, process: psutil.Popen, value: Any) -> None:
+        with suppress(BrokenPipeError):  # of a process that has ended: the answer has its error
+            process.stdin.write(json.dumps(value) + "\n")
+            process.stdin.flush()
+
+    def _answer(self, rank: int) -> Any:
+        line = self._processes[rank].stdout.readline()
+        if not line:
+            raise HostError(self._error())
+        answer = json.loads(line)
+        if isinstance(answer, dict) and "error" in answer:
+            raise HostError(answer["error"])
+        return answer
+
+    def _error(self) -> str:
+        """Return the error of the first rank that failed by itself."""
+        if monotonic() >= self._until:
+            return f"no answer within {self._patience:.0f} s"
+        codes = [process.wait() for process in self._processes]
+        rank = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
+        for line in self._processes[rank].stdout:
+            if '"error"' in line:
+                return str(json.loads(line)["error"])
+        return f"ended with {codes[rank]}: {last_line(self._log(rank).read_text(errors='replace'))}"
+
+    def _sample(self) -> None:
+        """Sample the memory until the end. Kill all ranks once one has failed or the patience is over."""
+        while not self._ended.wait(SAMPLE_SECONDS):
+            self.peak_bytes = max(self.peak_bytes, sum(memory(process) for process in self._processes))
+            if monotonic() >= self._until or any(process.poll() for process in self._processes):
+                self._kill()
+                return
+
+    def _kill(self) -> None:
+        """Kill the process groups of all ranks, with their workers."""
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def last_line(text: str) -> str:
+    """Return the last line of an output."""
+    return (text.strip().splitlines() or ["no output"])[-1]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

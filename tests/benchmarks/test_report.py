@@ -1,0 +1,175 @@
+"""The report of a small fixed result: its tables, what is extrapolated, and where another system is better."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataload.benchmarks import run
+from dataload.benchmarks.origin.behaviour import S3
+from dataload.benchmarks.suite import picture, report
+from dataload.benchmarks.suite.figures import Cost, Figures, cost
+from dataload.errors import ConfigError
+
+MB = 1_000_000
+Result = dict[str, Any]
+
+
+def run_of(system: str, seconds: list[float], ranks: int = 1, megabytes: float = 100.0, **changed: Any) -> Result:
+    """Return a run whose first epoch alone takes bytes from the origin."""
+    epochs = [
+        {"seconds": each, "first_batch_seconds": 0.5, "rows": 1000, "cpu_seconds": 1.0 + number}
+        for number, each in enumerate(seconds)
+    ]
+    right = {"dataset": "images", "system": system, "ranks": ranks, "round": 0, "epochs": epochs, "problems": []}
+    sent = {"origin_bytes": [int(megabytes * MB)] * len(epochs), "peak_bytes": 300 * MB * ranks, "error": ""}
+    return right | sent | changed
+
+
+def feed_of(system: str, phase: str, *tries: tuple[int, float], error: str = "") -> Result:
+    measured = [{"accelerators": count, "utilization": part} for count, part in tries]
+    return {"dataset": "images", "system": system, "round": 0, "phase": phase, "tries": measured, "error": error}
+
+
+def results_of(**changed: Any) -> Result:
+    dataset = {
+        "workload": "images", "rows": 1000, "parquet_bytes": 100 * MB, "decoded_bytes": 100 * MB, "batch_size": 64,
+        "row_group_megabytes": 10, "conversions": {"LitData": {"seconds": 7.0, "bytes": 1}},
+        "accelerator": {"unit": "0.25 × a model", "rows_per_second": 100.0, "source": "a page"},
+    }  # fmt: skip
+    right = {
+        "date": "2026-11-23", "commit": "abc1234", "versions": {"torch": "2"}, "size": "middle", "rounds": 1,
+        "machine": {"processor": "a", "cores": 2, "memory": "1 GB", "system": "Linux"}, "ranks": [1, 4],
+        "behaviour": asdict(S3), "written_bytes_per_second": [2e9], "datasets": {"images": dataset},
+        "runs": [
+            run_of("dataload", [3.0, 1.0, 1.0, 1.0]),
+            run_of("dataload", [4.0, 2.0, 2.0], ranks=4),
+            run_of("LitData", [5.0] + [2.0] * 9),
+            run_of("LitData", [5.0] + [2.0] * 9, ranks=4, megabytes=250),
+            run_of("WebDataset", [], error="ended with 1: no such thing"),
+            run_of("rows in memory", [9.0] + [0.1] * 9),
+        ],
+        "feeds": [
+            feed_of("dataload", "cold", (30, 0.5), (17, 0.95)), feed_of("dataload", "warm", (300, 0.97)),
+            feed_of("LitData", "cold", (20, 0.91)), feed_of("LitData", "warm", (15, 0.6), (9, 0.7)),
+            feed_of("WebDataset", "cold", error="ended with 1: no such thing"),
+        ],
+    }  # fmt: skip
+    return right | changed
+
+
+def line_of(text: str, start: str) -> str:
+    [line] = [line for line in text.splitlines() if line.startswith(start)]
+    return line
+
+
+def test_the_cost_of_measured_epochs_is_their_sum() -> None:
+    measured = run_of("LitData", [5.0, 2.0, 3.0])
+    assert cost(measured, 1, 0) == Cost(5, 100 * MB, None)
+    assert cost(measured, 3, 7) == Cost(17, 100 * MB, None)
+
+
+def test_an_epoch_that_was_not_measured_costs_the_median_of_the_warm_ones() -> None:
+    measured = run_of("pyarrow", [5.0, 2.0, 3.0, 9.0]) | {"origin_bytes": [10, 20, 30, 40]}
+    assert cost(measured, 10, 0) == Cost(19 + 6 * 3, 40 + 6 * 10, 4)
+
+
+@pytest.mark.parametrize("seconds", [[], [5.0]])
+def test_nothing_follows_from_a_cold_epoch_alone(seconds: list[float]) -> None:
+    assert cost(run_of("LitData", seconds), 10, 0) is None
+
+
+def test_the_headline_answers_both_questions() -> None:
+    text = report.headline(results_of())
+    assert "| **dataload** | 17 (0.5 s) → 300 |" in text
+    assert "| LitData | 20 (0.5 s) → fewer than 9 |" in text
+    assert "| *the wire allows* | 139 |" in text  # 1.25 GB/s of rows of 100 kB at 100 rows/s, of which 90 %
+    assert "| **dataload** | 12.0 s, 4 measured | 1.0 × | 1.2 GB |" in text
+    assert "| LitData | 30 s | 2.5 × | 1.2 GB |" in text
+    assert text.count("commit abc1234") == 2
+    assert "30 ms, 90 MB/s a connection, 10 Gbit/s a host, 0.1 % of requests delayed by 1 s" in text
+
+
+def test_extrapolated_cells_are_explained_if_there_are_any() -> None:
+    assert report.EXTRAPOLATED in report.headline(results_of())
+    measured = results_of(runs=[run_of("dataload", [3.0] + [1.0] * 9), run_of("LitData", [5.0] + [2.0] * 9)])
+    assert report.EXTRAPOLATED not in report.headline(measured)
+    assert "measured" not in line_of(report.markdown(measured), "| **dataload** | 1 |")
+
+
+def test_where_another_system_is_better_a_sentence_says_so() -> None:
+    text = report.headline(results_of())
+    assert "- images, cold: LitData 20; dataload 17" in text
+    assert "- images, seconds: rows in memory (reference) 9.9 s; dataload 12.0 s" in text
+    alone = results_of(
+        runs=[run_of("dataload", [1.0] * 10), run_of("LitData", [2.0] * 10)],
+        feeds=[feed_of("dataload", "cold", (9, 0.9)), feed_of("LitData", "cold", (9, 0.9))],
+    )
+    text = report.headline(alone)
+    assert "No system keeps more accelerators busy than dataload." in text
+    assert "No system takes less of any of these than dataload." in text
+
+
+def test_a_system_that_failed_has_its_error_in_its_cells() -> None:
+    text = report.markdown(results_of())
+    assert "| WebDataset | 1 |  | ended with 1: no such thing |" in text
+    assert "| WebDataset | ended with 1: no such thing | – |" in text
+    assert "| WebDataset | ended with 1: no such thing | – | – |" in report.headline(results_of())
+
+
+def test_the_report_has_conversions_settings_units_and_wrong_rows() -> None:
+    wrong = run_of("LitData", [5.0, 2.0, 2.0], ranks=4, problems=["epoch 0: 9 rows of 10", "epoch 1: 9 rows of 10"])
+    text = report.markdown(results_of(runs=[*results_of()["runs"], wrong]))
+    assert "| LitData | 1 | 7.0 s | 12.0 s | 16.0 s | 30 s | 1.0 × | 300.0 MB |" in text
+    assert "- images, LitData, 4 ranks: epoch 0: 9 rows of 10" in text
+    assert "0.25 × a model, 100 rows/s (a page)" in text
+    assert "tar shards" in line_of(text, "| WebDataset | files")
+    assert "a file was written at 2.0 GB/s or more" in text
+    assert text.splitlines()[2].startswith("2026-11-23, commit abc1234")
+
+
+def test_rounds_are_shown_as_a_median_with_a_range() -> None:
+    runs = [run_of("dataload", [seconds] * 10) | {"round": number} for number, seconds in enumerate((1.0, 3.0, 1.5))]
+    assert "| 15.0 s (10.0 s–30 s) |" in report.headline(results_of(runs=runs))
+
+
+def test_an_unlimited_origin_has_no_bound_by_the_wire() -> None:
+    text = report.markdown(results_of(behaviour=asdict(type(S3)())))
+    assert "an origin as fast as this machine" in text
+    assert "10 Gbit/s allow" not in text
+
+
+def test_a_run_that_ended_early_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "early.json").write_text(json.dumps(results_of(runs=[], feeds=[])))
+    run.bench(render=tmp_path / "early.json", results=tmp_path)
+    assert "10 epochs" not in capsys.readouterr().out
+    assert (tmp_path / "partial.md").exists()
+    assert Figures(results_of(runs=[])).systems == []
+    with pytest.raises(ConfigError, match="cannot be read"):
+        run.bench(render=tmp_path / "nowhere.json", results=tmp_path)
+
+
+def test_the_picture_shows_every_system(tmp_path: Path) -> None:
+    picture.draw(results_of(), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_readme_takes_the_tables_between_its_marks(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    report.into_readme(readme, "new")
+    assert readme.read_text() == f"before\n{report.BEGIN}\n\nnew\n\n{report.END}\nafter\n"
+    readme.write_text("no marks")
+    with pytest.raises(ValueError, match="no benchmark marks"):
+        report.into_readme(readme, "new")
+
+
+def test_stored_pixels_are_explained_only_beside_that_workload() -> None:
+    results = results_of()
+    assert "stored pixels" not in report.markdown(results)
+    results["datasets"]["images"]["workload"] = "pixels"
+    assert "stored pixels" in report.markdown(results)
