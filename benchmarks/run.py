@@ -15,25 +15,36 @@ from dataload.benchmarks.systems.registry import ENTRIES, Entry
 from dataload.errors import ConfigError, DataloadError
 
 README = Path("README.md")
-WORKLOADS = "images,tokens,table,text"
+USUAL = {"size": "middle", "workloads": "images,tokens,table,text", "ranks": "1,4,2", "minutes": math.inf, "limit": 6.0}
 QUICK = {"size": "small", "workloads": "images,tokens", "ranks": "1", "minutes": 3.0, "limit": 2.0}
+
+PARTS = ("datasets", "runs", "feeds")  # of the results of a run
 
 
 def bench(
     quick: Annotated[bool, typer.Option(help="Run for about three minutes: small data, one rank.")] = False,
     size: Annotated[
-        str, typer.Option(help='Size of a dataset: "tiny", "small", "middle" (200 MB), "full" (2.5 GB).')
-    ] = ("middle"),
-    workloads: Annotated[str, typer.Option(help="Names of workloads, comma-separated.")] = WORKLOADS,
+        str | None,
+        typer.Option(help='Size of a dataset: "tiny", "small", "middle" (200 MB, the default), "full" (2.5 GB).'),
+    ] = None,
+    workloads: Annotated[
+        str | None, typer.Option(help=f"Names of workloads, comma-separated; default: {USUAL['workloads']}.")
+    ] = None,
     groups: Annotated[str, typer.Option(help="Megabytes of row groups, comma-separated.")] = "10",
     systems: Annotated[str, typer.Option(help="Parts of systems' names, comma-separated; default: the usual.")] = "",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, comma-separated, in the order of stages.")] = "1,4,2",
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, comma-separated, in the order of stages; default: 1,4,2.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; the systems take turns in each.")] = 1,
     origin: Annotated[
         str, typer.Option(help='"s3": latency and bandwidth of S3; "unlimited": the cost of CPU.')
     ] = "s3",
-    limit: Annotated[float, typer.Option(help="Seconds of epochs after which later ones are extrapolated.")] = 6.0,
-    minutes: Annotated[float, typer.Option(help="Limit of the whole run; the rest is reported as not run.")] = math.inf,
+    limit: Annotated[
+        float | None, typer.Option(help="Seconds of epochs after which later ones are extrapolated; default: 6.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Limit of the whole run; the rest is reported as not run.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Folder of the data, which is kept for later runs.")] = Path(".bench"),
     peers_python: Annotated[Path, typer.Option(help="Python of the peers' environment.")] = Path(
         ".venv-peers/bin/python"
@@ -45,13 +56,13 @@ def bench(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Measure dataload beside other loaders: accelerators kept busy from S3, and the cost of ten epochs."""
+    """Measure dataload beside other loaders."""
     name = "latest" if readme else "quick" if quick else "partial"
     if render is not None:
         _publish(_read(render), results / name, readme=readme, as_json=as_json)
         return
-    asked: dict[str, Any] = {"size": size, "workloads": workloads, "ranks": ranks, "minutes": minutes, "limit": limit}
-    asked |= QUICK if quick else {}
+    chosen = {"size": size, "workloads": workloads, "ranks": ranks, "minutes": minutes, "limit": limit}
+    asked: dict[str, Any] = {**(QUICK if quick else USUAL), **{name: v for name, v in chosen.items() if v is not None}}
     given: dict[str, Any] = {
         "size": asked["size"],
         "workloads": _named_workloads(asked["workloads"], asked["size"]),
@@ -144,9 +155,12 @@ def _origin(name: str) -> str:
 
 def _read(results: Path) -> Any:
     try:
-        return json.loads(results.read_text())
+        found = json.loads(results.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--render={results}: cannot be read as the JSON of a run: {error}") from error
+    if missing := [name for name in PARTS if name not in found]:
+        raise ConfigError(f"--render={results}: has no {missing[0]!r}, so it is not of this version: measure again")
+    return found
 
 
 def _entries(systems: str) -> tuple[Entry, ...]:

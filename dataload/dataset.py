@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -318,9 +318,15 @@ def make_dataset(
         >>> folder.cleanup()
     """
     config = chosen(cache, cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
-    blocks = open_source(source_paths(source)[0], storage_options, config)
-    manifest = resolve(source, blocks)
+    paths, columns = source_paths(source), _listed(columns)
+    blocks = open_source(paths[0], storage_options, config)
+    manifest = resolve(paths, blocks)
     if filters is not None:
         manifest.select(columns)  # raises before the filter fetches anything
         manifest = _narrowed(manifest, blocks, filters)
     return Dataset(manifest, blocks, columns, fill_null, null_masks)
+
+
+def _listed(columns: Any) -> Any:
+    """Return columns that come one by one as a list."""
+    return list(columns) if isinstance(columns, Iterator) else columns

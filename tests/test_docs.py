@@ -185,7 +185,7 @@ def test_the_quick_start_is_a_whole_program(reader):
     assert len(Path("stats/rank-0.jsonl").read_text().split("\n")) > 10  # at least one line for each epoch
 
 
-def test_the_plain_loop_reads_each_row_once_over_two_ranks(reader):
+def test_each_of_two_ranks_reads_half_of_the_rows_in_the_plain_loop(reader):
     Path("ddp.py").write_text(PLAIN_DDP.text)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ddp.py"]
     ran = subprocess.run(launch, capture_output=True, text=True, check=False)

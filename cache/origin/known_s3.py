@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ REGION = re.compile(r"(af|ap|ca|eu|il|me|mx|sa|us)-[a-z]+-\d+")  # served under 
 URL = re.compile(
     r"https?://(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?(/[A-Za-z0-9._~/-]*)?"
 )  # obstore panics at others
+LABEL = re.compile(r"[A-Za-z0-9-]+")  # the form of a region at any store
 REGION_TIMEOUT = 5.0  # seconds
 
 
@@ -95,7 +96,7 @@ def known_s3(options: Mapping[str, Any], environ: Mapping[str, str]) -> KnownS3 
     named = (given.get("endpoint_url"), client.get("endpoint_url"), *map(environ.get, ENDPOINTS))
     region = client.get("region_name") or environ.get("AWS_DEFAULT_REGION")
     endpoint = next(filter(None, named), None) or _amazon(region)
-    if endpoint is None or "accelerate" in endpoint or not URL.fullmatch(endpoint):
+    if endpoint is None or "accelerate" in endpoint or not (URL.fullmatch(endpoint) and LABEL.fullmatch(region or "-")):
         return None
     return KnownS3(
         endpoint, region or "us-east-1", bool(given.get("requester_pays")), credentials, environ.get("AWS_CA_BUNDLE")
@@ -112,9 +113,8 @@ def _plain(given: Mapping[str, Any], texts: frozenset[str], flags: frozenset[str
 
 def _has_files(environ: Mapping[str, str]) -> bool:
     """Return whether botocore would read a file of settings."""
-    with suppress(RuntimeError):  # This user has no home folder.
-        return any(Path(environ.get(name, usual)).expanduser().exists() for name, usual in FILES.items())
-    return False
+    # `Path` raises errors for a user without a home folder, and for a folder of another user.
+    return any(os.path.exists(os.path.expanduser(environ.get(name, usual))) for name, usual in FILES.items())  # noqa: PTH110, PTH111
 
 
 def _credentials(given: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, str, str | None] | None:
@@ -136,7 +136,8 @@ def _amazon(region: str | None) -> str | None:
 
 def _region_of(url: str, ca_bundle: str | None) -> str | None:
     """Return the region of the bucket at this URL, which denied responses name, too; None if the request fails."""
-    import ssl  # Few programs need these modules.
+    import http.client  # Few programs need these modules.
+    import ssl
     import urllib.error
     import urllib.request
 
@@ -148,7 +149,7 @@ def _region_of(url: str, ca_bundle: str | None) -> str | None:
     except urllib.error.HTTPError as error:
         headers = error.headers
         error.close()
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return None
     found = headers.get("x-amz-bucket-region")
     return None if found is None else str(found)

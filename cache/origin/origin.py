@@ -87,7 +87,9 @@ class Origin(ForkAware):
         if self._inherited:
             self._filesystem = pickle.loads(pickle.dumps(pickled(self._filesystem)))  # noqa: S301
             self._inherited = False
-        return self._filesystem.load() if isinstance(self._filesystem, PickledFilesystem) else self._filesystem
+        found = self._filesystem
+        needs_s3fs = isinstance(found, DeferredS3) and found.known is None  # in this process
+        return found.load() if needs_s3fs or isinstance(found, PickledFilesystem) else found
 
     @property
     def filesystem(self) -> Any:

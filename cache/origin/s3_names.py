@@ -57,8 +57,9 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
         """Return the result of requests of obstore, or None if they fail."""
         try:
             return awaited(self._requests.submit(call))
-        except Exception as error:
-            if isinstance(error, UnsuitableError) or is_store_error(error):
+        except BaseException as error:
+            # obstore panics at some addresses that it cannot parse, in a class that is no Exception.
+            if isinstance(error, UnsuitableError) or is_store_error(error) or type(error).__name__ == "PanicException":
                 return None
             raise
 
@@ -82,7 +83,8 @@ class S3Names(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
     def _below(self, bucket: str, prefix: str) -> Iterator[dict[str, Any]]:
         """Yield all files below a prefix.
 
-        obstore lists the object "a/" as "a". Such markers of folders have no bytes, or other objects below them.
+        obstore lists the object "a/" as "a". Such markers of folders have no bytes, or other objects below them. One
+        that has bytes and nothing below it is taken for a file.
         """
         import obstore
 

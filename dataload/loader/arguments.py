@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import operator
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,7 +29,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """
     for name, least in (
         *(("batch_size", 1), ("window", 1), ("num_streams", 1), ("prefetch", 1)),
-        *(("num_workers", 0), ("num_threads", 0)),
+        *(("num_workers", 0), ("num_threads", 0), ("seed", None)),
     ):
         _check_number(name, arguments[name], least)
     for name, allowed in (("ragged", ("list", "flat")), ("on_error", ("raise", "skip")), ("shuffle", tuple(SHUFFLES))):
@@ -47,14 +48,15 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     _check_for_torch(workers, arguments["dataloader_kwargs"], arguments)
 
 
-def _check_number(name: str, number: Any, least: int) -> None:
-    if number is None and name != "batch_size":
+def _check_number(name: str, number: Any, least: int | None) -> None:
+    if number is None and name not in ("batch_size", "seed"):
         return
     try:
-        whole = number.__index__()
-    except AttributeError:
-        raise ConfigError(f"{name}={number!r} must be a whole number of at least {least}") from None
-    if whole < least:
+        whole = operator.index(number)
+    except TypeError:
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{name}={number!r} must be a whole number{bound}") from None
+    if least is not None and whole < least:
         raise ConfigError(f"{name}={number} must be at least {least}")
 
 

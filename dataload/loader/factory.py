@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -132,6 +133,7 @@ def make_loader(
         ```
     """
     check_arguments(locals())
+    batch_size = operator.index(batch_size)  # torch takes no other types
     detected = world is None and mesh is None
     world = world_of(world, mesh)
     options = {"columns": columns, "filters": filters, "storage_options": storage_options, "fill_null": fill_null}

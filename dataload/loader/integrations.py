@@ -115,9 +115,9 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
     """
 
     def __init__(self, mixture: Mixture, num_replicas: int, rank: int, **order: Any) -> None:
+        self._begun: int | None = None  # the restored epoch, if it has begun with other weights than the next one
         super().__init__(mixture.sources, num_replicas, rank, **mixture.order, **order)
         self._mixture = mixture
-        self._begun: int | None = None  # the restored epoch, if it has begun with other weights than the next one
 
     @property
     def next_weights(self) -> list[int] | None:
@@ -130,6 +130,12 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
             return False
         self.set_weights(self._mixture.weights)
         return True
+
+    def seek(self, epoch: int, cursor: int) -> None:
+        """Move to a position, as in `MixtureSampler`. Once the loader leaves a restored epoch, its weights are over."""
+        if epoch != self._begun:
+            self._begun = None
+        super().seek(epoch, cursor)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""

@@ -38,10 +38,13 @@ _OF_NAMED_TUPLES = {*vars(collections.namedtuple("_Empty", ())), "_field_default
 _One = collections.namedtuple("_One", "x")  # noqa: PYI024 (its members are those of every named tuple)
 # Python sets these members. Some hold paths, and others follow from the source.
 _OF_MODULES = {*vars(types.ModuleType("")), *("__annotate__", "__annotations__", "__builtins__", "__cached__")}
-_OF_MODULES |= {"__file__", "__path__"}
+_OF_MODULES |= {"__annotate_func__", "__annotations_cache__", "__conditional_annotations__", "__file__", "__path__"}
+_OF_MODULES |= {"__warningregistry__"}
 _OF_CLASSES = {"__annotations__", "__dataclass_fields__", "__dataclass_params__", "__dict__", "__doc__", "__module__"}
 _OF_CLASSES |= {"__abstractmethods__", "__firstlineno__", "__orig_bases__", "__parameters__", "__protocol_attrs__"}
 _OF_CLASSES |= {
+    "__annotate_func__",
+    "__annotations_cache__",
     "__qualname__",
     "__signature__",
     "__slotnames__",
@@ -51,7 +54,7 @@ _OF_CLASSES |= {
     "__weakref__",
     "_abc_impl",
 }
-_OF_LIBRARIES = ("__pydantic_", "__attrs_")
+_OF_LIBRARIES = ("__pydantic_", "__attrs_", "__private_attributes__", "__class_vars__")
 _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_One.x))
 
 

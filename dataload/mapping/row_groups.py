@@ -221,8 +221,8 @@ class MappedMaker(RowGroupMaker):
 
     def _check(self, number: int, size: int, rows: int) -> None:
         """Raise DataError if a blob is larger than its forecast, and than all row groups of a host may be together."""
-        forecast, limit = max(self._plan.blob_sizes(number)), usable_memory() // MEMORY_DIVISOR
-        if size > max(limit, 2 * forecast):
+        forecast = max(self._plan.blob_sizes(number))
+        if size > 2 * forecast and size > (limit := usable_memory() // MEMORY_DIVISOR):
             raise DataError(
                 f"{self._where(number)}: map {self._stage.function.name}: the results of {rows} rows take more than "
                 f"{decimal(limit)}, an eighth of the usable memory. A sample of rows let expect {decimal(forecast)}: "

@@ -67,7 +67,7 @@ class Plan:
         later_epoch_cost: Cost of a later epoch, on average.
         trade: Quality and cost of the window of a "block" shuffle, in stored bytes.
         held_bytes: Decoded bytes of the two windows that are in memory at a time.
-        memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of this host.
+        memory_bytes: Most bytes of row groups that are in flight, held or being decoded, of all ranks of a host.
         advice: Recommendations, a line each.
     """
 
@@ -105,6 +105,7 @@ def plan(
     bandwidth: int = BANDWIDTH,
     latency: float = LATENCY,
     price: float | None = None,
+    host_ranks: int = 1,
 ) -> Plan:
     """Return the plan for epochs of this order.
 
@@ -115,7 +116,10 @@ def plan(
         bandwidth: Bytes a second from the origin.
         latency: Seconds that a request waits.
         price: Price of 10**9 bytes.
+        host_ranks: Ranks of a host, which share its memory.
     """
+    for files in sources:
+        files.blobs.maker.share_memory(host_ranks)
     row_groups = [group for files in sources for group in files.manifest.row_groups]
     lengths, sizes = [group.rows for group in row_groups], [group.bytes for group in row_groups]
     objects = {group.file for group in row_groups}
@@ -153,7 +157,7 @@ def plan(
         later_epoch_cost=_cost(_mean(later), price),
         trade=weigh_window(order.window, lengths, sizes, batch_size),
         held_bytes=sum(needed(*each)[1] for each in zip(order.orders, every, strict=True)),
-        memory_bytes=max(blobs.maker.memory_bytes for blobs in every),
+        memory_bytes=host_ranks * max(blobs.maker.memory_bytes for blobs in every),
     )
     usual = weigh_window(sum(map(usual_window, (files.manifest for files in sources))), lengths, sizes, batch_size)
     return replace(result, advice=(*too_small, *advice(result, sizes, usual)))

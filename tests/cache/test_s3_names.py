@@ -286,6 +286,8 @@ def test_the_settings_are_those_of_botocore(
         (SECRET, {"AWS_USE_DUALSTACK_ENDPOINT": "true"}),
         (SECRET, {"AWS_DEFAULT_REGION": "cn-north-1"}),
         (SECRET, {"AWS_DEFAULT_REGION": "us-gov-west-1"}),
+        (SECRET | {"endpoint_url": "http://minio:9000"}, {"AWS_DEFAULT_REGION": "us-east-1\n"}),
+        (SECRET, {"HOME": "", "AWS_SHARED_CREDENTIALS_FILE": __file__}),
         ({}, ENVIRONMENT_KEY | {"AWS_CREDENTIAL_EXPIRATION": "2026-01-01T00:00:00Z"}),
         ({}, {"AWS_WEB_IDENTITY_TOKEN_FILE": "/token", "AWS_ROLE_ARN": "arn:aws:iam::1:role/r"}),
         ({}, {"AWS_CONTAINER_CREDENTIALS_RELATIVE_URI": "/v2"}),
@@ -304,6 +306,26 @@ def test_a_configuration_file_is_left_to_the_session(tmp_path: Path) -> None:
     (tmp_path / ".aws").mkdir()
     (tmp_path / ".aws" / "config").write_text("[default]\nregion = eu-west-1\n")
     assert deferred_s3("s3://bucket/x", SECRET) is None
+
+
+def test_a_home_folder_that_cannot_be_read_has_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", f"/{'x' * 300}")  # The system refuses so long a name, to root as well.
+    assert deferred_s3("s3://bucket/x", SECRET) is not None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "999.999.1.1:9", "[:::::]:9"])
+def test_an_address_that_obstore_cannot_parse_raises_as_with_s3fs(address: str) -> None:
+    options = SECRET | {"endpoint_url": f"http://{address}", "config_kwargs": None}
+    found, expected = listed(deferred(options), "bucket/x"), listed(through_s3fs(options), "bucket/x")
+    assert found == expected
+
+
+def test_a_process_in_which_only_a_session_finds_the_settings_has_the_same_identity(tmp_path: Path) -> None:
+    options = SECRET | {"endpoint_url": "http://127.0.0.1:9"}
+    sent = pickle.dumps(deferred(options))
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "config").write_text("[default]\n")
+    assert pickle.loads(sent).identity == through_s3fs(options).identity
 
 
 @pytest.mark.parametrize("url", ["bucket/x", "tiercache::s3://bucket/x", "gs://bucket/x", "s3://bucket/x?versionId=1"])

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from dataload import ConfigError, World, make_loader, mix
 from dataload.dataset import make_dataset
@@ -21,6 +23,10 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"batch_size": 0}, "batch_size=0 must be at least 1"),
         ({"batch_size": 2.5}, r"batch_size=2\.5 must be a whole number"),
         ({"batch_size": None}, "batch_size=None must be a whole number"),
+        ({"batch_size": np.array([4])}, r"batch_size=array\(\[4\]\) must be a whole number"),
+        ({"batch_size": torch.tensor(4.0)}, "must be a whole number"),
+        ({"seed": None}, "seed=None must be a whole number"),
+        ({"seed": 1.5}, r"seed=1\.5 must be a whole number$"),
         ({"window": 0}, "window=0 must be at least 1"),
         ({"num_streams": 0}, "num_streams=0 must be at least 1"),
         ({"prefetch": 0}, "prefetch=0 must be at least 1"),
@@ -55,6 +61,17 @@ def folder(tmp_path: Path) -> Path:
     for name, rows in (("a", 6), ("b", 4)):
         pq.write_table(pa.table({"id": range(rows), "text": ["x"] * rows}), tmp_path / f"{name}.parquet")
     return tmp_path
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
+def test_whole_numbers_of_any_type_work(folder: Path, number: Any) -> None:
+    numbers = {name: number(1) for name in ("window", "num_streams", "num_threads", "seed")}
+    rows = [
+        make_loader(str(folder), size, cache=False, **more)
+        for size, more in ((4, {"window": 1, "seed": 1}), (number(4), numbers))
+    ]
+    expected, found = ([batch["id"].tolist() for batch in loader] for loader in rows)
+    assert found == expected
 
 
 def test_the_text_of_a_loader_says_what_it_reads_and_how(folder: Path) -> None:

@@ -395,6 +395,11 @@ def test_weights_that_are_set_before_the_first_batch_of_a_begun_epoch_hold_from_
     assert stream_of(resumed) == stream_of(loader)
     assert resumed.stats().rows_by_source == {"a": 50, "b": 100, "c": 50}
 
+    resumed.dataset.set_weights([2, 1, 1])  # The restored epoch is over. It has these weights if it is read again.
+    resumed.set_epoch(0)
+    stream_of(resumed)
+    assert resumed.stats().rows_by_source == {"a": 100, "b": 50, "c": 50}
+
 
 def test_the_length_follows_new_weights(sources: Sources) -> None:
     mixture = mix(sources(), [1, 1, 1])

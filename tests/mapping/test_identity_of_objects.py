@@ -54,6 +54,7 @@ MODELS = """
 import pydantic
 class Model(pydantic.BaseModel):
     size: int = 2
+    _cache: dict = pydantic.PrivateAttr(default_factory=dict)
 def f(b): return Model().size
 """
 
@@ -103,6 +104,16 @@ def test_the_path_of_a_module_does_not_count(tmp_path: Path) -> None:
 def test_what_libraries_set_in_classes_does_not_count(tmp_path: Path) -> None:
     pytest.importorskip("pydantic")
     assert identity(module(tmp_path, MODELS).f)
+
+
+def test_a_warning_changes_nothing(tmp_path: Path) -> None:
+    helpers = module(tmp_path, "import warnings\ndef g(b): warnings.warn('slow', stacklevel=1)", "helpers")
+    made = module(tmp_path, "import helpers\ndef apply(module, b): module.g(b)\ndef f(b): apply(helpers, b)")
+    before = identity(made.f)
+    with pytest.warns(UserWarning, match="slow"):
+        made.f({})
+    assert "__warningregistry__" in vars(helpers)
+    assert identity(made.f) == before
 
 
 def test_tensors_that_numpy_cannot_hold_need_a_version(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from rich.filesize import decimal
 from typer.testing import CliRunner
 
-from dataload import CacheConfig, make_dataset, make_loader, mix
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import Object
 from dataload.cli.app import app
@@ -30,6 +30,7 @@ from dataload.planning.plan import plan as foretell
 from dataload.planning.simulate import Costs, Fetched, Files, Reader
 from dataload.planning.warm import order_of, order_of_mixture, warm
 from dataload.rows import scheduler
+from dataload.rows.row_group_maker import UNSHARED_MEMORY
 from dataload.samplers.window_size import default_window, weigh_window
 
 noise = np.random.default_rng(0)
@@ -285,6 +286,14 @@ def test_what_is_held_at_a_time_is_decoded(origin: Origin, tmp_path: Path) -> No
     sizes = [sum(map(len, dataset.rowstore.blobs.find(group))) for group in range(30)]
     assert found.held_bytes == pytest.approx(4 * np.mean(sizes), rel=0.05)
     assert found.held_bytes > 10 * found.trade.bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_memory_is_that_of_all_ranks_of_a_host(origin: Origin, tmp_path: Path, ranks: int) -> None:
+    found, dataset = planned(origin, "images", CacheConfig(str(tmp_path / "a"), "1GB"), host_ranks=ranks)
+    loader = make_loader(dataset, 8, world=World(0, ranks, 0, ranks))
+    next(iter(loader))
+    assert found.memory_bytes == ranks * loader.stats().memory_bytes > UNSHARED_MEMORY
 
 
 def said(plan: Plan) -> dict[str, str]:

@@ -70,6 +70,8 @@ def plan(
     from dataload.planning.plan import plan as make_plan
     from dataload.planning.simulate import Files
 
+    if len(set(urls)) < len(urls):
+        raise ConfigError("the same URL twice: name it once, with the sum of its weights")
     shares = _shares(urls, weights)
     rate = parse_bytes("bandwidth", bandwidth)
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
@@ -77,8 +79,8 @@ def plan(
         Files(*open_dataset(url, storage_options, columns, filters, cache_config, quiet=as_json)) for url in urls
     ]
     order = _order(urls, sources, shares, seed=seed, window=window, num_streams=num_streams)
-    rows = batch_size * world_size
-    result = make_plan(sources, order, rows, bandwidth=rate, latency=latency, price=price)
+    ranks = {"batch_size": batch_size * world_size, "host_ranks": math.ceil(world_size / num_streams)}
+    result = make_plan(sources, order, **ranks, bandwidth=rate, latency=latency, price=price)
     show(asdict(result), table(lines(result)), as_json=as_json)
     if result.first_epoch is None:
         raise typer.Exit(FOUND_A_PROBLEM)
@@ -133,7 +135,7 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
         ("window", f"of {trade.window:,} row groups; two windows, {window_bytes}, are in use at a time"),
         (
             "memory",
-            f"{decimal(plan.memory_bytes)} at most for row groups in flight or being decoded, all ranks together",
+            f"{decimal(plan.memory_bytes)} at most for row groups in flight or being decoded, for all ranks of a host",
         ),
         ("shuffle", f"variance ratio {trade.variance_ratio:.2f} if rows are sorted by label (1 is uniform)"),
         *(("advice" if not number else "", line) for number, line in enumerate(plan.advice)),
