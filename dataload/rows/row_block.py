@@ -30,6 +30,8 @@ from dataload.rows.columns import (
     codes_of,
     lengths_of,
     spans_of,
+    string_array,
+    strings_in,
     strings_of,
     with_nulls,
 )
@@ -111,6 +113,7 @@ class Blob:
         self._heaps: dict[str, memoryview] = {}
         self._nested: dict[str, pa.Array] = {}
         self._spans: dict[str, Array] = {}
+        self._strings: dict[str, pa.Array | None] = {}
         self._texts: dict[str, tuple[Array, Array]] = {}  # the strings, object [distinct], and which are made
         end = len(blob) - len(layout.ragged) * _HEAP_START.itemsize
         starts = np.frombuffer(blob[end:], _HEAP_START).tolist() if layout.ragged else []
@@ -142,21 +145,20 @@ class Blob:
         return len(self.spans(field)) * KEPT_USES <= self.rows
 
     def strings(self, field: Field, codes: Array) -> Array:
-        """Return the strings of some rows; None for a null.
+        """Return the strings of some rows, object [n]; None for a null.
 
         Args:
             field: A string column.
             codes: `CODE` of each row, int64 [n].
-
-        Returns:
-            The strings, object [n].
 
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
         """
         spans, heap = self.spans(field), self._heaps[field.name]
         if not self.keeps_strings(field):
-            return np.array(strings_of([heap] * len(codes), spans[codes]), np.object_)
+            if field.name not in self._strings:
+                self._strings[field.name] = string_array(heap, spans)
+            return strings_in(self._strings[field.name], heap, spans, codes)
         empty = np.empty(len(spans), np.object_), np.zeros(len(spans), np.bool_)
         texts, is_made = self._texts.setdefault(field.name, empty)
         new = np.unique(codes[~is_made[codes]])
@@ -265,11 +267,8 @@ class Records:
         Raises:
             UnicodeDecodeError: A value is not UTF-8.
         """
-        if not any(blob.keeps_strings(field) for blob in self.blobs):
-            return strings_of(self._heaps(field), self.spans(field))
-        strings: list[str | None]
-        strings = self._looked_up(field, np.object_, lambda blob, codes: blob.strings(field, codes)).tolist()
-        return strings
+        strings = self._looked_up(field, np.object_, lambda blob, codes: blob.strings(field, codes))
+        return strings.tolist()  # type: ignore[no-any-return]
 
     def nested(self, field: Field) -> pa.Array:
         """Return a nested column as an Arrow array."""

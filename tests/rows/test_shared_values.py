@@ -19,7 +19,7 @@ from dataload.errors import DataError
 from dataload.formats.schema import Layout, fields_of
 from dataload.rows import row_group_plan
 from dataload.rows.collate import to_batch
-from dataload.rows.columns import Coded, Ragged, codes_of, concatenate
+from dataload.rows.columns import FEW_STRINGS, Coded, Ragged, codes_of, concatenate, string_array, strings_in
 from dataload.rows.row_block import Blob, pack, packed_bytes
 
 LONG = [f"{number:03d} é " * 12 for number in range(20)]
@@ -181,6 +181,31 @@ def test_a_dictionary_of_several_blobs_stays_one() -> None:
     assert isinstance(joined, Coded)
     assert len(joined.spans) == len(LONG)
     assert joined.codes.tolist() == list(range(len(LONG))) * 9
+
+
+@pytest.mark.parametrize("rows", [FEW_STRINGS - 1, FEW_STRINGS, 1000])
+@pytest.mark.parametrize("nulls", [False, True])
+def test_few_strings_and_many_are_those_of_arrow(rows: int, nulls: bool) -> None:
+    """Of two blobs; Arrow takes many strings at once. Each is empty, null, of one byte or of several characters."""
+    values = [None if nulls and not row % 7 else f"{row} é" * (row % 4) for row in range(500)]
+    tables = [pa.table({"c": pa.array(part, pa.string())}) for part in (values, values[::-1])]
+    which, chosen = np.arange(rows) % 2, np.random.default_rng(0).integers(0, 500, rows)
+    expected = [(values, values[::-1])[blob][row] for blob, row in zip(which, chosen, strict=True)]
+    assert to_batch(gather(tables, which, chosen))["c"] == expected
+
+
+def test_strings_that_are_not_in_order_in_their_heap_are_made_one_by_one() -> None:
+    heap, spans = memoryview(b"abcd"), np.array([[2, 2], [0, 2]], np.uint32)
+    array = string_array(heap, spans)
+    assert array is None
+    codes = np.arange(2 * FEW_STRINGS) % 2
+    assert strings_in(array, heap, spans, codes).tolist() == ["cd", "ab"] * FEW_STRINGS
+
+
+def test_one_string_of_many_that_is_not_utf8_raises() -> None:
+    texts = pa.array([b"fine"] * 99 + [b"\xff"]).view(pa.string())
+    with pytest.raises(DataError, match="'c' has a string that is not UTF-8"):
+        whole(pa.table({"c": texts}))
 
 
 def test_a_shared_value_that_is_not_utf8_spoils_its_own_rows_only() -> None:
