@@ -17,13 +17,8 @@ Of = Callable[[str, str], Spread | None]
 
 def feed_losses(figures: Figures) -> list[str]:
     """Return a list of the datasets and phases in which another system keeps more accelerators busy."""
-
-    def of(phase: str) -> Of:
-        return lambda dataset, system: figures.fed(dataset, system, phase)
-
-    lines = [line for phase in ("cold", "warm") for line in _losses(figures, of(phase), phase, "{:,.0f}".format, 1)]
     return _told(
-        lines,
+        _fewer(figures, "cold") + _fewer(figures, "warm"),
         "No system keeps more accelerators busy than dataload.",
         "Systems that keep more accelerators busy than dataload:",
     )
@@ -31,6 +26,14 @@ def feed_losses(figures: Figures) -> list[str]:
 
 def epoch_losses(figures: Figures, most: int) -> list[str]:
     """Return a list of the datasets for which another system is faster, or takes fewer bytes or less memory."""
+    return _told(
+        _less(figures, most),
+        "No system takes less of any of these than dataload.",
+        "Systems that take less than dataload:",
+    )
+
+
+def _less(figures: Figures, most: int) -> list[str]:
 
     def seconds(dataset: str, system: str) -> Spread | None:
         return figures.cost(dataset, system, 1, EPOCHS, "seconds")
@@ -42,12 +45,29 @@ def epoch_losses(figures: Figures, most: int) -> list[str]:
     def memory(dataset: str, system: str) -> Spread | None:
         return figures.memory(dataset, system, most)
 
-    lines = [
+    return [
         *_losses(figures, seconds, "seconds", "{:.1f} s".format, -1),
         *_losses(figures, sent, f"from S3, {most} ranks", "{:.1f} ×".format, -1),
         *_losses(figures, memory, f"memory, {most} ranks", lambda value: decimal(int(value)), -1),
     ]
-    return _told(lines, "No system takes less of any of these than dataload.", "Systems that take less than dataload:")
+
+
+def losses_in_short(figures: Figures, most: int) -> list[str]:
+    """Return a line on where another system is better; none: no line."""
+    sentences = []
+    if less := [line.removeprefix("- ").partition("; dataload")[0] for line in _less(figures, most) if line]:
+        sentences.append(f"Less than dataload takes: {'; '.join(less)}.")
+    parts = []
+    for name, lines in (("first", _fewer(figures, "cold")), ("later", _fewer(figures, "warm"))):
+        if lost := [line.removeprefix("- ").partition(",")[0] for line in lines if line]:
+            parts.append(f"in {name} epochs of {', '.join(lost)}")
+    if parts:
+        sentences.append(f"Another system keeps more accelerators busy {'; '.join(parts)}.")
+    return [" ".join(sentences)] if sentences else []
+
+
+def _fewer(figures: Figures, phase: str) -> list[str]:
+    return _losses(figures, lambda dataset, system: figures.fed(dataset, system, phase), phase, "{:,.0f}".format, 1)
 
 
 def _losses(figures: Figures, of: Of, title: str, shape: Callable[[float], str], sign: int) -> list[str]:

@@ -11,12 +11,13 @@ from rich.filesize import decimal
 
 from dataload.benchmarks.origin.behaviour import Behaviour
 from dataload.benchmarks.suite.figures import Figures, Spread, ranked
-from dataload.benchmarks.suite.losses import epoch_losses, feed_losses
+from dataload.benchmarks.suite.losses import epoch_losses, feed_losses, losses_in_short
 from dataload.benchmarks.suite.measurement import EPOCHS
 from dataload.benchmarks.systems.registry import Entry
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 SHOWN_EPOCHS = (1, 3, EPOCHS)
+ABOUT = "≈: three epochs or more were measured, and the median of the warm ones counts for each of the others."
 EXTRAPOLATED = "A cell with “n measured” has n measured epochs. Each further one counts as the median of the warm ones."
 MOST_ERROR = 90  # characters of an error in a cell
 NOTES = {
@@ -56,27 +57,19 @@ def markdown(results: Result) -> str:
 
 
 def headline(results: Result) -> str:
-    """Return the part of the README: a short table for each question."""
+    """Return the part of the README: one table, and where another system is better."""
     figures = Figures(results)
     datasets, most = list(figures.datasets), max(results["ranks"])
     lines = [
-        "**Accelerators that one process keeps busy** (AU ≥ 90 %), cold → warm (seconds until the first batch).",
-        f"{_date(results)}; {_origin(results)}.",
-        "",
-        *_table(["", *datasets], [[_name(entry), *_pairs(figures, entry)] for entry in figures.systems]),
-        _row(["*the wire allows*", *(_limit(figures.wire(dataset)) for dataset in datasets)]),
-        "",
-        *feed_losses(figures),
-        "",
-        f"**Ten epochs** with start-up and conversion, one rank; bytes and memory of {ranked(most)}. {_date(results)}.",
+        f"**Ten epochs** with start-up and conversion, one rank; bytes and memory of {ranked(most)}. {_date(results)};",
+        f"{_origin(results)}. {ABOUT}",
         "",
         *_table(
             ["", *datasets, f"from S3, {ranked(most)}", f"memory, {ranked(most)}"],
             [_ten_epochs(figures, entry, most) for entry in figures.systems],
         ),
         "",
-        *_extrapolated(figures, (1,)),
-        *epoch_losses(figures, most),
+        *losses_in_short(figures, most),
     ]
     return "\n".join(lines).strip()
 
@@ -140,15 +133,23 @@ def _all_epochs(results: Result, figures: Figures) -> list[str]:
             "",
             f"{size}{each['row_group_megabytes']:g} MB, batches of {each['batch_size']}.",
         ]
+        missing = [ranks for ranks in sorted(results["ranks"]) if _is_missing(figures, dataset, ranks)]
         heads = ["", "ranks", "conversion", *(_epochs(count) for count in SHOWN_EPOCHS), "from S3", "memory"]
         rows = [
             [_name(entry), str(ranks), *_epochs_of(figures, dataset, entry, ranks)]
             for ranks in sorted(results["ranks"])
             for entry in figures.systems
-            if figures.runs(dataset, entry.name, ranks)
+            if figures.runs(dataset, entry.name, ranks) and ranks not in missing
         ]
-        lines += ["", *_table(heads, rows)]
+        lines += ["", *_table(heads, rows), *(line for ranks in missing for line in ("", f"{ranked(ranks)}: not run."))]
     return [*lines, "", *epoch_losses(figures, max(results["ranks"]))]
+
+
+def _is_missing(figures: Figures, dataset: str, ranks: int) -> bool:
+    """Return whether no system was measured, because the time was over."""
+    ran = [entry.name for entry in figures.systems if figures.runs(dataset, entry.name, ranks)]
+    errors = [figures.error(dataset, name, ranks) for name in ran]
+    return bool(errors) and all(error.startswith("not run") for error in errors)
 
 
 def _epochs_of(figures: Figures, dataset: str, entry: Entry, ranks: int) -> list[str]:
@@ -163,8 +164,7 @@ def _epochs_of(figures: Figures, dataset: str, entry: Entry, ranks: int) -> list
 
 def _ten_epochs(figures: Figures, entry: Entry, most: int) -> list[str]:
     seconds = [
-        _short(figures.error(dataset, entry.name, 1))
-        or _seconds(figures.cost(dataset, entry.name, 1, EPOCHS, "seconds"))
+        _short(figures.error(dataset, entry.name, 1)) or _about(figures.cost(dataset, entry.name, 1, EPOCHS, "seconds"))
         for dataset in figures.datasets
     ]
     sent = [figures.cost(dataset, entry.name, most, EPOCHS, "origin_bytes") for dataset in figures.datasets]
@@ -206,13 +206,6 @@ def _extrapolated(figures: Figures, ranks: tuple[int, ...]) -> list[str]:
     return [EXTRAPOLATED, ""]
 
 
-def _pairs(figures: Figures, entry: Entry) -> list[str]:
-    return [
-        f"{_fed(figures, dataset, entry, 'cold')} → {_fed(figures, dataset, entry, 'warm')}"
-        for dataset in figures.datasets
-    ]
-
-
 def _fed(figures: Figures, dataset: str, entry: Entry, phase: str) -> str:
     spread = figures.fed(dataset, entry.name, phase)
     if spread is None:
@@ -249,6 +242,11 @@ def _control(written: list[float] | None) -> list[str]:
 def _name(entry: Entry) -> str:
     shown = f"**{entry.name}**" if entry.kind == "ours" else entry.name
     return f"{shown} (reference)" if entry.kind == "reference" else shown
+
+
+def _about(spread: Spread | None) -> str:
+    measured, _, extrapolated = _seconds(spread).partition(",")
+    return f"≈ {measured}" if extrapolated else measured
 
 
 def _seconds(spread: Spread | None) -> str:
