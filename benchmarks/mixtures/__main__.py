@@ -32,7 +32,7 @@ PEERS_PYTHON = Path(".venv-peers/bin/python")
 
 
 def main(
-    size: Annotated[str, typer.Option(help="Size of the tokens: tiny, small or full.")] = "full",
+    size: Annotated[str, typer.Option(help="Size of the tokens: tiny, small, middle or full.")] = "middle",
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     rounds: Annotated[int, typer.Option(help="Rounds of all systems.")] = 3,
     peers_python: Annotated[Path, typer.Option(help="Python of the peers' environment (make peers).")] = PEERS_PYTHON,

@@ -26,7 +26,7 @@ def compare(whole: str, other: str, choose: Callable[[Dataset], MapStyle], size:
         whole: Heading of the dataset.
         other: Heading of the other choice.
         choose: Returns it.
-        size: Size of the workloads: tiny, small or full.
+        size: Size of the workloads: tiny, small, middle or full.
     """
     table = Table("workload", f"{whole}, rows/s", f"{other}, rows/s", "ratio")
     for name in NAMES:

@@ -13,7 +13,9 @@ from dataload import mix
 from dataload.benchmarks.rows.beside_whole import compare
 
 
-def main(size: Annotated[str, typer.Option(help="Size of the workloads: tiny, small or full.")] = "small") -> None:
+def main(
+    size: Annotated[str, typer.Option(help="Size of the workloads: tiny, small, middle or full.")] = "small",
+) -> None:
     """Measure both."""
     compare("one dataset", "three sources", lambda whole: mix(whole.split([1 / 3] * 3)), size)
 

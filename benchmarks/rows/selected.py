@@ -15,7 +15,9 @@ from dataload.benchmarks.rows.beside_whole import compare
 from dataload.dataset import Dataset
 
 
-def main(size: Annotated[str, typer.Option(help="Size of the workloads: tiny, small or full.")] = "small") -> None:
+def main(
+    size: Annotated[str, typer.Option(help="Size of the workloads: tiny, small, middle or full.")] = "small",
+) -> None:
     """Measure both."""
     compare("all rows", "half of the rows", _half, size)
 
