@@ -48,7 +48,9 @@ CLIENT_OPTIONS = frozenset({"endpoint_url", "region_name", "use_ssl"})
 CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_timeout", "retries"})
 CREDENTIALS_LAST = timedelta(minutes=5)  # then the session is queried again; it renews expiring credentials
 STALL_SECONDS = 20  # without receiving a byte
-PART_BYTES = 512 << 10  # minimum size of a streamed part
+# Minimum size of a streamed part. obstore copies each part into zeroed memory, for which malloc maps fresh pages from
+# 128 KiB on.
+PART_BYTES = 96 << 10
 NOT_PARTIAL = "non-partial response"
 VERSION = "?versionId="  # in a path of s3fs, before the version of the object
 

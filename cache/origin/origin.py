@@ -230,10 +230,14 @@ class Origin(ForkAware):
                 return call(other)
 
     def _counted(self, parts: Iterable[Any]) -> Iterator[memoryview]:
-        for part in parts:
-            self.counters.add(bytes=len(part))
-            charge(bytes_origin=len(part))
-            yield memoryview(part)
+        received = 0
+        try:
+            for part in parts:
+                received += len(part)
+                yield memoryview(part)
+        finally:
+            self.counters.add(bytes=received)
+            charge(bytes_origin=received)
 
     @contextmanager
     def metadata_request(self, path: str) -> Iterator[Any]:

@@ -10,12 +10,16 @@ from typing import Any, NamedTuple, Self
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object, wait_for_origin
+from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.tier import Span
 from dataload.errors import DataError
 from dataload.telemetry.wait_timeline import doing
 
 SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 8 << 20  # bytes of one request
+LEAST_POOLED = 256 << 10  # bytes: less is not worth a memory map
 LEAST_SHARE = 2 << 20  # of a request that shares the bytes of a row group with others: smaller ones gain little time
+
+fetched_buffers = BufferPool(kept_bytes=None)  # of this process: the bytes of row groups of all datasets
 
 
 class _Piece(NamedTuple):
@@ -33,7 +37,7 @@ class _Piece(NamedTuple):
 class RangeStream(io.RawIOBase):
     """A seekable stream over some byte ranges of an object, each to be read forward.
 
-    If all ranges fit into `capacity`, all are fetched at once, each into one buffer, and reads copy nothing. Otherwise
+    If all ranges fit into `capacity`, all are fetched at once, into one buffer, and reads copy nothing. Otherwise
     each range has an even share of the capacity for its read-ahead, and pieces are freed once they are read; seeking
     back fetches them again.
 
@@ -62,16 +66,18 @@ class RangeStream(io.RawIOBase):
         self._object = obj
         self._ranges = ranges = _without_empty(ranges)
         self._position = 0
+        _check_end(obj, ranges)
         size = sum(stop - start for start, stop in ranges)
         self.held = size <= capacity
         self._most = min(LARGEST_PIECE, max(LEAST_SHARE, -(-size // requests))) if requests else LARGEST_PIECE
         self._share = capacity // max(1, len(ranges))
         self._memory: dict[int, memoryview] = {}  # of the held ranges, by first byte
+        self._buffer = fetched_buffers.take(size) if self.held and size >= LEAST_POOLED else None
         self._pieces: dict[int, _Piece] = {}  # by first byte
-        _check_end(obj, ranges)
+        held = _allocate(size if self.held else 0) if self._buffer is None else memoryview(self._buffer)
         for start, stop in ranges:
             if self.held:
-                self._memory[start] = _allocate(stop - start)
+                self._memory[start], held = held[: stop - start], held[stop - start :]
             self._read_ahead(start, start, stop)
 
     @property
@@ -109,6 +115,9 @@ class RangeStream(io.RawIOBase):
             piece.fetched.cancel()
         self._pieces.clear()
         self._memory.clear()
+        if self._buffer is not None:
+            buffer, self._buffer = self._buffer, None
+            fetched_buffers.give_back(buffer)  # It is dropped while a request that goes on, or a table, has a view.
         super().close()
 
     def _take(self, size: int) -> memoryview | bytes:
@@ -196,7 +205,7 @@ def _check_end(obj: Object, ranges: Sequence[Span]) -> None:
 
 
 def _allocate(size: int) -> memoryview:
-    """Return uninitialized memory of Arrow, which keeps freed memory for the next row group: fresh memory is slow."""
+    """Return uninitialized memory of Arrow, which keeps freed memory for the next piece: fresh memory is slow."""
     return memoryview(pa.allocate_buffer(size)).cast("B")
 
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks
+from dataload.cache.blocks.reader import IN_FLIGHT, Blocks
 from dataload.cache.tier import BlobKey, Span
 from dataload.catalog.footer_cache import FooterReader
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import with_constants
+from dataload.formats.range_stream import LARGEST_PIECE, fetched_buffers
 from dataload.rows import row_block
 from dataload.rows.arrow_decode import decode
 from dataload.rows.columns import Column
@@ -79,6 +80,7 @@ class RowGroupMaker(ForkAware):
         self._fill_null = fill_null
         self._growth = 1.0  # the largest ratio of the bytes of a row group to their estimate
         self._footers = FooterReader(blocks)
+        self._largest = max((group.bytes for group in manifest.row_groups), default=0)
         self.least_held = self._least_held()
         self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
         self.after_fork_in_child()
@@ -127,13 +129,17 @@ class RowGroupMaker(ForkAware):
         self.memory, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
 
     def _parts(self, size: int) -> tuple[int, int]:
-        """Return the parts of a process's memory: decoder threads need a blob each, all else is for fetched bytes."""
+        """Return the parts of a process's memory: for fetched bytes, and for decoding.
+
+        Decoder threads need a blob each. Fetched bytes fill all requests, and a row group for each decoder thread and
+        the next one. More of them would only wait for a decoder in fresh memory, which is slow.
+        """
         decoding = min(size // 2, DECODED_COPIES * BLOB_BYTES * usable_cores())
-        return max(size - decoding, self.least_held), decoding
+        needed = max(IN_FLIGHT * LARGEST_PIECE, (usable_cores() + 1) * self._largest)
+        return max(min(size - decoding, needed), self.least_held), decoding
 
     def _least_held(self) -> int:
-        largest = max((group.bytes for group in self._manifest.row_groups), default=0)
-        return min(largest, COLUMN_BYTES * len(self._schema))
+        return min(self._largest, COLUMN_BYTES * len(self._schema))
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
@@ -167,9 +173,10 @@ class RowGroupMaker(ForkAware):
                 yield
         finally:
             self._unreleased += size
-            # Return Arrow's unused memory now, not between row groups: fresh memory is slow.
+            # Return unused memory now, not between row groups: fresh memory is slow.
             if self._unreleased >= RELEASED_BYTES and self.memory.idle:
                 self._unreleased = 0
+                fetched_buffers.clear()
                 pa.default_memory_pool().release_unused()
 
     def make(self, number: int, keys: list[BlobKey], life: RowGroupLife) -> list[memoryview]:

@@ -267,6 +267,19 @@ def test_buffers_are_used_again_unless_somebody_holds_a_view() -> None:
     assert buffers.take(1000) is first
 
 
+def test_a_pool_without_a_limit_takes_no_more_than_was_in_use_at_a_time() -> None:
+    buffers = BufferPool(kept_bytes=None)
+    small = [buffers.take(1000) for _ in range(3)]
+    for buffer in small:
+        buffers.give_back(buffer)
+    large = buffers.take(2500)  # with two of the free buffers it would exceed the most that was in use
+    assert buffers.take(1000) not in small[:2]
+    buffers.give_back(large)
+    assert buffers.take(2500) is large
+    buffers.clear()
+    assert buffers.take(1000) not in small
+
+
 def test_a_view_that_a_fill_kept_stays_as_it_was(tmp_path: Path) -> None:
     tier, kept = LocalTier(tmp_path / "c"), []
 

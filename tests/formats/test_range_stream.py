@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.buffer_pool import BufferPool
 from dataload.cache.memory import MemoryTier
 from dataload.cache.origin.origin import Origin
 from dataload.errors import DataError
@@ -136,3 +139,42 @@ def test_a_failed_piece_is_told_where_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "x").unlink()
     with opened(blocks, obj, [(0, 100)], 1000) as file, pytest.raises(OSError, match="x"):
         file.read(10)
+
+
+def test_the_memory_of_held_ranges_is_used_again_unless_a_table_or_a_request_has_a_view_of_it(
+    origin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(range_stream, "LEAST_POOLED", 0)
+    monkeypatch.setattr(range_stream, "fetched_buffers", BufferPool(kept_bytes=None))
+    blocks, obj = origin
+    ranges = [(0, 1000), (5000, 6000)]
+
+    def memory_of(stream: RangeStream) -> int:
+        return pa.py_buffer(stream._memory[0]).address
+
+    with opened(blocks, obj, ranges, SIZE) as stream:
+        stream.wait()
+        first = memory_of(stream)
+        assert bytes(stream._memory[5000]) == CONTENT[5000:6000]
+    with opened(blocks, obj, ranges, SIZE) as stream:
+        stream.wait()
+        assert memory_of(stream) == first
+        kept = stream.read_buffer(100)
+    with opened(blocks, obj, ranges, SIZE) as stream:
+        stream.wait()
+        assert memory_of(stream) != first, "a table that reads the memory would change"
+    assert bytes(kept) == CONTENT[:100]
+
+    pending, under_way = Future[None](), list[memoryview]()
+    pending.set_running_or_notify_cancel()
+
+    def fetch(start: int, memory: memoryview) -> Future[None]:
+        under_way.append(memory)
+        return pending
+
+    with RangeStream(fetch, obj, ranges, SIZE) as stream:
+        written = memory_of(stream)
+    with opened(blocks, obj, ranges, SIZE) as stream:
+        stream.wait()
+        assert memory_of(stream) != written, "the request would overwrite another row group"
+    under_way.clear()

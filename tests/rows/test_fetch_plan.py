@@ -214,7 +214,9 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
         loader = make_loader(str(files / "bucket"), 8, world=world, cache=cache, num_workers=workers)
         next(iter(loader))
         share = max(MIN_MEMORY, whole // (ranks * (1 + workers)))
-        assert loader.stats().memory_bytes == share
+        maker = loader.dataset.rowstore.blobs.maker
+        assert maker.rank_memory == share
+        assert 0 < loader.stats().memory_bytes == maker.memory_bytes <= share
         assert set(loader.row_group_states()) == {"planned", "fetching", "decoding", "cached", "mapped"}
 
 
