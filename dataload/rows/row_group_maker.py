@@ -129,11 +129,9 @@ class RowGroupMaker(ForkAware):
         self.memory, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
 
     def _parts(self, size: int) -> tuple[int, int]:
-        """Return the parts of a process's memory: for fetched bytes, and for decoding.
-
-        Decoder threads need a blob each. Fetched bytes fill all requests, and a row group for each decoder thread and
-        the next one. More of them would only wait for a decoder in fresh memory, which is slow.
-        """
+        """Return the parts of a process's memory: for fetched bytes, and for decoding."""
+        # Decoder threads need a blob each. Fetched bytes fill all requests, or a row group for each decoder thread and
+        # the next one. More of them would wait for a decoder in fresh memory, which is slow.
         decoding = min(size // 2, DECODED_COPIES * BLOB_BYTES * usable_cores())
         needed = max(IN_FLIGHT * LARGEST_PIECE, (usable_cores() + 1) * self._largest)
         return max(min(size - decoding, needed), self.least_held), decoding
