@@ -1,4 +1,4 @@
-"""Writes the Parquet files beside it with pyspark, which needs Java: `python write.py`. Spark 4.3.0 wrote those here."""
+"""Writes the Parquet files beside it, with pyspark and Java: `python write.py`. Spark 4.3.0 wrote those here."""
 
 from __future__ import annotations
 
