@@ -48,7 +48,7 @@ class FooterLocation:
 def read_footers(
     objects: Iterable[Object],
     blocks: Blocks,
-    look: Callable[[Footer], T],
+    look: Callable[[Footer, Object], T],
     progress: Callable[[Object], object] = lambda _: None,
 ) -> list[tuple[T, FooterLocation]]:
     """Return the result of `look` for each object's footer, and where the footer is cached.
@@ -56,7 +56,7 @@ def read_footers(
     Args:
         objects: Files in order of path.
         blocks: Reads the files through the cache.
-        look: Called with each footer, from any thread. Not all footers are in memory at a time.
+        look: Called with each footer and its file, from any thread. Not all footers are in memory at a time.
         progress: Called with each object whose footer has been read, from any thread.
 
     Raises:
@@ -77,7 +77,7 @@ def read_footers(
         blob = get_or_make(blocks, run_key(name, blocks), lambda: _join(fetches.map(fetch, run)))
         found = []
         for number, obj in enumerate(run):
-            found.append((look(parse_footer(_cut(blob, number), obj)), FooterLocation(name, number)))
+            found.append((look(parse_footer(_cut(blob, number), obj), obj), FooterLocation(name, number)))
             progress(obj)
         return found
 

@@ -304,10 +304,10 @@ class _Summarize:
 
     _latest: _Schema | None = None
 
-    def __call__(self, footer: Footer) -> tuple[_Schema, list[tuple[int, int, list[int]]]]:
+    def __call__(self, footer: Footer, obj: Object) -> tuple[_Schema, list[tuple[int, int, list[int]]]]:
         schema = self._latest
         if schema is None or not footer.schema.equals(schema.own):
-            flat = flatten(footer.schema)
+            flat = flatten(footer.schema, f"{obj.path}: ")
             schema = _Schema(footer.schema, flat, [field.name for field in flat if _is_ragged(field)])
             self._latest = schema
         return schema, [

@@ -117,7 +117,8 @@ def as_data_error(what: str, *others: type[Exception]) -> Iterator[None]:
     except DataloadError:
         raise
     except (pa.ArrowException, OSError, *others) as error:
-        raise DataError(f"{what}: {str(error).strip()}") from error
+        way = ": write that column with another type" if isinstance(error, pa.ArrowNotImplementedError) else ""
+        raise DataError(f"{what}: {str(error).strip()}{way}") from error
 
 
 def joined(spans: Sequence[Span], gap: int = GAP_BYTES) -> list[Span]:

@@ -113,12 +113,22 @@ class Layout:
         ]
 
 
-def flatten(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with the members of structs as dotted columns. Raise DataError if two have the same name."""
+def flatten(schema: pa.Schema, where: str = "") -> pa.Schema:
+    """Return the schema with the members of structs as dotted columns.
+
+    Args:
+        schema: The schema.
+        where: Begins errors.
+
+    Raises:
+        DataError: Two columns have the same name.
+    """
     fields = [leaf for field in schema for leaf in _leaves(field)]
     counts = Counter(field.name for field in fields)
     if duplicates := [name for name, count in counts.items() if count > 1]:
-        raise DataError(f"two columns come to be called {min(duplicates)!r}: rename one of them")
+        raise DataError(
+            f"{where}two columns come to be called {min(duplicates)!r}: rename one of them, and write it again"
+        )
     return pa.schema(fields)
 
 

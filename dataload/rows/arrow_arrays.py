@@ -15,16 +15,28 @@ import pyarrow.compute as pc
 from dataload.formats.schema import is_list, number
 
 Array = npt.NDArray[Any]
+EXACT_DIGITS, EXACT_POWER = 15, 22  # of integers and of powers of ten that a float64 holds exactly
 
 
 def numbers(column: pa.Array) -> Array:
     """Return the numbers as the dtype of batches. The number of a null is undefined."""
     kind = column.type
     if pa.types.is_decimal(kind):
-        column = column.cast(pa.float64())
-    elif pa.types.is_temporal(kind):
+        return _floats(column)
+    if pa.types.is_temporal(kind):
         column = column.view(pa.int32() if kind.bit_width == 32 else pa.int64())
     return stored(column).astype(number(kind), copy=False)
+
+
+def _floats(column: pa.Array) -> Array:
+    """Return decimals as the nearest float64, as far as both parts of the division are exact; Arrow's are often not."""
+    kind, first, count = column.type, column.offset, len(column)
+    is_exact = pa.types.is_decimal128(kind) and kind.precision <= EXACT_DIGITS and 0 <= kind.scale <= EXACT_POWER
+    if not is_exact or not count:
+        return stored(column.cast(pa.float64()))
+    unscaled = np.frombuffer(column.buffers()[1], "<i8", 2 * (first + count))[2 * first :: 2]
+    floats: Array = unscaled / 10.0**kind.scale
+    return floats
 
 
 def stored(column: pa.Array) -> Array:

@@ -207,7 +207,8 @@ class _Decoder:
             return column
 
     def _no_filling(self, kind: pa.DataType) -> DataError:
-        return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}")
+        way = f"pass a {kind}" if self._must_fill else f"pass it by column, as fill_null={{{self._field.name!r}: …}}"
+        return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}: {way}")
 
 
 def _plain_column(column: Any) -> Any:

@@ -108,7 +108,7 @@ def test_progress_has_each_file_fetched_or_kept(
     dataset = opened(dataset_of([[3]] * FILES))
     files = [group.file for group in dataset.row_groups]
     seen: list[Object] = []
-    read_footers(files, dataset.blocks, lambda _: None, seen.append)
+    read_footers(files, dataset.blocks, lambda *_: None, seen.append)
     assert sorted(seen, key=lambda file: file.path) == files
     assert fetched(bucket) == FILES
 
@@ -178,7 +178,7 @@ def test_where_one_cannot_be_read_the_others_are_not_waited_for(
     monkeypatch.setattr("dataload.catalog.footer_cache.FOOTERS_IN_FLIGHT", 1)
     monkeypatch.setattr("dataload.catalog.footer_cache.fetch_footer", fetch)
     with pytest.raises(DataError, match="part-00000"):
-        read_footers([first, *others], blocks, lambda _: None)
+        read_footers([first, *others], blocks, lambda *_: None)
     assert len(asked) < 500
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pyarrow.feather
 import pytest
@@ -149,6 +152,32 @@ def test_large_columns_that_are_not_read_are_not_fetched(bucket: Any, stored: Ca
     else:  # The first block of a stream is read before the size of its batches is known.
         assert indexed < 100_000 + (4 << 20)
         assert fetched == batches[0]["b"].nbytes
+
+
+@pytest.mark.parametrize("compression", ["uncompressed", "lz4", "zstd"])
+def test_files_of_polars(stored: Callable[..., Any], compression: Any) -> None:
+    frame = pl.DataFrame(
+        {
+            "kind": pl.Series(["a", "b", None, "a"], dtype=pl.Categorical),
+            "level": pl.Series(["low", "high", "low", "low"], dtype=pl.Enum(["low", "high"])),
+            "text": ["short", None, "more than twelve characters", ""],
+            "tags": [["x"], [], None, ["y", None]],
+            "day": [date(2020, 1, 1)] * 4,
+        }
+    )
+    file = io.BytesIO()
+    frame.write_ipc(file, compression=compression)
+    dataset = stored(file.getvalue())
+    columns = dataset.__getitems__(range(4)).columns
+    assert {name: columns[name] for name in frame.columns[:4]} == frame[:, :4].to_dict(as_series=False)
+    assert columns["day"].tolist() == [18262] * 4
+
+
+def test_the_schema_of_a_file_is_that_of_its_footer(stored: Callable[..., Any]) -> None:
+    """Arrow's own reader does not read the first message either."""
+    content = bytearray(written(BATCHES_OF_ROWS))
+    content[8:24] = bytes(16)
+    assert stored(bytes(content), columns=["id"])[BATCH + 1] == {"id": BATCH + 1}
 
 
 def test_small_batches_are_fetched_together(bucket: Any, stored: Callable[..., Any]) -> None:

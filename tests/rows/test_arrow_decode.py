@@ -116,6 +116,20 @@ def test_dtypes_and_shapes_follow_the_schema(kind: pa.DataType) -> None:
         assert batch.shape[:2] == (0, kind.list_size)
 
 
+@pytest.mark.parametrize(("precision", "scale"), [(10, 2), (15, 15), (5, 22), (1, 0)])
+def test_decimals_become_the_nearest_floats(precision: int, scale: int) -> None:
+    """Arrow makes 0.35000000000000003 of 0.35."""
+    unscaled = np.random.default_rng(0).integers(1 - 10**precision, 10**precision, 500).tolist()
+    rows = [Decimal(number).scaleb(-scale) for number in (*unscaled, 35 % 10**precision, 0)]
+    kind = pa.decimal128(precision, scale)
+    table = pa.table({"c": pa.array([Decimal(1).scaleb(-scale), *rows, None], kind).slice(1)})
+    found = whole(table)["c"].tolist()
+    assert found[:-1] == [float(row) for row in rows]
+    assert math.isnan(found[-1])
+    lists = whole(pa.table({"c": pa.array([rows, [], rows[:1]], pa.list_(kind))}))["c"]
+    assert [values.tolist() for values in lists] == [[float(row) for row in rows], [], [float(rows[0])]]
+
+
 def test_times_are_their_counts_and_decimals_floats() -> None:
     moment = datetime(2026, 5, 17, 1, 2, 3, 4, UTC)
     table = pa.table(

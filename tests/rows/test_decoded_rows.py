@@ -93,9 +93,9 @@ def expected(table: pa.Table) -> dict[str, list[Any]]:
         column = table[name].combine_chunks()
         if pa.types.is_temporal(column.type):
             column = column.view(pa.int32() if column.type.bit_width == 32 else pa.int64())
-        elif pa.types.is_decimal(column.type):
-            column = column.cast(pa.float64())
-        columns[name] = column.to_pylist()
+        values = column.to_pylist()
+        is_decimal = pa.types.is_decimal(column.type)
+        columns[name] = [float(value) for value in values] if is_decimal else values
     return columns
 
 

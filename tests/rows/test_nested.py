@@ -239,8 +239,8 @@ def emptied(value: Any, kind: pa.DataType) -> Any:
         return value
     if kind in (pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(3)):
         return list(value or b"")
-    if types.is_decimal(kind) or types.is_floating(kind):  # Arrow does not round decimals to the nearest float.
-        return "nan" if value is None else str(pa.scalar(value, kind).cast(pa.float64()).as_py())
+    if types.is_decimal(kind) or types.is_floating(kind):
+        return "nan" if value is None else str(float(value))
     if types.is_temporal(kind):
         scalar = pa.scalar(value, kind)
         return scalar.cast(pa.int64() if kind.bit_width == 64 else pa.int32()).as_py()

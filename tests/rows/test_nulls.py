@@ -209,6 +209,15 @@ def test_a_null_replacement_of_another_type() -> None:
         whole(pa.table({"c": pa.array([None], pa.int64())}), "text")
 
 
+def test_the_error_of_a_replacement_names_the_way_out() -> None:
+    table = pa.table({"c": pa.array([None], pa.bool_())})
+    with pytest.raises(DataError, match=re.escape("fill_null=0 is no bool: pass it by column, as fill_null={'c': …}")):
+        whole(table, 0)
+    with pytest.raises(DataError, match="fill_null=0 is no bool: pass a bool"):
+        whole(table, {"c": 0})
+    assert whole(table, {"c": False})["c"].tolist() == [False]
+
+
 @pytest.mark.parametrize(("kind", "filling"), [(pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")])
 def test_a_null_replacement_that_would_be_changed(kind: pa.DataType, filling: Any) -> None:
     with pytest.raises(DataError, match=r"fill_null=.* is no"):

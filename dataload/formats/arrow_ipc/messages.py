@@ -20,10 +20,10 @@ from dataload.runtime.cached_property import cached_property
 MAGIC, FEATHER_1 = b"ARROW1", b"FEA1"
 CONTINUATION = b"\xff\xff\xff\xff"
 PREFIX_BYTES = 8  # of a message, before its metadata: continuation, length (i32, little-endian)
-HEAD_BYTES = 8  # before a file's first message: magic, padding
 GUESSED_BYTES = 16 << 10  # read of a message whose metadata length is unknown
 END_OF_STREAM = CONTINUATION + bytes(4)
-DICTIONARY, RECORDS = 2, 3  # of Message.fbs: MessageHeader
+HEAD_BYTES = 8  # of a file, before its first message: magic, padding
+SCHEMA, DICTIONARY, RECORDS = 1, 2, 3  # of Message.fbs: MessageHeader
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,23 @@ def index_of_file(obj: Object, blocks: Blocks, end: bytes) -> bytes:
     """
     with map_errors(obj):
         footer = root_table(memoryview(end))
-        dictionaries, batches = (_structs(footer, slot, "<qi4xq") for slot in (2, 3))
-        first = min((start for start, _, _ in dictionaries + batches), default=obj.size - len(end))
-    spans = [(HEAD_BYTES, first), *((start, start + length) for start, length, _ in dictionaries + batches)]
+        schema = Message(HEAD_BYTES, schema_message(end))
+        spans = [(start, start + length) for slot in (2, 3) for start, length, _ in _structs(footer, slot, "<qi4xq")]
     if obj.size < SHARED_BYTES * len(spans):
-        return pack([Message(start, blocks.read(obj, start, stop)) for start, stop in spans])
+        return pack([schema, *(Message(start, blocks.read(obj, start, stop)) for start, stop in spans)])
     pending = [blocks.submit(blocks.fetch, obj, start, stop) for start, stop in spans]
-    return pack([Message(start, fetched.result()) for (start, _), fetched in zip(spans, pending, strict=True)])
+    found = (Message(start, fetched.result()) for (start, _), fetched in zip(spans, pending, strict=True))
+    return pack([schema, *found])
+
+
+def schema_message(footer: bytes) -> memoryview:
+    """Return a message of the schema in a file's footer. Not every writer begins a file with one, as polars 2.1."""
+    root = root_table(memoryview(footer))
+    schema, version = root.Indirect(_position(root, 1)), _scalar(root, 0, number_types.Int16Flags)
+    # The offset of the root, its vtable, and the root: a table of Message.fbs. The footer follows, with the schema.
+    head = struct.pack("<I5H2xihBxI4x", 16, 10, 12, 4, 6, 8, 12, version, SCHEMA, 8 + schema)
+    metadata = head + footer + bytes(-len(footer) % 8)
+    return memoryview(CONTINUATION + struct.pack("<i", len(metadata)) + metadata)
 
 
 def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
@@ -170,9 +180,10 @@ def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
 def requests(obj: Object, index: memoryview, _tail: int) -> list[int]:
     """Return the bytes of each request for the messages of an index.
 
-    Messages that were read through blocks do not count: the blocks hold rows, too.
+    Messages that were read through blocks do not count: the blocks hold rows, too. Nor does the schema of a file, which
+    is in its footer.
     """
-    lengths = [len(message.metadata) for message in unpack(index)]
+    lengths = [len(message.metadata) for message in unpack(index) if message.kind != SCHEMA or message.start == 0]
     return [] if obj.size < SHARED_BYTES * len(lengths) else lengths
 
 
