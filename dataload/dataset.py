@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.formats.schema import is_flat
+from dataload.keywords import known_keywords
 from dataload.map_style import MapStyle, as_array
 from dataload.mapping.places import stored_of
 from dataload.mapping.row_groups import MappedRowGroups
@@ -79,8 +80,6 @@ class Dataset(MapStyle):
         null_masks: bool = False,
         stages: Sequence[Stage] = (),
     ) -> None:
-        if columns is not None and (isinstance(columns, str) or not columns):
-            raise ConfigError(f"columns={columns!r} must be a list of at least one name")
         if isinstance(fill_null, Mapping):
             _check_filled(manifest, fill_null)
         self.manifest = manifest
@@ -260,6 +259,7 @@ def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
             raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
 
 
+@known_keywords()
 def make_dataset(
     source: Source,
     *,
@@ -319,6 +319,10 @@ def make_dataset(
     """
     config = chosen(cache, cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
     paths, columns = source_paths(source), _listed(columns)
+    if filters is not None:
+        from dataload.catalog.filters import check_form  # imports pyarrow.dataset, which few programs need
+
+        check_form(filters)
     blocks = open_source(paths[0], storage_options, config)
     manifest = resolve(paths, blocks)
     if filters is not None:
@@ -327,6 +331,11 @@ def make_dataset(
     return Dataset(manifest, blocks, columns, fill_null, null_masks)
 
 
-def _listed(columns: Any) -> Any:
-    """Return columns that come one by one as a list."""
-    return list(columns) if isinstance(columns, Iterator) else columns
+def _listed(columns: Any) -> list[str] | None:
+    """Return the names of columns as a list; None: all. Raise ConfigError for anything else."""
+    if columns is None:
+        return None
+    names = list(columns) if isinstance(columns, Iterable) and not isinstance(columns, (str, bytes)) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"columns={columns!r} must be a list of at least one name")
+    return names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import difflib
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, keys_of, partition_columns
 from dataload.formats.schema import fields_of, flatten
+from dataload.keywords import did_you_mean
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
@@ -98,8 +98,8 @@ class Manifest:
         """
         for column in columns:
             if column not in self._chosen_by:
-                near = difflib.get_close_matches(column, self.schema.names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, self.schema.names))}"
+                others = f"there are {', '.join(map(repr, self.schema.names))}"
+                hint = did_you_mean(column, self.schema.names, others)
                 raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:
@@ -229,9 +229,12 @@ def manifest_of(
 
 def source_paths(source: Source) -> list[str]:
     """Return the URLs or paths that `source` names. Raise ConfigError if there are none."""
-    paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    paths = list(source) if isinstance(source, Iterable) and not isinstance(source, (str, os.PathLike)) else [source]
     if not paths:
         raise ConfigError("the source is an empty list: name at least one file, folder or glob")
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"the source {path!r} must be a URL or a path, or a list of them")
     return [os.fspath(path) for path in paths]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload import ConfigError, World, make_loader, mix
 from dataload.dataset import make_dataset
@@ -39,7 +42,7 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"transform": 3}, "transform=3 must be a function"),
         ({"collate_fn": "stack"}, "collate_fn='stack' must be a function"),
         ({"device": "cdua"}, "device='cdua' is not a device"),
-        ({"world": World(0, 1), "mesh": object()}, "pass one of them"),
+        ({"world": World(0, 1), "mesh": object.__new__(DeviceMesh)}, "pass one of them"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
         ({"num_worker": 2}, r"num_worker= is unknown: did you mean 'num_workers'\?"),
         ({"persistent_worker": True}, r"did you mean 'persistent_workers'\?"),
@@ -49,11 +52,60 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"in_order": False}, "cannot be resumed"),
         ({"persistent_workers": True}, "num_workers > 0"),
         ({"timeout": -1}, "timeout"),
+        ({"world": 3}, "world=3 must be a World"),
+        ({"mesh": "dp"}, "mesh='dp' must be a DeviceMesh"),
+        ({"stats_dir": 3}, "stats_dir=3 must be a path"),
+        ({"group": ["a", "b"]}, r"group=\['a', 'b'\] must map names to lists of columns"),
+        ({"group": {"x": "a"}}, "must map names to lists of columns"),
     ],
 )
 def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_loader(MISSING, **{"batch_size": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"columns": "id"}, "columns='id' must be a list of at least one name"),
+        ({"columns": []}, r"columns=\[\] must be a list of at least one name"),
+        ({"columns": 3}, "columns=3 must be a list"),
+        ({"columns": [3]}, r"columns=\[3\] must be a list of at least one name"),
+        ({"filters": 3}, "filters=3 must be a list of"),
+        ({"filters": [("id", "~", 3)]}, "the operator one of"),
+        ({"filters": [("id", "in", 3)]}, "needs a list of values"),
+        ({"cache": True}, "cache=True must be a CacheConfig"),
+        ({"cache": False, "cache_dir": "x"}, "cache_dir: cache=False has no cache, leave it out"),
+        ({"cache_dir": 3}, "cache_dir=3 must be a path"),
+        ({"cache_bytes": "many"}, "cache_bytes='many' is not a size"),
+        ({"cluster": "10.0.0.1"}, "cluster: must be valkey://"),
+        ({"source": None}, "the source None must be a URL or a path"),
+        ({"source": [MISSING, 3]}, "the source 3 must be a URL or a path"),
+        ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
+    ],
+)
+@pytest.mark.parametrize("function", [make_dataset, partial(make_loader, batch_size=4)], ids=["dataset", "loader"])
+def test_an_argument_of_a_dataset_raises_before_any_request(
+    function: Callable[..., Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        function(**{"source": MISSING, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stop": "first"}, "stop='first': use"),
+        ({"batching": "random"}, "batching='random': use"),
+        ({"weights": {"a": 1, "c": 1}}, "differ in 'b', 'c'"),
+        ({"weights": [1, -1]}, "weight -1 of source 1"),
+        ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
+        ({"zzz": 1}, "zzz= is unknown: not an argument of mix"),
+    ],
+)
+def test_an_argument_of_a_mixture_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mix({"a": MISSING, "b": MISSING}, **arguments)
 
 
 @pytest.fixture
