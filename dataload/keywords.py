@@ -35,9 +35,8 @@ def known_keywords(*passed_on: Callable[..., object]) -> Callable[[Callable[P, R
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             for name in kwargs:
                 if name not in known:
-                    raise ConfigError(
-                        f"{name}= is unknown: " + did_you_mean(name, known, f"not an argument of {function.__name__}")
-                    )
+                    hint = did_you_mean(name, known, f"it is not an argument of {function.__name__}")
+                    raise ConfigError(f"{name}= is unknown: {hint}")
             return function(*args, **kwargs)
 
         return checked

@@ -100,7 +100,7 @@ def test_an_argument_of_a_dataset_raises_before_any_request(
         ({"weights": {"a": 1, "c": 1}}, "differ in 'b', 'c'"),
         ({"weights": [1, -1]}, "weight -1 of source 1"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
-        ({"zzz": 1}, "zzz= is unknown: not an argument of mix"),
+        ({"zzz": 1}, "zzz= is unknown: it is not an argument of mix"),
     ],
 )
 def test_an_argument_of_a_mixture_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:
@@ -111,8 +111,24 @@ def test_an_argument_of_a_mixture_raises_before_any_request(arguments: dict[str,
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name, rows in (("a", 6), ("b", 4)):
-        pq.write_table(pa.table({"id": range(rows), "text": ["x"] * rows}), tmp_path / f"{name}.parquet")
+        halves = np.zeros(rows, np.float16)
+        table = pa.table({"id": range(rows), "text": ["x"] * rows, "half": halves})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["idd"], r"group 'x': column 'idd' is not read: did you mean 'id'\?"),
+        (["id", "text"], "group 'x': column 'text' is not one number in each row"),
+        (["id", "half"], "group 'x' must have columns of one dtype: 'id' is int64, 'half' is float16"),
+        ([], "must have columns of one dtype: there are none"),
+    ],
+)
+def test_a_group_names_the_column_that_does_not_suit(folder: Path, columns: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_loader(str(folder), 2, cache=False, group={"x": columns})
 
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
@@ -131,7 +147,8 @@ def test_the_text_of_a_loader_says_what_it_reads_and_how(folder: Path) -> None:
 
     assert repr(loader) == (
         "Loader(3 batches; 2 rows a batch, rank 1 of 2; shuffle='block', window=1, seed=7; "
-        f"Dataset(file://{folder}/: 10 rows in 2 row groups of 2 files; id: int64, text: string; no cache))"
+        f"Dataset(file://{folder}/: 10 rows in 2 row groups of 2 files; "
+        "id: int64, text: string, half: halffloat; no cache))"
     )
 
 

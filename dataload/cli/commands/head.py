@@ -16,6 +16,7 @@ from dataload.cli.commands.options import (
     Columns,
     Json,
     StorageOptions,
+    Url,
     config,
     names,
     open_manifest,
@@ -27,7 +28,7 @@ SHOWN_CHARACTERS = 60  # of a value in text
 
 
 def head(
-    url: str,
+    url: Url,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, at most those of the first row group.")] = 5,
     columns: Columns = None,
     cache_dir: CacheDir = None,

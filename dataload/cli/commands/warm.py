@@ -18,6 +18,7 @@ from dataload.cli.commands.options import (
     NumStreams,
     Seed,
     StorageOptions,
+    Url,
     Window,
     config,
     node_of,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def warm(
-    url: str,
+    url: Url,
     shard: Annotated[str | None, typer.Option(help="Fetch the part of node i of n, as i/n, from 0.")] = None,
     num_streams: NumStreams = None,
     epoch: Annotated[int, typer.Option(min=0, help="Fetch row groups in the order of this epoch.")] = 0,
