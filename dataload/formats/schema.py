@@ -118,7 +118,7 @@ def flatten(schema: pa.Schema) -> pa.Schema:
     fields = [leaf for field in schema for leaf in _leaves(field)]
     counts = Counter(field.name for field in fields)
     if duplicates := [name for name, count in counts.items() if count > 1]:
-        raise DataError(f"two columns come to be called {min(duplicates)!r}: rename one of them")
+        raise DataError(f"two columns would be called {min(duplicates)!r}: rename one of them")
     return pa.schema(fields)
 
 

@@ -25,7 +25,7 @@ ADVICE = {
     "disk": "the cache's disk is the limit: put cache_dir on a faster one",
     "decode": "decoding is the limit: warm the cache first, or give the job more cores",
     "map": "the function of map is the limit: warm the cache first, use processes=, or give the job more cores",
-    "collate": "making batches is the limit: use group=, ragged='flat', or a larger batch",
+    "collate": "making batches is the limit: use a larger batch, group= for many columns, or ragged='flat' for lists",
     "transform": "transform is the limit: use num_threads if it releases the interpreter lock, or else num_workers",
     "transfer": "copying to the device is the limit: use pin_memory, or smaller dtypes",
 }
