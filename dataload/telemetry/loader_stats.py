@@ -46,7 +46,7 @@ class LoaderStats:
         rows: Rows handed to the training loop.
         batches: Batches handed to the training loop.
         seconds: Time from the request of the first batch to the last batch, or to the end of the loop.
-        wait_seconds: Share of `seconds` that the training loop waited for batches.
+        wait_seconds: Part of `seconds` in which the training loop waited for batches.
         hits: Row groups whose rows this host had, in memory or in the cache.
         misses: Row groups that were fetched from the cluster or the origin and decoded.
         bytes_local: Bytes of the rows of all hits.
