@@ -30,6 +30,7 @@ from dataload.mapping.stage import Stage, fingerprint_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.plural import counted
 from dataload.samplers.window_size import default_window
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Dataset(MapStyle):
         >>> pq.write_table(pa.table({"id": range(6)}), path, row_group_size=2)
         >>> dataset = make_dataset(path, cache=False)
         >>> dataset  # doctest: +ELLIPSIS
-        Dataset(file:///...: 6 rows in 3 row groups of 1 files; id: int64; no cache)
+        Dataset(file:///...: 6 rows in 3 row groups of 1 file; id: int64; no cache)
         >>> len(dataset), int(dataset[-1]["id"])
         (6, 5)
         >>> dataset.__getitems__([4, 0]).columns["id"].tolist()
@@ -132,7 +133,8 @@ class Dataset(MapStyle):
 
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})
-        size = f"{self.num_rows:,} rows in {len(self.row_groups):,} row groups of {len(urls):,} files"
+        groups, files = counted(len(self.row_groups), "row group"), counted(len(urls), "file")
+        size = f"{counted(self.num_rows, 'row')} in {groups} of {files}"
         return f"Dataset({source_text(urls)}: {size}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
 
     def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
@@ -312,7 +314,7 @@ def make_dataset(
         >>> dogs = [("label", "=", "dog")]
         >>> dataset = make_dataset(folder.name, columns=["weight", "label"], filters=dogs, cache=False)
         >>> dataset  # doctest: +ELLIPSIS
-        Dataset(file:///...: 3 rows in 1 row groups of 1 files; weight: double, label: string; no cache)
+        Dataset(file:///...: 3 rows in 1 row group of 1 file; weight: double, label: string; no cache)
         >>> dataset[1]["label"], float(dataset[1]["weight"])
         ('dog', 2.5)
         >>> folder.cleanup()

@@ -26,6 +26,7 @@ from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sourc
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.plural import counted
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop, check_choices
 from dataload.samplers.mixture.source import Source
 from dataload.samplers.mixture.weights import integer_weights
@@ -104,7 +105,7 @@ class Mixture(MapStyle):
 
     def __repr__(self) -> str:
         sources = few(
-            f"{name}: {len(dataset):,} rows, weight {weight}"
+            f"{name}: {counted(len(dataset), 'row')}, weight {weight}"
             for name, dataset, weight in zip(self.names, self._datasets, self.weights, strict=True)
         )
         return f"Mixture({sources}; {columns_text(self.schema)}; {cache_text(self._datasets[0].blocks.tier)})"

@@ -157,7 +157,7 @@ def test_texts_name_the_first_of_many_columns_and_sources(folder: Path, tmp_path
     one = make_dataset(tmp_path / "wide.parquet", cache_dir=str(tmp_path / "cache"))
     text = repr(mix({f"s{number}": one for number in range(11)}))
 
-    assert text.startswith("Mixture(s0: 1 rows, weight 1, ")
-    assert "s7: 1 rows, weight 1, … 3 more; c0: int64, " in text
+    assert text.startswith("Mixture(s0: 1 row, weight 1, ")
+    assert "s7: 1 row, weight 1, … 3 more; c0: int64, " in text
     assert text.endswith(f"c7: int64, … 12 more; cache {tmp_path / 'cache'})")
     assert "shuffle=False" in repr(make_loader(one, 1, shuffle=False))

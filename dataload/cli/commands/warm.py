@@ -26,6 +26,7 @@ from dataload.cli.commands.options import (
 )
 from dataload.cli.console import progress, show
 from dataload.errors import DataloadError
+from dataload.runtime.plural import counted
 
 if TYPE_CHECKING:
     from dataload.cache.config import CacheConfig
@@ -74,8 +75,9 @@ def warm(
     }
     show(
         {**figures, **stats},
-        f"{figures['objects']:,} objects, {figures['rows']:,} rows; {decimal(int(stats['bytes_origin']))} fetched in "
-        f"{int(stats['requests_origin']):,} requests{', the rest was cached' if kept == len(groups) else ''}",
+        f"{counted(figures['objects'], 'object')}, {counted(figures['rows'], 'row')}; "
+        f"{decimal(int(stats['bytes_origin']))} fetched in {counted(int(stats['requests_origin']), 'request')}"
+        f"{', the rest was cached' if kept == len(groups) else ''}",
         as_json=as_json,
     )
     if kept < len(groups):
