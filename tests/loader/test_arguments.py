@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataload import ConfigError, World, make_loader, mix
+from dataload.catalog.description import columns_text
 from dataload.dataset import make_dataset
 
 MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
@@ -150,6 +151,10 @@ def test_the_text_of_a_loader_says_what_it_reads_and_how(folder: Path) -> None:
         f"Dataset(file://{folder}/: 10 rows in 2 row groups of 2 files; "
         "id: int64, text: string, half: halffloat; no cache))"
     )
+
+
+def test_the_type_of_a_tensor_is_its_dtype_and_shape() -> None:
+    assert columns_text(pa.schema({"image": pa.fixed_shape_tensor(pa.uint8(), [28, 28])})) == "image: uint8 [28, 28]"
 
 
 def test_texts_name_the_first_of_many_columns_and_sources(folder: Path, tmp_path: Path) -> None:
