@@ -65,17 +65,18 @@ def warm(
     blocks.settle()
     stats, part = blocks.stats(), [manifest.row_groups[group] for group in groups]
     files = {group.file for group in part}
+    rows = int(manifest.block_lengths[groups].sum())
     figures = {
         "objects": len(files),
         "bytes": sum(file.size for file in files),
-        "rows": int(manifest.block_lengths[groups].sum()),
+        "rows": rows,
         "row_groups": len(part),
         "row_groups_kept": kept,
         "cache_bytes": blocks.tier.limit if blocks.tier.shared else None,
     }
     show(
         {**figures, **stats},
-        f"{counted(figures['objects'], 'object')}, {counted(figures['rows'], 'row')}; "
+        f"{counted(len(files), 'object')}, {counted(rows, 'row')}; "
         f"{decimal(int(stats['bytes_origin']))} fetched in {counted(int(stats['requests_origin']), 'request')}"
         f"{', the rest was cached' if kept == len(groups) else ''}",
         as_json=as_json,
