@@ -90,7 +90,9 @@ browser: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# `build/lib` of an earlier build may have modules that are gone.
 wheel: setup
+	rm -rf build/lib
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 # Pin the newest versions that pyproject.toml allows; torch stays at the pinned release.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numbers
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import bitmath
@@ -65,6 +67,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.cache_bytes is not None:
             object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
+        if not isinstance(self.cache_dir, (str, os.PathLike, NoneType)):
+            raise ConfigError(f"cache_dir={self.cache_dir!r} must be a path")
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
             ClusterUrl.parse(self.cluster)
@@ -104,7 +108,7 @@ def chosen(cache: CacheConfig | Literal[False] | None, **options: Any) -> CacheC
     if cache is None:
         return CacheConfig(**given)
     if given:
-        advice = "leave it out" if cache is False else "pass it inside cache=CacheConfig(...)"
+        advice = "cache=False has no cache, leave it out" if cache is False else "pass it inside cache=CacheConfig(...)"
         raise ConfigError(f"{min(given)}: {advice}")  # without the value, which may contain a password
     if cache is False:
         return None

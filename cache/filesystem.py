@@ -256,7 +256,8 @@ def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheC
     try:
         filesystem = deferred_s3(url, storage_options) or fsspec.url_to_fs(url, **(storage_options or {}))[0]
     except (ValueError, ImportError, TypeError) as error:
-        raise ConfigError(f"{redacted(url)} cannot be opened with these storage_options: {redacted(error)}") from error
+        options = " with these storage_options" if storage_options else ""
+        raise ConfigError(f"{redacted(url)} cannot be opened{options}: {redacted(error)}") from error
     if isinstance(filesystem, TierCacheFileSystem):
         return filesystem.blocks
     if config is None:

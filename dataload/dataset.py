@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.formats.schema import is_flat
+from dataload.keywords import known_keywords
 from dataload.map_style import MapStyle, as_array
 from dataload.mapping.places import stored_of
 from dataload.mapping.row_groups import MappedRowGroups
@@ -29,6 +30,7 @@ from dataload.mapping.stage import Stage, fingerprint_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.plural import counted
 from dataload.samplers.window_size import default_window
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class Dataset(MapStyle):
         >>> pq.write_table(pa.table({"id": range(6)}), path, row_group_size=2)
         >>> dataset = make_dataset(path, cache=False)
         >>> dataset  # doctest: +ELLIPSIS
-        Dataset(file:///...: 6 rows in 3 row groups of 1 files; id: int64; no cache)
+        Dataset(file:///...: 6 rows in 3 row groups of 1 file; id: int64; no cache)
         >>> len(dataset), int(dataset[-1]["id"])
         (6, 5)
         >>> dataset.__getitems__([4, 0]).columns["id"].tolist()
@@ -79,8 +81,6 @@ class Dataset(MapStyle):
         null_masks: bool = False,
         stages: Sequence[Stage] = (),
     ) -> None:
-        if columns is not None and (isinstance(columns, str) or not columns):
-            raise ConfigError(f"columns={columns!r} must be a list of at least one name")
         if isinstance(fill_null, Mapping):
             _check_filled(manifest, fill_null)
         self.manifest = manifest
@@ -133,7 +133,8 @@ class Dataset(MapStyle):
 
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})
-        size = f"{self.num_rows:,} rows in {len(self.row_groups):,} row groups of {len(urls):,} files"
+        groups, files = counted(len(self.row_groups), "row group"), counted(len(urls), "file")
+        size = f"{counted(self.num_rows, 'row')} in {groups} of {files}"
         return f"Dataset({source_text(urls)}: {size}; {columns_text(self.schema)}; {cache_text(self.blocks.tier)})"
 
     def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
@@ -260,6 +261,7 @@ def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
             raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
 
 
+@known_keywords()
 def make_dataset(
     source: Source,
     *,
@@ -312,13 +314,17 @@ def make_dataset(
         >>> dogs = [("label", "=", "dog")]
         >>> dataset = make_dataset(folder.name, columns=["weight", "label"], filters=dogs, cache=False)
         >>> dataset  # doctest: +ELLIPSIS
-        Dataset(file:///...: 3 rows in 1 row groups of 1 files; weight: double, label: string; no cache)
+        Dataset(file:///...: 3 rows in 1 row group of 1 file; weight: double, label: string; no cache)
         >>> dataset[1]["label"], float(dataset[1]["weight"])
         ('dog', 2.5)
         >>> folder.cleanup()
     """
     config = chosen(cache, cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
     paths, columns = source_paths(source), _listed(columns)
+    if filters is not None:
+        from dataload.catalog.filters import check_form  # imports pyarrow.dataset, which few programs need
+
+        check_form(filters)
     blocks = open_source(paths[0], storage_options, config)
     manifest = resolve(paths, blocks)
     if filters is not None:
@@ -327,6 +333,11 @@ def make_dataset(
     return Dataset(manifest, blocks, columns, fill_null, null_masks)
 
 
-def _listed(columns: Any) -> Any:
-    """Return columns that come one by one as a list."""
-    return list(columns) if isinstance(columns, Iterator) else columns
+def _listed(columns: Any) -> list[str] | None:
+    """Return the names of columns as a list; None: all. Raise ConfigError for anything else."""
+    if columns is None:
+        return None
+    names = list(columns) if isinstance(columns, Iterable) and not isinstance(columns, (str, bytes)) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"columns={columns!r} must be a list of at least one name")
+    return names

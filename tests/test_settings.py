@@ -57,6 +57,19 @@ def test_map_needs_rows_and_values_that_it_can_identify(tmp_path: Path) -> None:
         make_dataset(tmp_path / "rows.parquet", cache=False).map(named)
 
 
+calls: list[int] = []
+
+
+def test_map_needs_a_version_for_a_function_that_changes_what_it_refers_to(tmp_path: Path) -> None:
+    def counted(batch: dict[str, Any]) -> dict[str, Any]:
+        calls.append(len(batch["id"]))
+        return {"calls": [len(calls) for _ in batch["id"]]}
+
+    pq.write_table(pa.table({"id": [1]}), tmp_path / "rows.parquet")
+    with pytest.raises(ConfigError, match="it changes an object that it refers to"):
+        make_dataset(tmp_path / "rows.parquet", cache=False).map(counted)
+
+
 def test_a_checkpoint_with_the_state_of_a_loader_needs_one_again(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": torch.randn(8).tolist(), "y": [0.0] * 8}), tmp_path / "rows.parquet")
     options: dict[str, Any] = {"epochs": 2, "checkpoint_dir": tmp_path / "checkpoints", "progress": False}
@@ -78,3 +91,19 @@ def test_missing_packages_are_named(
     with pytest.raises(SystemExit):
         app.main()
     assert "pip install 'dataload[demo]'" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "dataload.benchmarks.suite.suite", None)
+    monkeypatch.setattr(sys, "argv", ["dataload", "bench", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        app.main()
+    assert "pip install 'dataload[bench]'" in capsys.readouterr().err
+
+
+def test_results_of_another_version_cannot_be_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["dataload", "bench", "--render", str(tmp_path / "old.json")])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 2
+    assert "is not of this version: measure again" in capsys.readouterr().err

@@ -15,7 +15,13 @@ MOST_PARTS = 8  # columns or sources that a text names
 
 def columns_text(schema: pa.Schema) -> str:
     """Return the names and types of the columns: "id: int64, text: string, … 198 more"."""
-    return few(f"{field.name}: {field.type}" for field in schema)
+    return few(f"{field.name}: {_type_text(field.type)}" for field in schema)
+
+
+def _type_text(kind: pa.DataType) -> str:
+    if isinstance(kind, pa.FixedShapeTensorType):
+        return f"{kind.value_type} {list(kind.shape)}"
+    return str(kind)
 
 
 def source_text(urls: Sequence[str]) -> str:

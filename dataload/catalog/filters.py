@@ -85,6 +85,24 @@ def shown(filters: object) -> str:
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
 
 
+def check_form(filters: Filters) -> None:
+    """Check what needs no dataset: the form of a filter.
+
+    Raises:
+        ConfigError: The filter is neither an expression nor lists of predicates with known operators.
+    """
+    if isinstance(filters, pc.Expression):
+        return
+    for clause in (clause for part in _lists(filters) for clause in part):
+        if not _is_list(clause) or len(clause) != 3 or not isinstance(clause[0], str) or clause[1] not in OPERATORS:
+            raise ConfigError(
+                f"filters: {shown(clause)} must be (column, operator, value), the operator one of {OPERATORS}"
+            )
+        _, sign, value = clause
+        if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
+            raise ConfigError(f"filters: {shown(clause)} needs a list of values")
+
+
 def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter:
     """Return the filter for a dataset.
 
@@ -96,6 +114,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
     Raises:
         ConfigError: A predicate is malformed, names no column, or compares a column with a value of another type.
     """
+    check_form(filters)
     fields = (field for field in schema if unsupported(field.type) is None)
     schema = pa.schema([pa.field(field.name, comparable(field.type)) for field in fields])
     paths = {name: path for name, (path, _) in paths_of(schema).items()}
@@ -141,19 +160,13 @@ def _is_list(value: Any) -> bool:
 
 
 def _of(clause: Any, manifest: Manifest, paths: dict[str, tuple[str, ...]]) -> pc.Expression:
-    """Return the expression of a predicate."""
-    if not _is_list(clause) or len(clause) != 3 or not isinstance(clause[0], str) or clause[1] not in OPERATORS:
-        raise ConfigError(
-            f"filters: {shown(clause)} must be (column, operator, value), the operator one of {OPERATORS}"
-        )
+    """Return the expression of a predicate that has the right form."""
     column, sign, value = clause
     if manifest.select([column]) != [column]:
         raise ConfigError(f"filters: {column!r} is a struct, name one of its members: {manifest.select([column])}")
     kind = comparable(manifest.schema.field(column).type)
     if number(kind) is None and not is_bytes(kind):
         raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
-    if sign in {"in", "not in"} and (isinstance(value, (str, bytes)) or not isinstance(value, Iterable)):
-        raise ConfigError(f"filters: {shown(clause)} needs a list of values")
     # 0.1 is no float32. Arrow casts it to the type of the column.
     kind = pa.float64() if pa.types.is_floating(kind) else kind
     field = pc.field(*paths[column])

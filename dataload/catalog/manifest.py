@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import difflib
 import hashlib
 import json
 import os
@@ -25,10 +24,12 @@ from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, keys_of, partition_columns
 from dataload.formats.schema import fields_of, flatten
+from dataload.keywords import did_you_mean
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 VERSION = 4
+METADATA = re.compile(r"(^|/)([_.]|(dataset_info|dataset_dict|state)\.json$)")  # of Spark; of Hugging Face datasets
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -98,8 +99,8 @@ class Manifest:
         """
         for column in columns:
             if column not in self._chosen_by:
-                near = difflib.get_close_matches(column, self.schema.names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(map(repr, self.schema.names))}"
+                others = f"there are {', '.join(map(repr, self.schema.names))}"
+                hint = did_you_mean(column, self.schema.names, others)
                 raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:
@@ -229,17 +230,20 @@ def manifest_of(
 
 def source_paths(source: Source) -> list[str]:
     """Return the URLs or paths that `source` names. Raise ConfigError if there are none."""
-    paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    paths = list(source) if isinstance(source, Iterable) and not isinstance(source, (str, os.PathLike)) else [source]
     if not paths:
         raise ConfigError("the source is an empty list: name at least one file, folder or glob")
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"the source {path!r} must be a URL or a path, or a list of them")
     return [os.fspath(path) for path in paths]
 
 
 def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     """Return the objects that `source` names, in order of path, with their partition keys.
 
-    The keys are those of the folders below the named path. Names that start with "_" or "." are skipped: Spark writes
-    its metadata there.
+    The keys are those of the folders below the named path. Files of metadata are skipped: those of Spark, whose names
+    start with "_" or ".", and the JSON of Hugging Face datasets.
 
     Raises:
         OriginNotFound: There are no such objects.
@@ -248,10 +252,10 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     for path in source_paths(source):
         listed = _list(path, blocks)
         if not listed:
+            address = blocks.origin.address
+            check = "check the path" if address == "file://" else "check bucket, prefix and endpoint"
             hint = "; a glob names objects, not folders: add /* for what is in them" if has_magic(path) else ""
-            raise OriginNotFound(
-                f"no objects at {redacted(path)} ({blocks.origin.address}): check bucket, prefix and endpoint{hint}"
-            )
+            raise OriginNotFound(f"no objects at {redacted(path)} ({address}): {check}{hint}")
         for obj, keys in listed.items():
             # The source may name an object twice: by itself and by a folder above it, which yields more keys.
             if obj.path not in found or len(keys) > len(found[obj.path][1]):
@@ -264,8 +268,7 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     root = origin.path_of(path.rpartition("::")[2])
     folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if has_magic(root) else root
     listed = {Object.of(info): name.removeprefix(folder) for name, info in origin.list(root).items()}
-    hidden = re.compile(r"(^|/)[_.]")
-    return {obj: keys_of(relative) for obj, relative in listed.items() if not hidden.search(relative)}
+    return {obj: keys_of(relative) for obj, relative in listed.items() if not METADATA.search(relative)}
 
 
 def _read_footers(

@@ -79,7 +79,7 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, typer.Abort):
         return str(error) or "interrupted", INTERRUPTED
     if hasattr(error, "format_message"):  # the option parser's error about options or arguments
-        return f"{error.format_message()} See --help.", WRONG_USE
+        return f"{error.format_message().rstrip('.')}. See --help.", WRONG_USE
     from dataload.runtime.redact import redacted
 
     return f"unexpected {type(error).__name__}: {redacted(error)} (dataload --debug … shows where)", FOUND_A_PROBLEM

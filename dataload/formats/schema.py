@@ -127,7 +127,7 @@ def flatten(schema: pa.Schema, where: str = "") -> pa.Schema:
     counts = Counter(field.name for field in fields)
     if duplicates := [name for name, count in counts.items() if count > 1]:
         raise DataError(
-            f"{where}two columns come to be called {min(duplicates)!r}: rename one of them, and write it again"
+            f"{where}two columns would be called {min(duplicates)!r}: rename one of them, and write it again"
         )
     return pa.schema(fields)
 

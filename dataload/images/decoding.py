@@ -61,11 +61,11 @@ def decode(column: str | Sequence[Any], *, size: int | None = None, crop: Crop =
     if size is not None and size < 1:
         raise ConfigError(f"size={size} must be at least 1")
     if isinstance(column, str):
-        return partial(_decode_column, column=column, size=size, crop=crop)
+        return partial(decode_column, column=column, size=size, crop=crop)
     return _decoded(column, size, crop, "image")
 
 
-def _decode_column(batch: Mapping[str, Any], *, column: str, size: int | None, crop: Crop) -> dict[str, Any]:
+def decode_column(batch: Mapping[str, Any], *, column: str, size: int | None, crop: Crop) -> dict[str, Any]:
     """Return the batch with the images of a column decoded. Its arguments are those of `decode`."""
     if column not in batch:
         raise ConfigError(f"decode: no column is called {column!r}; there are {', '.join(batch)}")

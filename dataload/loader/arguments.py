@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import operator
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from dataload.errors import ConfigError
+from dataload.keywords import did_you_mean
 from dataload.samplers.order import SHUFFLES
+from dataload.world import World
 
 _OWN = ("dataset", "sampler", "batch_sampler")  # arguments of torch's DataLoader that the loader sets itself
 
@@ -38,6 +41,13 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name in ("transform", "collate_fn"):
         if arguments[name] is not None and not callable(arguments[name]):
             raise ConfigError(f"{name}={arguments[name]!r} must be a function")
+    _check_group(arguments["group"])
+    for name, kinds, wanted in (
+        *(("world", (World,), "a World"), ("mesh", (DeviceMesh,), "a DeviceMesh")),
+        ("stats_dir", (str, os.PathLike), "a path"),
+    ):
+        if arguments[name] is not None and not isinstance(arguments[name], kinds):
+            raise ConfigError(f"{name}={arguments[name]!r} must be {wanted}")
     workers, threads = arguments["num_workers"], arguments["num_threads"]
     if workers and threads is not None:
         raise ConfigError(
@@ -60,6 +70,14 @@ def _check_number(name: str, number: Any, least: int | None) -> None:
         raise ConfigError(f"{name}={number} must be at least {least}")
 
 
+def _check_group(group: Any) -> None:
+    if group is None:
+        return
+    lists = group.values() if isinstance(group, Mapping) else [None]
+    if not all(isinstance(columns, Iterable) and not isinstance(columns, str) for columns in lists):
+        raise ConfigError(f"group={group!r} must map names to lists of columns, such as {{'x': ['price', 'age']}}")
+
+
 def _check_device(device: Any) -> None:
     try:
         torch.device("cpu" if device is None else device)
@@ -73,9 +91,8 @@ def _check_for_torch(workers: int, dataloader_kwargs: Mapping[str, Any], own_nam
         if name in _OWN:
             raise ConfigError(f"{name}= is not an argument of make_loader, which makes its own: leave it out")
         if name not in known:
-            near = difflib.get_close_matches(name, [*own_names, *known], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "it is an argument of neither make_loader nor DataLoader"
-            raise ConfigError(f"{name}= is unknown: {hint}")
+            unknown = "it is an argument of neither make_loader nor DataLoader"
+            raise ConfigError(f"{name}= is unknown: {did_you_mean(name, [*own_names, *known], unknown)}")
     if not dataloader_kwargs.get("in_order", True):
         raise ConfigError("in_order=False: an epoch cannot be resumed if its batches are out of order; leave it out")
     try:

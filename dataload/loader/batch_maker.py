@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, RowError
 from dataload.loader.bad_rows import naming_rows, replacements
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import pack
@@ -326,22 +326,22 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
     def _warn(self, skipped: Sequence[int], error: Exception) -> None:
         """Log the first row that is replaced in this process. The loader's statistics count the others."""
         if not skipped:
-            log.warning(
-                'on_error="skip": a batch raised %s: %s; it was made again, without an error',
-                type(error).__name__,
-                redacted(error),
-            )
+            log.warning('on_error="skip": a batch raised %s; it was made again, without an error', _shown(error))
         elif not self._warned:
             self._warned = True
             url, row_group, row = self._dataset.locate(skipped[0])
             place = f"{redacted(url)} row group {row_group} row {row}"
+            reason = f"DataError: {error.without_row}" if isinstance(error, RowError) else _shown(error)
             log.warning(
-                'on_error="skip": row %d (%s) raised %s: %s; it is replaced, and stats() counts further ones',
+                'on_error="skip": row %d (%s) raised %s; it is replaced, and stats() counts further ones',
                 skipped[0],
                 place,
-                type(error).__name__,
-                redacted(error),
+                reason,
             )
+
+
+def _shown(error: Exception) -> str:
+    return f"{type(error).__name__}: {redacted(error)}"
 
 
 def _same(answer: Answer) -> Answer:

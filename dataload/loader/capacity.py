@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from rich.filesize import decimal
 
 from dataload.cache.room import FITS, Need
 from dataload.errors import ConfigError, DataError, OriginError
@@ -181,10 +182,10 @@ def _check_fits(order: Order, limit: int, groups: int, need: int) -> None:
         return
     if order.shuffle == "full":
         raise ConfigError(
-            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset decoded, {need} bytes; "
+            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset decoded, {decimal(need)}; "
             f"raise cache_bytes to {need} or more, choose fewer columns, or shuffle='block'"
         )
     raise ConfigError(
-        f"cache_bytes={limit} is too small: two windows of {groups // 2} row groups, {need} bytes decoded, are needed; "
+        f"cache_bytes={limit} is too small: two windows of {groups // 2} row groups must fit, {decimal(need)} decoded; "
         f"raise cache_bytes to {need} or more, choose fewer columns, or lower window"
     )

@@ -225,7 +225,7 @@ class MappedMaker(RowGroupMaker):
         if size > 2 * forecast and size > (limit := usable_memory() // MEMORY_DIVISOR):
             raise DataError(
                 f"{self._where(number)}: map {self._stage.function.name}: the results of {rows} rows take more than "
-                f"{decimal(limit)}, an eighth of the usable memory. A sample of rows let expect {decimal(forecast)}: "
+                f"{decimal(limit)}, an eighth of the usable memory. The sample of rows suggested {decimal(forecast)}: "
                 "write the file with fewer rows in a row group, and not sorted by size"
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -20,12 +20,14 @@ from dataload.catalog.same_columns import check_same_columns
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
+from dataload.keywords import known_keywords
 from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
-from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
+from dataload.runtime.plural import counted
+from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop, check_choices
 from dataload.samplers.mixture.source import Source
 from dataload.samplers.mixture.weights import integer_weights
 
@@ -103,7 +105,7 @@ class Mixture(MapStyle):
 
     def __repr__(self) -> str:
         sources = few(
-            f"{name}: {len(dataset):,} rows, weight {weight}"
+            f"{name}: {counted(len(dataset), 'row')}, weight {weight}"
             for name, dataset, weight in zip(self.names, self._datasets, self.weights, strict=True)
         )
         return f"Mixture({sources}; {columns_text(self.schema)}; {cache_text(self._datasets[0].blocks.tier)})"
@@ -121,13 +123,7 @@ class Mixture(MapStyle):
         Raises:
             ConfigError: A weight is not a positive, finite number, or names differ from those of the sources.
         """
-        if isinstance(weights, Mapping):
-            if weights.keys() != {*self.names}:
-                differing = ", ".join(map(repr, sorted({*self.names} ^ weights.keys(), key=str)))
-                raise ConfigError(
-                    f"the names of the weights and of the sources differ in {differing}: name each source once"
-                )
-            weights = [weights[name] for name in self.names]
+        weights = _by_position(weights, self.names)
         # Without a shuffle, an order costs nothing to make. It raises for whatever the loader's order would raise for.
         rows = 1 if self._order.get("batching") == "homogeneous" else None
         order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
@@ -184,6 +180,17 @@ class Mixture(MapStyle):
         check_same_columns(self.names, layouts, [dataset.schema for dataset in self._datasets])
 
 
+def _by_position(weights: Weights, names: Collection[str]) -> Sequence[Any] | None:
+    """Return the weights in the order of the sources. Raise ConfigError if they name other sources."""
+    if not isinstance(weights, Mapping):
+        return weights
+    if weights.keys() != {*names}:
+        differing = ", ".join(map(repr, sorted({*names} ^ weights.keys(), key=str)))
+        raise ConfigError(f"the names of the weights and of the sources differ in {differing}: name each source once")
+    return [weights[name] for name in names]
+
+
+@known_keywords(make_dataset)
 def mix(
     sources: Mapping[str, Dataset | Files] | Sequence[Dataset | Files],
     weights: Weights = None,
@@ -240,8 +247,9 @@ def mix(
         raise ConfigError("sources must be a mapping from names to datasets or URLs, or a list of these")
     if unnamed := [name for name in given if not isinstance(name, str)]:
         raise ConfigError(f"the name {unnamed[0]!r} of a source must be a string")
-    if not isinstance(weights, Mapping) and weights is not None:
-        integer_weights(weights)  # raises before any source is opened
+    check_choices(stop, batching)  # These three raise before any source is opened.
+    if (listed := _by_position(weights, given)) is not None:
+        integer_weights(listed)
     if dataset_options and all(isinstance(source, Dataset) for source in given.values()):
         raise ConfigError(f"{min(dataset_options)}: pass it to make_dataset, not with its dataset")
     open_one = partial(_opened, options=dataset_options)

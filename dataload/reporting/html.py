@@ -14,6 +14,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from dataload.reporting.aggregate import Epoch, epochs
+from dataload.runtime.plural import counted
 from dataload.telemetry.loader_stats import TIERS
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
@@ -93,7 +94,7 @@ def html(passes: Sequence[Pass], title: str) -> str:
     found = epochs(passes)
     ranks, numbers = len({record.rank for record in passes}), Counter(epoch.number for epoch in found)
     again = sum(times > 1 for times in numbers.values())
-    number = _counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
+    number = counted(len(numbers), "epoch") + (f" ({again} begun again)" if again else "")
     seconds = max(record.until for record in passes) - min(record.began for record in passes)
     figures = "".join(
         f'<figure><h2>{plot.title}</h2><img src="{svg(plot)}" alt="{plot.title}, as a plot"></figure>\n'
@@ -111,7 +112,7 @@ def html(passes: Sequence[Pass], title: str) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>{number} on {_counted(ranks, "rank")} in {_duration(seconds)}. The last one:</p>
+<p>{number} on {counted(ranks, "rank")} in {_duration(seconds)}. The last one:</p>
 <p class="advice">{escape(str(found[-1].total))}</p>
 {_late(found[-1])}
 {"".join(f'<p class="advice">{escape(note)}</p>' for note in notes(passes, found))}
@@ -176,12 +177,8 @@ def _row(record: Pass, causes: Sequence[str], *, late: bool) -> str:
 
 def _late(epoch: Epoch) -> str:
     late = epoch.late()
-    more = f"<p>And {_counted(len(late) - MOST_NAMED, 'more straggler')}.</p>" if len(late) > MOST_NAMED else ""
+    more = f"<p>And {counted(len(late) - MOST_NAMED, 'more straggler')}.</p>" if len(late) > MOST_NAMED else ""
     return "".join(f"<p>Straggler: {escape(line)}</p>\n" for line in late[:MOST_NAMED]) + more
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _duration(seconds: float) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from dataload.errors import ConfigError, DataError
 from dataload.formats.schema import Field, has_members, is_bytes, is_list, is_text, number
+from dataload.keywords import did_you_mean
 from dataload.rows.arrow_arrays import bounds, elements, numbers, valid
 from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
@@ -80,7 +81,7 @@ def columns_of(
     grouped = {name for names in groups.values() for name in names}
     batch = {name: _user_column(records, field, ragged, empty) for name, field in fields.items() if name not in grouped}
     for name, members in groups.items():
-        batch[name] = _stack(name, records, [fields.get(member) for member in members], empty)
+        batch[name] = _stack(records, _numbers_of_one_dtype(name, members, fields), empty)
     return batch
 
 
@@ -298,10 +299,24 @@ def _copied(array: Array, empty: Empty | None) -> torch.Tensor:
     return copy
 
 
-def _stack(name: str, records: Records, members: Sequence[Field | None], empty: Empty | None) -> torch.Tensor:
-    scalars = [member for member in members if member is not None and not member.ragged and not member.shape]
-    if len(scalars) != len(members) or len({member.dtype for member in scalars}) != 1:
-        raise ConfigError(f"group {name!r} must name columns that are read, of numbers, of one dtype")
+def _numbers_of_one_dtype(name: str, members: Sequence[str], fields: Mapping[str, Field]) -> list[Field]:
+    """Return the columns of a group. Raise ConfigError if one does not suit."""
+    dtypes = dict[str, str]()
+    for member in members:
+        if member not in fields:
+            hint = did_you_mean(member, fields, f"there are {', '.join(map(repr, fields))}")
+            raise ConfigError(f"group {name!r}: column {member!r} is not read: {hint}")
+        field = fields[member]
+        if field.ragged or field.shape:
+            raise ConfigError(f"group {name!r}: column {member!r} is not one number in each row: leave it out")
+        dtypes[member] = str(np.dtype(field.dtype))
+    if len(set(dtypes.values())) != 1:
+        found = ", ".join(f"{member!r} is {dtype}" for member, dtype in dtypes.items()) or "there are none"
+        raise ConfigError(f"group {name!r} must have columns of one dtype: {found}")
+    return [fields[member] for member in members]
+
+
+def _stack(records: Records, scalars: Sequence[Field], empty: Empty | None) -> torch.Tensor:
     neighbours = records.neighbours(scalars)
     if neighbours is not None:
         return _copied(neighbours, empty)

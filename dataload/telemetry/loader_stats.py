@@ -25,7 +25,7 @@ ADVICE = {
     "disk": "the cache's disk is the limit: put cache_dir on a faster one",
     "decode": "decoding is the limit: warm the cache first, or give the job more cores",
     "map": "the function of map is the limit: warm the cache first, use processes=, or give the job more cores",
-    "collate": "making batches is the limit: use group=, ragged='flat', or a larger batch",
+    "collate": "making batches is the limit: use a larger batch, group= for many columns, or ragged='flat' for lists",
     "transform": "transform is the limit: use num_threads if it releases the interpreter lock, or else num_workers",
     "transfer": "copying to the device is the limit: use pin_memory, or smaller dtypes",
 }
@@ -46,7 +46,7 @@ class LoaderStats:
         rows: Rows handed to the training loop.
         batches: Batches handed to the training loop.
         seconds: Time from the request of the first batch to the last batch, or to the end of the loop.
-        wait_seconds: Share of `seconds` that the training loop waited for batches.
+        wait_seconds: Part of `seconds` in which the training loop waited for batches.
         hits: Row groups whose rows this host had, in memory or in the cache.
         misses: Row groups that were fetched from the cluster or the origin and decoded.
         bytes_local: Bytes of the rows of all hits.

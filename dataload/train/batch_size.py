@@ -32,7 +32,7 @@ def find_batch_size(
     start: int = 1,
     limit: int = 1 << 16,
     gain: float = 0.05,
-    precision: str = "bf16",
+    precision: str = "auto",
     device: torch.device | str | None = None,
 ) -> int:
     """Return the largest batch size of a rank that fits into memory and still gains speed.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
+from dataload.keywords import known_keywords
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture
 from dataload.train.checkpoint.checkpoints import Checkpoints
@@ -27,6 +28,7 @@ from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
 
+@known_keywords()
 def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -34,7 +36,7 @@ def fit(
     loss_fn: LossFn,
     *,
     epochs: int,
-    precision: str = "bf16",
+    precision: str = "auto",
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     scheduler: Any = None,
@@ -76,7 +78,8 @@ def fit(
         loss_fn: loss_fn(model, batch) returns the mean loss over the batch's rows as a scalar tensor, or this loss and
             a dict of scalars to log. The scalars may not have the names of an epoch's own values (see Returns).
         epochs: Number of epochs in total, including those before a resume.
-        precision: Autocast to "bf16" or "fp16" (with loss scaling); "fp32" for no autocast.
+        precision: Autocast to "bf16" or "fp16" (with loss scaling); "fp32" for no autocast. "auto": "bf16" on
+            accelerators that have it, and "fp32" elsewhere.
         accumulate: Batches per optimizer step. The gradient of a step is that of the mean over all rows of its batches
             on all ranks, also in the last step of an epoch, which may have fewer batches.
         clip_grad_norm: Upper bound of the norm of the averaged gradients; None for no clipping.

@@ -19,6 +19,13 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 
 
+def _has_bf16(device: torch.device) -> bool:
+    """Return whether the device is an accelerator that computes in bfloat16 itself."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return device.type != "cpu" and torch.get_autocast_dtype(device.type) == torch.bfloat16
+
+
 @dataclass
 class OptimizerStep:
     """Forward, backward and optimizer step with autocast, loss scaling, gradient accumulation and clipping.
@@ -30,7 +37,7 @@ class OptimizerStep:
         optimizer: The optimizer.
         loss_fn: Returns the mean loss over the rows of a batch, or this loss and a dict of scalars to log.
         device: The device of this rank.
-        precision: "fp32", or the autocast dtype "bf16" or "fp16".
+        precision: "fp32", the autocast dtype "bf16" or "fp16", or "auto" for one of them by `device`.
         accumulate: Batches per step.
         clip_grad_norm: Upper bound of the norm of the gradients; None for no clipping.
         scheduler: A learning rate scheduler, stepped after each optimizer step.
@@ -59,8 +66,10 @@ class OptimizerStep:
     ranks: int = 1
 
     def __post_init__(self) -> None:
+        if self.precision == "auto":
+            self.precision = "bf16" if _has_bf16(self.device) else "fp32"
         if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision={self.precision!r} is not one of {', '.join(PRECISIONS)}")
+            raise ConfigError(f"precision={self.precision!r} is not one of auto, {', '.join(PRECISIONS)}")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate={self.accumulate}: an optimizer step needs at least 1 batch")
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")

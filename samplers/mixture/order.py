@@ -31,6 +31,14 @@ MOST_RUNS = 8  # of RUN_ROWS that are computed together
 NEEDS_APART = 1 << 10  # positions between two needs of a row group of a small source, if it repeats more often
 
 
+def check_choices(stop: str, batching: str) -> None:
+    """Raise ConfigError unless both arguments of a mixture have one of their values."""
+    if stop not in ("first_exhausted", "all_exhausted"):
+        raise ConfigError(f'stop={stop!r}: use "first_exhausted" or "all_exhausted"')
+    if batching not in ("mixed", "homogeneous"):
+        raise ConfigError(f'batching={batching!r}: use "mixed" or "homogeneous"')
+
+
 class MixtureOrder:
     """The mapping from positions of an epoch to rows of several datasets; otherwise like `Order`.
 
@@ -212,10 +220,7 @@ class MixtureOrder:
         for name, given in (("weights", weights), ("windows", windows)):
             if given is not None and len(given) != count:
                 raise ConfigError(f"{len(given)} {name} for {count} sources")
-        if self.stop not in ("first_exhausted", "all_exhausted"):
-            raise ConfigError(f'stop={self.stop!r}: use "first_exhausted" or "all_exhausted"')
-        if self.batching not in ("mixed", "homogeneous"):
-            raise ConfigError(f'batching={self.batching!r}: use "mixed" or "homogeneous"')
+        check_choices(self.stop, self.batching)
         if self.batching == "homogeneous" and self.batch_rows is None:
             raise ConfigError('batching="homogeneous" needs batch_rows, the rows of a global batch')
         for name, number in (("num_rows", self.num_rows), ("batch_rows", self.batch_rows)):

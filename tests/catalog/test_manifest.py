@@ -146,7 +146,7 @@ def test_hidden_and_folder_objects_are_passed_over(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
 ) -> None:
     url = dataset_of([[3]])
-    for key in ("data/_SUCCESS", "data/.part.crc", "data/_temporary/x.parquet", "data/"):
+    for key in ("data/_SUCCESS", "data/.part.crc", "data/_temporary/x.parquet", "data/", "data/state.json"):
         bucket.put(key, b"")
     assert len(make_dataset(url, storage_options=bucket.options, cache=cache)) == 3
 

@@ -215,12 +215,17 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["warm", "{bucket}/differ/0.parquet", "--columns", "[1]"], "--columns=[1]"),
         (["bench", "--ranks", "a"], "--ranks=a"),
         (["bench", "--origin", "near"], "--origin=near"),
+        (["bench", "--workloads", "words"], "no workload is called words"),
+        (["bench", "--systems", "words"], "no system is called 'words'"),
+        (["bench", "--size", "huge"], "not 'huge'"),
         (["bench", "--render", "/nowhere"], "--render=/nowhere"),
         (["head", "{bucket}/nothing"], "no objects at"),
         (["head", "{bucket}/differ/0.parquet", "--columns", "b"], "column 'b' is not in the dataset"),
         (["head", "{bucket}/differ/0.parquet", "--rows", "-1"], "--rows"),
         (["plan", "a", "--bandwidth", "fast"], "bandwidth='fast'"),
         (["warm", "a", "--shard", "first"], "--shard=first"),
+        (["warm", "{bucket}/differ/0.parquet", "--shard", "4/4"], "node 4 of 4: nodes count from 0"),
+        (["warm", "{bucket}/differ/0.parquet", "--shard", "0/2", "--num-streams", "3"], "no multiple of 2 nodes"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(

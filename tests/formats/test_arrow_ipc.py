@@ -123,7 +123,7 @@ def test_what_hugging_face_saves(
     for file in (tmp_path / "saved").iterdir():
         bucket.put(f"saved/{file.name}", file.read_bytes())
     loader = make_loader(
-        bucket.url("saved/*.arrow"),
+        bucket.url("saved/"),
         5,
         storage_options=bucket.options,
         cache_dir=cache.cache_dir,

@@ -312,11 +312,12 @@ def test_importing_dataload_imports_no_codec() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_missing_packages_are_named() -> None:
+@pytest.mark.parametrize(("package", "module"), [("simplejpeg", "codecs"), ("cv2", "random_crop")])
+def test_missing_packages_are_named(package: str, module: str) -> None:
     program = (
-        "import sys; sys.modules['simplejpeg'] = None\n"
+        f"import sys; sys.modules['{package}'] = None\n"
         "from dataload.errors import ConfigError\n"
-        "try:\n    import dataload.images.codecs\nexcept ConfigError as error:\n    print(error)"
+        f"try:\n    import dataload.images.{module}\nexcept ConfigError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "images need more packages (simplejpeg): pip install 'dataload[images]'" in done.stdout
+    assert f"images need more packages ({package}): pip install 'dataload[images]'" in done.stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dataload import ConfigError, World, make_loader, mix
+from dataload.catalog.description import columns_text
 from dataload.dataset import make_dataset
 
 MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
@@ -39,7 +43,7 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"transform": 3}, "transform=3 must be a function"),
         ({"collate_fn": "stack"}, "collate_fn='stack' must be a function"),
         ({"device": "cdua"}, "device='cdua' is not a device"),
-        ({"world": World(0, 1), "mesh": object()}, "pass one of them"),
+        ({"world": World(0, 1), "mesh": object.__new__(DeviceMesh)}, "pass one of them"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
         ({"num_worker": 2}, r"num_worker= is unknown: did you mean 'num_workers'\?"),
         ({"persistent_worker": True}, r"did you mean 'persistent_workers'\?"),
@@ -49,6 +53,11 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"in_order": False}, "cannot be resumed"),
         ({"persistent_workers": True}, "num_workers > 0"),
         ({"timeout": -1}, "timeout"),
+        ({"world": 3}, "world=3 must be a World"),
+        ({"mesh": "dp"}, "mesh='dp' must be a DeviceMesh"),
+        ({"stats_dir": 3}, "stats_dir=3 must be a path"),
+        ({"group": ["a", "b"]}, r"group=\['a', 'b'\] must map names to lists of columns"),
+        ({"group": {"x": "a"}}, "must map names to lists of columns"),
     ],
 )
 def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:
@@ -56,11 +65,71 @@ def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[
         make_loader(MISSING, **{"batch_size": 4, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"columns": "id"}, "columns='id' must be a list of at least one name"),
+        ({"columns": []}, r"columns=\[\] must be a list of at least one name"),
+        ({"columns": 3}, "columns=3 must be a list"),
+        ({"columns": [3]}, r"columns=\[3\] must be a list of at least one name"),
+        ({"filters": 3}, "filters=3 must be a list of"),
+        ({"filters": [("id", "~", 3)]}, "the operator one of"),
+        ({"filters": [("id", "in", 3)]}, "needs a list of values"),
+        ({"cache": True}, "cache=True must be a CacheConfig"),
+        ({"cache": False, "cache_dir": "x"}, "cache_dir: cache=False has no cache, leave it out"),
+        ({"cache_dir": 3}, "cache_dir=3 must be a path"),
+        ({"cache_bytes": "many"}, "cache_bytes='many' is not a size"),
+        ({"cluster": "10.0.0.1"}, "cluster: must be valkey://"),
+        ({"source": None}, "the source None must be a URL or a path"),
+        ({"source": [MISSING, 3]}, "the source 3 must be a URL or a path"),
+        ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
+    ],
+)
+@pytest.mark.parametrize("function", [make_dataset, partial(make_loader, batch_size=4)], ids=["dataset", "loader"])
+def test_an_argument_of_a_dataset_raises_before_any_request(
+    function: Callable[..., Any], arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        function(**{"source": MISSING, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stop": "first"}, "stop='first': use"),
+        ({"batching": "random"}, "batching='random': use"),
+        ({"weights": {"a": 1, "c": 1}}, "differ in 'b', 'c'"),
+        ({"weights": [1, -1]}, "weight -1 of source 1"),
+        ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
+        ({"zzz": 1}, "zzz= is unknown: it is not an argument of mix"),
+    ],
+)
+def test_an_argument_of_a_mixture_raises_before_any_request(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mix({"a": MISSING, "b": MISSING}, **arguments)
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name, rows in (("a", 6), ("b", 4)):
-        pq.write_table(pa.table({"id": range(rows), "text": ["x"] * rows}), tmp_path / f"{name}.parquet")
+        halves = np.zeros(rows, np.float16)
+        table = pa.table({"id": range(rows), "text": ["x"] * rows, "half": halves})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["idd"], r"group 'x': column 'idd' is not read: did you mean 'id'\?"),
+        (["id", "text"], "group 'x': column 'text' is not one number in each row"),
+        (["id", "half"], "group 'x' must have columns of one dtype: 'id' is int64, 'half' is float16"),
+        ([], "must have columns of one dtype: there are none"),
+    ],
+)
+def test_a_group_names_the_column_that_does_not_suit(folder: Path, columns: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_loader(str(folder), 2, cache=False, group={"x": columns})
 
 
 @pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
@@ -79,8 +148,13 @@ def test_the_text_of_a_loader_says_what_it_reads_and_how(folder: Path) -> None:
 
     assert repr(loader) == (
         "Loader(3 batches; 2 rows a batch, rank 1 of 2; shuffle='block', window=1, seed=7; "
-        f"Dataset(file://{folder}/: 10 rows in 2 row groups of 2 files; id: int64, text: string; no cache))"
+        f"Dataset(file://{folder}/: 10 rows in 2 row groups of 2 files; "
+        "id: int64, text: string, half: halffloat; no cache))"
     )
+
+
+def test_the_type_of_a_tensor_is_its_dtype_and_shape() -> None:
+    assert columns_text(pa.schema({"image": pa.fixed_shape_tensor(pa.uint8(), [28, 28])})) == "image: uint8 [28, 28]"
 
 
 def test_texts_name_the_first_of_many_columns_and_sources(folder: Path, tmp_path: Path) -> None:
@@ -88,7 +162,7 @@ def test_texts_name_the_first_of_many_columns_and_sources(folder: Path, tmp_path
     one = make_dataset(tmp_path / "wide.parquet", cache_dir=str(tmp_path / "cache"))
     text = repr(mix({f"s{number}": one for number in range(11)}))
 
-    assert text.startswith("Mixture(s0: 1 rows, weight 1, ")
-    assert "s7: 1 rows, weight 1, … 3 more; c0: int64, " in text
+    assert text.startswith("Mixture(s0: 1 row, weight 1, ")
+    assert "s7: 1 row, weight 1, … 3 more; c0: int64, " in text
     assert text.endswith(f"c7: int64, … 12 more; cache {tmp_path / 'cache'})")
     assert "shuffle=False" in repr(make_loader(one, 1, shuffle=False))

@@ -21,7 +21,7 @@ from torch import nn
 
 from dataload import World, fit, make_dataset, make_loader
 from dataload.dataset import Dataset
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, RowError
 from dataload.loader.bad_rows import MOST_SUBSTITUTES, replacements
 from dataload.telemetry.loader_stats import MOST_ROW_IDS
 from dataload.telemetry.stats_log import read
@@ -204,6 +204,17 @@ def test_the_first_row_is_logged(numbers: Dataset, caplog: pytest.LogCaptureFixt
     [record] = [record.getMessage() for record in caplog.records if "on_error" in record.getMessage()]
     assert "row 120 (file://" in record
     assert "a.parquet row group 1 row 20) raised LookupError: cannot read 120;" in record
+
+
+def test_the_log_names_no_row_of_the_batch(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    def checked(batch: dict[str, Any]) -> dict[str, Any]:
+        if 120 in batch["row_id"]:
+            raise RowError("x", int((batch["row_id"] == 120).nonzero()), "cannot be decoded")
+        return batch
+
+    for _ in make_loader(numbers, 50, transform=checked, row_ids=True, on_error="skip"):
+        pass
+    assert "a.parquet row group 1 row 20) raised DataError: x cannot be decoded; it is replaced" in caplog.text
 
 
 def test_statistics_list_some_rows_and_count_all(numbers: Dataset, tmp_path: Path) -> None:

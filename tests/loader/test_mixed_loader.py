@@ -722,7 +722,7 @@ def test_the_cache_of_the_sources(tmp_path: Path, options: dict[str, Any]) -> No
     [
         ({"cache": True}, "cache=True must be a CacheConfig, False"),
         ({"cache": "/nvme"}, "cache='/nvme' must be"),
-        ({"cache": False, "cache_bytes": 10}, "cache_bytes: leave it out"),
+        ({"cache": False, "cache_bytes": 10}, "cache_bytes: cache=False has no cache, leave it out"),
         ({"cache": CacheConfig(), "cluster": "valkey://:password@x"}, r"cluster: pass it inside cache=CacheConfig"),
         ({"cache_bytes": 0}, "cache_bytes=0"),
     ],

@@ -176,7 +176,7 @@ def test_structs_are_dotted_columns() -> None:
 
 
 def test_names_that_collide() -> None:
-    with pytest.raises(DataError, match=r"two columns come to be called 's\.x'"):
+    with pytest.raises(DataError, match=r"two columns would be called 's\.x'"):
         flatten(pa.schema([("s", pa.struct([("x", pa.int8())])), ("s.x", pa.int8())]))
 
 

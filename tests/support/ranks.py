@@ -49,6 +49,7 @@ def forked_ranks():
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo"}
         environ |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number)}
+        environ |= {"PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}  # not that of the test that began first
         environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
         pipe.send((number, environ, until, function, args, kwargs))
         assert pipe.poll(DEADLINE + 10), "the ranks' parent does not answer"

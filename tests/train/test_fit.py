@@ -26,6 +26,7 @@ from dataload.rows.collate import Flat
 from dataload.train import epoch_metrics, rank_batches
 from dataload.train.distributed import device_of
 from dataload.train.harness import fit
+from dataload.train.optimizer_step import OptimizerStep
 from dataload.world import World
 
 
@@ -544,7 +545,8 @@ def test_loader_gets_its_epoch_and_its_state(tmp_path, traffic):
     assert "misses" not in history[0]
 
 
-def test_batches_keep_their_strings_and_default_precision_is_bf16():
+@pytest.mark.parametrize(("precision", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
+def test_batches_keep_their_strings_and_the_default_precision_is_that_of_the_device(precision, dtype):
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     seen = []
@@ -554,8 +556,16 @@ def test_batches_keep_their_strings_and_default_precision_is_bf16():
         seen.append((batch["name"][0], guess.dtype))
         return guess.float().mean()
 
-    fit(model, optimizer, in_order(40), loss, epochs=1, progress=False)
-    assert seen == [("row 0", torch.bfloat16)]
+    default = {} if precision == "auto" else {"precision": precision}
+    fit(model, optimizer, in_order(40), loss, epochs=1, progress=False, **default)
+    assert seen == [("row 0", dtype)]
+
+
+@pytest.mark.parametrize(("native", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_automatic_precision_is_bf16_on_gpus_that_have_it(monkeypatch, native, precision):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
+    model, optimizer = build()
+    assert OptimizerStep(model, optimizer, squared_error, torch.device("cuda"), "auto").precision == precision
 
 
 def test_batches_may_be_tuples():
@@ -584,8 +594,10 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8' is not one of fp32, bf16, fp16"),
+        ({"precision": "fp8"}, "precision='fp8' is not one of auto, fp32, bf16, fp16"),
         ({"accumulate": 0}, "accumulate=0"),
+        ({"epoch": 3}, r"epoch= is unknown: did you mean 'epochs'\?"),
+        ({"zzz": 3}, "zzz= is unknown: it is not an argument of fit"),
         ({"loader": []}, "the loader gave no batch"),
     ],
 )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks import LostError, forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -137,7 +137,9 @@ def refusals(folder, line):
     def run():
         mesh, dp = mesh_of((2, 2), DP)
         dataset, errors = make_dataset(folder, cache=False), []
-        for options in ({}, {"mesh": mesh}, {"mesh": dp, "world": World()}):
+        first = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+        outside = [{"mesh": first}] if dist.get_rank() > 1 else []
+        for options in ({}, {"mesh": mesh}, {"mesh": dp, "world": World()}, *outside):
             try:
                 make_loader(dataset, BATCH, **options)
             except ConfigError as error:
@@ -150,11 +152,12 @@ def refusals(folder, line):
 
 
 def test_a_mesh_that_is_not_given_or_not_data_parallel(ranks, folder):
-    for detected, whole, both in ranks(4, refusals, folder, None):
+    for rank, (detected, whole, both, *outside) in enumerate(ranks(4, refusals, folder, None)):
         assert "the 4 ranks are not all data-parallel" in detected
         assert 'make_loader(..., mesh=mesh["dp"])' in detected
         assert 'pass mesh=mesh["dp"]' in whole
         assert "pass one of them" in both
+        assert ["this process is not in" in error for error in outside] == [True] * (rank > 1)
 
 
 def logged(folder, out, given):
@@ -373,6 +376,8 @@ def refused_models(folder):
         loader, errors = make_loader(make_dataset(folder, cache=False), BATCH, mesh=dp), []
         other = make_loader(make_dataset(folder, cache=False), BATCH, world=World(dist.get_rank(), 4))
         _, both = mesh_of((2, 2), HSDP[:2])
+        _, flat = mesh_of((2, 1, 2), HSDP)
+        two_dimensions = make_loader(make_dataset(folder, cache=False), BATCH, mesh=flat)
         replicated = make_loader(make_dataset(folder, cache=False), BATCH, mesh=both)
         tensor_parallel, partly, fully, one_dimension = (Network() for _ in range(4))
         parallelize_module(tensor_parallel, whole["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
@@ -385,6 +390,7 @@ def refused_models(folder):
             (fully, loader, {"comm_hook": "fp16"}),
             (Network(), other, {"mesh": dp}),
             (one_dimension, replicated, {}),
+            (Network(), two_dimensions, {}),
         ):
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
             try:
@@ -397,13 +403,14 @@ def refused_models(folder):
 
 
 def test_models_whose_gradients_would_not_be_exchanged(ranks, folder):
-    for tensor_parallel, partly, hook, other, one_dimension in ranks(4, refused_models, folder):
+    for tensor_parallel, partly, hook, other, one_dimension, two_dimensions in ranks(4, refused_models, folder):
         assert "fully_shard has not been called" in tensor_parallel
         assert "parameter 'second.weight' is not sharded" in partly
         assert "fully_shard(model, mesh=mesh) on the whole model" in partly
         assert "comm_hook='fp16' is for DDP" in hook
         assert re.search(r"this is data-parallel rank \d of 2, but the loader has rank \d of 4", other)
         assert "parameter 'first.weight' is not sharded over them" in one_dimension
+        assert "DDP cannot use 2 dimensions of a mesh (dp_replicate, dp_shard)" in two_dimensions
 
 
 def in_evaluation_mode(folder):

@@ -16,18 +16,20 @@ from dataload.cli.commands.options import (
     Columns,
     Json,
     StorageOptions,
+    Url,
     config,
     names,
     open_manifest,
 )
 from dataload.cli.console import show, table
+from dataload.runtime.plural import counted
 
 SHOWN_BYTES = 16  # of a binary value
 SHOWN_CHARACTERS = 60  # of a value in text
 
 
 def head(
-    url: str,
+    url: Url,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show, at most those of the first row group.")] = 5,
     columns: Columns = None,
     cache_dir: CacheDir = None,
@@ -52,8 +54,8 @@ def head(
         "rows": manifest.num_rows,
         "row_groups": len(manifest.row_groups),
     }
-    shape = f"{figures['rows']:,} rows in {figures['row_groups']:,} row groups"
-    lines = [("dataset", f"{figures['objects']:,} objects, {decimal(figures['bytes'])}; {shape}")]
+    shape = f"{counted(figures['rows'], 'row')} in {counted(figures['row_groups'], 'row group')}"
+    lines = [("dataset", f"{counted(figures['objects'], 'object')}, {decimal(figures['bytes'])}; {shape}")]
     lines += [(column.name, f"{column.type}: {column.batch or column.problem}") for column in described]
     lines += [(f"row {number}", _text(row)) for number, row in enumerate(first)]
     show(

@@ -35,6 +35,7 @@ FilterLists = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
+Url = Annotated[str, typer.Argument(help="URL or path of a file, a folder or a glob.")]
 Weights = Annotated[
     str | None,
     typer.Option(help="Weights of the URLs, comma-separated in their order; default: by rows."),

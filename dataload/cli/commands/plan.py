@@ -27,6 +27,7 @@ from dataload.cli.commands.options import (
 )
 from dataload.cli.console import FOUND_A_PROBLEM, duration, show, table
 from dataload.errors import ConfigError
+from dataload.runtime.plural import counted
 
 if TYPE_CHECKING:
     from dataload.planning.plan import Plan
@@ -114,14 +115,12 @@ def _order(urls: list[str], sources: list[Files], shares: list[str] | None, **op
 def lines(plan: Plan) -> list[tuple[str, str]]:
     """Return the (label, text) lines of a plan."""
     trade, rate = plan.trade, f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
+    rows = f"{counted(plan.rows, 'row')} in {counted(plan.row_groups, 'row group')}"
     about = "about " if plan.is_estimate else ""
     window_bytes = f"{decimal(trade.bytes)} as stored and {about}{decimal(plan.held_bytes)} decoded"
     first = f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} with the footers"
     return [
-        (
-            "dataset",
-            f"{plan.objects:,} objects, {decimal(plan.bytes)}; {plan.rows:,} rows in {plan.row_groups:,} row groups",
-        ),
+        ("dataset", f"{counted(plan.objects, 'object')}, {decimal(plan.bytes)}; {rows}"),
         *([] if plan.epoch_rows == plan.rows else [("epoch", f"{plan.epoch_rows:,} rows, by the weights")]),
         ("decoded", f"{about}{decimal(plan.decoded_bytes)}"),
         (
@@ -172,4 +171,4 @@ def _costs(cost: float | None) -> str:
 def _fetched(fetched: Fetched) -> str:
     if not fetched.requests:
         return "fetch nothing"
-    return f"{decimal(fetched.bytes)} in {fetched.requests:,} request{'s' * (fetched.requests != 1)}"
+    return f"{decimal(fetched.bytes)} in {counted(fetched.requests, 'request')}"

@@ -18,6 +18,7 @@ from dataload.cli.commands.options import (
     NumStreams,
     Seed,
     StorageOptions,
+    Url,
     Window,
     config,
     node_of,
@@ -25,6 +26,7 @@ from dataload.cli.commands.options import (
 )
 from dataload.cli.console import progress, show
 from dataload.errors import DataloadError
+from dataload.runtime.plural import counted
 
 if TYPE_CHECKING:
     from dataload.cache.config import CacheConfig
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def warm(
-    url: str,
+    url: Url,
     shard: Annotated[str | None, typer.Option(help="Fetch the part of node i of n, as i/n, from 0.")] = None,
     num_streams: NumStreams = None,
     epoch: Annotated[int, typer.Option(min=0, help="Fetch row groups in the order of this epoch.")] = 0,
@@ -63,18 +65,20 @@ def warm(
     blocks.settle()
     stats, part = blocks.stats(), [manifest.row_groups[group] for group in groups]
     files = {group.file for group in part}
+    rows = int(manifest.block_lengths[groups].sum())
     figures = {
         "objects": len(files),
         "bytes": sum(file.size for file in files),
-        "rows": int(manifest.block_lengths[groups].sum()),
+        "rows": rows,
         "row_groups": len(part),
         "row_groups_kept": kept,
         "cache_bytes": blocks.tier.limit if blocks.tier.shared else None,
     }
     show(
         {**figures, **stats},
-        f"{figures['objects']:,} objects, {figures['rows']:,} rows; {decimal(int(stats['bytes_origin']))} fetched in "
-        f"{int(stats['requests_origin']):,} requests{', the rest was cached' if kept == len(groups) else ''}",
+        f"{counted(len(files), 'object')}, {counted(rows, 'row')}; "
+        f"{decimal(int(stats['bytes_origin']))} fetched in {counted(int(stats['requests_origin']), 'request')}"
+        f"{', the rest was cached' if kept == len(groups) else ''}",
         as_json=as_json,
     )
     if kept < len(groups):
