@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dataload.errors import ConfigError
 from dataload.loader.bad_rows import naming_rows, replacements
+from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import pack
 from dataload.map_style import MapStyle
@@ -27,6 +28,10 @@ from dataload.runtime.redact import redacted
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import summed
 from dataload.telemetry.wait_timeline import Timeline
+
+# Tensors that are made at a time. Twice as many are alive when the next ones are made, and the garbage collector begins
+# at 700 objects. Those that outlive two collections count towards a full one, which looks through all objects of torch.
+MOST_COLUMNS = 300
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +67,7 @@ class Request:
         return [self.size] * whole + [rest] * (rest > 0)
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A batch, and the cost of making it.
 
     Attributes:
@@ -72,24 +76,24 @@ class Answer:
         batch: The batch; packed, if a worker sends it.
         row_groups: The row groups of all rows of the request, in its first answer only. Each has an account, see
             `Ledger`, or None if it was open already. Only the accounts of a worker have entries.
-        making: The activities of the worker.
-        skipped: The rows that raised and were replaced.
         by_source: The number of rows of each source of a mixture, by name.
         loading: Seconds that the request waited for row groups of each source of a mixture, in its first answer only.
+        making: The activities of the worker, if one made the batch.
+        skipped: The rows that raised and were replaced.
     """
 
     cursor: int
     rows: int
     batch: Any
-    row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
-    making: Timeline = field(default_factory=Timeline)
+    row_groups: Mapping[int, Mapping[str, float] | None]
+    by_source: Mapping[str, int]
+    loading: Mapping[str, float]
+    making: Timeline | None = None
     skipped: tuple[int, ...] = ()
-    by_source: Mapping[str, int] = field(default_factory=dict)
-    loading: Mapping[str, float] = field(default_factory=dict)
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
-        return replace(self, batch=self.batch.pin_memory())
+        return self._replace(batch=self.batch.pin_memory())
 
 
 class Requests(Iterable[Request]):
@@ -149,6 +153,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         transform: As in `make_loader`.
         on_error: As in `make_loader`.
 
+    Attributes:
+        made_together: Batches whose columns are made at a time, at most.
+
     Raises:
         ConfigError: `group` or a computed column does not suit the columns.
     """
@@ -171,7 +178,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 f"{argument} adds the column {name!r}, which the batches have already: leave that one out with "
                 "columns=, or rename it"
             )
-        self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
+        columns = self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
+        # Columns of ragged values are made for a whole request, because they take a search in each blob.
+        self.made_together = MAX_BATCHES_PER_GATHER if layout.ragged else max(1, MOST_COLUMNS // max(1, len(columns)))
         self._collate = collate_fn
         self._transform = Transform(transform)
         self._skip = on_error == "skip"
@@ -198,7 +207,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             group: None if account is None else take(group, at_rest=False) or {}
             for group, account in answer.row_groups.items()
         }
-        return replace(answer, batch=packed, row_groups=row_groups, making=making.end())
+        return answer._replace(batch=packed, row_groups=row_groups, making=making.end())
 
     def calls(
         self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None
@@ -238,7 +247,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         name = f"rank {rank}, epoch {epoch}, batch {answer.cursor // request.step}"
         make = partial(self._made, stream=request.stream, cursor=answer.cursor, empty=empty)
         batch, skipped = self._checked(rows, answer.batch, make, name, stop)
-        return replace(answer, batch=batch, skipped=skipped)
+        return answer._replace(batch=batch, skipped=skipped)
 
     def collate(self, rows: NumberedRows) -> Any:
         """Return the batch of these rows.
@@ -257,13 +266,17 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     def _together(self, rows: NumberedRows, sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch | None]:
         """Yield the columns of several batches, which are cut from one; None for batches that are made one by one."""
-        left = len(sizes)
-        if self._collate is None:
-            with suppress(Exception):  # The batch that has the wrong value raises this again.
-                for columns in rows.batches(sizes, empty):
-                    left -= 1
-                    yield columns
-        yield from repeat(None, left)
+        start = 0
+        for first in range(0, len(sizes), self.made_together):
+            together = sizes[first : first + self.made_together]
+            stop, left = start + sum(together), len(together)
+            if self._collate is None:
+                with suppress(Exception):  # The batch that has the wrong value raises this again.
+                    for columns in rows.part(slice(start, stop)).batches(together, empty):
+                        left -= 1
+                        yield columns
+            yield from repeat(None, left)
+            start = stop
 
     def _checked(
         self,
