@@ -17,12 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.catalog.description import few
 from dataload.loader.background_iterator import run_ahead
-from dataload.loader.batch_maker import Answer, BatchMaker, Requests
+from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs
 from dataload.loader.ranks import check_data_parallel, process_among
+from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
 from dataload.rows.row_store import RowStore
