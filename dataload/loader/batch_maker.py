@@ -1,12 +1,11 @@
-"""Requests for batches, in the order of the sampler, and the maker that answers them."""
+"""The maker of batches, which answers requests."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 
 from dataload.errors import ConfigError, RowError
 from dataload.loader.bad_rows import naming_rows, replacements
+from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
+from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
 from dataload.loader.worker_transport import pack
 from dataload.map_style import MapStyle
@@ -24,119 +25,14 @@ from dataload.rows.columns import Array
 from dataload.rows.numbered_rows import NumberedRows
 from dataload.rows.row_block import Records
 from dataload.runtime.redact import redacted
-from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import summed
 from dataload.telemetry.wait_timeline import Timeline
 
+# Tensors that are made at a time. Twice as many are alive when the next ones are made, and the garbage collector begins
+# at 700 objects. Objects that outlive two collections count towards a full one, which looks through all of torch.
+MOST_COLUMNS = 300
+
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Request:
-    """Consecutive batches of one rank that are made together.
-
-    Attributes:
-        rows: Row numbers of all batches, int64 [n].
-        size: Rows per batch. The last one may be shorter.
-        cursor: Rows of the epoch before the global batch of the first one.
-        step: Rows per global batch.
-        stream: (seed, epoch, rank), the key of the transforms' random numbers. Together with its cursor it determines
-            the random numbers of a batch, in any process.
-    """
-
-    rows: Array
-    size: int
-    cursor: int
-    step: int
-    stream: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """Rows of the epoch before the global batch that follows this request."""
-        return self.cursor + self.step * len(self.sizes)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of each batch."""
-        whole, rest = divmod(len(self.rows), self.size)
-        return [self.size] * whole + [rest] * (rest > 0)
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A batch, and the cost of making it.
-
-    Attributes:
-        cursor: Rows of the epoch before its global batch.
-        rows: Rows of the batch.
-        batch: The batch; packed, if a worker sends it.
-        row_groups: The row groups of all rows of the request, in its first answer only. Each has an account, see
-            `Ledger`, or None if it was open already. Only the accounts of a worker have entries.
-        making: The activities of the worker.
-        skipped: The rows that raised and were replaced.
-        by_source: The number of rows of each source of a mixture, by name.
-        loading: Seconds that the request waited for row groups of each source of a mixture, in its first answer only.
-    """
-
-    cursor: int
-    rows: int
-    batch: Any
-    row_groups: Mapping[int, Mapping[str, float] | None] = field(default_factory=dict)
-    making: Timeline = field(default_factory=Timeline)
-    skipped: tuple[int, ...] = ()
-    by_source: Mapping[str, int] = field(default_factory=dict)
-    loading: Mapping[str, float] = field(default_factory=dict)
-
-    def pin_memory(self) -> Answer:
-        """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
-        return replace(self, batch=self.batch.pin_memory())
-
-
-class Requests(Iterable[Request]):
-    """The requests of one rank, from a start position.
-
-    Args:
-        sampler: The order of the rows.
-        batches: Row numbers of each batch from the sampler's position on. None: the sampler's own batches.
-    """
-
-    def __init__(self, sampler: RankSampler, batches: Iterable[Sequence[int]] | None = None) -> None:
-        self._sampler = sampler
-        self._batches = batches
-        self.start_at(0, 0)
-
-    def start_at(
-        self, epoch: int, cursor: int, at_once: int = 1, on_request: Callable[[int], object] = lambda _: None
-    ) -> Requests:
-        """Set the start of the next iteration. Return self.
-
-        Args:
-            epoch: The epoch.
-            cursor: Rows of the epoch before the first global batch.
-            at_once: Most batches per request.
-            on_request: Called with the `end` of each request before it is yielded.
-        """
-        self._iterate = partial(self._from, epoch, cursor, at_once, on_request)
-        return self
-
-    def __iter__(self) -> Iterator[Request]:
-        return self._iterate()
-
-    def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
-        sampler = self._sampler
-        step, stream = sampler.global_batch_size, (sampler.seed, epoch, sampler.rank)
-        for run in self._runs(epoch, cursor):
-            for first in range(0, len(run), at_once):
-                batches = run[first : first + at_once]
-                request = Request(batches.ravel(), batches.shape[1], cursor, step, stream)
-                on_request(request.end)
-                yield request
-                cursor = request.end
-
-    def _runs(self, epoch: int, cursor: int) -> Iterable[Array]:
-        if self._batches is None:
-            return self._sampler.runs(epoch, cursor)
-        return (np.asarray(rows, np.int64)[None] for rows in self._batches)
 
 
 class BatchMaker(torch.utils.data.Dataset[Answer]):
@@ -148,6 +44,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         collate_fn: As in `make_loader`.
         transform: As in `make_loader`.
         on_error: As in `make_loader`.
+
+    Attributes:
+        made_together: Batches whose columns are made at a time, at most.
 
     Raises:
         ConfigError: `group` or a computed column does not suit the columns.
@@ -171,7 +70,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
                 f"{argument} adds the column {name!r}, which the batches have already: leave that one out with "
                 "columns=, or rename it"
             )
-        self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
+        columns = self._numbered(Records.none(layout), np.empty(0, np.int64)).batch()  # raises for a wrong `group`
+        # Columns of ragged values are made for a whole request, because they take a search in each blob.
+        self.made_together = MAX_BATCHES_PER_GATHER if layout.ragged else max(1, MOST_COLUMNS // max(1, len(columns)))
         self._collate = collate_fn
         self._transform = Transform(transform)
         self._skip = on_error == "skip"
@@ -198,7 +99,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             group: None if account is None else take(group, at_rest=False) or {}
             for group, account in answer.row_groups.items()
         }
-        return replace(answer, batch=packed, row_groups=row_groups, making=making.end())
+        return answer._replace(batch=packed, row_groups=row_groups, making=making.end())
 
     def calls(
         self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None
@@ -238,7 +139,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         name = f"rank {rank}, epoch {epoch}, batch {answer.cursor // request.step}"
         make = partial(self._made, stream=request.stream, cursor=answer.cursor, empty=empty)
         batch, skipped = self._checked(rows, answer.batch, make, name, stop)
-        return replace(answer, batch=batch, skipped=skipped)
+        return answer._replace(batch=batch, skipped=skipped)
 
     def collate(self, rows: NumberedRows) -> Any:
         """Return the batch of these rows.
@@ -257,13 +158,17 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
 
     def _together(self, rows: NumberedRows, sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch | None]:
         """Yield the columns of several batches, which are cut from one; None for batches that are made one by one."""
-        left = len(sizes)
-        if self._collate is None:
-            with suppress(Exception):  # The batch that has the wrong value raises this again.
-                for columns in rows.batches(sizes, empty):
-                    left -= 1
-                    yield columns
-        yield from repeat(None, left)
+        start = 0
+        for first in range(0, len(sizes), self.made_together):
+            together = sizes[first : first + self.made_together]
+            stop, left = start + sum(together), len(together)
+            if self._collate is None:
+                with suppress(Exception):  # The batch that has the wrong value raises this again.
+                    for columns in rows.part(slice(start, stop)).batches(together, empty):
+                        left -= 1
+                        yield columns
+            yield from repeat(None, left)
+            start = stop
 
     def _checked(
         self,

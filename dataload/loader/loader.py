@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -18,12 +17,13 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.catalog.description import few
 from dataload.loader.background_iterator import run_ahead
-from dataload.loader.batch_maker import Answer, BatchMaker, Requests
+from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs
 from dataload.loader.ranks import check_data_parallel, process_among
+from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
 from dataload.rows.row_store import RowStore
@@ -225,7 +225,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     else:
                         with waiting.doing("transfer"):
                             batch = copy(answer.batch)
-                        yield replace(answer, batch=batch)
+                        yield answer._replace(batch=batch)
             except BaseException:
                 if not stop.done():  # before `forget`, so that it also cancels what this loop waits for
                     stop.set_result(None)
@@ -245,7 +245,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         only_gathers = self.maker.only_gathers
         at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
         together = at_once if only_gathers else 1
-        passed_on = 1 if self.maker.makes_objects else together
+        passed_on = 1 if self.maker.makes_objects else min(together, self.maker.made_together)
         # One thread gathers at a time.
         threads = 1 if self.num_threads is None or (only_gathers and self.num_threads) else self.num_threads
 
@@ -257,7 +257,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     yield partial(_answers, chunk, None if only_gathers else memory)
 
         depth = max(2, self.prefetch // together, threads)
-        with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
+        with closing(run_ahead(calls(), threads, depth, stop, waiting, always=not only_gathers)) as chunks:
             for answers in chunks:
                 yield from answers
 
@@ -267,13 +267,14 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         since = perf_counter()
         try:
             for answer in answers:
+                assert answer.making is not None
                 waiting.waited(since, answer.making, instead=answer.making.longest())
                 with waiting.here():
                     batch = unpack(answer.batch)
                     if memory is not None:  # tensors that `pack` cannot pack, such as those with gradients
                         with doing("transfer"):
                             batch = memory.prepare(batch)
-                yield replace(answer, batch=batch)
+                yield answer._replace(batch=batch)
                 since = perf_counter()
         except Exception as error:  # noqa: BLE001
             # The traceback has the frame in torch that holds the error and the workers. In this reference cycle, the
@@ -307,7 +308,7 @@ def _answers(calls: Iterable[Callable[[], Answer]], memory: HostMemory | None) -
     if memory is None:
         return answers
     with doing("transfer"):
-        return [replace(answer, batch=memory.prepare(answer.batch)) for answer in answers]
+        return [answer._replace(batch=memory.prepare(answer.batch)) for answer in answers]
 
 
 def _needs(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:

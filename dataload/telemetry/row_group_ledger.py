@@ -111,8 +111,10 @@ class Served:
             if account and any(account.values()):
                 self._count(group, account)
         self._prefetched.update(prefetched)
-        self._settle(at_rest=True)
-        self._count_hits(until=self._batches)
+        if self._prefetched or self._unsettled:  # for few batches
+            self._settle(at_rest=True)
+        if self._pending_hits:
+            self._count_hits(until=self._batches)
         self._batches += 1
 
     def close(self) -> None:

@@ -1,0 +1,121 @@
+"""Requests for batches, in the order of the sampler, and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dataload.rows.columns import Array
+from dataload.samplers.rank_sampler import RankSampler
+from dataload.telemetry.wait_timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Request:
+    """Consecutive batches of one rank that are made together.
+
+    Attributes:
+        rows: Row numbers of all batches, int64 [n].
+        size: Rows per batch. The last one may be shorter.
+        cursor: Rows of the epoch before the global batch of the first one.
+        step: Rows per global batch.
+        stream: (seed, epoch, rank), the key of the transforms' random numbers. Together with its cursor it determines
+            the random numbers of a batch, in any process.
+    """
+
+    rows: Array
+    size: int
+    cursor: int
+    step: int
+    stream: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Rows of the epoch before the global batch that follows this request."""
+        return self.cursor + self.step * len(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of each batch."""
+        whole, rest = divmod(len(self.rows), self.size)
+        return [self.size] * whole + [rest] * (rest > 0)
+
+
+class Answer(NamedTuple):
+    """A batch, and the cost of making it.
+
+    Attributes:
+        cursor: Rows of the epoch before its global batch.
+        rows: Rows of the batch.
+        batch: The batch; packed, if a worker sends it.
+        row_groups: The row groups of all rows of the request, in its first answer only. Each has an account, see
+            `Ledger`, or None if it was open already. Only the accounts of a worker have entries.
+        by_source: The number of rows of each source of a mixture, by name.
+        loading: Seconds that the request waited for row groups of each source of a mixture, in its first answer only.
+        making: The activities of the worker, if one made the batch.
+        skipped: The rows that raised and were replaced.
+    """
+
+    cursor: int
+    rows: int
+    batch: Any
+    row_groups: Mapping[int, Mapping[str, float] | None]
+    by_source: Mapping[str, int]
+    loading: Mapping[str, float]
+    making: Timeline | None = None
+    skipped: tuple[int, ...] = ()
+
+    def pin_memory(self) -> Answer:
+        """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
+        return self._replace(batch=self.batch.pin_memory())
+
+
+class Requests(Iterable[Request]):
+    """The requests of one rank, from a start position.
+
+    Args:
+        sampler: The order of the rows.
+        batches: Row numbers of each batch from the sampler's position on. None: the sampler's own batches.
+    """
+
+    def __init__(self, sampler: RankSampler, batches: Iterable[Sequence[int]] | None = None) -> None:
+        self._sampler = sampler
+        self._batches = batches
+        self.start_at(0, 0)
+
+    def start_at(
+        self, epoch: int, cursor: int, at_once: int = 1, on_request: Callable[[int], object] = lambda _: None
+    ) -> Requests:
+        """Set the start of the next iteration. Return self.
+
+        Args:
+            epoch: The epoch.
+            cursor: Rows of the epoch before the first global batch.
+            at_once: Most batches per request.
+            on_request: Called with the `end` of each request before it is yielded.
+        """
+        self._iterate = partial(self._from, epoch, cursor, at_once, on_request)
+        return self
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._iterate()
+
+    def _from(self, epoch: int, cursor: int, at_once: int, on_request: Callable[[int], object]) -> Iterator[Request]:
+        sampler = self._sampler
+        step, stream = sampler.global_batch_size, (sampler.seed, epoch, sampler.rank)
+        for run in self._runs(epoch, cursor):
+            for first in range(0, len(run), at_once):
+                batches = run[first : first + at_once]
+                request = Request(batches.ravel(), batches.shape[1], cursor, step, stream)
+                on_request(request.end)
+                yield request
+                cursor = request.end
+
+    def _runs(self, epoch: int, cursor: int) -> Iterable[Array]:
+        if self._batches is None:
+            return self._sampler.runs(epoch, cursor)
+        return (np.asarray(rows, np.int64)[None] for rows in self._batches)
