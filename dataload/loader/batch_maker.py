@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -99,7 +100,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             group: None if account is None else take(group, at_rest=False) or {}
             for group, account in answer.row_groups.items()
         }
-        return answer._replace(batch=packed, row_groups=row_groups, making=making.end())
+        return replace(answer, batch=packed, row_groups=row_groups, making=making.end())
 
     def calls(
         self, request: Request, stop: Future[None] | None = None, empty: Empty | None = None
@@ -139,7 +140,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         name = f"rank {rank}, epoch {epoch}, batch {answer.cursor // request.step}"
         make = partial(self._made, stream=request.stream, cursor=answer.cursor, empty=empty)
         batch, skipped = self._checked(rows, answer.batch, make, name, stop)
-        return answer._replace(batch=batch, skipped=skipped)
+        return replace(answer, batch=batch, skipped=skipped)
 
     def collate(self, rows: NumberedRows) -> Any:
         """Return the batch of these rows.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -225,7 +226,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     else:
                         with waiting.doing("transfer"):
                             batch = copy(answer.batch)
-                        yield answer._replace(batch=batch)
+                        yield replace(answer, batch=batch)
             except BaseException:
                 if not stop.done():  # before `forget`, so that it also cancels what this loop waits for
                     stop.set_result(None)
@@ -274,7 +275,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     if memory is not None:  # tensors that `pack` cannot pack, such as those with gradients
                         with doing("transfer"):
                             batch = memory.prepare(batch)
-                yield answer._replace(batch=batch)
+                yield replace(answer, batch=batch)
                 since = perf_counter()
         except Exception as error:  # noqa: BLE001
             # The traceback has the frame in torch that holds the error and the workers. In this reference cycle, the
@@ -308,7 +309,7 @@ def _answers(calls: Iterable[Callable[[], Answer]], memory: HostMemory | None) -
     if memory is None:
         return answers
     with doing("transfer"):
-        return [answer._replace(batch=memory.prepare(answer.batch)) for answer in answers]
+        return [replace(answer, batch=memory.prepare(answer.batch)) for answer in answers]
 
 
 def _needs(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,8 @@ class Request:
         return [self.size] * whole + [rest] * (rest > 0)
 
 
-class Answer(NamedTuple):
+@dataclass(slots=True)
+class Answer:
     """A batch, and the cost of making it.
 
     Attributes:
@@ -71,7 +72,7 @@ class Answer(NamedTuple):
 
     def pin_memory(self) -> Answer:
         """Return a worker's answer with its batch in pinned memory. torch calls this on its pinning thread."""
-        return self._replace(batch=self.batch.pin_memory())
+        return replace(self, batch=self.batch.pin_memory())
 
 
 class Requests(Iterable[Request]):

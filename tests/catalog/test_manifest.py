@@ -227,7 +227,7 @@ def test_schemas_that_differ(bucket: Any, cache: CacheConfig, other: dict[str, A
 def test_columns_of_one_name(bucket: Any, cache: CacheConfig) -> None:
     twice = pa.table([[1], [2]], ["x", "x"])
     bucket.put_table("data/x.parquet", twice)
-    says = r"data/x\.parquet: two columns come to be called 'x': rename one of them"
+    says = r"data/x\.parquet: two columns would be called 'x': rename one of them"
     refused(DataError, says, bucket.url("data"), storage_options=bucket.options, cache=cache)
 
 
