@@ -241,9 +241,8 @@ class MixtureOrder:
         first, last = start // self.unit, -(-end // self.unit)
         rows = np.empty(last - first if self.unit == 1 else (last - first, self.unit), np.int64)
         for source, places, number in self._units.parts(epoch, first, last):
-            indices = np.arange(number * self.unit, (number + len(places)) * self.unit)
-            found = self._source_rows[source].rows(epoch, indices)
-            found += self.first_rows[source]
+            indices = number * self.unit, (number + len(places)) * self.unit
+            found = self._source_rows[source].consecutive(epoch, *indices) + self.first_rows[source]
             rows[places] = found if self.unit == 1 else found.reshape(-1, self.unit)
         return rows.ravel()[start - first * self.unit :][: end - start]
 
