@@ -21,10 +21,11 @@ from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
 from dataload.map_style import MapStyle
-from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
+from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
+from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop
 from dataload.samplers.mixture.source import Source
 from dataload.samplers.mixture.weights import integer_weights
@@ -69,6 +70,7 @@ class Mixture(MapStyle):
         self._order = order
         self._first_groups = np.cumsum([0, *(len(each.row_groups) for each in self._datasets)]).tolist()
         self._first_rows: npt.NDArray[np.int64] = np.cumsum([0, *map(len, self._datasets)])
+        self._sources = IntervalIndex(self._first_rows)
         self.num_rows = int(self._first_rows[-1])
         if name_column is not None:
             self.computed = {name_column: self._sources_of}
@@ -137,8 +139,10 @@ class Mixture(MapStyle):
     def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
         """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""
         shape = len(sizes), len(self.names)
-        batches = np.repeat(np.arange(shape[0]) * shape[1], sizes)
-        counts = np.bincount(batches + self._sources_of(numbers), minlength=shape[0] * shape[1]).reshape(shape)
+        cells = self._sources_of(numbers)
+        if len(sizes) > 1:
+            cells += np.repeat(np.arange(shape[0]) * shape[1], sizes)
+        counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
         return [dict(zip(self.names, batch, strict=True)) for batch in counts.tolist()]
 
     def source_of(self, group: int) -> str:
@@ -146,7 +150,7 @@ class Mixture(MapStyle):
         return self.names[bisect_right(self._first_groups, group) - 1]
 
     def _sources_of(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        return sources_of(numbers, self._first_rows)
+        return self._sources.find(numbers)
 
     def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
         if numbers.size and numbers.dtype.kind not in "iuO":
