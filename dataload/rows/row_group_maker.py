@@ -106,6 +106,14 @@ class RowGroupMaker(ForkAware):
         """Use the memory and the threads of another maker, which then bounds both together."""
         self.memory, self.decoding, self._decoders = other.memory, other.decoding, other._decoders
 
+    def decodes_like(self, other: RowGroupMaker) -> bool:
+        """Return whether both decode a table to the same columns."""
+        return self is other or (
+            self._fill_null is other._fill_null
+            and self._plan.layout.fields == other._plan.layout.fields
+            and self._schema.equals(other._schema)
+        )
+
     def use_decoder_share(self) -> None:
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
         self._divide(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
