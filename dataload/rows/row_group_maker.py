@@ -86,7 +86,8 @@ class RowGroupMaker(ForkAware):
 
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads."""
-        self._divide(self.rank_memory // TRAINER_DIVISOR)
+        held, decoding = self._parts(self.rank_memory // TRAINER_DIVISOR)
+        self.memory, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
         self._decoders = DaemonExecutor(usable_cores(), "dataload-decode")
@@ -105,6 +106,7 @@ class RowGroupMaker(ForkAware):
     def share_with(self, other: RowGroupMaker) -> None:
         """Use the memory and the threads of another maker, which then bounds both together."""
         self.memory, self.decoding, self._decoders = other.memory, other.decoding, other._decoders
+        self.rank_memory, self.least_held = other.rank_memory, max(self.least_held, other.least_held)
 
     def decodes_like(self, other: RowGroupMaker) -> bool:
         """Return whether both decode a table to the same columns."""
@@ -132,7 +134,8 @@ class RowGroupMaker(ForkAware):
 
     def _divide(self, size: int) -> None:
         held, decoding = self._parts(size)
-        self.memory, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
+        self.memory.resize(held)  # Other loaders may have reserved parts of it.
+        self.decoding.resize(decoding)
 
     def _parts(self, size: int) -> tuple[int, int]:
         """Return the parts of a process's memory: decoder threads need a blob each, all else is for fetched bytes."""

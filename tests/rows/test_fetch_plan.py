@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.local.tier import LocalTier
@@ -158,6 +158,25 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
                 assert fetched.acquire(timeout=30)
             assert not any(future.done() for future in made)
         assert all(future.result(30) for future in made)
+    assert maker.memory.idle
+    assert maker.decoding.idle
+
+
+def test_a_mixture_with_larger_row_groups_keeps_what_a_loader_has_reserved(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("small", "large")]
+    for folder, rows in zip(folders, (10, 1000), strict=True):
+        folder.mkdir()
+        pq.write_table(pa.table({"x": list(range(rows))}), folder / "0.parquet")
+    small, large = (make_dataset(str(folder), cache=CacheConfig(str(tmp_path / "cache"))) for folder in folders)
+    maker = small.rowstore.blobs.maker
+    assert maker.least_held < large.rowstore.blobs.maker.least_held
+    with maker.memory.reserve(sys.maxsize), maker.decoding.reserve(sys.maxsize):  # as a loader that reads `small`
+        mix([small, large])
+        assert not maker.has_capacity(0)
+        assert not maker.decoding.fits(1)
+        maker.use_memory(maker.rank_memory * 2)
+        assert maker.has_capacity(0)
+        maker.use_memory(maker.rank_memory // 2)
     assert maker.memory.idle
     assert maker.decoding.idle
 
