@@ -108,14 +108,6 @@ class RowGroupMaker(ForkAware):
         self.memory, self.decoding, self._decoders = other.memory, other.decoding, other._decoders
         self.rank_memory, self.least_held = other.rank_memory, max(self.least_held, other.least_held)
 
-    def decodes_like(self, other: RowGroupMaker) -> bool:
-        """Return whether both decode a table to the same columns."""
-        return self is other or (
-            self._fill_null is other._fill_null
-            and self._plan.layout.fields == other._plan.layout.fields
-            and self._schema.equals(other._schema)
-        )
-
     def use_decoder_share(self) -> None:
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
         self._divide(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)

@@ -41,7 +41,7 @@ class MemoryBudget:
         return not self._waiters and self._free >= min(size, self.total)
 
     def resize(self, total: int) -> None:
-        """Change the size of the budget. What is reserved stays reserved."""
+        """Change the size of the budget. Reservations stay."""
         with self._mutex:
             self._free += total - self.total
             self.total = total

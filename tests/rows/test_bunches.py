@@ -219,7 +219,9 @@ def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
         mixture = mix([opened(folder, tmp_path / cache) for folder in folders])
         request_all(mixture)
         batches = list(make_loader(mixture, 16))
-        return sorted(repr([np.asarray(row).tolist() for row in column]) for each in batches for column in each.values())
+        return sorted(
+            repr([np.asarray(row).tolist() for row in column]) for each in batches for column in each.values()
+        )
 
     together = rows("together")
     assert max(map(len, sources)) == len(names)
@@ -245,8 +247,11 @@ def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path)
             pq.write_table(pa.table({"x": [None, number]}), tmp_path / name / f"{number}.parquet")
     fills = {"a": 7, "b": 8}
     cache = CacheConfig(str(tmp_path / "cache"))
-    mixture = mix({name: make_dataset(str(tmp_path / name), fill_null=fill, cache=cache) for name, fill in fills.items()})
-    request_all(mixture)
+    mixture = mix(
+        {name: make_dataset(str(tmp_path / name), fill_null=fill, cache=cache) for name, fill in fills.items()}
+    )
+    found = mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(8)})
+    assert all(isinstance(made, list) for made in found.values())
     rows = [batch["x"].tolist() for batch in make_loader(mixture, 8, shuffle=False)]
     assert sorted(chain.from_iterable(rows)) == sorted([*range(4)] * 2 + [7] * 4 + [8] * 4)
 

@@ -187,12 +187,10 @@ def _pack(member: Member, columns: dict[str, Column]) -> memoryview:
 
 def _is_joinable(members: Sequence[Member]) -> bool:
     """Return whether decoding row groups as one table gives the same blobs as decoding each alone."""
-    maker = members[0].blobs.maker
     return (
         # Files have dictionaries of text of their own.
         all(field.kind in ("dense", "mask", "list") for field in members[0].blobs.plan.layout.fields)
-        and all(maker.decodes_like(member.blobs.maker) for member in members)
-        and len({member.group.constants for member in members}) == 1
+        and len({(member.blobs.plan.digest, member.group.constants) for member in members}) == 1
         and all(member.group.rows == len(member.table) for member in members)
     )
 
@@ -208,7 +206,9 @@ def _decoded_together(members: Sequence[Member]) -> list[dict[str, Column]] | No
     except (DataError, pa.ArrowException):  # One has nulls, or their schemas differ: decode each alone.
         return None
     starts = list(accumulate((member.group.rows for member in members), initial=0))
-    return [{name: _rows_of(column, start, stop) for name, column in columns.items()} for start, stop in pairwise(starts)]
+    return [
+        {name: _rows_of(column, start, stop) for name, column in columns.items()} for start, stop in pairwise(starts)
+    ]
 
 
 def _rows_of(column: Column, start: int, stop: int) -> Column:
