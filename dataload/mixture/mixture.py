@@ -123,13 +123,7 @@ class Mixture(MapStyle):
         Raises:
             ConfigError: A weight is not a positive, finite number, or names differ from those of the sources.
         """
-        if isinstance(weights, Mapping):
-            if weights.keys() != {*self.names}:
-                differing = ", ".join(map(repr, sorted({*self.names} ^ weights.keys(), key=str)))
-                raise ConfigError(
-                    f"the names of the weights and of the sources differ in {differing}: name each source once"
-                )
-            weights = [weights[name] for name in self.names]
+        weights = _by_position(weights, self.names)
         # Without a shuffle, an order costs nothing to make. It raises for whatever the loader's order would raise for.
         rows = 1 if self._order.get("batching") == "homogeneous" else None
         order = MixtureOrder(self.sources, weights, **self._order, batch_rows=rows, shuffle=False)
@@ -242,16 +236,36 @@ def mix(
         given = {str(number): source for number, source in enumerate(sources)}
     else:
         raise ConfigError("sources must be a mapping from names to datasets or URLs, or a list of these")
+    if nested := [name for name, source in given.items() if isinstance(source, Mixture)]:
+        raise ConfigError(f"source {nested[0]!r} is a mixture: name its own sources here, with weights of their own")
     if unnamed := [name for name in given if not isinstance(name, str)]:
         raise ConfigError(f"the name {unnamed[0]!r} of a source must be a string")
-    if not isinstance(weights, Mapping) and weights is not None:
-        integer_weights(weights)  # raises before any source is opened
-    if dataset_options and all(isinstance(source, Dataset) for source in given.values()):
+    weights = _by_position(weights, tuple(given))  # raises before any source is opened
+    if given and dataset_options and all(isinstance(source, Dataset) for source in given.values()):
         raise ConfigError(f"{min(dataset_options)}: pass it to make_dataset, not with its dataset")
     open_one = partial(_opened, options=dataset_options)
     opened = DaemonExecutor(SOURCES_AT_ONCE, "dataload-sources").map(open_one, given.values())
     datasets = dict(zip(given, opened, strict=True))
     return Mixture(datasets, weights, name_column, stop=stop, batching=batching, num_rows=num_rows)
+
+
+def _by_position(weights: Weights, names: Sequence[str]) -> Sequence[Any] | None:
+    """Return the weight of each source, by position.
+
+    Raises:
+        ConfigError: A weight is not a positive, finite number, or there is not one for each source.
+    """
+    if isinstance(weights, Mapping):
+        if differing := ", ".join(map(repr, sorted({*names} ^ weights.keys(), key=str))):
+            raise ConfigError(
+                f"the names of the weights and of the sources differ in {differing}: name each source once"
+            )
+        weights = [weights[name] for name in names]
+    if weights is not None:
+        integer_weights(weights)
+        if len(weights) != len(names):
+            raise ConfigError(f"{len(weights)} weights for {len(names)} sources")
+    return weights
 
 
 def _opened(source: Dataset | Files, options: Mapping[str, Any]) -> Dataset:
