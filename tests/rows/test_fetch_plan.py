@@ -173,7 +173,7 @@ def test_a_second_loader_keeps_what_the_first_has_reserved(tmp_path: Path, sourc
     maker = data.rowstore.blobs.caches[0].maker
     maker.use_memory(1 << 40)
     with maker.memory.reserve(sys.maxsize), maker.decoding.reserve(sys.maxsize):  # as a loader that reads `data`
-        make_loader(data, 4, world=World(0, 1), num_workers=7)  # less memory for each process
+        make_loader(data, 4, world=World(0, 1), num_workers=1)  # less memory for each process
         assert not maker.has_capacity(0)
         assert not maker.decoding.fits(1)
     assert maker.has_capacity(0)
