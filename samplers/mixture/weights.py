@@ -51,10 +51,11 @@ def integer_weights(weights: Sequence[Any]) -> tuple[int, ...]:
 def _fraction(weight: Any, number: int) -> Fraction:
     try:
         if isinstance(weight, float | np.floating):
-            weight = Fraction(str(float(weight)))  # raises for NaN and infinity
+            exact = Fraction(str(float(weight)))  # raises for NaN and infinity
         elif isinstance(weight, np.integer):
-            weight = operator.index(weight)
-        exact = Fraction(0 if isinstance(weight, str) else weight)
+            exact = Fraction(operator.index(weight))
+        else:
+            exact = Fraction(0 if isinstance(weight, str) else weight)
     except (TypeError, ValueError, OverflowError):
         exact = Fraction(0)
     if exact <= 0:
