@@ -9,7 +9,7 @@ from dataload.runtime.cached_property import cached_property
 
 Int64 = npt.NDArray[np.int64]
 
-FEW = 256  # numbers for which a plain binary search is faster
+FEW = 1024  # numbers for which a plain binary search is faster
 GUIDES = 2  # guesses per interval, at least
 
 

@@ -1,4 +1,4 @@
-"""A small LRU cache for values that can be rebuilt."""
+"""Small caches for values that can be rebuilt."""
 
 from __future__ import annotations
 
@@ -36,4 +36,28 @@ class LRU(Generic[K, V]):
         return value
 
     def __reduce__(self) -> tuple[type[LRU[K, V]], tuple[int]]:
+        return type(self), (self._size,)
+
+
+class FirstKept(Generic[K, V]):
+    """A mapping that keeps the first `size` values, for keys that come again in the same order.
+
+    An LRU cache that is a little too small would keep none of them until they come again. Otherwise it is like `LRU`.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: dict[K, V] = {}
+
+    def get(self, key: K, make: Callable[[K], V]) -> V:
+        """Return the value of `key`. Call `make(key)` if it is not cached."""
+        try:
+            return self._values[key]
+        except KeyError:
+            value = make(key)
+        if len(self._values) < self._size:
+            self._values.setdefault(key, value)
+        return value
+
+    def __reduce__(self) -> tuple[type[FirstKept[K, V]], tuple[int]]:
         return type(self), (self._size,)

@@ -230,13 +230,17 @@ def manifest_of(
 
 def source_paths(source: Source) -> list[str]:
     """Return the URLs or paths that `source` names. Raise ConfigError if there are none."""
-    paths = list(source) if isinstance(source, Iterable) and not isinstance(source, (str, os.PathLike)) else [source]
+    if not isinstance(source, (str, os.PathLike, Iterable)):
+        raise ConfigError(f"the source is of type {type(source).__name__}: use a URL, a path, or a list of them")
+    paths = []
+    for path in [source] if isinstance(source, (str, os.PathLike)) else source:
+        if not isinstance(path, (str, os.PathLike)):
+            kind = type(path).__name__
+            raise ConfigError(f"the source has an item of type {kind}: use a URL, a path, or a list of them")
+        paths.append(os.fspath(path))
     if not paths:
         raise ConfigError("the source is an empty list: name at least one file, folder or glob")
-    for path in paths:
-        if not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"the source {path!r} must be a URL or a path, or a list of them")
-    return [os.fspath(path) for path in paths]
+    return paths
 
 
 def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:

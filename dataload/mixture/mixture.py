@@ -22,11 +22,12 @@ from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
 from dataload.keywords import known_keywords
 from dataload.map_style import MapStyle
-from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows, sources_of
+from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.plural import counted
+from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop, check_choices
 from dataload.samplers.mixture.source import Source
 from dataload.samplers.mixture.weights import integer_weights
@@ -71,6 +72,7 @@ class Mixture(MapStyle):
         self._order = order
         self._first_groups = np.cumsum([0, *(len(each.row_groups) for each in self._datasets)]).tolist()
         self._first_rows: npt.NDArray[np.int64] = np.cumsum([0, *map(len, self._datasets)])
+        self._sources = IntervalIndex(self._first_rows)
         self.num_rows = int(self._first_rows[-1])
         if name_column is not None:
             self.computed = {name_column: self._sources_of}
@@ -133,8 +135,10 @@ class Mixture(MapStyle):
     def rows_by_source(self, numbers: npt.NDArray[np.int64], sizes: Sequence[int]) -> list[dict[str, int]]:
         """Return the number of rows of each source, by name, in consecutive batches. See `MapStyle`."""
         shape = len(sizes), len(self.names)
-        batches = np.repeat(np.arange(shape[0]) * shape[1], sizes)
-        counts = np.bincount(batches + self._sources_of(numbers), minlength=shape[0] * shape[1]).reshape(shape)
+        cells = self._sources_of(numbers)
+        if len(sizes) > 1:
+            cells += np.repeat(np.arange(shape[0]) * shape[1], sizes)
+        counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
         return [dict(zip(self.names, batch, strict=True)) for batch in counts.tolist()]
 
     def source_of(self, group: int) -> str:
@@ -142,7 +146,7 @@ class Mixture(MapStyle):
         return self.names[bisect_right(self._first_groups, group) - 1]
 
     def _sources_of(self, numbers: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        return sources_of(numbers, self._first_rows)
+        return self._sources.find(numbers)
 
     def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
         if numbers.size and numbers.dtype.kind not in "iuO":
@@ -245,17 +249,37 @@ def mix(
         given = {str(number): source for number, source in enumerate(sources)}
     else:
         raise ConfigError("sources must be a mapping from names to datasets or URLs, or a list of these")
+    if nested := [name for name, source in given.items() if isinstance(source, Mixture)]:
+        raise ConfigError(f"source {nested[0]!r} is a mixture: name its own sources here, with weights of their own")
     if unnamed := [name for name in given if not isinstance(name, str)]:
         raise ConfigError(f"the name {unnamed[0]!r} of a source must be a string")
-    check_choices(stop, batching)  # These three raise before any source is opened.
-    if (listed := _by_position(weights, given)) is not None:
-        integer_weights(listed)
-    if dataset_options and all(isinstance(source, Dataset) for source in given.values()):
+    check_choices(stop, batching)
+    weights = _by_position(weights, tuple(given))  # Both raise before any source is opened.
+    if given and dataset_options and all(isinstance(source, Dataset) for source in given.values()):
         raise ConfigError(f"{min(dataset_options)}: pass it to make_dataset, not with its dataset")
     open_one = partial(_opened, options=dataset_options)
     opened = DaemonExecutor(SOURCES_AT_ONCE, "dataload-sources").map(open_one, given.values())
     datasets = dict(zip(given, opened, strict=True))
     return Mixture(datasets, weights, name_column, stop=stop, batching=batching, num_rows=num_rows)
+
+
+def _by_position(weights: Weights, names: Sequence[str]) -> Sequence[Any] | None:
+    """Return the weight of each source, by position.
+
+    Raises:
+        ConfigError: A weight is not a positive, finite number, or there is not one for each source.
+    """
+    if isinstance(weights, Mapping):
+        if differing := ", ".join(map(repr, sorted({*names} ^ weights.keys(), key=str))):
+            raise ConfigError(
+                f"the names of the weights and of the sources differ in {differing}: name each source once"
+            )
+        weights = [weights[name] for name in names]
+    if weights is not None:
+        integer_weights(weights)
+        if len(weights) != len(names):
+            raise ConfigError(f"{len(weights)} weights for {len(names)} sources")
+    return weights
 
 
 def _opened(source: Dataset | Files, options: Mapping[str, Any]) -> Dataset:

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain
 
 import numpy as np
 
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.formats.schema import Layout
+from dataload.rows.bunches.maker import Member, make_together
 from dataload.rows.columns import Array
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife
 from dataload.rows.row_group_maker import RowGroupMaker
+from dataload.runtime.baton import computing
 from dataload.runtime.memory_budget import MemoryBudget
+from dataload.samplers.interval_index import IntervalIndex
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,15 @@ class MixedRowGroups:
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
         """Return the blobs or the error of row groups. See `RowGroupCache.load_together`."""
-        found: dict[int, list[memoryview] | Exception] = {}
-        for source, numbers in groupby(sorted(lives), lambda number: self._place(number)[0]):
-            first = int(self._firsts[source])
-            own = {number - first: lives[number] for number in numbers}
-            self.maker.of(source)
-            made: Mapping[int, list[memoryview] | Exception]
-            try:
-                made = self.caches[source].load_together(own)
-            except Exception as error:  # noqa: BLE001 (raised where these row groups are awaited)
-                made = dict.fromkeys(own, error)
-            found |= {first + number: each for number, each in made.items()}
-        return found
+        by_cache: dict[tuple[str, int], dict[int, Member]] = {}
+        for number, life in lives.items():
+            blobs, own = self._of(number)
+            by_cache.setdefault((blobs.tier.location, blobs.tier.limit), {})[number] = blobs.member(own, life)
+        with computing():
+            for members in by_cache.values():
+                make_together([*members.values()])
+        every = chain.from_iterable(members.items() for members in by_cache.values())
+        return {number: member.made for number, member in every if member.made is not None}
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. See `RowGroupCache.make`."""
@@ -208,6 +208,7 @@ class MixedSelectedRows:
     ) -> None:
         self._selected = [None if selection is None else SelectedRows(selection, groups) for selection in selections]
         self._first_rows, self._first_stored = first_rows, first_stored
+        self._sources = IntervalIndex(first_rows)
 
     def keep(self, groups: int) -> None:
         """Keep the rows of this many row groups in memory, of each dataset."""
@@ -217,17 +218,12 @@ class MixedSelectedRows:
 
     def rows(self, numbers: Array) -> Array:
         """Return the rows' numbers in the row groups, by their numbers in the datasets: int64 [n] both."""
-        sources = sources_of(numbers, self._first_rows)
+        sources = self._sources.find(numbers)
         rows = numbers - self._first_rows[sources]
         for source, selected in enumerate(self._selected):
             if selected is not None and (chosen := sources == source).any():
                 rows[chosen] = selected.rows(rows[chosen])
         return rows + self._first_stored[sources]
-
-
-def sources_of(numbers: Array, first_rows: Array) -> Array:
-    """Return the dataset of each row, int64 [n], where the datasets' first rows are `first_rows`."""
-    return np.searchsorted(first_rows, numbers, side="right") - 1
 
 
 def _joined(starts: Sequence[Array]) -> Array:

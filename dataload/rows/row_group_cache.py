@@ -19,7 +19,7 @@ from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
-from dataload.rows.bunches.maker import BunchMaker
+from dataload.rows.bunches.maker import Member, is_small, make_together
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
@@ -104,19 +104,20 @@ class RowGroupCache(SizeForecast):
         with computing():
             return self._made_once(number, self.keys(number), None, life or RowGroupLife())
 
-    @property
-    def bunches(self) -> BunchMaker:
-        """Makes many small row groups at once. It is not kept, because it refers to this object."""
-        return BunchMaker(self, self._manifest, self._blocks)
-
     def is_bunched(self, number: int) -> bool:
         """Return whether `load_together` is faster than `load`."""
-        return self.bunches.takes(number)
+        return is_small(self, self._manifest.row_groups[number], self._blocks, number)
+
+    def member(self, number: int, life: RowGroupLife) -> Member:
+        """Return a row group for which `is_bunched` is true, to be made together with others."""
+        return Member(self, self._manifest.row_groups[number], self._blocks, number, life)
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
         """Return the blobs or the error of row groups, except those that other processes make. See `load`."""
+        members = [self.member(number, life) for number, life in lives.items()]
         with computing():
-            return self.bunches.make(lives)
+            make_together(members)
+        return {member.number: member.made for member in members if member.made is not None}
 
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""

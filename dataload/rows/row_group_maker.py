@@ -88,7 +88,8 @@ class RowGroupMaker(ForkAware):
 
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads."""
-        self._divide(self.rank_memory // TRAINER_DIVISOR)
+        held, decoding = self._parts(self.rank_memory // TRAINER_DIVISOR)
+        self.memory, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
         self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
         # Few threads, apart from those that wait for the origin: Arrow keeps memory for each thread that decodes.
         self._decoders = DaemonExecutor(usable_cores(), "dataload-decode")
@@ -107,6 +108,7 @@ class RowGroupMaker(ForkAware):
     def share_with(self, other: RowGroupMaker) -> None:
         """Use the memory and the threads of another maker, which then bounds both together."""
         self.memory, self.decoding, self._decoders = other.memory, other.decoding, other._decoders
+        self.rank_memory, self.least_held = other.rank_memory, max(self.least_held, other.least_held)
 
     def use_decoder_share(self) -> None:
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
@@ -126,7 +128,8 @@ class RowGroupMaker(ForkAware):
 
     def _divide(self, size: int) -> None:
         held, decoding = self._parts(size)
-        self.memory, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
+        self.memory.resize(held)  # Other loaders may have reserved parts of it.
+        self.decoding.resize(decoding)
 
     def _parts(self, size: int) -> tuple[int, int]:
         """Return the parts of a process's memory: for fetched bytes, and for decoding."""

@@ -40,6 +40,13 @@ class MemoryBudget:
         """Return whether a reservation of `size` bytes would be granted at once."""
         return not self._waiters and self._free >= min(size, self.total)
 
+    def resize(self, total: int) -> None:
+        """Change the size of the budget. Reservations stay."""
+        with self._mutex:
+            self._free += total - self.total
+            self.total = total
+            self._notify_head()
+
     @contextmanager
     def reserve(self, size: int, cancelled: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Hold `size` bytes for the duration of the block.
@@ -51,19 +58,19 @@ class MemoryBudget:
         Raises:
             ReservationCancelled: `cancelled()` became true before the reservation was granted.
         """
-        size = min(size, self.total)
         waiter = threading.Condition(self._mutex)
         with self._mutex:
             self._waiters.append(waiter)
             self._notify_head()  # The head may have been cancelled; let it leave the queue.
             try:
                 while not cancelled():
-                    if self._waiters[0] is waiter and self._free >= size:
+                    reserved = min(size, self.total)  # The total may have changed.
+                    if self._waiters[0] is waiter and self._free >= reserved:
                         break
                     waiter.wait()
                 else:
                     raise ReservationCancelled
-                self._free -= size
+                self._free -= reserved
             finally:
                 self._waiters.remove(waiter)
                 self._notify_head()
@@ -71,7 +78,7 @@ class MemoryBudget:
             yield
         finally:
             with self._mutex:
-                self._free += size
+                self._free += reserved
                 self._notify_head()
 
     def _notify_head(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -24,6 +25,7 @@ def usable_memory(cgroups: Path = _CGROUPS, membership: Path = Path("/proc/self/
     return min(limits)
 
 
+@cache  # A mixture of hundreds of datasets asks for each of them.
 def _limit_files(cgroups: Path, membership: Path) -> list[Path]:
     """Return the files that limit the memory of this process: those of its control group and all groups above it."""
     try:

@@ -16,7 +16,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
 from dataload.samplers.mixture.borders import BLOCK, END
 from dataload.samplers.mixture.sequence import UnitSequence
-from dataload.samplers.mixture.source import Source, SourceRows
+from dataload.samplers.mixture.source import STRETCH, Source, SourceRows
 from dataload.samplers.mixture.weights import integer_weights
 from dataload.samplers.order import Order, Shuffle, checked
 from dataload.samplers.share import RUN_ROWS
@@ -98,7 +98,7 @@ class MixtureOrder:
         num_streams: int = 1,
     ) -> None:
         self.sources, self.seed = tuple(sources), int(seed)
-        self.stop, self.num_rows = stop, None if num_rows is None else int(num_rows)
+        self.stop, self.num_rows = stop, num_rows
         self.batching, self.batch_rows = batching, None if batch_rows is None else int(batch_rows)
         self.homogeneous = batching == "homogeneous"
         windows = [None] * len(self.sources) if windows is None else windows
@@ -125,9 +125,10 @@ class MixtureOrder:
         self.first_blocks: Int64 = np.cumsum([0, *(len(order.block_lengths) for order in self.orders)])
         self.weights = integer_weights(rows if weights is None else weights)
         self.unit = (self.batch_rows or 1) if batching == "homogeneous" else self.num_streams
-        self.run_rows = RUN_ROWS * min(MOST_RUNS, 1 + len(self.orders) // 16)  # each source costs its own overhead
+        many = len(self.orders) // 16
+        self.run_rows = RUN_ROWS * min(MOST_RUNS, 1 + many)  # each source costs its own overhead
         self._units = UnitSequence(self.weights, self.seed)
-        self._source_rows = [SourceRows(order) for order in self.orders]
+        self._source_rows = [SourceRows(order, STRETCH // 4 if many else STRETCH) for order in self.orders]
         self.n = self._length(rows)
         if self.n > self.unit * (END - BLOCK):
             raise ConfigError(f"an epoch of {self.n} rows is too long: raise the smallest weights, or set num_rows")
@@ -224,8 +225,9 @@ class MixtureOrder:
         if self.batching == "homogeneous" and self.batch_rows is None:
             raise ConfigError('batching="homogeneous" needs batch_rows, the rows of a global batch')
         for name, number in (("num_rows", self.num_rows), ("batch_rows", self.batch_rows)):
-            if number is not None and number < 1:
-                raise ConfigError(f"{name}={number}: must be at least 1")
+            if number is not None and (number < 1 or number % 1):
+                raise ConfigError(f"{name}={number}: must be a whole number of at least 1")
+        self.num_rows = None if self.num_rows is None else int(self.num_rows)
 
     def _length(self, rows: Sequence[int]) -> int:
         """Return the rows of an epoch, for sources with these numbers of rows."""
@@ -246,9 +248,8 @@ class MixtureOrder:
         first, last = start // self.unit, -(-end // self.unit)
         rows = np.empty(last - first if self.unit == 1 else (last - first, self.unit), np.int64)
         for source, places, number in self._units.parts(epoch, first, last):
-            indices = np.arange(number * self.unit, (number + len(places)) * self.unit)
-            found = self._source_rows[source].rows(epoch, indices)
-            found += self.first_rows[source]
+            indices = number * self.unit, (number + len(places)) * self.unit
+            found = self._source_rows[source].consecutive(epoch, *indices) + self.first_rows[source]
             rows[places] = found if self.unit == 1 else found.reshape(-1, self.unit)
         return rows.ravel()[start - first * self.unit :][: end - start]
 

@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key
-from dataload.samplers.lru import LRU
+from dataload.samplers.lru import LRU, FirstKept
 from dataload.samplers.mixture.borders import BLOCK, END, Borders
 from dataload.samplers.mixture.schedule import Schedule, schedule, shuffled
 
 Int64 = npt.NDArray[np.int64]
 
-SCHEDULES = 32  # kept, of 384 KiB each: an epoch of 2 million units
+SCHEDULES = 64  # kept, of 384 KiB each: an epoch of 4 million units, or a part of a longer one
 
 
 class _Block:
@@ -68,7 +68,7 @@ class UnitSequence:
         self._weights, self._total = tuple(weights), sum(weights)
         self._seed, self._end = seed, end
         self._borders = Borders(weights)
-        self._schedules: LRU[int, Schedule] = LRU(SCHEDULES)  # the same in all epochs
+        self._schedules: FirstKept[int, Schedule] = FirstKept(SCHEDULES)  # the same in all epochs
         self._blocks: LRU[tuple[int, int], _Block] = LRU(4)
 
     def draws(self, epoch: int, units: Int64) -> tuple[Int64, Int64]:

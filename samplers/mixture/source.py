@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dataload.samplers.lru import LRU
 from dataload.samplers.mixture.small_source import SmallSourceRows, is_small
 from dataload.samplers.order import Order
 
 Int64 = npt.NDArray[np.int64]
 
 MOST_WRAPS = 1 << 40  # epochs of a source in one epoch of the mixture
+STRETCH = 1 << 14  # rows computed together: numpy's overhead for each computation is the time for 10,000 rows
+FIRST_STRETCH = 1 << 9  # rows, so that the first batch does not wait for many others; each further stretch is longer
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +43,13 @@ class SourceRows:
 
     Args:
         order: The order of the source.
+        stretch: Most rows that `consecutive` computes together and keeps: a power of two.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, stretch: int = STRETCH) -> None:
         self._order = order
+        self._stretch = stretch
+        self._stretches: LRU[tuple[int, int, int, int], Int64] = LRU(2)
         self._small = SmallSourceRows(order) if is_small(order) else None
         self._groups = np.repeat(np.arange(len(order.block_lengths)), order.block_lengths) if self._small else None
 
@@ -63,6 +69,20 @@ class SourceRows:
             rows[chosen] = self._order.rows(source_epoch(epoch, number), positions[chosen])
         return rows
 
+    def consecutive(self, epoch: int, start: int, end: int) -> Int64:
+        """Return the rows at the indices from `start` to `end`, as `rows` does. The caller must not change them."""
+        if self._small is not None:
+            return self.rows(epoch, np.arange(start, end))
+        parts = []
+        while start < end:
+            wrap, position = divmod(start, self._order.n)
+            size = min(max(FIRST_STRETCH, 1 << max(0, position.bit_length() - 1)), self._stretch)
+            first = position % size
+            key = epoch, wrap, position - first, size
+            parts.append(self._stretches.get(key, self._computed)[first : first + end - start])
+            start += len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def needs(
         self, epoch: int, start: int, end: int, streams: Sequence[int] | None, at_once: int = 1
     ) -> Iterator[tuple[int, int]]:
@@ -81,6 +101,11 @@ class SourceRows:
             start = (wrap + 1) * n
             if self._small is not None and not first:
                 start += (at_once - 1) // n * n
+
+    def _computed(self, key: tuple[int, int, int, int]) -> Int64:
+        epoch, wrap, first, size = key
+        begin = wrap * self._order.n
+        return self.rows(epoch, np.arange(begin + first, begin + min(first + size, self._order.n)))
 
     def _needs_of(self, epoch: int, wrap: int, first: int, streams: Sequence[int] | None) -> Iterator[tuple[int, int]]:
         """Yield the needs of one epoch of the source, from position `first` on."""

@@ -32,6 +32,9 @@ def integer_weights(weights: Sequence[Any]) -> tuple[int, ...]:
         >>> integer_weights([0.7, 0.2, 0.1])
         (7, 2, 1)
     """
+    if isinstance(weights, str) or not hasattr(weights, "__len__"):
+        raise ConfigError(f"weights={weights!r}: give a number for each source, in a list or by name")
+    weights = weights.tolist() if hasattr(weights, "tolist") else weights  # of NumPy or torch
     if not len(weights):
         raise ConfigError("a mixture needs at least one source")
     exact = [_fraction(weight, number) for number, weight in enumerate(weights)]
@@ -48,10 +51,11 @@ def integer_weights(weights: Sequence[Any]) -> tuple[int, ...]:
 def _fraction(weight: Any, number: int) -> Fraction:
     try:
         if isinstance(weight, float | np.floating):
-            weight = Fraction(str(float(weight)))  # raises for NaN and infinity
+            exact = Fraction(str(float(weight)))  # raises for NaN and infinity
         elif isinstance(weight, np.integer):
-            weight = operator.index(weight)
-        exact = Fraction(weight)
+            exact = Fraction(operator.index(weight))
+        else:
+            exact = Fraction(0 if isinstance(weight, str) else weight)
     except (TypeError, ValueError, OverflowError):
         exact = Fraction(0)
     if exact <= 0:

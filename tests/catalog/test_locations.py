@@ -37,7 +37,7 @@ def locations(folder: str, files: Sequence[Sequence[int]]) -> list[Location]:
 def test_each_row_has_its_location(dataset: Dataset, bucket: Any) -> None:
     expected = locations(bucket.url("data"), FILES)
     assert [dataset.locate(row) for row in range(N)] == expected
-    assert dataset.locate(range(N)) == expected  # more than IntervalIndex finds by a plain search
+    assert dataset.locate([*range(N)] * 4) == expected * 4  # more than IntervalIndex finds by a plain search
     assert dataset.locate(np.arange(N)[::-1]) == expected[::-1]
 
 

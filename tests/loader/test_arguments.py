@@ -80,8 +80,8 @@ def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[
         ({"cache_dir": 3}, "cache_dir=3 must be a path"),
         ({"cache_bytes": "many"}, "cache_bytes='many' is not a size"),
         ({"cluster": "10.0.0.1"}, "cluster: must be valkey://"),
-        ({"source": None}, "the source None must be a URL or a path"),
-        ({"source": [MISSING, 3]}, "the source 3 must be a URL or a path"),
+        ({"source": None}, "the source is of type NoneType: use a URL"),
+        ({"source": [MISSING, 3]}, "the source has an item of type int: use a URL"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
     ],
 )

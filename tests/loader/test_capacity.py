@@ -78,6 +78,28 @@ def test_a_memory_budget_is_granted_in_request_order() -> None:
     assert budget.idle
 
 
+def test_a_reservation_that_waits_gets_all_of_a_budget_that_became_smaller() -> None:
+    budget, granted = MemoryBudget(10), threading.Event()
+
+    def reserve() -> None:
+        with budget.reserve(25):
+            granted.set()
+
+    thread = threading.Thread(target=reserve)
+    with budget.reserve(2):
+        with budget.reserve(3):
+            thread.start()
+            while not budget._waiters:
+                threading.Event().wait(0.001)
+            budget.resize(4)
+            assert not granted.is_set()
+        assert not granted.wait(0.01)  # 2 of 4 are free.
+        budget.resize(6)
+    thread.join(60)
+    assert granted.is_set()
+    assert budget.idle
+
+
 def test_a_cancelled_reservation_blocks_no_other() -> None:
     budget, granted, cancelled = MemoryBudget(10), threading.Event(), threading.Event()
     caught: list[type[BaseException]] = []

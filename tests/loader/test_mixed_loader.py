@@ -612,11 +612,17 @@ def test_the_sources_share_one_pool_of_threads(tmp_path: Path) -> None:
         ({"a": 1, "b": 1, "x": 1}, "differ in 'c', 'x'"),
         ({"a": 1, "b": 1}, "differ in 'c'"),
         ([1, 1], "2 weights for 3 sources"),
+        (3, "weights=3: give a number for each source"),
+        ("123", "weights='123': give a number for each source"),
+        (["1", 1, 1], "weight '1' of source 0"),
+        (torch.tensor([1.0, -1.0, 1.0]), "weight -1.0 of source 1"),
     ],
 )
 def test_wrong_weights(sources: Sources, weights: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         mix(sources(), weights)
+    with pytest.raises(ConfigError, match=says):
+        mix(dict.fromkeys(NAMES, "s3://no-such-bucket/x"), weights)  # No source is opened.
 
 
 @pytest.mark.parametrize(
@@ -625,6 +631,7 @@ def test_wrong_weights(sources: Sources, weights: Any, says: str) -> None:
         ({"stop": "never"}, "stop='never'"),
         ({"batching": "random"}, "batching='random'"),
         ({"num_rows": 0}, "num_rows=0"),
+        ({"num_rows": 2.5}, "num_rows=2.5: must be a whole number"),
         ({"name_column": "half"}, "name_column='half' is a column of the sources"),
         ({"name_column": "row_id.is_null"}, "is the name of a mask of nulls"),
         ({"name_column": ""}, "name_column='' must be a string"),
@@ -638,7 +645,15 @@ def test_wrong_arguments(sources: Sources, options: Any, says: str) -> None:
 
 
 def test_wrong_sources(sources: Sources) -> None:
-    for wrong, says in (({}, "at least one source"), ("s3://x", "a mapping"), ({1: sources()["a"]}, "a string")):
+    one = sources()["a"]
+    for wrong, says in (
+        ({}, "at least one source"),
+        ("s3://x", "a mapping"),
+        ({1: one}, "a string"),
+        ({"x": mix([one]), "y": one}, "source 'x' is a mixture"),
+        ([make_loader(one, 4), one], "the source has an item of type dict: use a URL"),
+        ([None, one], "the source is of type NoneType: use a URL"),
+    ):
         with pytest.raises(ConfigError, match=says):
             mix(wrong)
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,13 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 def made(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     """Count how often each row group is made in a bunch."""
     counts: Counter[int] = Counter()
-    packed = bunches.BunchMaker._packed
+    packed = bunches._packed
 
-    def counting(self: Any, members: Any) -> Any:
+    def counting(members: Any) -> Any:
         counts.update(member.number for member in members)
-        return packed(self, members)
+        return packed(members)
 
-    monkeypatch.setattr(bunches.BunchMaker, "_packed", counting)
+    monkeypatch.setattr(bunches, "_packed", counting)
     return counts
 
 
@@ -201,33 +202,58 @@ def test_a_cache_that_is_too_small_keeps_a_part(tmp_path: Path, write: Any, made
     assert made
 
 
-def test_a_mixture_makes_small_row_groups_of_each_dataset_together(
-    tmp_path: Path, write: Any, made: Counter[int]
+@pytest.mark.parametrize("kinds", [("numbers", "lists"), ("text",)])
+def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
 ) -> None:
-    parts = [opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")]
-    loader = make_loader(mixture := mix(parts, [0.5, 0.5]), 16)
-    request_all(mixture)
-    assert sum(len(batch["id"]) for batch in loader) >= FILES * ROWS
-    assert made
+    names, packed, sources = ("a", "b"), bunches._packed, list[set[int]]()
+
+    def noting(members: Any) -> Any:
+        sources.append({id(member.blobs) for member in members})
+        return packed(members)
+
+    monkeypatch.setattr(bunches, "_packed", noting)
+    folders = [write(*kinds, folder=name) for name in names]
+
+    def rows(cache: str) -> Any:
+        mixture = mix([opened(folder, tmp_path / cache) for folder in folders])
+        request_all(mixture)
+        batches = list(make_loader(mixture, 16))
+        return sorted(
+            repr([np.asarray(row).tolist() for row in column]) for each in batches for column in each.values()
+        )
+
+    together = rows("together")
+    assert max(map(len, sources)) == len(names)
+    monkeypatch.setattr(scheduler, "MOST_IN_A_BUNCH", 1)
+    assert rows("one by one") == together
 
 
-def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(
-    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(tmp_path: Path, write: Any) -> None:
     mixture = mix([opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")])
-    blobs, make = mixture.rowstore.blobs, bunches.BunchMaker.make
-
-    def failing(self: Any, lives: Any) -> Any:
-        if self._blobs is blobs.caches[1]:
-            raise OriginError("not today")
-        return make(self, lives)
-
-    monkeypatch.setattr(bunches.BunchMaker, "make", failing)
-    found = blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)})
-    assert [number for number, made in found.items() if isinstance(made, list)] == list(range(FILES))
-    assert len(found) == 2 * FILES
-    with suppress(OriginError):  # A loop ends, whether it asks for these row groups once or again.
+    for file in (tmp_path / "b").iterdir():
+        file.unlink()
+    lives = {number: RowGroupLife() for number in reversed(range(2 * FILES))}
+    found = mixture.rowstore.blobs.load_together(lives)
+    assert sorted(number for number, made in found.items() if isinstance(made, list)) == list(range(FILES))
+    with pytest.raises(OSError, match=r"b/\d+\.parquet"):
         list(make_loader(mixture, 16))
+
+
+def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(4):
+            pq.write_table(pa.table({"x": [None, number]}), tmp_path / name / f"{number}.parquet")
+    fills = {"a": 7, "b": 8}
+    cache = CacheConfig(str(tmp_path / "cache"))
+    mixture = mix(
+        {name: make_dataset(str(tmp_path / name), fill_null=fill, cache=cache) for name, fill in fills.items()}
+    )
+    found = mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(8)})
+    assert all(isinstance(made, list) for made in found.values())
+    rows = [batch["x"].tolist() for batch in make_loader(mixture, 8, shuffle=False)]
+    assert sorted(chain.from_iterable(rows)) == sorted([*range(4)] * 2 + [7] * 4 + [8] * 4)
 
 
 def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(

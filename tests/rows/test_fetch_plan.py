@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.local.tier import LocalTier
@@ -158,6 +158,25 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
                 assert fetched.acquire(timeout=30)
             assert not any(future.done() for future in made)
         assert all(future.result(30) for future in made)
+    assert maker.memory.idle
+    assert maker.decoding.idle
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_a_second_loader_keeps_what_the_first_has_reserved(tmp_path: Path, sources: int) -> None:
+    for name, rows in (("small", 10), ("large", 1000)):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table({"x": list(range(rows))}), tmp_path / name / "0.parquet")
+    cache = CacheConfig(str(tmp_path / "cache"))
+    parts = [make_dataset(str(tmp_path / name), cache=cache) for name in ("small", "large")]
+    data = parts[0] if sources == 1 else mix(parts)
+    maker = data.rowstore.blobs.caches[0].maker
+    maker.use_memory(1 << 40)
+    with maker.memory.reserve(sys.maxsize), maker.decoding.reserve(sys.maxsize):  # as a loader that reads `data`
+        make_loader(data, 4, world=World(0, 1), num_workers=1)  # less memory for each process
+        assert not maker.has_capacity(0)
+        assert not maker.decoding.fits(1)
+    assert maker.has_capacity(0)
     assert maker.memory.idle
     assert maker.decoding.idle
 

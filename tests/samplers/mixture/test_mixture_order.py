@@ -17,8 +17,11 @@ from dataload.errors import ConfigError
 from dataload.samplers.epoch import EpochOrder
 from dataload.samplers.keys import derive_key, mix
 from dataload.samplers.mixture import order as mixture_order
+from dataload.samplers.mixture import sequence
+from dataload.samplers.mixture.borders import BLOCK
 from dataload.samplers.mixture.order import MixtureOrder
-from dataload.samplers.mixture.source import Source, source_epoch
+from dataload.samplers.mixture.schedule import schedule
+from dataload.samplers.mixture.source import Source, SourceRows, source_epoch
 from dataload.samplers.order import Order
 
 LENGTHS = [[40, 0, 25, 60, 31], [7, 9], [300, 250, 100]]
@@ -378,3 +381,25 @@ def test_positions_outside_the_epoch():
         with pytest.raises(IndexError):
             order.needs_from(0, position)
     assert list(order.needs_from(0, 10)) == []
+
+
+@pytest.mark.parametrize("lengths", [[3000, 4000, 2000], [300, 400], [3, 4]])
+@pytest.mark.parametrize("streams", [1, 4])
+def test_consecutive_rows_are_those_of_any_indices(lengths, streams):
+    order = Order(lengths, seed=5, num_streams=streams)
+    rows, n = SourceRows(order, stretch=2048), order.n
+    for start, end in ((0, 1), (0, 3 * n), (n - 1, n + 1), (100, 700), (511, 513), (2 * n + 5, 2 * n + 5000)):
+        for epoch in (0, 3):
+            expected = rows.rows(epoch, np.arange(start, end))
+            assert rows.consecutive(epoch, start, end).tolist() == expected.tolist()
+
+
+def test_a_long_epoch_keeps_the_schedules_that_fit(monkeypatch):
+    made = []
+    monkeypatch.setattr(sequence, "SCHEDULES", 2)
+    monkeypatch.setattr(sequence, "schedule", lambda *given: made.append(given[1]) or schedule(*given))
+    units = sequence.UnitSequence([3, 2], 0, 4 * BLOCK)
+    for epoch in (0, 1):
+        for start in range(0, 4 * BLOCK, BLOCK):
+            assert sum(len(places) for _, places, _ in units.parts(epoch, start, start + BLOCK)) == BLOCK
+    assert made == [0, BLOCK, 2 * BLOCK, 3 * BLOCK, 2 * BLOCK, 3 * BLOCK]
