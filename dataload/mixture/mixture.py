@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -182,16 +182,6 @@ class Mixture(MapStyle):
             raise ConfigError(f"name_column={name_column!r} is {kind}: choose another name")
         layouts = [dataset.rowstore.layout for dataset in self._datasets]
         check_same_columns(self.names, layouts, [dataset.schema for dataset in self._datasets])
-
-
-def _by_position(weights: Weights, names: Collection[str]) -> Sequence[Any] | None:
-    """Return the weights in the order of the sources. Raise ConfigError if they name other sources."""
-    if not isinstance(weights, Mapping):
-        return weights
-    if weights.keys() != {*names}:
-        differing = ", ".join(map(repr, sorted({*names} ^ weights.keys(), key=str)))
-        raise ConfigError(f"the names of the weights and of the sources differ in {differing}: name each source once")
-    return [weights[name] for name in names]
 
 
 @known_keywords(make_dataset)
