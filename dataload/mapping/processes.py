@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from dataload.formats.schema import Field, Layout
-from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, records_of
+from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, in_flight, records_of
 from dataload.mapping.stage import UserFunction, given_and_kept
 from dataload.rows.columns import Column
 from dataload.rows.row_block import Blob, Records
@@ -43,15 +42,13 @@ class ProcessRunner:
         Raises:
             ChunkError: The function raised, it returned other columns, or processes died of it.
         """
-        pending: deque[tuple[int, Future[bytes]]] = deque()
-        for records in chunks:
-            columns = {field.name: column_of(records, field) for field in self._given.fields}
-            request = blob_of(columns, len(records), self._given, "a chunk")
-            pending.append((len(records), self.processes.submit(len(records).to_bytes(_ROWS_BYTES) + request)))
-            while len(pending) > self._count:
-                yield self._received(*pending.popleft())
-        while pending:
-            yield self._received(*pending.popleft())
+        for rows, answer in in_flight(chunks, self._submit, self._count):
+            yield self._received(rows, answer)
+
+    def _submit(self, records: Records) -> Future[bytes]:
+        columns = {field.name: column_of(records, field) for field in self._given.fields}
+        request = blob_of(columns, len(records), self._given, "a chunk")
+        return self.processes.submit(len(records).to_bytes(_ROWS_BYTES) + request)
 
     def _received(self, rows: int, future: Future[bytes]) -> dict[str, Column]:
         try:

@@ -26,6 +26,8 @@ from dataload.rows.row_group_maker import MEMORY_DIVISOR, RowGroupMaker
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.usable_cores import usable_cores
 from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import doing
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 VERSION = 1
 FIRST_ROWS = 32  # of the first chunk of a row group
 CHUNK_ROWS = 1024
-CHUNK_BYTES = 16 << 20  # of the rows that the function gets and of those that it returns
+CHUNK_BYTES = 16 << 20  # of the rows that the calls under way get, and of those that they return
 
 
 def _bytes_of(columns: Mapping[str, Column]) -> int:
@@ -161,6 +163,7 @@ class MappedMaker(RowGroupMaker):
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads, and leave the processes to the parent."""
         super().after_fork_in_child()
+        self._callers = DaemonExecutor(usable_cores(), "dataload-map")
         self._starting = threading.Lock()
         self._processes: ProcessRunner | None = None
 
@@ -178,6 +181,11 @@ class MappedMaker(RowGroupMaker):
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that decoding and mapping a row group take."""
         return super().decoding_bytes(number) + 2 * CHUNK_BYTES + self._of_source().decoding_bytes(number)
+
+    @property
+    def blob_decoding_bytes(self) -> int:
+        """The bytes that decoding and mapping a row group of large blobs take."""
+        return super().blob_decoding_bytes + 2 * CHUNK_BYTES + self._source.maker.blob_decoding_bytes
 
     @contextmanager
     def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
@@ -207,7 +215,7 @@ class MappedMaker(RowGroupMaker):
             yield no_rows(fields)
             return
         sources = zip(columns, self._source.plan.lengths(number), strict=True)
-        chunk = ChunkSize(self._chunk_rows(number), FIRST_ROWS, CHUNK_BYTES // (self._stage.processes or 1))
+        chunk = ChunkSize(self._chunk_rows(number), FIRST_ROWS, CHUNK_BYTES // self._calls)
         done = self._called(self._chunks(sources, number, chunk, lengths[0]), number, chunk)
         for length in lengths:
             parts: list[dict[str, Column]] = []
@@ -229,6 +237,11 @@ class MappedMaker(RowGroupMaker):
                 "write the file with fewer rows in a row group, and not sorted by size"
             )
 
+    @property
+    def _calls(self) -> int:
+        """The calls of the function that are under way at a time."""
+        return self._stage.processes or usable_cores()
+
     def _is_small(self, number: int) -> bool:  # noqa: ARG002
         return False  # The function may take any time, and other threads wait for a thread that loads.
 
@@ -236,7 +249,7 @@ class MappedMaker(RowGroupMaker):
         """Return how many rows to map together at most: a power of two, as the rows of blobs are."""
         plans = self._plan, self._source.plan
         row_bytes = sum(max(plan.blob_sizes(number)) // max(plan.lengths(number)) for plan in plans)
-        most = CHUNK_BYTES // (self._stage.processes or 1) // max(1, row_bytes)
+        most = CHUNK_BYTES // self._calls // max(1, row_bytes)
         return 1 << (max(1, min(CHUNK_ROWS, most)).bit_length() - 1)
 
     def _chunks(
@@ -304,7 +317,7 @@ class MappedMaker(RowGroupMaker):
     def _each(self) -> Callable[[Iterator[Records]], Iterator[dict[str, Column]]]:
         stage, given, fields = self._stage, self._source.plan.layout, self._plan.layout.fields
         if stage.processes is None:
-            return partial(stage.runner(given.fields).each, fields=fields)
+            return partial(stage.runner(given.fields).each, fields=fields, threads=self._callers, count=usable_cores())
         with self._starting:
             if self._processes is None:
                 from dataload.mapping.processes import ProcessRunner

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +18,9 @@ from dataload.rows import row_block
 from dataload.rows.collate import to_batch
 from dataload.rows.columns import Coded, Column, Dense, Nested, Ragged, spans_of
 from dataload.rows.row_block import Blob, Records
+from dataload.runtime.executor import DaemonExecutor
 
+T = TypeVar("T")
 Function = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
@@ -71,9 +75,19 @@ class Runner:
         columns: dict[str, Column] = self._located(fit, records)
         return columns | {field.name: column_of(records, field) for field in self._kept if field.name in names}
 
-    def each(self, chunks: Iterable[Records], fields: Sequence[Field]) -> Iterator[dict[str, Column]]:
-        """Yield the mapped rows of each chunk. See `columns`."""
-        return (self.columns(records, fields) for records in chunks)
+    def each(
+        self, chunks: Iterable[Records], fields: Sequence[Field], threads: DaemonExecutor, count: int
+    ) -> Iterator[dict[str, Column]]:
+        """Yield the mapped rows of each chunk, in order. See `columns`.
+
+        Args:
+            chunks: The chunks.
+            fields: The columns to return.
+            threads: They call the function.
+            count: How many there are.
+        """
+        for _, called in in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), count):
+            yield called.result()
 
     def forms(self, records: Records) -> dict[str, tuple[Form, float]]:
         """Return the form of each column that the function returns, and the mean bytes of a ragged value.
@@ -117,6 +131,18 @@ class Runner:
             row, reason = _failing(call, records) or (None, error)
             text = reason.without_row if row is not None and isinstance(reason, RowError) else _shown(reason)
             raise ChunkError(row, text) from reason
+
+
+def in_flight(
+    chunks: Iterable[Records], submit: Callable[[Records], Future[T]], count: int
+) -> Iterator[tuple[int, Future[T]]]:
+    """Yield the rows and the call of each chunk, in order. `count` calls, and another one, are under way."""
+    pending: deque[tuple[int, Future[T]]] = deque()
+    for records in chunks:
+        pending.append((len(records), submit(records)))
+        if len(pending) > count:
+            yield pending.popleft()
+    yield from pending
 
 
 def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str) -> bytearray:

@@ -128,8 +128,13 @@ class RowGroupMaker(ForkAware):
 
     def _parts(self, size: int) -> tuple[int, int]:
         """Return the parts of a process's memory: decoder threads need a blob each, all else is for fetched bytes."""
-        decoding = min(size // 2, DECODED_COPIES * BLOB_BYTES * usable_cores())
+        decoding = min(size // 2, self.blob_decoding_bytes * usable_cores())
         return max(size - decoding, self.least_held), decoding
+
+    @property
+    def blob_decoding_bytes(self) -> int:
+        """The bytes that decoding a row group of `BLOB_BYTES` takes."""
+        return DECODED_COPIES * BLOB_BYTES
 
     def _least_held(self) -> int:
         largest = max((group.bytes for group in self._manifest.row_groups), default=0)
