@@ -42,19 +42,18 @@ class ProcessRunner:
         Raises:
             ChunkError: The function raised, it returned other columns, or processes died of it.
         """
-        for rows, answer in in_flight(chunks, self._submit, self._count):
-            yield self._received(rows, answer)
+        try:
+            for rows, answer in in_flight(chunks, self._submit, self._count):
+                yield self._received(rows, memoryview(answer))
+        except ProcessDied as error:
+            raise ChunkError(None, str(error)) from error
 
     def _submit(self, records: Records) -> Future[bytes]:
         columns = {field.name: column_of(records, field) for field in self._given.fields}
         request = blob_of(columns, len(records), self._given, "a chunk")
         return self.processes.submit(len(records).to_bytes(_ROWS_BYTES) + request)
 
-    def _received(self, rows: int, future: Future[bytes]) -> dict[str, Column]:
-        try:
-            answer = memoryview(future.result())
-        except ProcessDied as error:
-            raise ChunkError(None, str(error)) from error
+    def _received(self, rows: int, answer: memoryview) -> dict[str, Column]:
         if answer[:1] == _FAILED:
             raise ChunkError(*json.loads(bytes(answer[1:])))
         blob = Blob(answer[1:], rows, self._layout)

@@ -18,7 +18,7 @@ from dataload.rows import row_block
 from dataload.rows.collate import to_batch
 from dataload.rows.columns import Coded, Column, Dense, Nested, Ragged, spans_of
 from dataload.rows.row_block import Blob, Records
-from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.executor import DaemonExecutor, awaited
 
 T = TypeVar("T")
 Function = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -86,8 +86,8 @@ class Runner:
             threads: They call the function.
             count: How many there are.
         """
-        for _, called in in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), count):
-            yield called.result()
+        for _, columns in in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), count):
+            yield columns
 
     def forms(self, records: Records) -> dict[str, tuple[Form, float]]:
         """Return the form of each column that the function returns, and the mean bytes of a ragged value.
@@ -133,16 +133,16 @@ class Runner:
             raise ChunkError(row, text) from reason
 
 
-def in_flight(
-    chunks: Iterable[Records], submit: Callable[[Records], Future[T]], count: int
-) -> Iterator[tuple[int, Future[T]]]:
-    """Yield the rows and the call of each chunk, in order. `count` calls, and another one, are under way."""
-    pending: deque[tuple[int, Future[T]]] = deque()
+def in_flight(chunks: Iterable[Records], submit: Callable[[Records], Future[T]], count: int) -> Iterator[tuple[int, T]]:
+    """Yield the rows and the result of each chunk, in order. `count` calls, and another one, are under way."""
+    rows, calls = deque[int](), deque[Future[T]]()
     for records in chunks:
-        pending.append((len(records), submit(records)))
-        if len(pending) > count:
-            yield pending.popleft()
-    yield from pending
+        rows.append(len(records))
+        calls.append(submit(records))
+        if len(calls) > count:
+            yield rows.popleft(), awaited(calls.popleft())
+    while calls:
+        yield rows.popleft(), awaited(calls.popleft())
 
 
 def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str) -> bytearray:
