@@ -32,18 +32,18 @@ class ProcessRunner:
     def __init__(
         self, function: UserFunction, columns: Sequence[str] | None, given: Layout, fields: Sequence[Field], count: int
     ) -> None:
-        self._given, self._layout, self._count = given, Layout(fields), count
+        self._given, self._layout = given, Layout(fields)
         hello = pickle.dumps((function, columns, given.fields, tuple(fields)))
         self.processes = ChildProcesses(count, f"{__name__}:run", hello)
 
-    def each(self, chunks: Iterable[Records]) -> Iterator[dict[str, Column]]:
-        """Yield the mapped rows of each chunk, in order. A chunk for each process, and another one, is under way.
+    def each(self, chunks: Iterable[Records], ahead: int) -> Iterator[dict[str, Column]]:
+        """Yield the mapped rows of each chunk, in order. `ahead` chunks, and another one, are under way.
 
         Raises:
             ChunkError: The function raised, it returned other columns, or processes died of it.
         """
         try:
-            for rows, answer in in_flight(chunks, self._submit, self._count):
+            for rows, answer in in_flight(chunks, self._submit, ahead):
                 yield self._received(rows, memoryview(answer))
         except ProcessDied as error:
             raise ChunkError(None, str(error)) from error

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -196,7 +195,7 @@ class MappedMaker(RowGroupMaker):
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
         chunk = ChunkSize(rows, rows)
-        return self._called(self._chunks(self._of_source().head(number, rows), number, chunk), number, chunk)
+        return self._called(self._chunks(self._of_source().head(number, rows), number, chunk), number, chunk, 0)
 
     def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Iterator[dict[str, Column]]:
         """Yield the columns of each mapped blob of a row group.
@@ -216,7 +215,7 @@ class MappedMaker(RowGroupMaker):
             return
         sources = zip(columns, self._source.plan.lengths(number), strict=True)
         chunk = ChunkSize(self._chunk_rows(number), FIRST_ROWS, CHUNK_BYTES // self._calls)
-        done = self._called(self._chunks(sources, number, chunk, lengths[0]), number, chunk)
+        done = self._called(self._chunks(sources, number, chunk, lengths[0]), number, chunk, self._calls)
         for length in lengths:
             parts: list[dict[str, Column]] = []
             missing, size = length, 0
@@ -278,9 +277,9 @@ class MappedMaker(RowGroupMaker):
                 chosen, done = chosen[size:], done + size
 
     def _called(
-        self, chunks: Iterator[Records], number: int, chunk: ChunkSize
+        self, chunks: Iterator[Records], number: int, chunk: ChunkSize, ahead: int
     ) -> Iterator[tuple[dict[str, Column], int]]:
-        """Yield the mapped rows of each chunk.
+        """Yield the mapped rows of each chunk. ahead: as for `_each`.
 
         Raises:
             DataError: The function failed.
@@ -298,7 +297,7 @@ class MappedMaker(RowGroupMaker):
                 sizes.append(len(records))
                 yield records
 
-        done, results = 0, self._each(noted())
+        done, results = 0, self._each(noted(), ahead)
         for index in itertools.count():
             try:
                 with doing("map"):
@@ -313,17 +312,17 @@ class MappedMaker(RowGroupMaker):
             yield columns, sizes[index]
             done += sizes[index]
 
-    @property
-    def _each(self) -> Callable[[Iterator[Records]], Iterator[dict[str, Column]]]:
+    def _each(self, chunks: Iterator[Records], ahead: int) -> Iterator[dict[str, Column]]:
+        """Yield the mapped rows of each chunk, in order. ahead: calls that are under way, besides the one awaited."""
         stage, given, fields = self._stage, self._source.plan.layout, self._plan.layout.fields
         if stage.processes is None:
-            return partial(stage.runner(given.fields).each, fields=fields, threads=self._callers, count=usable_cores())
+            return stage.runner(given.fields).each(chunks, fields, self._callers, ahead)
         with self._starting:
             if self._processes is None:
                 from dataload.mapping.processes import ProcessRunner
 
                 self._processes = ProcessRunner(stage.function, stage.columns, given, fields, stage.processes)
-            return self._processes.each
+            return self._processes.each(chunks, ahead)
 
     def _where(self, number: int) -> str:
         return where(self._manifest.row_groups[number], self._blocks)

@@ -76,7 +76,7 @@ class Runner:
         return columns | {field.name: column_of(records, field) for field in self._kept if field.name in names}
 
     def each(
-        self, chunks: Iterable[Records], fields: Sequence[Field], threads: DaemonExecutor, count: int
+        self, chunks: Iterable[Records], fields: Sequence[Field], threads: DaemonExecutor, ahead: int
     ) -> Iterator[dict[str, Column]]:
         """Yield the mapped rows of each chunk, in order. See `columns`.
 
@@ -84,9 +84,9 @@ class Runner:
             chunks: The chunks.
             fields: The columns to return.
             threads: They call the function.
-            count: How many there are.
+            ahead: Calls that are under way, besides the one whose result comes next.
         """
-        for _, columns in in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), count):
+        for _, columns in in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), ahead):
             yield columns
 
     def forms(self, records: Records) -> dict[str, tuple[Form, float]]:
@@ -133,13 +133,13 @@ class Runner:
             raise ChunkError(row, text) from reason
 
 
-def in_flight(chunks: Iterable[Records], submit: Callable[[Records], Future[T]], count: int) -> Iterator[tuple[int, T]]:
-    """Yield the rows and the result of each chunk, in order. `count` calls, and another one, are under way."""
+def in_flight(chunks: Iterable[Records], submit: Callable[[Records], Future[T]], ahead: int) -> Iterator[tuple[int, T]]:
+    """Yield the rows and the result of each chunk, in order. `ahead` calls, and another one, are under way."""
     rows, calls = deque[int](), deque[Future[T]]()
     for records in chunks:
         rows.append(len(records))
         calls.append(submit(records))
-        if len(calls) > count:
+        if len(calls) > ahead:
             yield rows.popleft(), awaited(calls.popleft())
     while calls:
         yield rows.popleft(), awaited(calls.popleft())
