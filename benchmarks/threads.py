@@ -51,7 +51,7 @@ def decoded(batch: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
 
 def decoded_faster(batch: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     """Return the same by `dataload.images`."""
-    return {**batch, "image": images.random_resized_crop(images.decode(batch["image"]), rng, CROP)}
+    return {**batch, "image": images.random_resized_crop(batch["image"], rng, CROP)}
 
 
 def ours(threads: int, transform: Transform, file: str, cache_dir: str) -> Iterator[Iterator[Any]]:

@@ -168,5 +168,5 @@ def processes() -> list[bytes]:
 
 def lives_on(thread: threading.Thread) -> bool:
     """Return whether a thread may outlive a test: pools end with their dataset or with the process."""
-    pools = ("dataload-blocks", "dataload-decode", "dataload-load")
+    pools = ("dataload-blocks", "dataload-decode", "dataload-load", "dataload-map")
     return thread.name.startswith((*pools, "fsspecIO", "asyncio_", "Dummy-")) or "process_request" in thread.name

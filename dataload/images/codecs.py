@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ except ImportError as error:
 MOST_PIXELS = 178_956_970  # as Pillow: a larger image is an attack, or a damaged header
 KEPT_BYTES = 64 << 20  # of memory for the pixels of the next image
 CHANNELS = 3
+_MOST_OF_16_BITS = (1 << 16) - 1
 _JPEG = b"\xff\xd8\xff"
 _FRACTIONS = (8, 4, 2)  # The codec has no vector code for others.
 
@@ -78,6 +80,17 @@ class Decoder:
         return self._memory[:size]
 
 
+def bytes_of(image: Any) -> Any:
+    """Return the file of an image: bytes, or a dict with `bytes`, as Hugging Face stores it."""
+    if isinstance(image, Mapping):
+        if image.get("bytes") is None:
+            raise ValueError(f"it has no bytes, only the path {image.get('path')!r}")
+        image = image["bytes"]
+    if image is None:
+        raise ValueError("it is null")
+    return image
+
+
 def _by_pillow(encoded: Any) -> Pixels:
     try:
         opened = Image.open(io.BytesIO(encoded))
@@ -87,9 +100,11 @@ def _by_pillow(encoded: Any) -> Pixels:
         if picture.width * picture.height > MOST_PIXELS:
             raise ValueError(f"it has {picture.width} x {picture.height} pixels, more than {MOST_PIXELS:,}")
         orientation = picture.getexif().get(TAG, UPRIGHT)
-        if picture.mode.startswith("I"):  # 16 bits, which `convert` would clip
-            grey = (np.asarray(picture) >> 8).astype(np.uint8)
-            pixels = np.repeat(grey[:, :, None], CHANNELS, axis=2)
+        if picture.mode[0] in "IF":  # 16 bits or more, which `convert` would clip
+            grey = np.asarray(picture)
+            if picture.mode == "F" or not 0 <= grey.min() <= grey.max() <= _MOST_OF_16_BITS:
+                raise ValueError(f"its pixels (mode {picture.mode}) have an unknown range: convert the file to 16 bits")
+            pixels = np.repeat((grey >> 8).astype(np.uint8)[:, :, None], CHANNELS, axis=2)
         else:
             pixels = np.array(picture.convert("RGB"))
     return pixels if orientation not in range(2, 9) else upright(pixels, orientation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -11,42 +12,48 @@ import torch
 from torch.nn.functional import interpolate
 
 from dataload.errors import ConfigError, DataError, RowError
-from dataload.images.codecs import MOST_PIXELS, Decoder
+from dataload.images.codecs import CHANNELS, MOST_PIXELS, Decoder, bytes_of
 from dataload.images.orientation import Pixels
 
 CROPS = ("center", "full")
+DAMAGED = ("raise", "mark")
 
 Crop = Literal["center", "full"]
+Damaged = Literal["raise", "mark"]
 
 
 @overload
 def decode(
-    column: str, *, size: int | None = None, crop: Crop = "center"
+    column: str, *, size: int | None = None, crop: Crop = "center", damaged: Damaged = "raise"
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]: ...
 @overload
 def decode(column: Sequence[Any], *, size: int | None = None, crop: Crop = "center") -> torch.Tensor: ...
 
 
-def decode(column: str | Sequence[Any], *, size: int | None = None, crop: Crop = "center") -> Any:
+def decode(
+    column: str | Sequence[Any], *, size: int | None = None, crop: Crop = "center", damaged: Damaged = "raise"
+) -> Any:
     """Decode JPEG, PNG, WebP and other images to RGB pixels, and resize them.
 
     EXIF orientation is applied. Grey, CMYK, palettes and 16 bits become RGB of 8 bits; alpha is dropped. The decoder
     releases the interpreter lock.
 
     Args:
-        column: Name of a column, for `Dataset.map` or `transform`; or the images themselves: bytes-like objects, or
-            dicts with `bytes`, as Hugging Face stores them.
+        column: Name of a column, for `Dataset.map` or `transform`, of bytes or of the structs of `bytes` and `path`
+            that Hugging Face stores; or a list of the images themselves.
         size: Length of the shorter side in pixels. Images are resized with antialiasing, and a large JPEG is decoded to
             a half, a quarter or an eighth first. None: images stay as they are, and all must have one shape.
         crop: "center" cuts out the centre, `size` x `size`. "full" keeps the whole image: all images of a call must
             then have one shape.
+        damaged: "raise", or "mark" to return black pixels for each image that cannot be decoded, and the column
+            "<column>.is_damaged". It takes the name of a column, a `size` and crop="center".
 
     Returns:
         Pixels, uint8 [n, H, W, 3]. For a name: a function of a batch (a dict) that returns the batch with the pixels
-        in the place of the column.
+        in the place of the column; with "mark" also bool [n].
 
     Raises:
-        ConfigError: `size` or `crop` is invalid, or the packages of `dataload[images]` are missing.
+        ConfigError: `size`, `crop` or `damaged` is invalid, or the packages of `dataload[images]` are missing.
         DataError: An image is damaged, missing or of an unknown format, or of another shape than the first. It names
             the row in the column and the reason.
 
@@ -58,29 +65,54 @@ def decode(column: str | Sequence[Any], *, size: int | None = None, crop: Crop =
     """
     if crop not in CROPS:
         raise ConfigError(f"crop={crop!r} is unknown: use 'center' or 'full'")
-    if size is not None and size < 1:
-        raise ConfigError(f"size={size} must be at least 1")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ConfigError(f"size={size!r} must be a whole number of at least 1, or None")
+    if damaged not in DAMAGED:
+        raise ConfigError(f"damaged={damaged!r} is unknown: use 'raise' or 'mark'")
+    if damaged == "mark" and (not isinstance(column, str) or size is None or crop != "center"):
+        raise ConfigError("damaged='mark' needs the name of a column, size= and crop='center'")
     if isinstance(column, str):
-        return partial(decode_column, column=column, size=size, crop=crop)
+        return partial(decode_column, column=column, size=size, crop=crop, damaged=damaged)
+    if isinstance(column, (bytes, bytearray, memoryview)):
+        raise ConfigError("decode takes the name of a column or a list of images, not one image: decode([image])")
     return _decoded(column, size, crop, "image")
 
 
-def decode_column(batch: Mapping[str, Any], *, column: str, size: int | None, crop: Crop) -> dict[str, Any]:
+def decode_column(
+    batch: Mapping[str, Any], *, column: str, size: int | None, crop: Crop, damaged: Damaged
+) -> dict[str, Any]:
     """Return the batch with the images of a column decoded. Its arguments are those of `decode`."""
-    if column not in batch:
+    others = dict(batch)
+    if column in batch:
+        images = others.pop(column)
+    elif f"{column}.bytes" in batch:  # a member of a struct that Hugging Face stores
+        files = others.pop(f"{column}.bytes")
+        paths = others.pop(f"{column}.path", repeat(None))
+        images = [{"bytes": file, "path": path} for file, path in zip(files, paths, strict=False)]
+    else:
         raise ConfigError(f"decode: no column is called {column!r}; there are {', '.join(batch)}")
-    return {**batch, column: _decoded(batch[column], size, crop, column)}
+    if damaged == "raise":
+        return {**others, column: _decoded(images, size, crop, column)}
+    is_damaged = torch.zeros(len(images), dtype=torch.bool)
+    pixels = _decoded(images, size, crop, column, is_damaged)
+    return {**others, column: pixels, f"{column}.is_damaged": is_damaged}
 
 
-def _decoded(images: Sequence[Any], size: int | None, crop: Crop, name: str) -> torch.Tensor:
+def _decoded(
+    images: Sequence[Any], size: int | None, crop: Crop, name: str, is_damaged: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the pixels of images. is_damaged: bool [n], set for images that cannot be decoded; None: they raise."""
     decoder, pixels = Decoder(size or 0), np.empty((0, 0, 0, 3), np.uint8)
     for row, image in enumerate(images):
         try:
-            one = decoder(_bytes_of(image), pixels[row] if row and size is None else None)
+            one = decoder(bytes_of(image), pixels[row] if row and size is None else None)
             if size is not None:
                 one = _resized(one, size, crop)
         except Exception as error:
-            raise RowError(name, row, f"cannot be decoded: {error}") from error
+            if is_damaged is None or size is None:
+                raise RowError(name, row, f"cannot be decoded: {error}") from error
+            is_damaged[row] = True
+            one = np.zeros((size, size, CHANNELS), np.uint8)
         if not row:
             pixels = np.empty((len(images), *one.shape), np.uint8)
         if one.shape != pixels.shape[1:]:
@@ -92,16 +124,6 @@ def _decoded(images: Sequence[Any], size: int | None, crop: Crop, name: str) -> 
         if not np.may_share_memory(one, pixels):  # It was not decoded there.
             pixels[row] = one
     return torch.from_numpy(pixels)
-
-
-def _bytes_of(image: Any) -> Any:
-    if isinstance(image, Mapping):
-        if image.get("bytes") is None:
-            raise ValueError(f"it has no bytes, only the path {image.get('path')!r}")
-        image = image["bytes"]
-    if image is None:
-        raise ValueError("it is null")
-    return image
 
 
 def _resized(pixels: Pixels, size: int, crop: Crop) -> Pixels:

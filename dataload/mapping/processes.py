@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 from dataload.formats.schema import Field, Layout
-from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, records_of
+from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, in_flight, records_of
 from dataload.mapping.stage import UserFunction, given_and_kept
 from dataload.rows.columns import Column
 from dataload.rows.row_block import Blob, Records
@@ -33,31 +32,28 @@ class ProcessRunner:
     def __init__(
         self, function: UserFunction, columns: Sequence[str] | None, given: Layout, fields: Sequence[Field], count: int
     ) -> None:
-        self._given, self._layout, self._count = given, Layout(fields), count
+        self._given, self._layout = given, Layout(fields)
         hello = pickle.dumps((function, columns, given.fields, tuple(fields)))
         self.processes = ChildProcesses(count, f"{__name__}:run", hello)
 
-    def each(self, chunks: Iterable[Records]) -> Iterator[dict[str, Column]]:
-        """Yield the mapped rows of each chunk, in order. A chunk for each process, and another one, is under way.
+    def each(self, chunks: Iterable[Records], ahead: int) -> Iterator[dict[str, Column]]:
+        """Yield the mapped rows of each chunk, in order. `ahead` chunks, and another one, are under way.
 
         Raises:
             ChunkError: The function raised, it returned other columns, or processes died of it.
         """
-        pending: deque[tuple[int, Future[bytes]]] = deque()
-        for records in chunks:
-            columns = {field.name: column_of(records, field) for field in self._given.fields}
-            request = blob_of(columns, len(records), self._given, "a chunk")
-            pending.append((len(records), self.processes.submit(len(records).to_bytes(_ROWS_BYTES) + request)))
-            while len(pending) > self._count:
-                yield self._received(*pending.popleft())
-        while pending:
-            yield self._received(*pending.popleft())
-
-    def _received(self, rows: int, future: Future[bytes]) -> dict[str, Column]:
         try:
-            answer = memoryview(future.result())
+            for rows, answer in in_flight(chunks, self._submit, ahead):
+                yield self._received(rows, memoryview(answer))
         except ProcessDied as error:
             raise ChunkError(None, str(error)) from error
+
+    def _submit(self, records: Records) -> Future[bytes]:
+        columns = {field.name: column_of(records, field) for field in self._given.fields}
+        request = blob_of(columns, len(records), self._given, "a chunk")
+        return self.processes.submit(len(records).to_bytes(_ROWS_BYTES) + request)
+
+    def _received(self, rows: int, answer: memoryview) -> dict[str, Column]:
         if answer[:1] == _FAILED:
             raise ChunkError(*json.loads(bytes(answer[1:])))
         blob = Blob(answer[1:], rows, self._layout)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,8 @@ from dataload.rows.row_group_maker import MEMORY_DIVISOR, RowGroupMaker
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.usable_cores import usable_cores
 from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import doing
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 VERSION = 1
 FIRST_ROWS = 32  # of the first chunk of a row group
 CHUNK_ROWS = 1024
-CHUNK_BYTES = 16 << 20  # of the rows that the function gets and of those that it returns
+CHUNK_BYTES = 16 << 20  # of the rows that the calls under way get, and of those that they return
 
 
 def _bytes_of(columns: Mapping[str, Column]) -> int:
@@ -161,6 +162,7 @@ class MappedMaker(RowGroupMaker):
     def after_fork_in_child(self) -> None:
         """Reset the budget and threads, and leave the processes to the parent."""
         super().after_fork_in_child()
+        self._callers = DaemonExecutor(usable_cores(), "dataload-map")
         self._starting = threading.Lock()
         self._processes: ProcessRunner | None = None
 
@@ -179,6 +181,11 @@ class MappedMaker(RowGroupMaker):
         """Return the bytes that decoding and mapping a row group take."""
         return super().decoding_bytes(number) + 2 * CHUNK_BYTES + self._of_source().decoding_bytes(number)
 
+    @property
+    def blob_decoding_bytes(self) -> int:
+        """The bytes that decoding and mapping a row group of large blobs take."""
+        return super().blob_decoding_bytes + 2 * CHUNK_BYTES + self._source.maker.blob_decoding_bytes
+
     @contextmanager
     def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
         """Fetch a row group, and yield an iterator that maps it. See `RowGroupMaker.opened`."""
@@ -188,7 +195,7 @@ class MappedMaker(RowGroupMaker):
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
         chunk = ChunkSize(rows, rows)
-        return self._called(self._chunks(self._of_source().head(number, rows), number, chunk), number, chunk)
+        return self._called(self._chunks(self._of_source().head(number, rows), number, chunk), number, chunk, 0)
 
     def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Iterator[dict[str, Column]]:
         """Yield the columns of each mapped blob of a row group.
@@ -207,8 +214,8 @@ class MappedMaker(RowGroupMaker):
             yield no_rows(fields)
             return
         sources = zip(columns, self._source.plan.lengths(number), strict=True)
-        chunk = ChunkSize(self._chunk_rows(number), FIRST_ROWS, CHUNK_BYTES // (self._stage.processes or 1))
-        done = self._called(self._chunks(sources, number, chunk, lengths[0]), number, chunk)
+        chunk = ChunkSize(self._chunk_rows(number), FIRST_ROWS, CHUNK_BYTES // self._calls)
+        done = self._called(self._chunks(sources, number, chunk, lengths[0]), number, chunk, self._calls)
         for length in lengths:
             parts: list[dict[str, Column]] = []
             missing, size = length, 0
@@ -229,6 +236,11 @@ class MappedMaker(RowGroupMaker):
                 "write the file with fewer rows in a row group, and not sorted by size"
             )
 
+    @property
+    def _calls(self) -> int:
+        """The calls of the function that are under way at a time."""
+        return self._stage.processes or usable_cores()
+
     def _is_small(self, number: int) -> bool:  # noqa: ARG002
         return False  # The function may take any time, and other threads wait for a thread that loads.
 
@@ -236,7 +248,7 @@ class MappedMaker(RowGroupMaker):
         """Return how many rows to map together at most: a power of two, as the rows of blobs are."""
         plans = self._plan, self._source.plan
         row_bytes = sum(max(plan.blob_sizes(number)) // max(plan.lengths(number)) for plan in plans)
-        most = CHUNK_BYTES // (self._stage.processes or 1) // max(1, row_bytes)
+        most = CHUNK_BYTES // self._calls // max(1, row_bytes)
         return 1 << (max(1, min(CHUNK_ROWS, most)).bit_length() - 1)
 
     def _chunks(
@@ -265,9 +277,9 @@ class MappedMaker(RowGroupMaker):
                 chosen, done = chosen[size:], done + size
 
     def _called(
-        self, chunks: Iterator[Records], number: int, chunk: ChunkSize
+        self, chunks: Iterator[Records], number: int, chunk: ChunkSize, ahead: int
     ) -> Iterator[tuple[dict[str, Column], int]]:
-        """Yield the mapped rows of each chunk.
+        """Yield the mapped rows of each chunk. ahead: as for `_each`.
 
         Raises:
             DataError: The function failed.
@@ -285,7 +297,7 @@ class MappedMaker(RowGroupMaker):
                 sizes.append(len(records))
                 yield records
 
-        done, results = 0, self._each(noted())
+        done, results = 0, self._each(noted(), ahead)
         for index in itertools.count():
             try:
                 with doing("map"):
@@ -300,17 +312,17 @@ class MappedMaker(RowGroupMaker):
             yield columns, sizes[index]
             done += sizes[index]
 
-    @property
-    def _each(self) -> Callable[[Iterator[Records]], Iterator[dict[str, Column]]]:
+    def _each(self, chunks: Iterator[Records], ahead: int) -> Iterator[dict[str, Column]]:
+        """Yield the mapped rows of each chunk, in order. ahead: calls that are under way, besides the one awaited."""
         stage, given, fields = self._stage, self._source.plan.layout, self._plan.layout.fields
         if stage.processes is None:
-            return partial(stage.runner(given.fields).each, fields=fields)
+            return stage.runner(given.fields).each(chunks, fields, self._callers, ahead)
         with self._starting:
             if self._processes is None:
                 from dataload.mapping.processes import ProcessRunner
 
                 self._processes = ProcessRunner(stage.function, stage.columns, given, fields, stage.processes)
-            return self._processes.each
+            return self._processes.each(chunks, ahead)
 
     def _where(self, number: int) -> str:
         return where(self._manifest.row_groups[number], self._blocks)

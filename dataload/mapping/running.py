@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +18,9 @@ from dataload.rows import row_block
 from dataload.rows.collate import to_batch
 from dataload.rows.columns import Coded, Column, Dense, Nested, Ragged, spans_of
 from dataload.rows.row_block import Blob, Records
+from dataload.runtime.executor import DaemonExecutor, awaited
 
+T = TypeVar("T")
 Function = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
@@ -71,9 +75,19 @@ class Runner:
         columns: dict[str, Column] = self._located(fit, records)
         return columns | {field.name: column_of(records, field) for field in self._kept if field.name in names}
 
-    def each(self, chunks: Iterable[Records], fields: Sequence[Field]) -> Iterator[dict[str, Column]]:
-        """Yield the mapped rows of each chunk. See `columns`."""
-        return (self.columns(records, fields) for records in chunks)
+    def each(
+        self, chunks: Iterable[Records], fields: Sequence[Field], threads: DaemonExecutor, ahead: int
+    ) -> Iterator[dict[str, Column]]:
+        """Yield the mapped rows of each chunk, in order. See `columns`.
+
+        Args:
+            chunks: The chunks.
+            fields: The columns to return.
+            threads: They call the function.
+            ahead: Calls that are under way, besides the one whose result comes next.
+        """
+        for _, columns in in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), ahead):
+            yield columns
 
     def forms(self, records: Records) -> dict[str, tuple[Form, float]]:
         """Return the form of each column that the function returns, and the mean bytes of a ragged value.
@@ -117,6 +131,18 @@ class Runner:
             row, reason = _failing(call, records) or (None, error)
             text = reason.without_row if row is not None and isinstance(reason, RowError) else _shown(reason)
             raise ChunkError(row, text) from reason
+
+
+def in_flight(chunks: Iterable[Records], submit: Callable[[Records], Future[T]], ahead: int) -> Iterator[tuple[int, T]]:
+    """Yield the rows and the result of each chunk, in order. `ahead` calls, and another one, are under way."""
+    rows, calls = deque[int](), deque[Future[T]]()
+    for records in chunks:
+        rows.append(len(records))
+        calls.append(submit(records))
+        if len(calls) > ahead:
+            yield rows.popleft(), awaited(calls.popleft())
+    while calls:
+        yield rows.popleft(), awaited(calls.popleft())
 
 
 def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str) -> bytearray:

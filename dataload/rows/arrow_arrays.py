@@ -1,6 +1,6 @@
 """Arrow arrays: views of their memory, and arrays of types that Arrow can gather.
 
-Arrow's own `to_numpy` would import pandas first, which is slow.
+Arrow's own `to_numpy`, and `array` of numpy's arrays, would import pandas first, which is slow.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ def stored(column: pa.Array) -> Array:
         return np.unpackbits(bits, count=first % 8 + count, bitorder="little")[first % 8 :].view(np.bool_)
     values: Array = np.frombuffer(data, dtype, first + count)
     return values[first:]
+
+
+def indices(numbers: npt.NDArray[np.int64]) -> pa.Array:
+    """Return row numbers as an Arrow array, for `take`. It is a view of them."""
+    return pa.Array.from_buffers(pa.int64(), len(numbers), [None, pa.py_buffer(numbers)])
 
 
 def valid(column: pa.Array) -> Array:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.formats.schema import NULL, SPAN
+from dataload.rows.arrow_arrays import indices
 
 Array = npt.NDArray[Any]
 FEW_STRINGS = 32
@@ -178,8 +179,7 @@ def strings_in(array: pa.Array | None, heap: memoryview, spans: Array, codes: Ar
     """
     if array is not None and len(codes) >= FEW_STRINGS:
         with suppress(pa.ArrowException):  # not UTF-8: the error below says where
-            strings: Array = array.take(pa.array(codes)).to_numpy(zero_copy_only=False)
-            return strings
+            return np.array(array.take(indices(codes)).to_pylist(), np.object_)
     return np.array(strings_of([heap] * len(codes), spans[codes]), np.object_)
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from dataload.errors import DataError
 from dataload.formats.schema import NULL, SPAN, Field, Layout
-from dataload.rows.arrow_arrays import plain
+from dataload.rows.arrow_arrays import indices, plain
 from dataload.rows.columns import (
     Array,
     Coded,
@@ -276,9 +276,9 @@ class Records:
             return plain(pa.nulls(0, field.type))
         order, parts = self._by_blob
         rows, places = self.rows[field.name][order], np.empty(len(self), np.int64)
-        taken = [blob.nested(field).take(pa.array(rows[part])) for blob, part in parts]
+        taken = [blob.nested(field).take(indices(rows[part].astype(np.int64))) for blob, part in parts]
         places[order] = np.arange(len(self))
-        return pa.concat_arrays(taken).take(pa.array(places))
+        return pa.concat_arrays(taken).take(indices(places))
 
     def _heaps(self, field: Field) -> list[memoryview]:
         """Return the heap of each row's value."""

@@ -135,9 +135,14 @@ class RowGroupMaker(ForkAware):
         """Return the parts of a process's memory: for fetched bytes, and for decoding."""
         # Decoder threads need a blob each. Fetched bytes fill all requests, or a row group for each decoder thread and
         # the next one. More of them would wait for a decoder in fresh memory, which is slow.
-        decoding = min(size // 2, DECODED_COPIES * BLOB_BYTES * usable_cores())
+        decoding = min(size // 2, self.blob_decoding_bytes * usable_cores())
         needed = max(IN_FLIGHT * LARGEST_PIECE, (usable_cores() + 1) * self._largest)
         return max(min(size - decoding, needed), self.least_held), decoding
+
+    @property
+    def blob_decoding_bytes(self) -> int:
+        """The bytes that decoding a row group of `BLOB_BYTES` takes."""
+        return DECODED_COPIES * BLOB_BYTES
 
     def _least_held(self) -> int:
         return min(self._largest, COLUMN_BYTES * len(self._schema))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -91,9 +92,18 @@ def test_alpha_is_dropped() -> None:
 
 def test_sixteen_bits_are_shifted_not_clipped() -> None:
     deep = (np.arange(HEIGHT * WIDTH, dtype=np.uint16) * 12).reshape(HEIGHT, WIDTH)
-    [pixels] = images.decode([encoded(Image.fromarray(deep), "PNG")])
-    assert pixels.shape == (HEIGHT, WIDTH, 3)
-    assert np.array_equal(pixels.numpy(), np.repeat((deep >> 8)[:, :, None], 3, axis=2))
+    for data in (encoded(Image.fromarray(deep), "PNG"), encoded(Image.fromarray(deep.astype(np.int32)), "TIFF")):
+        [pixels] = images.decode([data])
+        assert pixels.shape == (HEIGHT, WIDTH, 3)
+        assert np.array_equal(pixels.numpy(), np.repeat((deep >> 8)[:, :, None], 3, axis=2))
+
+
+def test_pixels_of_an_unknown_range_are_an_error() -> None:
+    """Pillow would clip them to 0..255: floats from 0 to 1 become black."""
+    floats, large = np.full((4, 4), 0.5, np.float32), np.full((4, 4), 1 << 16, np.int32)
+    for values, mode in ((floats, "F"), (large, "I")):
+        with pytest.raises(DataError, match=f"row 0 cannot be decoded: its pixels .mode {mode}. have an unknown range"):
+            images.decode([encoded(Image.fromarray(values), "TIFF")])
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -219,6 +229,18 @@ def test_map_names_the_row_of_a_damaged_image_in_its_file(tmp_path: Path) -> Non
         mapped[77]
 
 
+def test_damaged_images_are_marked(tmp_path: Path) -> None:
+    data: list[Any] = [encoded(picture(60 + row, 60)) for row in range(8)]
+    expected, is_damaged = images.decode(data, size=24), torch.zeros(8, dtype=torch.bool)
+    data[0], data[5] = None, truncated(data[5])
+    is_damaged[[0, 5]], expected[[0, 5]] = True, 0
+    pq.write_table(pa.table({"photo": pa.array(data, pa.binary())}), tmp_path / "photos.parquet")
+    mapped = make_dataset(tmp_path / "photos.parquet", cache=False).map(images.decode("photo", size=24, damaged="mark"))
+    [batch] = make_loader(mapped, 8, shuffle=False)
+    assert torch.equal(batch["photo.is_damaged"], is_damaged)
+    assert torch.equal(batch["photo"], expected)
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_an_image_of_too_many_pixels_is_an_error(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "MOST_PIXELS", WIDTH * HEIGHT - 1)
@@ -238,6 +260,30 @@ def test_harmless_bytes_in_a_jpeg_are_no_error() -> None:
 def test_columns_of_hugging_face() -> None:
     data = encoded(picture())
     assert torch.equal(images.decode([{"bytes": data, "path": None}]), images.decode([data]))
+
+
+@pytest.mark.parametrize("path", [None, "cat.jpg"])
+def test_columns_of_hugging_face_in_parquet(path: str | None, tmp_path: Path) -> None:
+    """The loader reads a struct as a column for each member."""
+    data, file = [encoded(picture(60 + row, 60)) for row in range(8)], tmp_path / "photos.parquet"
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    structs = [{"bytes": each, "path": path} for each in data]
+    pq.write_table(pa.table({"image": pa.array(structs, kind), "label": range(8)}), file)
+    expected, decode = images.decode(data, size=24), images.decode("image", size=24)
+    dataset = make_dataset(file, cache=False)
+    loaders = [
+        make_loader(dataset.map(decode, columns=["image"]), 8, shuffle=False),
+        make_loader(dataset.map(decode), 8, shuffle=False),
+        make_loader(dataset, 8, shuffle=False, transform=decode, num_threads=2),
+    ]
+    for loader in loaders:
+        [batch] = loader
+        assert {*batch} == {"image", "label"}
+        assert torch.equal(batch["image"], expected)
+    structs[5] = {"bytes": None, "path": "cat.jpg"}
+    pq.write_table(pa.table({"image": pa.array(structs, kind)}), file)
+    with pytest.raises(DataError, match=r"row 5: map .* image cannot be decoded: it has no bytes, only the path 'cat"):
+        make_dataset(file, cache=False).map(decode)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, lambda data: pa.py_buffer(data)])
@@ -260,8 +306,18 @@ def test_a_function_of_a_batch() -> None:
 def test_arguments() -> None:
     with pytest.raises(ConfigError, match="crop='middle' is unknown: use 'center' or 'full'"):
         images.decode("image", crop="middle")  # type: ignore[call-overload]
-    with pytest.raises(ConfigError, match="size=0 must be at least 1"):
-        images.decode([], size=0)
+    for size in (0, 1.5, "32", (32, 32), True):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"size={size!r} must be a whole number of at least 1, or None")
+        ):
+            images.decode([], size=size)
+    with pytest.raises(ConfigError, match="damaged='skip' is unknown: use 'raise' or 'mark'"):
+        images.decode("image", damaged="skip")  # type: ignore[call-overload]
+    for options in ({}, {"size": 8, "crop": "full"}):
+        with pytest.raises(ConfigError, match="damaged='mark' needs the name of a column, size= and crop='center'"):
+            images.decode("image", damaged="mark", **options)
+    with pytest.raises(ConfigError, match="decode takes the name of a column or a list of images, not one image: "):
+        images.decode(encoded(picture()))
 
 
 def test_in_a_loader_with_threads(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
-from dataload.errors import ConfigError
+from dataload.errors import ConfigError, DataError
 from dataload.images import random_resized_crop
-from dataload.images.random_crop import random_boxes
+from dataload.images.random_crop import Draws
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
@@ -28,6 +30,18 @@ def ramps(count: int, height: int = 64, width: int = 96) -> torch.Tensor:
     pixels[..., 1] = np.arange(width)
     pixels[..., 2] = np.arange(count)[:, None, None]
     return torch.from_numpy(pixels)
+
+
+def random_boxes(
+    rng: np.random.Generator,
+    count: int,
+    height: int,
+    width: int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> np.ndarray:
+    draws = Draws(rng, count, scale, ratio)
+    return np.array([draws.box(row, height, width) for row in range(count)])
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 99))
@@ -139,8 +153,42 @@ def test_an_empty_batch() -> None:
         (torch.zeros(8, 8, 3, dtype=torch.uint8), {}, r"not uint8 \[8, 8, 3\]"),
         (ramps(1), {"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\)"),
         (ramps(1), {"size": 0}, "size=0"),
+        (ramps(1), {"size": (20, 20)}, r"size=\(20, 20\)"),
+        (ramps(1).permute(0, 3, 1, 2), {}, r"\[1, 3, \d+, \d+\] has its channels before.*permute\(0, 2, 3, 1\)"),
     ],
 )
 def test_arguments(batch: Any, options: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         random_resized_crop(batch, generator(), **options)
+
+
+def test_it_takes_the_generator_of_the_loader() -> None:
+    with pytest.raises(ConfigError, match="rng is a NoneType: pass that of `transform"):
+        random_resized_crop(ramps(1), None)  # type: ignore[arg-type]
+
+
+def encoded(image: torch.Tensor) -> bytes:
+    sink = io.BytesIO()
+    Image.fromarray(image.numpy()).save(sink, "PNG")
+    return sink.getvalue()
+
+
+def test_encoded_images_are_cut_like_their_pixels() -> None:
+    pixels = ramps(20)
+    found = random_resized_crop([encoded(image) for image in pixels], generator(3), 24)
+    assert torch.equal(found, random_resized_crop(pixels, generator(3), 24))
+
+
+def test_encoded_images_may_have_any_shapes() -> None:
+    """The part of an image does not depend on the others of the batch, nor on their shapes."""
+    images = [ramps(1)[0], ramps(1, 30, 40)[0], ramps(1, 200, 10)[0], ramps(1)[0]]
+    found = random_resized_crop([encoded(image) for image in images], generator(3), 24)
+    assert found.shape == (4, 24, 24, 3)
+    alike = random_resized_crop([encoded(images[0])] * 4, generator(3), 24)
+    assert torch.equal(found[[0, 3]], alike[[0, 3]])
+
+
+def test_a_damaged_image_is_named() -> None:
+    good = encoded(ramps(1)[0])
+    with pytest.raises(DataError, match="image: row 1 cannot be decoded: it is not an image"):
+        random_resized_crop([good, b"no image", good], generator())

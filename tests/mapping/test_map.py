@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import signal
@@ -32,6 +33,7 @@ from dataload.planning.simulate import Files
 from dataload.planning.warm import order_of, warm
 from dataload.rows import row_group_plan, scheduler
 from dataload.runtime import child_process
+from dataload.runtime.usable_cores import usable_cores
 
 ROWS, GROUP = 200, 20
 SHIFT = 1
@@ -222,6 +224,30 @@ def test_source_and_result_share_one_budget(dataset: Dataset) -> None:
     assert maker.reservation(0) == dataset.rowstore.blobs.maker.reservation(0)
     assert maker._of_source().memory is maker._of_source()._of_source().memory is maker.memory
     assert maker._of_source().decoding is maker._of_source()._of_source().decoding is maker.decoding
+
+
+def test_each_decoder_thread_has_memory_for_source_and_result(dataset: Dataset) -> None:
+    maker = dataset.map(plus).map(plus).rowstore.blobs.maker
+    maker.use_memory(64 << 30)
+    a_row_group = 3 * 3 * row_group_plan.BLOB_BYTES + 2 * 2 * row_groups.CHUNK_BYTES
+    assert maker.decoding.total == usable_cores() * a_row_group
+
+
+def test_the_chunks_of_a_row_group_are_mapped_in_threads(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_groups, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(row_groups, "usable_cores", lambda: 2)
+    is_sample, calls, second = [True], itertools.count(1), threading.Event()
+
+    def wait_for_another_call(batch: dict[str, Any]) -> dict[str, Any]:
+        if not is_sample[0]:
+            if next(calls) == 2:
+                second.set()
+            assert second.wait(tiers.PATIENCE)
+        return plus(batch)
+
+    mapped = dataset.map(wait_for_another_call, version=1)
+    is_sample[0] = False
+    assert mapped[3]["id"] == 3 + SHIFT
 
 
 def run_rank(rank: int, file: Path, cache: CacheConfig, told: Path, out: Any) -> None:

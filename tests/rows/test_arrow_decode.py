@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from decoded import gather, plain, whole
@@ -349,3 +350,20 @@ print("pandas" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["16", "16", "False"], done.stderr
+
+
+def test_batches_do_without_pandas(tmp_path: Path) -> None:
+    """Each process that makes batches would import it: a third of a second, and tens of megabytes."""
+    texts = [f"text {row}" for row in range(100)]
+    table = pa.table({"text": texts, "topic": ["a", "b"] * 50, "pairs": [[{"a": row}] for row in range(100)]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    program = f"""
+import sys
+from dataload import make_loader
+
+for batch in make_loader({str(tmp_path / "rows.parquet")!r}, 100, shuffle=False, cache_dir={str(tmp_path / "cache")!r}):
+    print(batch["text"][99], batch["topic"][99], batch["pairs"][99])
+print("pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["text 99 b [{'a': 99}]", "False"], done.stderr

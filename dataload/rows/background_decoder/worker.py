@@ -49,6 +49,7 @@ def run(descriptor: int) -> None:
     Args:
         descriptor: A socket. The client sends a pickled `RowGroupCache` through it first, then row groups.
     """
+    os.nice(NICENESS)  # before the imports of a function, which are most of the start
     _keep_freed_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowGroupCache = connection.recv()
@@ -66,7 +67,6 @@ def run(descriptor: int) -> None:
             connection.send(Done(group, cached, error, life.timeline.end(), life.account.snapshot()))
 
     with suppress(EOFError, OSError):
-        os.nice(NICENESS)  # not earlier: the first row groups wait for this process to be ready
         connection.send("ready")
         running: list[Future[None]] = []
         idle = 0.0
