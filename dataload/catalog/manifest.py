@@ -23,6 +23,7 @@ from dataload.catalog.selection import Selection
 from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, keys_of, partition_columns
+from dataload.catalog.common_schema import common_schema
 from dataload.formats.schema import fields_of, flatten
 from dataload.keywords import did_you_mean
 from dataload.runtime.cached_property import cached_property
@@ -279,19 +280,20 @@ def _read_footers(
     objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
 ) -> Manifest:
     found = read_footers(objects, blocks, _Summarize(), progress)
-    first, ((schema, _), _) = next(iter(objects)), found[0]
-    partitions, constants = partition_columns(objects, {*schema.own.names, *schema.flat.names})
+    schema = common_schema([(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)])
+    own_names = found[0][0][0].own.names
+    partitions, constants = partition_columns(objects, {*own_names, *schema.names})
+    ragged = [field.name for field in schema if _is_ragged(field)]
     groups = []
-    for obj, ((other, row_groups), footer_at), values in zip(objects, found, constants, strict=True):
-        if other is not schema:
-            _check_schema(first, schema.flat, obj, other.flat)
+    for obj, ((own, row_groups), footer_at), values in zip(objects, found, constants, strict=True):
         texts = [
             str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if _is_ragged(field)
         ]
         for number, (rows, stored_bytes, own_sizes) in enumerate(row_groups):
-            sizes = (*own_sizes, *(rows * len(text) for text in texts))
+            by_name = dict(zip(own.ragged, own_sizes, strict=True))
+            sizes = (*(by_name.get(name, 0) for name in ragged), *(rows * len(text) for text in texts))
             groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values))
-    return Manifest(pa.schema([*schema.flat, *partitions]), tuple(groups), fingerprint)
+    return Manifest(pa.schema([*schema, *partitions]), tuple(groups), fingerprint)
 
 
 @dataclass(frozen=True)
@@ -328,16 +330,3 @@ def _is_ragged(field: pa.Field) -> bool:
         return fields_of(pa.schema([field]))[0].ragged
     except DataError:
         return True  # No batch can hold the column, so its size does not matter.
-
-
-def _check_schema(first: Object, schema: pa.Schema, other: Object, found: pa.Schema) -> None:
-    ours, theirs = (dict(zip(each.names, each.types, strict=True)) for each in (schema, found))
-    for name in {**ours, **theirs}:
-        here, there = ours.get(name, "missing"), theirs.get(name, "missing")
-        if here != there:
-            raise DataError(
-                f"{other.path} and {first.path} differ in column {name!r}: {there} there, {here} here; "
-                f"read them as two datasets or rewrite one"
-            )
-    if schema.names != found.names:
-        raise DataError(f"{other.path} and {first.path} hold the same columns in another order: rewrite one of them")

@@ -151,7 +151,7 @@ class MixedMaker:
     def __init__(self, makers: Sequence[RowGroupMaker], place: Callable[[int], tuple[int, int]]) -> None:
         self._makers = tuple(makers)
         self._place = place
-        self._makers[0].hold_at_least(max(maker.least_held for maker in makers))
+        self._makers[0].make_room_for(makers[1:])
 
     def of(self, source: int) -> RowGroupMaker:
         """Return the maker of a dataset."""

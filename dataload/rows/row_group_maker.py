@@ -55,13 +55,11 @@ class RowGroupMaker(ForkAware):
         fill_null: Replacement of nulls, for all columns or, as a mapping, by column; or None.
 
     Attributes:
-        rank_memory: Bytes of row groups in flight, held and being decoded, for this rank: this process and its
-            background decoder. See `memory_bytes`.
+        rank_memory: Bytes of row groups for this rank: this process and its background decoder. See `memory_bytes`.
         least_held: Bytes that a process must be able to hold at a time, whatever its part of `rank_memory`: a row
             group, or `COLUMN_BYTES` of each of its columns.
         memory: The part of `rank_memory` in which this process fetches and holds row groups, as a budget.
-        decoding: The part of `rank_memory` in which this process decodes them. It is apart, so that row groups are
-            fetched while others are decoded, and row groups that wait for a decoder reserve nothing for it.
+        decoding: The part in which it decodes them. A row group that waits for a decoder reserves nothing of it.
 
     Notes:
         Any thread may call it.
@@ -114,15 +112,15 @@ class RowGroupMaker(ForkAware):
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
         self._divide(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
 
-    def hold_at_least(self, size: int) -> None:
-        """Raise `least_held` to that of another maker, which will use the memory of this one."""
-        if size > self.least_held:
-            self.least_held = size
-            self._divide(self.rank_memory // TRAINER_DIVISOR)
+    def make_room_for(self, others: Iterable[RowGroupMaker]) -> None:
+        """Have memory for the row groups of other makers, which will use that of this one."""
+        sizes = [(maker.least_held, maker._largest) for maker in (self, *others)]
+        self.least_held, self._largest = map(max, zip(*sizes, strict=True))
+        self._divide(self.rank_memory // TRAINER_DIVISOR)
 
     @property
     def memory_bytes(self) -> int:
-        """The most that is in use for this rank: `rank_memory`, or more if row groups have very many columns."""
+        """The most that is in use for this rank: up to `rank_memory`, or more if row groups have very many columns."""
         trainer = self.rank_memory // TRAINER_DIVISOR
         return sum(self._parts(trainer)) + sum(self._parts(self.rank_memory - trainer))
 
@@ -132,12 +130,7 @@ class RowGroupMaker(ForkAware):
         self.decoding.resize(decoding)
 
     def _parts(self, size: int) -> tuple[int, int]:
-        """Return the parts of a process's memory: for fetched bytes, and for decoding."""
-        # Decoder threads need a blob each. Fetched bytes fill all requests, or a row group for each decoder thread and
-        # the next one. More of them would wait for a decoder in fresh memory, which is slow.
-        decoding = min(size // 2, self.blob_decoding_bytes * usable_cores())
-        needed = max(IN_FLIGHT * LARGEST_PIECE, (usable_cores() + 1) * self._largest)
-        return max(min(size - decoding, needed), self.least_held), decoding
+        return _memory_parts(size, self.blob_decoding_bytes, self._largest, self.least_held)
 
     @property
     def blob_decoding_bytes(self) -> int:
@@ -301,6 +294,23 @@ class RowGroupMaker(ForkAware):
     def footer(self, group: RowGroup) -> Footer:
         """Return the footer of a row group's file."""
         return self._footers.read(group.file, group.footer_at)
+
+
+def _memory_parts(size: int, decoding_bytes: int, largest: int, least_held: int) -> tuple[int, int]:
+    """Return the bytes for fetched row groups, and those for decoding, which has a part for each decoder thread.
+
+    Fetched bytes fill all requests, or a row group for each decoder thread and the next one. More of them would only
+    wait for a decoder, in fresh memory, which is slow.
+
+    Args:
+        size: Bytes in all.
+        decoding_bytes: Bytes that a decoder thread needs.
+        largest: Stored bytes of the largest row group.
+        least_held: Bytes of fetched row groups that must fit, even beyond `size`.
+    """
+    decoding = min(size // 2, decoding_bytes * usable_cores())
+    useful = max(IN_FLIGHT * LARGEST_PIECE, (usable_cores() + 1) * largest)
+    return max(min(size - decoding, useful), least_held), decoding
 
 
 @contextmanager
