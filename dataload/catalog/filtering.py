@@ -55,7 +55,7 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     if not manifest.row_groups:
         return manifest
     first = manifest.row_groups[0]
-    own = read_footer(first.file, first.footer_at, blocks).schema
+    own = [_with_values(field, manifest.schema) for field in read_footer(first.file, first.footer_at, blocks).schema]
     keys = [manifest.schema.field(name) for name, _ in first.constants]
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
     if mapped := {*made} & {*chosen.columns}:
@@ -69,6 +69,11 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     if not result.num_rows:
         raise ConfigError(f"filters={shown(filters)} leave none of {manifest.num_rows} rows")
     return result
+
+
+def _with_values(field: pa.Field, schema: pa.Schema) -> pa.Field:
+    """Return a column of a file, with the type that other files have if it has only nulls in this one."""
+    return schema.field(field.name) if pa.types.is_null(field.type) and field.name in schema.names else field
 
 
 def _selection(manifest: Manifest, blocks: Blocks, chosen: Filter) -> Selection:

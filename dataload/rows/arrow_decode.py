@@ -10,7 +10,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.schema import Field, flatten_table, is_bytes, is_list, is_text, mask_name, needs_mask, storage
+from dataload.formats.schema import (
+    Field,
+    flatten_table,
+    is_bytes,
+    is_list,
+    is_text,
+    mask_name,
+    needs_mask,
+    storage,
+)
 from dataload.rows.arrow_arrays import bounds, decoded, numbers, plain, valid
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
@@ -69,6 +78,8 @@ class _Decoder:
 
     def decode(self, chunks: pa.ChunkedArray) -> tuple[Column, Array | None]:
         """Return the column, and the rows that have nulls, bool [rows]; None: no row."""
+        if pa.types.is_null(chunks.type):  # Other files have values in this column.
+            chunks = pa.chunked_array([pa.nulls(len(chunks), _arrow_type(self._field))])
         try:
             if self._field.kind == "nested":
                 arrays = [plain(chunk) for chunk in chunks.chunks] or [plain(pa.nulls(0, chunks.type))]
@@ -227,6 +238,18 @@ def _plain_column(column: Any) -> Any:
     if pa.types.is_run_end_encoded(kind):
         return _plain_column(pc.run_end_decode(column))
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
+
+
+def _arrow_type(field: Field) -> pa.DataType:
+    """Return an Arrow type whose values become this column."""
+    if field.type is not None:
+        return field.type
+    if field.is_bytes:
+        return pa.large_string() if field.kind == "string" else pa.large_binary()
+    kind = pa.from_numpy_dtype(field.dtype)
+    for size in reversed(field.shape):
+        kind = pa.list_(kind, size)
+    return pa.list_(kind) if field.kind == "list" else kind
 
 
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:

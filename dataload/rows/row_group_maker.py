@@ -58,6 +58,7 @@ class RowGroupMaker(ForkAware):
         rank_memory: Bytes of row groups for this rank: this process and its background decoder. See `memory_bytes`.
         least_held: Bytes that a process must be able to hold at a time, whatever its part of `rank_memory`: a row
             group, or `COLUMN_BYTES` of each of its columns.
+        largest: Stored bytes of the largest row group.
         memory: The part of `rank_memory` in which this process fetches and holds row groups, as a budget.
         decoding: The part in which it decodes them. A row group that waits for a decoder reserves nothing of it.
 
@@ -78,7 +79,7 @@ class RowGroupMaker(ForkAware):
         self._fill_null = fill_null
         self._growth = 1.0  # the largest ratio of the bytes of a row group to their estimate
         self._footers = FooterReader(blocks)
-        self._largest = max((group.bytes for group in manifest.row_groups), default=0)
+        self.largest = max((group.bytes for group in manifest.row_groups), default=0)
         self.least_held = self._least_held()
         self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
         self.after_fork_in_child()
@@ -114,8 +115,8 @@ class RowGroupMaker(ForkAware):
 
     def make_room_for(self, others: Iterable[RowGroupMaker]) -> None:
         """Have memory for the row groups of other makers, which will use that of this one."""
-        sizes = [(maker.least_held, maker._largest) for maker in (self, *others)]
-        self.least_held, self._largest = map(max, zip(*sizes, strict=True))
+        sizes = [(maker.least_held, maker.largest) for maker in (self, *others)]
+        self.least_held, self.largest = map(max, zip(*sizes, strict=True))
         self._divide(self.rank_memory // TRAINER_DIVISOR)
 
     @property
@@ -130,7 +131,7 @@ class RowGroupMaker(ForkAware):
         self.decoding.resize(decoding)
 
     def _parts(self, size: int) -> tuple[int, int]:
-        return _memory_parts(size, self.blob_decoding_bytes, self._largest, self.least_held)
+        return _memory_parts(size, self.blob_decoding_bytes, self.largest, self.least_held)
 
     @property
     def blob_decoding_bytes(self) -> int:
@@ -138,7 +139,7 @@ class RowGroupMaker(ForkAware):
         return DECODED_COPIES * BLOB_BYTES
 
     def _least_held(self) -> int:
-        return min(self._largest, COLUMN_BYTES * len(self._schema))
+        return min(self.largest, COLUMN_BYTES * len(self._schema))
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges to fetch for a row group, or for some of its columns. See `Footer.fetched`."""
@@ -233,7 +234,7 @@ class RowGroupMaker(ForkAware):
         """
         life.enter(State.DECODING)
         expected = self._plan.bytes_of(number)
-        blobs = (self._pack if self._is_small(number) else self._pack_in_thread)(number, keys, columns)
+        blobs = (self._pack if expected <= INLINE_BYTES else self._pack_in_thread)(number, keys, columns)
         if (made := sum(map(len, blobs))) > INLINE_BYTES:
             self._growth = max(self._growth, made / max(1, expected))
         return blobs
@@ -252,9 +253,6 @@ class RowGroupMaker(ForkAware):
             wait([packed])
         waited(since, decoding, instead=decoding.longest())
         return packed.result()
-
-    def _is_small(self, number: int) -> bool:
-        return self._plan.bytes_of(number) <= INLINE_BYTES
 
     def _pack(
         self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]]

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from dataload import make_dataset
+from dataload import make_dataset, make_loader
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
 from dataload.catalog.manifest import Manifest, resolve
@@ -209,7 +210,8 @@ def test_a_parquet_file_cut_short(bucket: Any, cache: CacheConfig) -> None:
         ({"a": [1.5], "b": ["x"]}, "column 'a': double"),
         ({"a": [1]}, "column 'b': missing"),
         ({"a": [1], "b": ["x"], "c": [1]}, "column 'c': int64"),
-        ({"b": ["x"], "a": [1]}, "another order"),
+        ({"a": [1], "b": [b"x"]}, "column 'b': binary"),
+        ({"a": [None], "b": [None], "c": [None]}, "column 'c': null"),
     ],
 )
 def test_schemas_that_differ(bucket: Any, cache: CacheConfig, other: dict[str, Any], says: str) -> None:
@@ -222,6 +224,49 @@ def test_schemas_that_differ(bucket: Any, cache: CacheConfig, other: dict[str, A
         storage_options=bucket.options,
         cache=cache,
     )
+
+
+def test_files_share_columns_of_any_order_and_of_types_that_are_the_same_in_batches(
+    bucket: Any, cache: CacheConfig
+) -> None:
+    """Pandas writes a column without values as nulls without a type, and other writers other string types."""
+    moment = pa.timestamp("us")
+    values = {
+        "x": pa.array([0.5, None]),
+        "n": pa.array([1, 2]),
+        "t": pa.array(["a", None], pa.large_string()),
+        "b": pa.array([b"a", b"b"]),
+        "l": pa.array([[1, 2], []]),
+        "v": pa.array([[0.5, 1.0], [2.0, 3.0]], pa.list_(pa.float32(), 2)),
+        "d": pa.array([1, 2], moment),
+        "s": pa.array([["q"], None]),
+    }
+    same = {**values, "t": values["t"].cast(pa.string()).dictionary_encode(), "b": values["b"].cast(pa.large_binary())}
+    others = [dict.fromkeys(values, pa.nulls(2)), dict(reversed(same.items()))]
+    tables = [pa.table({"id": [2 * n, 2 * n + 1], **columns}) for n, columns in enumerate([others[0], values, *others])]
+    for number, table in enumerate(tables):
+        bucket.put_table(f"data/{number}.parquet", table)
+    options = {"storage_options": bucket.options, "cache": cache, "null_masks": True}
+    url = bucket.url("data")
+    [batch] = make_loader(url, 8, shuffle=False, **options)
+    assert batch["id"].tolist() == list(range(8))
+    assert batch["n.is_null"].tolist() == [True, True, False, False] * 2
+    assert batch["n"].tolist() == [0, 0, 1, 2] * 2
+    assert batch["x"].nan_to_num(-1.0).tolist() == [-1.0, -1.0, 0.5, -1.0] * 2
+    assert batch["t"] == [None, None, "a", None] * 2
+    assert [value if value is None else bytes(value) for value in batch["b"]] == [None, None, b"a", b"b"] * 2
+    assert [None if value is None else value.tolist() for value in batch["l"]] == [None, None, [1, 2], []] * 2
+    assert batch["v"][2:4].tolist() == [[0.5, 1.0], [2.0, 3.0]]
+    assert batch["v"].isnan().all(1).tolist() == [True, True, False, False] * 2
+    assert batch["d"].tolist() == [0, 0, 1, 2] * 2
+    assert batch["s"] == [None, None, ["q"], None] * 2
+    assert [row["id"] for row in kept(url, pc.field("n") > 1, options)] == [3, 7]
+    assert [row["id"] for row in kept(url, pc.field("t").is_null(), options)] == [0, 1, 3, 4, 5, 7]
+
+
+def kept(url: str, filters: Any, options: dict[str, Any]) -> list[Any]:
+    dataset = make_dataset(url, filters=filters, **options)
+    return dataset.__getitems__(range(len(dataset)))
 
 
 def test_columns_of_one_name(bucket: Any, cache: CacheConfig) -> None:

@@ -1,0 +1,56 @@
+"""The schema that the files of a dataset share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from dataload.cache.blocks.reader import Object
+from dataload.errors import DataError
+from dataload.formats.schema import fields_of
+
+
+def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
+    """Return the columns that all files have, in the order of the first file.
+
+    Files may differ in the order of their columns, and in types that are the same in batches, such as strings with
+    32-bit and 64-bit offsets. A column that has only nulls in some files, of the null type, has its type of the others.
+
+    Args:
+        schemas: Each file and its flat schema. There is at least one.
+
+    Raises:
+        DataError: Two files differ in a column. It names both.
+    """
+    (first, latest), *others = schemas
+    columns = {field.name: (first, field) for field in latest}
+    for obj, schema in others:
+        if schema is latest:  # Consecutive files of one schema share the object.
+            continue
+        latest = schema
+        for name in {**columns, **dict.fromkeys(schema.names)}:
+            source, here = columns.get(name, (first, None))
+            there = schema.field(name) if name in schema.names else None
+            if here is None or there is None or not _is_like(here, there):
+                raise DataError(
+                    f"{obj.path} and {source.path} differ in column {name!r}: {_type(there)} there, "
+                    f"{_type(here)} here; read them as two datasets or rewrite one"
+                )
+            if pa.types.is_null(here.type):
+                columns[name] = obj, there
+    return pa.schema([field for _, field in columns.values()])
+
+
+def _is_like(here: pa.Field, there: pa.Field) -> bool:
+    """Return whether the values of two columns of one name are the same in batches."""
+    if here.type == there.type or pa.types.is_null(here.type) or pa.types.is_null(there.type):
+        return True
+    try:
+        return fields_of(pa.schema([here])) == fields_of(pa.schema([there]))
+    except DataError:  # No batch can hold the column.
+        return False
+
+
+def _type(field: pa.Field | None) -> str:
+    return "missing" if field is None else str(field.type)
