@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
-from dataload.formats.schema import fields_of
+from dataload.formats.schema import fields_of, is_bytes, is_list, storage
 
 
 def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
@@ -16,6 +16,7 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
 
     Files may differ in the order of their columns, and in types that are the same in batches, such as strings with
     32-bit and 64-bit offsets. A column that has only nulls in some files, of the null type, has its type of the others.
+    Decimals of other digits differ, because filters would compare other values.
 
     Args:
         schemas: Each file and its flat schema. There is at least one.
@@ -28,10 +29,10 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
     for obj, schema in others:
         if schema is latest:  # Consecutive files of one schema share the object.
             continue
-        latest = schema
-        for name in {**columns, **dict.fromkeys(schema.names)}:
+        latest, found = schema, {field.name: field for field in schema}
+        for name in {**columns, **found}:
             source, here = columns.get(name, (first, None))
-            there = schema.field(name) if name in schema.names else None
+            there = found.get(name)
             if here is None or there is None or not _is_like(here, there):
                 raise DataError(
                     f"{obj.path} and {source.path} differ in column {name!r}: {_type(there)} there, "
@@ -43,11 +44,16 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
 
 
 def _is_like(here: pa.Field, there: pa.Field) -> bool:
-    """Return whether the values of two columns of one name are the same in batches."""
+    """Return whether the values of two columns of one name are the same in batches and in filters."""
     if here.type == there.type or pa.types.is_null(here.type) or pa.types.is_null(there.type):
         return True
+    kinds = storage(here.type), storage(there.type)
+    if all(map(is_list, kinds)):
+        is_same = kinds[0].value_type == kinds[1].value_type
+    else:
+        is_same = all(map(is_bytes, kinds))
     try:
-        return fields_of(pa.schema([here])) == fields_of(pa.schema([there]))
+        return is_same and fields_of(pa.schema([here])) == fields_of(pa.schema([there]))
     except DataError:  # No batch can hold the column.
         return False
 

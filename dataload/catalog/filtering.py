@@ -55,7 +55,8 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     if not manifest.row_groups:
         return manifest
     first = manifest.row_groups[0]
-    own = [_with_values(field, manifest.schema) for field in read_footer(first.file, first.footer_at, blocks).schema]
+    own = read_footer(first.file, first.footer_at, blocks).schema
+    own = [field.with_type(_with_values(field.name, field.type, manifest.schema)) for field in own]
     keys = [manifest.schema.field(name) for name, _ in first.constants]
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
     if mapped := {*made} & {*chosen.columns}:
@@ -71,9 +72,13 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     return result
 
 
-def _with_values(field: pa.Field, schema: pa.Schema) -> pa.Field:
-    """Return a column of a file, with the type that other files have if it has only nulls in this one."""
-    return schema.field(field.name) if pa.types.is_null(field.type) and field.name in schema.names else field
+def _with_values(name: str, kind: pa.DataType, schema: pa.Schema) -> pa.DataType:
+    """Return the type of a file's column. One that has only nulls in this file has the type of the flat schema."""
+    if pa.types.is_null(kind) and name in schema.names:
+        return schema.field(name).type
+    if not pa.types.is_struct(kind):
+        return kind
+    return pa.struct([field.with_type(_with_values(f"{name}.{field.name}", field.type, schema)) for field in kind])
 
 
 def _selection(manifest: Manifest, blocks: Blocks, chosen: Filter) -> Selection:

@@ -109,6 +109,7 @@ class Layout:
         return [
             [field.name, field.kind, np.dtype(field.dtype).str, field.shape]
             + [str(field.type)] * (field.type is not None)
+            + [field.unit] * bool(field.unit)
             for field in self.fields
         ]
 

@@ -65,7 +65,7 @@ def decode(
     """
     if crop not in CROPS:
         raise ConfigError(f"crop={crop!r} is unknown: use 'center' or 'full'")
-    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+    if size is not None and not is_whole(size):
         raise ConfigError(f"size={size!r} must be a whole number of at least 1, or None")
     if damaged not in DAMAGED:
         raise ConfigError(f"damaged={damaged!r} is unknown: use 'raise' or 'mark'")
@@ -109,7 +109,7 @@ def _decoded(
             if size is not None:
                 one = _resized(one, size, crop)
         except Exception as error:
-            if is_damaged is None or size is None:
+            if is_damaged is None or size is None or isinstance(error, (MemoryError, TypeError)):
                 raise RowError(name, row, f"cannot be decoded: {error}") from error
             is_damaged[row] = True
             one = np.zeros((size, size, CHANNELS), np.uint8)

@@ -63,7 +63,7 @@ def random_resized_crop(
     """
     if not isinstance(rng, np.random.Generator):
         raise ConfigError(f"rng is a {type(rng).__name__}: pass that of `transform(batch, rng)`")
-    if not (0 < scale[0] <= scale[1] and 0 < ratio[0] <= ratio[1]) or not isinstance(size, int) or size < 1:
+    if not (0 < scale[0] <= scale[1] and 0 < ratio[0] <= ratio[1]) or not is_whole(size):
         raise ConfigError(f"size={size}, scale={scale} or ratio={ratio} is not a positive number or range")
     images: Iterable[Pixels]
     if isinstance(batch, (list, tuple)):

@@ -258,7 +258,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     yield partial(_answers, chunk, None if only_gathers else memory)
 
         depth = max(2, self.prefetch // together, threads)
-        with closing(run_ahead(calls(), threads, depth, stop, waiting, always=not only_gathers)) as chunks:
+        always = not only_gathers or memory is not None  # A copy to memory for a device is worth a thread.
+        with closing(run_ahead(calls(), threads, depth, stop, waiting, always=always)) as chunks:
             for answers in chunks:
                 yield from answers
 

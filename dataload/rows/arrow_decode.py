@@ -26,7 +26,9 @@ from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, c
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
 
 
-def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str) -> dict[str, Column]:
+def decode(
+    table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str, schema: pa.Schema | None = None
+) -> dict[str, Column]:
     """Return columns of an Arrow table as arrays, by name.
 
     Args:
@@ -35,6 +37,8 @@ def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str)
             become zeros.
         fill_null: Replacement of nulls, for all columns that can hold it or, as a mapping, by column; or None.
         where: File and row group, for errors.
+        schema: The flat schema of the dataset. It has the types of columns that have only nulls, and no type, in this
+            table. None: that of the table.
 
     Raises:
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
@@ -52,7 +56,10 @@ def decode(table: pa.Table, fields: Sequence[Field], fill_null: Any, where: str)
         decoder = _Decoder(
             field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None
         )
-        columns[field.name], nulls = decoder.decode(table[field.name])
+        column = table[field.name]
+        if schema is not None and pa.types.is_null(column.type):
+            column = pa.chunked_array([pa.nulls(len(column), schema.field(field.name).type)])
+        columns[field.name], nulls = decoder.decode(column)
         if mask is not None:
             columns[mask] = Dense(np.zeros(len(table), np.bool_) if nulls is None else nulls)
     return columns
@@ -78,8 +85,6 @@ class _Decoder:
 
     def decode(self, chunks: pa.ChunkedArray) -> tuple[Column, Array | None]:
         """Return the column, and the rows that have nulls, bool [rows]; None: no row."""
-        if pa.types.is_null(chunks.type):  # Other files have values in this column.
-            chunks = pa.chunked_array([pa.nulls(len(chunks), _arrow_type(self._field))])
         try:
             if self._field.kind == "nested":
                 arrays = [plain(chunk) for chunk in chunks.chunks] or [plain(pa.nulls(0, chunks.type))]
@@ -238,18 +243,6 @@ def _plain_column(column: Any) -> Any:
     if pa.types.is_run_end_encoded(kind):
         return _plain_column(pc.run_end_decode(column))
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
-
-
-def _arrow_type(field: Field) -> pa.DataType:
-    """Return an Arrow type whose values become this column."""
-    if field.type is not None:
-        return field.type
-    if field.is_bytes:
-        return pa.large_string() if field.kind == "string" else pa.large_binary()
-    kind = pa.from_numpy_dtype(field.dtype)
-    for size in reversed(field.shape):
-        kind = pa.list_(kind, size)
-    return pa.list_(kind) if field.kind == "list" else kind
 
 
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:

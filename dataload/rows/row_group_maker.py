@@ -273,7 +273,7 @@ class RowGroupMaker(ForkAware):
     def decoded_table(self, table: pa.Table, rows: int, group: RowGroup, where: str = "") -> dict[str, Column]:
         """Return the decoded columns of rows with the constants of `group`. where: for errors; "": the row group."""
         whole = with_constants(table, group.constants, rows, self._schema)
-        return decode(whole, self._plan.layout.fields, self._fill_null, where or location(group))
+        return decode(whole, self._plan.layout.fields, self._fill_null, where or location(group), self._schema)
 
     def reservation(self, number: int) -> int:
         """Return the bytes of a row group that are fetched and held."""

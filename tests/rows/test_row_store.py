@@ -350,7 +350,7 @@ def test_a_loader_stops_waiting_before_it_cancels_its_loads(
     load, forget = store.blobs.load, store.forget
     monkeypatch.setattr(store.blobs, "load", lambda group, *rest: [group == 0 or go.wait(), load(group, *rest)][1])
     monkeypatch.setattr(store, "forget", lambda: [stopped.append(gathering.stops[-1].done()), forget()])
-    batches = iter(make_loader(dataset, 5, shuffle=False))
+    batches = iter(make_loader(dataset, 5, shuffle=False, transform=dict))  # A thread waits.
     try:
         assert next(batches)["row_id"].tolist() == [0, 1, 2, 3, 4]
         for _ in range(2):  # the second row group never arrives

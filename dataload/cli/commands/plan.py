@@ -87,19 +87,24 @@ def plan(
         raise typer.Exit(FOUND_A_PROBLEM)
 
 
-def _shares(urls: list[str], weights: str | None) -> list[str] | None:
+def _shares(urls: list[str], weights: str | None) -> list[Fraction] | None:
     """Return the weights of --weights. Raise ConfigError unless they are a positive number for each URL."""
     from dataload.samplers.mixture.weights import integer_weights
 
-    shares = None if weights is None else weights.split(",")
-    if shares is not None:
-        if len(shares) != len(urls):
-            raise ConfigError(f"--weights={weights}: {len(shares)} weights for {len(urls)} URLs: give one for each")
-        integer_weights(shares)
+    if weights is None:
+        return None
+    texts = weights.split(",")
+    if len(texts) != len(urls):
+        raise ConfigError(f"--weights={weights}: {len(texts)} weights for {len(urls)} URLs: give one for each")
+    try:
+        shares = [Fraction(text) for text in texts]
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"--weights={weights} must be numbers, separated by commas") from error
+    integer_weights(shares)
     return shares
 
 
-def _order(urls: list[str], sources: list[Files], shares: list[str] | None, **options: Any) -> Order | MixtureOrder:
+def _order(urls: list[str], sources: list[Files], shares: list[Fraction] | None, **options: Any) -> Order | MixtureOrder:
     """Return the order of a dataset, or of a mixture of several."""
     from dataload.catalog.same_columns import check_same_columns
     from dataload.planning.warm import order_of, order_of_mixture
