@@ -48,12 +48,11 @@ def _is_like(here: pa.Field, there: pa.Field) -> bool:
     if here.type == there.type or pa.types.is_null(here.type) or pa.types.is_null(there.type):
         return True
     kinds = storage(here.type), storage(there.type)
-    if all(map(is_list, kinds)):
-        is_same = kinds[0].value_type == kinds[1].value_type
-    else:
-        is_same = all(map(is_bytes, kinds))
+    are_lists = all(map(is_list, kinds)) and kinds[0].value_type == kinds[1].value_type
+    if not (are_lists or all(map(is_bytes, kinds))):
+        return False
     try:
-        return is_same and fields_of(pa.schema([here])) == fields_of(pa.schema([there]))
+        return fields_of(pa.schema([here])) == fields_of(pa.schema([there]))
     except DataError:  # No batch can hold the column.
         return False
 

@@ -86,7 +86,7 @@ def shown(filters: object) -> str:
 
 
 def check_form(filters: Filters) -> None:
-    """Check what needs no dataset: the form of a filter.
+    """Check the form of a filter, before any file is read.
 
     Raises:
         ConfigError: The filter is neither an expression nor lists of predicates with known operators.

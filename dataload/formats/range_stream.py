@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Self
@@ -19,7 +20,8 @@ SMALLEST_PIECE, LARGEST_PIECE = 256 << 10, 8 << 20  # bytes of one request
 LEAST_POOLED = 256 << 10  # bytes: less is not worth a memory map
 LEAST_SHARE = 2 << 20  # of a request that shares the bytes of a row group with others: smaller ones gain little time
 
-fetched_buffers = BufferPool(kept_bytes=None)  # of this process: the bytes of row groups of all datasets
+# Of this process: the bytes of row groups of all datasets. They hardly exceed the memory that these reserve.
+fetched_buffers = BufferPool(kept_bytes=None, loose_fit=1.25)
 
 
 class _Piece(NamedTuple):
@@ -66,16 +68,26 @@ class RangeStream(io.RawIOBase):
         self._object = obj
         self._ranges = ranges = _without_empty(ranges)
         self._position = 0
-        _check_end(obj, ranges)
         size = sum(stop - start for start, stop in ranges)
         self.held = size <= capacity
         self._most = min(LARGEST_PIECE, max(LEAST_SHARE, -(-size // requests))) if requests else LARGEST_PIECE
         self._share = capacity // max(1, len(ranges))
         self._memory: dict[int, memoryview] = {}  # of the held ranges, by first byte
-        self._buffer = fetched_buffers.take(size) if self.held and size >= LEAST_POOLED else None
+        self._buffer: mmap.mmap | None = None
         self._pieces: dict[int, _Piece] = {}  # by first byte
+        try:
+            _check_end(obj, ranges)
+            self._start(size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, size: int) -> None:
+        """Start the first fetches. size: bytes of all ranges."""
+        if self.held and size >= LEAST_POOLED:
+            self._buffer = fetched_buffers.take(size)
         held = _allocate(size if self.held else 0) if self._buffer is None else memoryview(self._buffer)
-        for start, stop in ranges:
+        for start, stop in self._ranges:
             if self.held:
                 self._memory[start], held = held[: stop - start], held[stop - start :]
             self._read_ahead(start, start, stop)

@@ -80,6 +80,11 @@ class Decoder:
         return self._memory[:size]
 
 
+def is_whole(size: Any) -> bool:
+    """Return whether a size is a whole number of at least 1, of Python or numpy."""
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and bool(size >= 1)
+
+
 def bytes_of(image: Any) -> Any:
     """Return the file of an image: bytes, or a dict with `bytes`, as Hugging Face stores it."""
     if isinstance(image, Mapping):
@@ -88,6 +93,8 @@ def bytes_of(image: Any) -> Any:
         image = image["bytes"]
     if image is None:
         raise ValueError("it is null")
+    if isinstance(image, str | int | float):
+        raise TypeError(f"it is of type {type(image).__name__}, not an encoded image")
     return image
 
 

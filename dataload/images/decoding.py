@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from dataload.errors import ConfigError, DataError, RowError
-from dataload.images.codecs import CHANNELS, MOST_PIXELS, Decoder, bytes_of
+from dataload.images.codecs import CHANNELS, MOST_PIXELS, Decoder, bytes_of, is_whole
 from dataload.images.orientation import Pixels
 
 CROPS = ("center", "full")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dataload.errors import ConfigError, RowError
-from dataload.images.codecs import CHANNELS, Decoder, bytes_of
+from dataload.images.codecs import CHANNELS, Decoder, bytes_of, is_whole
 from dataload.images.orientation import Pixels
 
 try:
@@ -86,7 +86,7 @@ def random_resized_crop(
 
 
 class Draws:
-    """The random numbers of the parts of images. How many are drawn does not depend on the images.
+    """The random numbers of the parts of images. The number of draws does not depend on the images.
 
     Args:
         rng: Draws them.

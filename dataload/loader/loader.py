@@ -258,8 +258,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     yield partial(_answers, chunk, None if only_gathers else memory)
 
         depth = max(2, self.prefetch // together, threads)
-        always = not only_gathers or memory is not None  # A copy to memory for a device is worth a thread.
-        with closing(run_ahead(calls(), threads, depth, stop, waiting, always=always)) as chunks:
+        with closing(run_ahead(calls(), threads, depth, stop, waiting)) as chunks:
             for answers in chunks:
                 yield from answers
 

@@ -181,10 +181,8 @@ class MappedMaker(RowGroupMaker):
         """Return the bytes that decoding and mapping a row group take."""
         return super().decoding_bytes(number) + 2 * CHUNK_BYTES + self._of_source().decoding_bytes(number)
 
-    @property
-    def blob_decoding_bytes(self) -> int:
-        """The bytes that decoding and mapping a row group of large blobs take."""
-        return super().blob_decoding_bytes + 2 * CHUNK_BYTES + self._source.maker.blob_decoding_bytes
+    def _blob_decoding_bytes(self) -> int:
+        return super()._blob_decoding_bytes() + 2 * CHUNK_BYTES + self._source.maker.blob_decoding_bytes
 
     @contextmanager
     def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:

@@ -90,7 +90,11 @@ class MixedRowGroups:
             by_cache.setdefault((blobs.tier.location, blobs.tier.limit), {})[number] = blobs.member(own, life)
         with computing():
             for members in by_cache.values():
-                make_together([*members.values()])
+                try:
+                    make_together([*members.values()])
+                except Exception as error:  # noqa: BLE001 (raised where the row groups of this cache are awaited)
+                    for member in members.values():
+                        member.made = error if member.made is None else member.made
         every = chain.from_iterable(members.items() for members in by_cache.values())
         return {number: member.made for number, member in every if member.made is not None}
 

@@ -61,7 +61,7 @@ class NumberedRows(Rows):
         for name, values in self._computed.items():
             # A copy: a transform that changes the column must not change the order of the rows.
             size, dtype = (len(self),), torch.int64
-            column = torch.empty(size, dtype=dtype) if empty is None else empty(size, dtype)
+            column = torch.empty(size, dtype=dtype, device="cpu") if empty is None else empty(size, dtype)
             column.numpy()[...] = values(self.numbers)
             batch[name] = column
         return cut(batch, sizes, empty)

@@ -59,6 +59,7 @@ class RowGroupMaker(ForkAware):
         least_held: Bytes that a process must be able to hold at a time, whatever its part of `rank_memory`: a row
             group, or `COLUMN_BYTES` of each of its columns.
         largest: Stored bytes of the largest row group.
+        blob_decoding_bytes: Bytes that decoding a row group of `BLOB_BYTES` takes.
         memory: The part of `rank_memory` in which this process fetches and holds row groups, as a budget.
         decoding: The part in which it decodes them. A row group that waits for a decoder reserves nothing of it.
 
@@ -81,6 +82,7 @@ class RowGroupMaker(ForkAware):
         self._footers = FooterReader(blocks)
         self.largest = max((group.bytes for group in manifest.row_groups), default=0)
         self.least_held = self._least_held()
+        self.blob_decoding_bytes = self._blob_decoding_bytes()
         self.rank_memory = max(MIN_MEMORY, min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR))
         self.after_fork_in_child()
         super().__init__()
@@ -114,9 +116,9 @@ class RowGroupMaker(ForkAware):
         self._divide(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
 
     def make_room_for(self, others: Iterable[RowGroupMaker]) -> None:
-        """Have memory for the row groups of other makers, which will use that of this one."""
-        sizes = [(maker.least_held, maker.largest) for maker in (self, *others)]
-        self.least_held, self.largest = map(max, zip(*sizes, strict=True))
+        """Enlarge the memory for the row groups of other makers, which will share it."""
+        sizes = [(maker.least_held, maker.largest, maker.blob_decoding_bytes) for maker in (self, *others)]
+        self.least_held, self.largest, self.blob_decoding_bytes = map(max, zip(*sizes, strict=True))
         self._divide(self.rank_memory // TRAINER_DIVISOR)
 
     @property
@@ -133,9 +135,7 @@ class RowGroupMaker(ForkAware):
     def _parts(self, size: int) -> tuple[int, int]:
         return _memory_parts(size, self.blob_decoding_bytes, self.largest, self.least_held)
 
-    @property
-    def blob_decoding_bytes(self) -> int:
-        """The bytes that decoding a row group of `BLOB_BYTES` takes."""
+    def _blob_decoding_bytes(self) -> int:
         return DECODED_COPIES * BLOB_BYTES
 
     def _least_held(self) -> int:
@@ -304,6 +304,7 @@ def _memory_parts(size: int, decoding_bytes: int, largest: int, least_held: int)
         size: Bytes in all.
         decoding_bytes: Bytes that a decoder thread needs.
         largest: Stored bytes of the largest row group.
+        blob_decoding_bytes: Bytes that decoding a row group of `BLOB_BYTES` takes.
         least_held: Bytes of fetched row groups that must fit, even beyond `size`.
     """
     decoding = min(size // 2, decoding_bytes * usable_cores())

@@ -23,7 +23,9 @@ def _has_bf16(device: torch.device) -> bool:
     """Return whether the device is an accelerator that computes in bfloat16 itself."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device.type != "cpu" and torch.get_autocast_dtype(device.type) == torch.bfloat16
+    if device.type == "cpu" or not torch.amp.is_autocast_available(device.type):
+        return False
+    return torch.get_autocast_dtype(device.type) == torch.bfloat16
 
 
 @dataclass

@@ -6,6 +6,7 @@ import heapq
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
+from numbers import Real
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -225,7 +226,7 @@ class MixtureOrder:
         if self.batching == "homogeneous" and self.batch_rows is None:
             raise ConfigError('batching="homogeneous" needs batch_rows, the rows of a global batch')
         for name, number in (("num_rows", self.num_rows), ("batch_rows", self.batch_rows)):
-            if number is not None and (number < 1 or number % 1):
+            if number is not None and (not isinstance(number, Real) or number < 1 or number % 1):
                 raise ConfigError(f"{name}={number}: must be a whole number of at least 1")
         self.num_rows = None if self.num_rows is None else int(self.num_rows)
 

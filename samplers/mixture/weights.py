@@ -32,9 +32,9 @@ def integer_weights(weights: Sequence[Any]) -> tuple[int, ...]:
         >>> integer_weights([0.7, 0.2, 0.1])
         (7, 2, 1)
     """
-    if isinstance(weights, str) or not hasattr(weights, "__len__"):
-        raise ConfigError(f"weights={weights!r}: give a number for each source, in a list or by name")
     weights = weights.tolist() if hasattr(weights, "tolist") else weights  # of NumPy or torch
+    if isinstance(weights, str | bytes) or not isinstance(weights, Sequence):
+        raise ConfigError(f"weights={weights!r}: give a number for each source, in a list or by name")
     if not len(weights):
         raise ConfigError("a mixture needs at least one source")
     exact = [_fraction(weight, number) for number, weight in enumerate(weights)]

@@ -280,6 +280,28 @@ def test_a_pool_without_a_limit_takes_no_more_than_was_in_use_at_a_time() -> Non
     assert buffers.take(1000) not in small
 
 
+def test_a_buffer_is_not_much_larger_than_requested() -> None:
+    buffers = BufferPool(kept_bytes=None, loose_fit=1.25)
+    large = buffers.take(10 << 20)
+    buffers.give_back(large)
+    assert len(buffers.take(5 << 20)) == 6 << 20, "whole huge pages"
+
+
+def test_a_garbage_collection_may_give_a_buffer_back_while_another_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = BufferPool()
+    first, second = buffers.take(1000), buffers.take(1000)
+    buffers.give_back(first)
+
+    class Collecting(list[Any]):
+        def remove(self, buffer: Any) -> None:
+            buffers.give_back(second)  # as the finalizer of a stream does, in the same thread
+            super().remove(buffer)
+
+    buffers._free = Collecting(buffers._free)
+    assert buffers.take(1000) is first
+    assert buffers.take(1000) is second
+
+
 def test_a_view_that_a_fill_kept_stays_as_it_was(tmp_path: Path) -> None:
     tier, kept = LocalTier(tmp_path / "c"), []
 

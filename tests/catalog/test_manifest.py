@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,9 @@ def test_schemas_that_differ(bucket: Any, cache: CacheConfig, other: dict[str, A
     )
 
 
+EPOCH = np.datetime64(0, "us").item()
+
+
 def test_files_share_columns_of_any_order_and_of_types_that_are_the_same_in_batches(
     bucket: Any, cache: CacheConfig
 ) -> None:
@@ -260,8 +264,24 @@ def test_files_share_columns_of_any_order_and_of_types_that_are_the_same_in_batc
     assert batch["v"].isnan().all(1).tolist() == [True, True, False, False] * 2
     assert batch["d"].tolist() == [0, 0, 1, 2] * 2
     assert batch["s"] == [None, None, ["q"], None] * 2
+    [filled] = make_loader(url, 8, shuffle=False, **{**options, "fill_null": {"d": EPOCH}})
+    assert filled["d"].tolist() == [0, 0, 1, 2] * 2
     assert [row["id"] for row in kept(url, pc.field("n") > 1, options)] == [3, 7]
     assert [row["id"] for row in kept(url, pc.field("t").is_null(), options)] == [0, 1, 3, 4, 5, 7]
+
+
+def test_a_member_of_a_struct_without_values_is_filtered(tmp_path: Path) -> None:
+    for number, member in enumerate([pa.nulls(2), pa.array(["x", "y"])]):
+        struct = pa.StructArray.from_arrays([member, pa.array([1, 2])], ["a", "b"])
+        pq.write_table(pa.table({"s": struct, "id": [2 * number, 2 * number + 1]}), tmp_path / f"{number}.parquet")
+    assert [row["id"] for row in kept(str(tmp_path), [("s.a", "=", "x")], {"cache": False})] == [2]
+
+
+def test_decimals_of_other_digits_differ(tmp_path: Path) -> None:
+    for number, digits in enumerate([2, 4]):
+        column = pa.array([Decimal(1)], pa.decimal128(12, digits))
+        pq.write_table(pa.table({"t": column}), tmp_path / f"{number}.parquet")
+    refused(DataError, r"'t': decimal128\(12, 4\) there, decimal128\(12, 2\) here", str(tmp_path), cache=False)
 
 
 def kept(url: str, filters: Any, options: dict[str, Any]) -> list[Any]:

@@ -128,7 +128,11 @@ def test_plan_takes_the_sources_of_a_mixture(at_bucket: Run, dataset_of: Callabl
     twice = at_bucket("plan", urls[0], urls[0])
     assert twice.returncode == 2
     assert "name it once, with the sum of its weights" in twice.stderr
-    for weights, error in (("1", "1 weights for 2 URLs"), ("1,x", "weight 'x' of source 1"), ("1,0", "positive")):
+    for weights, error in (
+        ("1", "1 weights for 2 URLs"),
+        ("1,x", "1,x must be numbers"),
+        ("1,0", "positive"),
+    ):
         failed = at_bucket("plan", *urls, "--weights", weights)
         assert failed.returncode == 2
         assert error in failed.stderr

@@ -141,6 +141,22 @@ def test_a_failed_piece_is_told_where_it_is_read(tmp_path: Path) -> None:
         file.read(10)
 
 
+def test_a_stream_that_cannot_start_returns_its_memory(origin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = BufferPool(kept_bytes=None)
+    monkeypatch.setattr(range_stream, "LEAST_POOLED", 0)
+    monkeypatch.setattr(range_stream, "fetched_buffers", buffers)
+    _, obj = origin
+
+    def fail(start: int, memory: memoryview) -> Future[None]:
+        raise OSError("no network")
+
+    for ranges, error in (([(0, 1000)], OSError), ([(0, SIZE + 1)], DataError)):
+        with pytest.raises(error):
+            RangeStream(fail, obj, ranges, 2 * SIZE)
+    buffers.clear()
+    assert buffers._in_use == 0
+
+
 def test_the_memory_of_held_ranges_is_used_again_unless_a_table_or_a_request_has_a_view_of_it(
     origin: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

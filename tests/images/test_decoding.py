@@ -20,7 +20,7 @@ import torch
 from PIL import Image, ImageOps
 
 from dataload import images, make_dataset, make_loader
-from dataload.errors import ConfigError, DataError
+from dataload.errors import ConfigError, DataError, RowError
 from dataload.images import codecs
 from dataload.images.orientation import jpeg_orientation
 
@@ -301,6 +301,16 @@ def test_a_function_of_a_batch() -> None:
     assert isinstance(batch["image"], list)
     with pytest.raises(ConfigError, match="no column is called 'image'; there are label"):
         function({"label": [3]})
+
+
+@pytest.mark.parametrize("value", [3, "photo.jpg", 1.5])
+def test_a_column_without_images_is_not_marked_as_damaged(value: Any) -> None:
+    with pytest.raises(RowError, match=f"row 0 cannot be decoded: it is of type {type(value).__name__}, not an enc"):
+        images.decode("label", size=8, damaged="mark")({"label": [value]})
+
+
+def test_sizes_may_be_of_numpy() -> None:
+    assert images.decode([encoded(picture())], size=np.int64(8)).shape == (1, 8, 8, 3)  # type: ignore[call-overload]
 
 
 def test_arguments() -> None:

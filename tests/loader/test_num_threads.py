@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from dataload import make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
-from dataload.loader import background_iterator
 
 N, BATCH = 200, 8
 SECONDS = 60  # a deadline that a busy machine does not reach
@@ -95,17 +93,12 @@ def test_a_collate_function_runs_in_the_threads(dataset: Dataset) -> None:
     assert len({batch["thread"] for batch in batches}) == 2
 
 
-@pytest.mark.parametrize(("threads", "beside_long_steps"), [(None, 1), (0, 0), (1, 1), (4, 1)])
-def test_without_code_of_the_user_one_thread_gathers_beside_long_steps(
-    dataset: Dataset, threads: int | None, beside_long_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = [batch["x"].tolist() for batch in make_loader(dataset, BATCH)]
-    for making_seconds, running in ((inf, 0), (0.0, beside_long_steps)):
-        monkeypatch.setattr(background_iterator, "_seconds", lambda *_, seconds=making_seconds: seconds)
+def test_without_code_of_the_user_one_thread_gathers(dataset: Dataset) -> None:
+    for threads, expected in ((None, 1), (0, 0), (1, 1), (4, 1)):
         batches = iter(make_loader(dataset, BATCH, num_threads=threads))
-        first = [next(batches), next(batches)]
-        assert len(threads_ahead()) == running
-        assert [batch["x"].tolist() for batch in (*first, *batches)] == expected
+        next(batches)
+        assert len(threads_ahead()) == expected
+        batches.close()
 
 
 # Concurrency

@@ -240,6 +240,20 @@ def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(tmp_path: Path, 
         list(make_loader(mixture, 16))
 
 
+def test_an_error_of_one_cache_leaves_the_row_groups_of_another(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = mix([opened(write("lists", folder=name), tmp_path / f"cache {name}") for name in ("a", "b")])
+
+    def fail(*_: Any) -> None:
+        raise OSError("no locks")
+
+    monkeypatch.setattr(mixture.datasets[1].blocks.tier.bulk, "lock_together", fail)
+    found = mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)})
+    assert [isinstance(made, list) for made in found.values()] == [True] * FILES + [False] * FILES
+    assert {str(made) for made in found.values() if not isinstance(made, list)} == {"no locks"}
+
+
 def test_sources_that_fill_nulls_in_other_ways_are_decoded_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
+from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -104,7 +105,9 @@ def _shares(urls: list[str], weights: str | None) -> list[Fraction] | None:
     return shares
 
 
-def _order(urls: list[str], sources: list[Files], shares: list[Fraction] | None, **options: Any) -> Order | MixtureOrder:
+def _order(
+    urls: list[str], sources: list[Files], shares: list[Fraction] | None, **options: Any
+) -> Order | MixtureOrder:
     """Return the order of a dataset, or of a mixture of several."""
     from dataload.catalog.same_columns import check_same_columns
     from dataload.planning.warm import order_of, order_of_mixture
