@@ -24,12 +24,13 @@ def known_keywords(*passed_on: Callable[..., object]) -> Callable[[Callable[P, R
     """Return a decorator of functions that makes an unknown keyword argument a ConfigError.
 
     Args:
-        *passed_on: The functions that get the further keyword arguments of the decorated one.
+        *passed_on: The functions that get the further keyword arguments of the decorated one, after a first argument.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = [inspect.signature(each).parameters.values() for each in (function, *passed_on)]
-        known = {each.name for some in parameters for each in some if each.kind is not each.VAR_KEYWORD}
+        own = inspect.signature(function).parameters.values()
+        options = [option for each in passed_on for option in [*inspect.signature(each).parameters.values()][1:]]
+        known = {each.name for each in (*own, *options) if each.kind is not each.VAR_KEYWORD}
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:

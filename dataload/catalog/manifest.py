@@ -231,7 +231,7 @@ def manifest_of(
 
 def source_paths(source: Source) -> list[str]:
     """Return the URLs or paths that `source` names. Raise ConfigError if there are none."""
-    if not isinstance(source, (str, os.PathLike, Iterable)):
+    if not isinstance(source, (str, os.PathLike, Iterable)) or isinstance(source, (bytes, Mapping)):
         raise ConfigError(f"the source is of type {type(source).__name__}: use a URL, a path, or a list of them")
     paths = []
     for path in [source] if isinstance(source, (str, os.PathLike)) else source:

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from dataload.formats.schema import is_list, number
 
 Array = npt.NDArray[Any]
-EXACT_DIGITS, EXACT_POWER = 15, 22  # of integers and of powers of ten that a float64 holds exactly
+EXACT_INTEGER, EXACT_POWER = 2**53, 22  # the largest integer and power of ten that a float64 holds exactly
 
 
 def numbers(column: pa.Array) -> Array:
@@ -31,12 +31,13 @@ def numbers(column: pa.Array) -> Array:
 def _floats(column: pa.Array) -> Array:
     """Return decimals as the nearest float64, as far as both parts of the division are exact; Arrow's are often not."""
     kind, first, count = column.type, column.offset, len(column)
-    is_exact = pa.types.is_decimal128(kind) and kind.precision <= EXACT_DIGITS and 0 <= kind.scale <= EXACT_POWER
-    if not is_exact or not count:
+    if not pa.types.is_decimal128(kind) or not 0 <= kind.scale <= EXACT_POWER or not count:
         return stored(column.cast(pa.float64()))
-    unscaled = np.frombuffer(column.buffers()[1], "<i8", 2 * (first + count))[2 * first :: 2]
-    floats: Array = unscaled / 10.0**kind.scale
-    return floats
+    words = np.frombuffer(column.buffers()[1], "<i8", 2 * (first + count))[2 * first :]
+    low, high = words[::2], words[1::2]
+    floats: Array = low / 10.0**kind.scale
+    is_exact = (high == low >> 63) & (low >= -EXACT_INTEGER) & (low <= EXACT_INTEGER)
+    return floats if is_exact.all() else np.where(is_exact, floats, stored(column.cast(pa.float64())))
 
 
 def stored(column: pa.Array) -> Array:

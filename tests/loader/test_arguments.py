@@ -81,6 +81,7 @@ def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[
         ({"cache_bytes": "many"}, "cache_bytes='many' is not a size"),
         ({"cluster": "10.0.0.1"}, "cluster: must be valkey://"),
         ({"source": None}, "the source is of type NoneType: use a URL"),
+        ({"source": {"a": MISSING}}, "the source is of type dict: use a URL"),
         ({"source": [MISSING, 3]}, "the source has an item of type int: use a URL"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
     ],

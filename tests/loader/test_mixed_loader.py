@@ -656,6 +656,8 @@ def test_wrong_sources(sources: Sources) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             mix(wrong)
+    with pytest.raises(ConfigError, match="source= is unknown: did you mean"):
+        mix([one], source="s3://x")
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,14 @@ def test_decimals_become_the_nearest_floats(precision: int, scale: int) -> None:
     assert [values.tolist() for values in lists] == [[float(row) for row in rows], [], [float(rows[0])]]
 
 
+def test_decimals_of_many_digits_become_the_nearest_floats_if_their_values_have_few() -> None:
+    rows = [Decimal(number).scaleb(-2) for number in range(-999, 1000, 7)]
+    column = pa.array([*rows, Decimal(2**53).scaleb(-2), Decimal(-(2**63)).scaleb(-2), None], pa.decimal128(38, 2))
+    found = whole(pa.table({"c": column}))["c"].tolist()
+    assert found[:-2] == [float(row) for row in (*rows, Decimal(2**53).scaleb(-2))]
+    assert found[-2] == pytest.approx(-(2**63) / 100, rel=1e-15)
+
+
 def test_times_are_their_counts_and_decimals_floats() -> None:
     moment = datetime(2026, 5, 17, 1, 2, 3, 4, UTC)
     table = pa.table(
