@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from dataload import make_dataset, make_loader
 from dataload.cache.config import CacheConfig
@@ -268,6 +269,53 @@ def test_files_share_columns_of_any_order_and_of_types_that_are_the_same_in_batc
     assert filled["d"].tolist() == [0, 0, 1, 2] * 2
     assert [row["id"] for row in kept(url, pc.field("n") > 1, options)] == [3, 7]
     assert [row["id"] for row in kept(url, pc.field("t").is_null(), options)] == [0, 1, 3, 4, 5, 7]
+
+
+def null_of(value: Any) -> pa.DataType:
+    """Return the type of values like this one of which none is known."""
+    if isinstance(value, list):
+        return pa.list_(null_of(value[0]) if value else pa.null())
+    return pa.struct([(name, null_of(each)) for name, each in value.items()]) if isinstance(value, dict) else pa.null()
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("without", "typed", "expected"),
+    [
+        ([[], None], pa.array([[1, 2], []]), [[], None, [1, 2], []]),
+        ([[], [None]], pa.array([["a"], None], pa.large_list(pa.string())), [[], [None], ["a"], None]),
+        ([[[]], None], pa.array([[[1], []], []]), [[[]], None, [[1], []], []]),
+        ([[], None], pa.array([[{"a": 1}], []]), [[], None, [{"a": 1}], []]),
+        ([[{"a": None}], []], pa.array([[{"a": ["x"]}], []]), [[{"a": None}], [], [{"a": ["x"]}], []]),
+        ([[{"a": []}], []], pa.array([[{"a": ["x"]}], []]), [[{"a": []}], [], [{"a": ["x"]}], []]),
+    ],
+)
+def test_lists_without_values_have_the_type_of_other_files(
+    tmp_path: Path, without: list[Any], typed: pa.Array, expected: list[Any], is_first: bool, suffix: str
+) -> None:
+    columns = [pa.array(without, null_of(without[0])), typed]
+    for number, column in enumerate(columns if is_first else reversed(columns)):
+        table = pa.table({"id": [2 * number, 2 * number + 1], "c": column})
+        file = tmp_path / f"{number}.{suffix}"
+        if suffix == "parquet":
+            pq.write_table(table, file)
+        else:
+            with pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+    options = {"cache": False, "columns": ["c"]}
+    [batch] = make_loader(str(tmp_path), 4, shuffle=False, **options)
+    found = [value.tolist() if isinstance(value, torch.Tensor) else value for value in batch["c"]]
+    assert found == (expected if is_first else expected[2:] + expected[:2])
+    assert len(kept(str(tmp_path), pc.field("c").is_valid(), options)) == 4 - expected.count(None)
+
+
+def test_lists_with_other_members_beside_one_without_values_differ(tmp_path: Path) -> None:
+    for number, row in enumerate([{"a": None, "b": 1}, {"a": 1, "b": "x"}, {"a": 1, "c": 1}]):
+        pq.write_table(pa.table({"t": pa.array([[row]])}), tmp_path / f"{number}.parquet")
+    for other in (1, 2):
+        files = [str(tmp_path / f"{number}.parquet") for number in (0, other)]
+        refused(DataError, rf"{other}\.parquet and .*0\.parquet differ in column 't'", files, cache=False)
 
 
 def test_a_member_of_a_struct_without_values_is_filtered(tmp_path: Path) -> None:
