@@ -77,6 +77,10 @@ def _with_values(name: str, kind: pa.DataType, schema: pa.Schema) -> pa.DataType
     """Return the type of a file's column. One without values in this file has the type of the flat schema."""
     if name in schema.names and has_null_type(kind):
         return schema.field(name).type
+    if pa.types.is_null(kind):  # It is a struct in other files.
+        inner = (other.removeprefix(f"{name}.") for other in schema.names if other.startswith(f"{name}."))
+        members = dict.fromkeys(path.partition(".")[0] for path in inner)
+        return pa.struct([(member, _with_values(f"{name}.{member}", kind, schema)) for member in members])
     if not pa.types.is_struct(kind):
         return kind
     return pa.struct([field.with_type(_with_values(f"{name}.{field.name}", field.type, schema)) for field in kind])

@@ -58,7 +58,7 @@ def decode(
             field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None
         )
         kind = None if schema is None else schema.field(field.name).type
-        columns[field.name], nulls = decoder.decode(table[field.name], kind)
+        columns[field.name], nulls = decoder.decode(_column(table, field.name), kind)
         if mask is not None:
             columns[mask] = Dense(np.zeros(len(table), np.bool_) if nulls is None else nulls)
     return columns
@@ -244,6 +244,11 @@ def _plain_column(column: Any) -> Any:
     if pa.types.is_run_end_encoded(kind):
         return _plain_column(pc.run_end_decode(column))
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
+
+
+def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """Return a column of a flat table. A member of a struct that has no members in this table has only nulls."""
+    return table[name] if name in table.column_names else pa.chunked_array([pa.nulls(len(table))])
 
 
 def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
