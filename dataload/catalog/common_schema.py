@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
+from dataload.formats.null_types import filled, has_null_type
 from dataload.formats.schema import fields_of, is_bytes, is_list, storage
+
+_Column = tuple[Object, pa.Field]  # and a file that has it
 
 
 def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
-    """Return the columns that all files have, in the order of the first file.
+    """Return the flat columns that all files have, in the order of the first file.
 
     Files may differ in the order of their columns, and in types that are the same in batches, such as strings with
-    32-bit and 64-bit offsets. A column that has only nulls in some files, of the null type, has its type of the others.
+    32-bit and 64-bit offsets. A column without values in some files, of the null type or with parts of it such as
+    `list<null>`, has its type of the others. A column of the null type may be a struct in the others.
     Decimals of other digits differ, because filters would compare other values.
 
     Args:
@@ -25,27 +29,38 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
         DataError: Two files differ in a column. It names both.
     """
     (first, latest), *others = schemas
-    columns = {field.name: (first, field) for field in latest}
+    columns: dict[str, _Column] = {field.name: (first, field) for field in latest}
     for obj, schema in others:
         if schema is latest:  # Consecutive files of one schema share the object.
             continue
-        latest, found = schema, {field.name: field for field in schema}
+        latest, found = schema, {field.name: (obj, field) for field in schema}
+        columns, found = _with_members(columns, found), _with_members(found, columns)
         for name in {**columns, **found}:
             source, here = columns.get(name, (first, None))
-            there = found.get(name)
-            if here is None or there is None or not _is_like(here, there):
+            _, there = found.get(name, (obj, None))
+            if here is None or there is None or not _is_like(filled(here, there), filled(there, here)):
                 raise DataError(
                     f"{obj.path} and {source.path} differ in column {name!r}: {_type(there)} there, "
                     f"{_type(here)} here; read them as two datasets or rewrite one"
                 )
-            if pa.types.is_null(here.type):
-                columns[name] = obj, there
+            if has_null_type(here.type):
+                columns[name] = obj, filled(here, there)
     return pa.schema([field for _, field in columns.values()])
+
+
+def _with_members(columns: Mapping[str, _Column], others: Mapping[str, _Column]) -> dict[str, _Column]:
+    """Return the columns with the members of each column that is of the null type here and a struct in the others."""
+    whole: dict[str, _Column] = {}
+    for name, (obj, field) in columns.items():
+        is_missing = pa.types.is_null(field.type) and name not in others
+        members = [other for other in others if other.startswith(f"{name}.")] if is_missing else []
+        whole |= {member: (obj, field.with_name(member)) for member in members or [name]}
+    return whole
 
 
 def _is_like(here: pa.Field, there: pa.Field) -> bool:
     """Return whether the values of two columns of one name are the same in batches and in filters."""
-    if here.type == there.type or pa.types.is_null(here.type) or pa.types.is_null(there.type):
+    if here.type == there.type:
         return True
     kinds = storage(here.type), storage(there.type)
     are_lists = all(map(is_list, kinds)) and kinds[0].value_type == kinds[1].value_type

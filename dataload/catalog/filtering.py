@@ -22,6 +22,7 @@ from dataload.catalog.selection import Mask, Selection
 from dataload.errors import ConfigError
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import with_constants
+from dataload.formats.null_types import has_null_type
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import MemoryBudget
 from dataload.runtime.usable_memory import usable_memory
@@ -73,9 +74,13 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
 
 
 def _with_values(name: str, kind: pa.DataType, schema: pa.Schema) -> pa.DataType:
-    """Return the type of a file's column. One that has only nulls in this file has the type of the flat schema."""
-    if pa.types.is_null(kind) and name in schema.names:
+    """Return the type of a file's column. One without values in this file has the type of the flat schema."""
+    if name in schema.names and has_null_type(kind):
         return schema.field(name).type
+    if pa.types.is_null(kind):  # It is a struct in other files.
+        inner = (other.removeprefix(f"{name}.") for other in schema.names if other.startswith(f"{name}."))
+        members = dict.fromkeys(path.partition(".")[0] for path in inner)
+        return pa.struct([(member, _with_values(f"{name}.{member}", kind, schema)) for member in members])
     if not pa.types.is_struct(kind):
         return kind
     return pa.struct([field.with_type(_with_values(f"{name}.{field.name}", field.type, schema)) for field in kind])

@@ -116,14 +116,15 @@ class ParquetFooter:
         else:
             ahead = capacity - buffer * len(ranges)
             stream = RangeStream(bytes_of, obj, ranges, ahead, blocks.free_requests)
-        with as_data_error(f"{obj.path} row group {number} cannot be decoded"):
+        with as_data_error(f"{obj.path} row group {number}{self._columns.likely_cause(columns)} cannot be decoded"):
             texts = [name for name in columns if name in self._columns.texts]
             coded = [name for name in texts if any(map(_has_codes, self._chunks(number, [name])))]
             # pre_buffer would fetch the whole row group before decoding the first row.
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
             with stream, pq.ParquetFile(stream.source, metadata=self._metadata, **arguments) as file:
-                every = len(columns) == len(self._columns.leaves)
-                yield _Reader(file, number, None if every else list(columns), stream.wait)
+                own = self._columns.own(columns)
+                every = len(own) == len(self._columns.leaves)
+                yield _Reader(file, number, None if every else own, stream.wait)
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         return blocks.origin.is_local or not self._shares_blocks(number)
@@ -131,7 +132,7 @@ class ParquetFooter:
     def _chunks(self, number: int, columns: Iterable[str]) -> list[pq.ColumnChunkMetaData]:
         """Return the chunks of these columns, column by column."""
         group = self._metadata.row_group(number)
-        return [group.column(leaf) for name in columns for leaf in self._columns.leaves[name]]
+        return [group.column(leaf) for name in self._columns.own(columns) for leaf in self._columns.leaves[name]]
 
 
 class _Columns:
@@ -157,6 +158,29 @@ class _Columns:
         plain = (field for field in self._schema if storage(field.type) == field.type)
         variable = (field for field in plain if is_bytes(field.type) and not pa.types.is_fixed_size_binary(field.type))
         return frozenset(field.name for field in variable)
+
+    def likely_cause(self, columns: Iterable[str]) -> str:
+        """Return what is likely to be wrong if these columns cannot be decoded, for errors; "" in most cases."""
+        name = next(filter(self._without_length.__contains__, columns), None)
+        if name is None:
+            return ""
+        return (
+            f": column {name!r} has lists of the fixed length 0, which Arrow writes to Parquet but cannot read: leave "
+            "it out with columns=, or write lists of varying length. It"
+        )
+
+    @cached_property
+    def _without_length(self) -> frozenset[str]:
+        """The columns with lists of the fixed length 0."""
+        return frozenset(field.name for field in flatten(self._schema) if _is_without_length(field.type))
+
+    def own(self, columns: Iterable[str]) -> list[str]:
+        """Return the file's own columns that hold these: for a member, a column that is a struct in other files."""
+        leaves = self.leaves
+        holders = (
+            name if name in leaves else next(own for own in leaves if name.startswith(f"{own}.")) for name in columns
+        )
+        return list(dict.fromkeys(holders))
 
     @cached_property
     def leaves(self) -> dict[str, range]:
@@ -217,6 +241,13 @@ def _has_codes(chunk: pq.ColumnChunkMetaData) -> bool:
     data = chunk.total_compressed_size - (chunk.data_page_offset - chunk.dictionary_page_offset)
     limit = CODE_BYTES * values if is_short else SHARED_BITS * values * math.log2(values) / 8
     return bool(data < limit)
+
+
+def _is_without_length(kind: pa.DataType) -> bool:
+    """Return whether values are lists of the fixed length 0, or have such lists in them."""
+    kind = storage(kind)
+    parts = (kind.field(number).type for number in range(kind.num_fields))
+    return (pa.types.is_fixed_size_list(kind) and not kind.list_size) or any(map(_is_without_length, parts))
 
 
 def _leaf_count(kind: pa.DataType) -> int:

@@ -314,13 +314,16 @@ def _field(field: pa.Field) -> Field:
 
 def _portable(kind: pa.DataType) -> pa.DataType:
     """Return a type without extension types that only some processes know, at any depth."""
-    types = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         return kind if kind.extension_name.startswith("arrow.") else _portable(kind.storage_type)
     members = [kind.field(number) for number in range(kind.num_fields)]
     fields = [member.with_type(_portable(member.type)) for member in members]
-    if fields == members or types.is_run_end_encoded(kind):
-        return kind
+    return kind if fields == members or pa.types.is_run_end_encoded(kind) else with_members(kind, fields)
+
+
+def with_members(kind: pa.DataType, fields: Sequence[pa.Field]) -> pa.DataType:
+    """Return a struct, map or list type with other members or elements."""
+    types = pa.types
     if types.is_struct(kind):
         return pa.struct(fields)
     if types.is_map(kind):

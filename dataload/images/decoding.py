@@ -72,13 +72,13 @@ def decode(
     if damaged == "mark" and (not isinstance(column, str) or size is None or crop != "center"):
         raise ConfigError("damaged='mark' needs the name of a column, size= and crop='center'")
     if isinstance(column, str):
-        return partial(decode_column, column=column, size=size, crop=crop, damaged=damaged)
+        return partial(_decode_column, column=column, size=size, crop=crop, damaged=damaged)
     if isinstance(column, (bytes, bytearray, memoryview)):
         raise ConfigError("decode takes the name of a column or a list of images, not one image: decode([image])")
     return _decoded(column, size, crop, "image")
 
 
-def decode_column(
+def _decode_column(
     batch: Mapping[str, Any], *, column: str, size: int | None, crop: Crop, damaged: Damaged
 ) -> dict[str, Any]:
     """Return the batch with the images of a column decoded. Its arguments are those of `decode`."""

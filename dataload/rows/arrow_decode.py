@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
+from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import (
     Field,
     flatten_table,
@@ -37,8 +38,8 @@ def decode(
             become zeros.
         fill_null: Replacement of nulls, for all columns that can hold it or, as a mapping, by column; or None.
         where: File and row group, for errors.
-        schema: The flat schema of the dataset. It has the types of columns that have only nulls, and no type, in this
-            table. None: that of the table.
+        schema: The flat schema of the dataset. It has the types of columns without values in this table, see
+            `null_types`. None: that of the table.
 
     Raises:
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
@@ -56,10 +57,8 @@ def decode(
         decoder = _Decoder(
             field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None
         )
-        column = table[field.name]
-        if schema is not None and pa.types.is_null(column.type):
-            column = pa.chunked_array([pa.nulls(len(column), schema.field(field.name).type)])
-        columns[field.name], nulls = decoder.decode(column)
+        kind = None if schema is None else schema.field(field.name).type
+        columns[field.name], nulls = decoder.decode(_column(table, field.name), kind)
         if mask is not None:
             columns[mask] = Dense(np.zeros(len(table), np.bool_) if nulls is None else nulls)
     return columns
@@ -83,9 +82,11 @@ class _Decoder:
         self._must_fill = must_fill
         self._masks = masks
 
-    def decode(self, chunks: pa.ChunkedArray) -> tuple[Column, Array | None]:
-        """Return the column, and the rows that have nulls, bool [rows]; None: no row."""
+    def decode(self, chunks: pa.ChunkedArray, kind: pa.DataType | None) -> tuple[Column, Array | None]:
+        """Return the column, and the rows that have nulls, bool [rows]; None: no row. kind: its type in the dataset."""
         try:
+            if kind is not None and has_null_type(chunks.type):
+                chunks = _cast(chunks, kind)
             if self._field.kind == "nested":
                 arrays = [plain(chunk) for chunk in chunks.chunks] or [plain(pa.nulls(0, chunks.type))]
                 return Nested(pa.concat_arrays(arrays)), None
@@ -243,6 +244,17 @@ def _plain_column(column: Any) -> Any:
     if pa.types.is_run_end_encoded(kind):
         return _plain_column(pc.run_end_decode(column))
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
+
+
+def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
+    """Return a column of a flat table. A member of a struct that has no members in this table has only nulls."""
+    return table[name] if name in table.column_names else pa.chunked_array([pa.nulls(len(table))])
+
+
+def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    """Return a column without values with the type that it has in the dataset."""
+    is_null = pa.types.is_null(chunks.type)
+    return pa.chunked_array([pa.nulls(len(chunks), kind)]) if is_null else chunks.cast(kind)
 
 
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from dataload import make_dataset, make_loader
 from dataload.cache.config import CacheConfig
@@ -270,6 +272,88 @@ def test_files_share_columns_of_any_order_and_of_types_that_are_the_same_in_batc
     assert [row["id"] for row in kept(url, pc.field("t").is_null(), options)] == [0, 1, 3, 4, 5, 7]
 
 
+def null_of(value: Any) -> pa.DataType:
+    """Return the type of values like this one of which none is known."""
+    if isinstance(value, list):
+        return pa.list_(null_of(value[0]) if value else pa.null())
+    return pa.struct([(name, null_of(each)) for name, each in value.items()]) if isinstance(value, dict) else pa.null()
+
+
+def write(file: Path, table: pa.Table) -> None:
+    if file.suffix == ".parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("without", "typed", "expected"),
+    [
+        ([[], None], pa.array([[1, 2], []]), [[], None, [1, 2], []]),
+        ([[], [None]], pa.array([["a"], None], pa.large_list(pa.string())), [[], [None], ["a"], None]),
+        ([[[]], None], pa.array([[[1], []], []]), [[[]], None, [[1], []], []]),
+        ([[], None], pa.array([[{"a": 1}], []]), [[], None, [{"a": 1}], []]),
+        ([[{"a": None}], []], pa.array([[{"a": ["x"]}], []]), [[{"a": None}], [], [{"a": ["x"]}], []]),
+        ([[{"a": []}], []], pa.array([[{"a": ["x"]}], []]), [[{"a": []}], [], [{"a": ["x"]}], []]),
+    ],
+)
+def test_lists_without_values_have_the_type_of_other_files(
+    tmp_path: Path, without: list[Any], typed: pa.Array, expected: list[Any], is_first: bool, suffix: str
+) -> None:
+    columns = [pa.array(without, null_of(without[0])), typed]
+    for number, column in enumerate(columns if is_first else reversed(columns)):
+        write(tmp_path / f"{number}.{suffix}", pa.table({"id": [2 * number, 2 * number + 1], "c": column}))
+    options = {"cache": False, "columns": ["c"]}
+    [batch] = make_loader(str(tmp_path), 4, shuffle=False, **options)
+    found = [value.tolist() if isinstance(value, torch.Tensor) else value for value in batch["c"]]
+    assert found == (expected if is_first else expected[2:] + expected[:2])
+    assert len(kept(str(tmp_path), pc.field("c").is_valid(), options)) == 4 - expected.count(None)
+
+
+A_STRUCT = pa.array([{"a": 1, "s": {"b": "x", "l": [1]}}, {"a": 2, "s": None}])
+PARTS = [
+    pa.nulls(2),
+    pa.array([{"a": None, "s": None}, None], null_of({"a": None, "s": None})),
+    pa.array(
+        [{"a": 5, "s": {"b": None, "l": []}}, None],
+        pa.struct([("a", pa.int64()), ("s", null_of({"b": None, "l": []}))]),
+    ),
+]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("columns", [*permutations([A_STRUCT, *PARTS]), *permutations([A_STRUCT, PARTS[0]])])
+def test_a_struct_without_values_has_the_members_of_other_files(
+    tmp_path: Path, columns: Sequence[pa.Array], suffix: str
+) -> None:
+    for number, column in enumerate(columns):
+        write(tmp_path / f"{number}.{suffix}", pa.table({"id": [2 * number, 2 * number + 1], "c": column, "z": [0, 0]}))
+    rows = [row.as_py() or {"a": None, "s": None} for column in columns for row in column]
+    inner = [row["s"] or {"b": None, "l": None} for row in rows]
+    [batch] = make_loader(str(tmp_path), 8, shuffle=False, cache=False, fill_null={"c.a": -1})
+    assert list(batch) == ["id", "c.a", "c.s.b", "c.s.l", "z"]
+    assert batch["c.a"].tolist() == [-1 if row["a"] is None else row["a"] for row in rows]
+    assert batch["c.s.b"] == [row["b"] for row in inner]
+    assert [None if value is None else value.tolist() for value in batch["c.s.l"]] == [row["l"] for row in inner]
+    [some] = make_loader(str(tmp_path), 8, shuffle=False, cache=False, columns=["c.s.b"])
+    assert some["c.s.b"] == [row["b"] for row in inner]
+    options = {"cache": False, "columns": ["c.s.b"]}
+    assert [row["c.s.b"] for row in kept(str(tmp_path), [("c.s.b", "=", "x")], options)] == ["x"]
+    assert len(kept(str(tmp_path), pc.field("c", "a") > 1, options)) == sum((row["a"] or 0) > 1 for row in rows)
+    assert len(kept(str(tmp_path), pc.field("c", "a").is_null(), options)) == sum(row["a"] is None for row in rows)
+
+
+def test_lists_with_other_members_beside_one_without_values_differ(tmp_path: Path) -> None:
+    for number, row in enumerate([{"a": None, "b": 1}, {"a": 1, "b": "x"}, {"a": 1, "c": 1}]):
+        pq.write_table(pa.table({"t": pa.array([[row]])}), tmp_path / f"{number}.parquet")
+    for other in (1, 2):
+        files = [str(tmp_path / f"{number}.parquet") for number in (0, other)]
+        refused(DataError, rf"{other}\.parquet and .*0\.parquet differ in column 't'", files, cache=False)
+
+
 def test_a_member_of_a_struct_without_values_is_filtered(tmp_path: Path) -> None:
     for number, member in enumerate([pa.nulls(2), pa.array(["x", "y"])]):
         struct = pa.StructArray.from_arrays([member, pa.array([1, 2])], ["a", "b"])
@@ -323,6 +407,18 @@ def test_nullability_does_not_matter(bucket: Any, cache: CacheConfig) -> None:
     bucket.put_table("data/0.parquet", pa.table({"a": [1]}))
     bucket.put_table("data/1.parquet", pa.table({"a": [2]}, pa.schema([pa.field("a", pa.int64(), nullable=False)])))
     assert len(make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache)) == 2
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int32(), 0), pa.struct([("l", pa.list_(pa.list_(pa.int8(), 0)))])])
+def test_lists_of_the_fixed_length_0_in_parquet_name_their_column(tmp_path: Path, kind: pa.DataType) -> None:
+    values = [{"l": [[]]}] if pa.types.is_struct(kind) else [[]]
+    write(tmp_path / "x.parquet", pa.table({"id": [1, 2], "c": pa.array(values * 2, kind)}))
+    name = r"c\.l" if pa.types.is_struct(kind) else "c"
+    says = rf"x\.parquet row group 0: column '{name}' has lists of the fixed length 0.*leave it out with columns="
+    with pytest.raises(DataError, match=says):
+        list(make_loader(str(tmp_path), 2, cache=False))
+    [batch] = make_loader(str(tmp_path), 2, shuffle=False, cache=False, columns=["id"])
+    assert batch["id"].tolist() == [1, 2]
 
 
 def test_a_damaged_page_names_its_file(bucket: Any, cache: CacheConfig) -> None:

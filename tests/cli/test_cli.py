@@ -644,6 +644,19 @@ def test_head_of_folders_alone_and_of_no_rows(at_bucket: Run, bucket: Any) -> No
     assert (empty["rows"], empty["first_rows"]) == (0, [])
 
 
+def test_head_counts_objects_without_row_groups(at_bucket: Run, bucket: Any) -> None:
+    none, some = (pa.table({"x": pa.array(values, pa.int64())}) for values in ([], [5]))
+    for number, rows in enumerate([none, none, some]):
+        content = pa.BufferOutputStream()
+        with pq.ParquetWriter(content, rows.schema) as writer:
+            if len(rows):
+                writer.write_table(rows)
+        bucket.put(f"part/{number}.parquet", content.getvalue().to_pybytes())
+    assert "3 objects" in at_bucket("head", bucket.url("part")).stdout
+    found = json.loads(at_bucket("head", bucket.url("part/[01].parquet"), "--json").stdout)
+    assert (found["objects"], found["row_groups"], found["rows"]) == (2, 0, 0)
+
+
 def test_head_fetches_footers_and_ranges_of_the_first_row_group(at_bucket: Run, bucket: Any) -> None:
     """The row groups are so small that a loader would read them through blocks, with their neighbours."""
     noise = np.random.default_rng(0)

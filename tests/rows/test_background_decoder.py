@@ -21,6 +21,7 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import OriginNotFound
 from dataload.formats import parquet
 from dataload.rows import scheduler
+from dataload.rows.background_decoder import client
 from dataload.rows.background_decoder.client import MAX_FAILURES, BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import portable
 
@@ -204,6 +205,25 @@ def test_a_loop_that_only_waits_starts_no_process(dataset: Any, monkeypatch: pyt
     monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
     assert sum(len(batch["row_id"]) for batch in make_loader(dataset, 10)) == 200
     assert dataset.rowstore.scheduler.decoder._process is None
+
+
+@pytest.mark.parametrize("point", [1, 2], ids=["begins", "ends"])
+def test_an_interrupted_wait_leaves_the_signal_to_later_ones(monkeypatch: pytest.MonkeyPatch, point: int) -> None:
+    """Ctrl-C comes while a wait begins or ends. The loop that a notebook starts again waits, too."""
+    demand, times = DemandSignal(), iter(range(1, point + 1))
+
+    def interrupted() -> float:
+        if next(times) == point:
+            raise KeyboardInterrupt
+        return 0.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "perf_counter", interrupted)
+        with pytest.raises(KeyboardInterrupt), demand.waiting():
+            pass
+    with demand.waiting():
+        assert demand.now
+    assert not demand.now
 
 
 def test_demand_prevails_until_waits_are_less_than_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,15 @@ def test_a_mixture_makes_small_row_groups_of_several_datasets_together(
     assert rows("one by one") == together
 
 
+def test_each_dataset_of_a_bunch_counts_its_own_misses(tmp_path: Path, write: Any) -> None:
+    datasets = [opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")]
+    before = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
+    found = mix(datasets).rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)})
+    assert len(found) == 2 * FILES
+    counted = [dataset.blocks.tier.stats()["misses"] for dataset in datasets]
+    assert [after - base for after, base in zip(counted, before, strict=True)] == [FILES, FILES]
+
+
 def test_an_error_of_one_dataset_leaves_the_others_of_a_mixture(tmp_path: Path, write: Any) -> None:
     mixture = mix([opened(write("lists", folder=name), tmp_path / "cache") for name in ("a", "b")])
     for file in (tmp_path / "b").iterdir():

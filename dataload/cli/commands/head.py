@@ -44,12 +44,12 @@ def head(
     from dataload.catalog.preview import first_rows, preview_columns
 
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
-    manifest, blocks = open_manifest(url, storage_options, cache_config, quiet=as_json)
+    manifest, blocks, objects = open_manifest(url, storage_options, cache_config, quiet=as_json)
     chosen = manifest.select(names(columns))
     described = preview_columns(pa.schema([manifest.schema.field(name) for name in chosen]))
     first = [{name: _plain(value) for name, value in row.items()} for row in first_rows(manifest, chosen, blocks, rows)]
     figures = {
-        "objects": len({group.file for group in manifest.row_groups}),
+        "objects": len(objects),
         "bytes": sum(group.bytes for group in manifest.row_groups),
         "rows": manifest.num_rows,
         "row_groups": len(manifest.row_groups),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +13,7 @@ from dataload.cli.console import progress
 from dataload.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dataload.cache.blocks.reader import Blocks
+    from dataload.cache.blocks.reader import Blocks, Object
     from dataload.cache.config import CacheConfig
     from dataload.cache.local.directory import CacheFolder
     from dataload.catalog.manifest import Manifest
@@ -123,15 +124,15 @@ def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> Cache
 
 def open_manifest(
     url: str, storage_options: str | None, config: CacheConfig, *, quiet: bool
-) -> tuple[Manifest, Blocks]:
-    """Read the footers at `url`. Return the dataset and the reader of its objects."""
+) -> tuple[Manifest, Blocks, Collection[Object]]:
+    """Read the footers at `url`. Return the dataset, the reader of its objects, and those, also without row groups."""
     from dataload.cache.filesystem import open_source
     from dataload.catalog.manifest import list_objects, manifest_of
 
     blocks = open_source(url, mapping(storage_options), config)
     objects = list_objects(url, blocks)
     with progress("reading footers", len(objects), quiet=quiet, unit="files") as advance:
-        return manifest_of(objects, blocks, lambda _: advance(1)), blocks
+        return manifest_of(objects, blocks, lambda _: advance(1)), blocks, objects
 
 
 def open_dataset(
@@ -141,7 +142,7 @@ def open_dataset(
     from dataload.rows.row_group_cache import RowGroupCache
 
     chosen = filter_lists(filters)
-    manifest, blocks = open_manifest(url, storage_options, config, quiet=quiet)
+    manifest, blocks, _ = open_manifest(url, storage_options, config, quiet=quiet)
     selected = manifest.select(names(columns))
     if chosen is not None:
         from dataload.catalog.filtering import narrow

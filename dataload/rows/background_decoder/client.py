@@ -43,7 +43,7 @@ class DemandSignal:
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._waiting = 0
+        self._waiting: set[int] = set()  # threads; a set, because Ctrl-C may come at any point of `waiting`
         self._begun: Future[None] = Future()
         self._begin = self._last = perf_counter()  # of this record, and of the last wait
         self._waited = 0.0  # seconds, without the wait that has not ended
@@ -51,7 +51,7 @@ class DemandSignal:
     @property
     def now(self) -> bool:
         """Whether a thread waits at this moment."""
-        return self._waiting > 0
+        return bool(self._waiting)
 
     @property
     def prevails(self) -> bool:
@@ -64,19 +64,21 @@ class DemandSignal:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Signal demand for the duration of the block."""
-        with self._mutex:
-            self._waiting += 1
-            if self._waiting == 1:
-                self._last = perf_counter()
-                self._begun.set_result(None)
+        thread = threading.get_ident()
         try:
+            with self._mutex:
+                if not self._waiting:
+                    self._last = perf_counter()
+                self._waiting.add(thread)
+                if not self._begun.done():
+                    self._begun.set_result(None)
             yield
         finally:
             with self._mutex:
-                self._waiting -= 1
-                if not self._waiting:
+                if self._waiting == {thread}:
                     self._waited += perf_counter() - self._last
                     self._begun = Future()
+                self._waiting.discard(thread)
 
     def wait(self, future: Future[Any]) -> None:
         """Wait until the future is done, demand begins, or the caller should check other conditions again."""

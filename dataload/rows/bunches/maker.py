@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
-from dataload.cache.tier import Draft
+from dataload.cache.tier import BulkTier, Draft
 from dataload.catalog.manifest import RowGroup
 from dataload.errors import DataError, DataloadError
 from dataload.formats.base import SHARED_BYTES, RowGroupReader
@@ -39,11 +39,11 @@ class Member:
         life: Its life in this process.
 
     Attributes:
-        blobs: As above.
-        group: As above.
-        blocks: As above.
-        number: As above.
-        life: As above.
+        blobs: The cached row groups of its dataset.
+        group: Its place in a file.
+        blocks: Reader of the file, and the cache.
+        number: Its number in the dataset.
+        life: Its life in this process.
         key: The key of its only blob.
         opened: Holds it open until it is decoded.
         reader: Decodes it.
@@ -59,6 +59,13 @@ class Member:
         self.key = blobs.keys(number)[0]
         self.opened = ExitStack()
         self.made: list[memoryview] | Exception | None = None
+
+    @property
+    def tier(self) -> BulkTier:
+        """The cache of its blob, as its dataset opened it."""
+        tier = self.blocks.tier.bulk
+        assert tier is not None
+        return tier
 
     @property
     def reserved_bytes(self) -> int:
@@ -96,8 +103,7 @@ def make_together(members: Sequence[Member]) -> None:
     Raises:
         ReservationCancelled: All lives were cancelled before the memory was reserved.
     """
-    tier = members[0].blocks.tier.bulk
-    assert tier is not None
+    tier = members[0].tier
     size = sum(member.reserved_bytes for member in members)
     with (
         members[0].blobs.maker.reserve_bytes(size, lambda: all(member.life.is_cancelled() for member in members)),
@@ -109,11 +115,7 @@ def make_together(members: Sequence[Member]) -> None:
             for member in missing:
                 stack.callback(member.opened.close)
                 _open(member)
-            packed = _packed(missing)
-            found = tier.put_together([(member.key, blob) for member, blob in packed]) if packed else []
-            for (member, _), blob in zip(packed, found, strict=True):
-                member.made = [blob]
-                member.life.enter(State.CACHED)
+            _cache(_packed(missing))
     for member in missing:
         if isinstance(member.made, list):
             with member.catching():
@@ -177,6 +179,16 @@ def _packed(members: Sequence[Member]) -> list[tuple[Member, memoryview]]:
 
 def _decoded(member: Member) -> dict[str, Column]:
     return member.blobs.maker.decoded_table(member.table, member.group.rows, member.group)
+
+
+def _cache(packed: Sequence[tuple[Member, memoryview]]) -> None:
+    """Cache the blob of each row group. The tier of its own dataset does it, and counts the miss."""
+    for tier in dict.fromkeys(member.tier for member, _ in packed):
+        own = [(member, blob) for member, blob in packed if member.tier is tier]
+        found = tier.put_together([(member.key, blob) for member, blob in own])
+        for (member, _), blob in zip(own, found, strict=True):
+            member.made = [blob]
+            member.life.enter(State.CACHED)
 
 
 def _pack(member: Member, columns: dict[str, Column]) -> memoryview:

@@ -1,0 +1,39 @@
+"""Types of columns without values: the null type, and types with parts of it, such as `list<null>`."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from dataload.formats.schema import is_list, with_members
+
+
+def has_null_type(kind: pa.DataType) -> bool:
+    """Return whether a type or a part of it is the null type."""
+    parts = [kind.field(number).type for number in range(kind.num_fields)]
+    return bool(pa.types.is_null(kind)) or any(map(has_null_type, parts))
+
+
+def filled(field: pa.Field, other: pa.Field) -> pa.Field:
+    """Return a column whose parts of the null type have the type of the same part of another column."""
+    if pa.types.is_null(field.type):
+        return other
+    kind = _filled(field.type, other.type)
+    return field if kind is field.type else field.with_type(kind)
+
+
+def _filled(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
+    if pa.types.is_null(kind):
+        return other
+    if not has_null_type(kind) or not _are_alike(kind, other):
+        return kind
+    pairs = [(kind.field(number), other.field(number)) for number in range(kind.num_fields)]
+    # Offsets of 32 or 64 bits: those of the other.
+    return with_members(other, [mine.with_type(_filled(mine.type, theirs.type)) for mine, theirs in pairs])
+
+
+def _are_alike(kind: pa.DataType, other: pa.DataType) -> bool:
+    """Return whether both are lists, or maps, or structs with the same members."""
+    types = pa.types
+    if types.is_struct(kind) and types.is_struct(other):
+        return [field.name for field in kind] == [field.name for field in other]
+    return (is_list(kind) and is_list(other)) or (types.is_map(kind) and types.is_map(other))
