@@ -58,18 +58,22 @@ class Borders:
         """Return the progress of each current unit times the sum of weights: int64 [S]. 0 without a current unit."""
         return np.array([position * weight % self.total for weight in self._integers], np.int64)
 
-    def inside(self, position: int, size: int) -> Bool:
-        """Return the states at the multiples of `size` in the block at `position`, ends included: bool [S, borders]."""
+    def inside(self, position: int, size: int, end: int) -> Bool:
+        """Return the states at the multiples of `size` in the first `end` positions of a block: bool [S, borders].
+
+        Both ends are included. `end` is a multiple of `size`.
+        """
         states = np.stack((self.done(position), self.done(position + BLOCK)), 1)
         start, half = self.residues(position)[:, None], BLOCK // 2
         while half >= size:
-            middles = np.arange(half, BLOCK, 2 * half)
+            middles = np.arange(half, end + half, 2 * half)
+            states = states[:, : len(middles) + 1]
             residues = (start + self.weights[:, None] * middles) % self.total
             found = np.empty((len(states), 2 * states.shape[1] - 1), bool)
             found[:, ::2] = states
             found[:, 1::2] = bisect(self.weights, self.total, residues, half, states[:, :-1], states[:, 1:])
             states, half = found, half // 2
-        return states
+        return states[:, : end // size + 1]
 
     def _find(self, position: int) -> Bool:
         residues = self.residues(position)
