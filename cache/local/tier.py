@@ -286,6 +286,8 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
                 self.health.reads.worked()
         if found is not None:
             with self._mutex:
+                if not self._touched:  # The first hit waits, too: a mixture has hundreds of tiers.
+                    self._flush_at = time.monotonic() + FLUSH_SECONDS
                 self._touched.add(key.digest)
             if time.monotonic() >= self._flush_at and not self.health.writes.tripped:
                 with self.fallback("recording uses", self.health.writes, folder):

@@ -33,7 +33,7 @@ class Lookahead:
     """Prefetches row groups before the batches that need them are made.
 
     Row groups that only pass through the cache come in runs. So `further` of them are prefetched, however many cached
-    row groups are needed before them. Fewer are prefetched at first, so that the first batch does not wait for requests.
+    row groups are needed before them. At first fewer are prefetched: requests for all would delay the first batch.
 
     Args:
         needs: (position in the epoch, row group), in the order of the first use.
