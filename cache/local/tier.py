@@ -36,7 +36,7 @@ FULL = (
     "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
     "raise cache_bytes or evict"
 )
-FLUSH_SECONDS = 1.0  # Hits are written to the index in batches, at most this much later.
+FLUSH_SECONDS = 1.0  # Hits are written to the index in batches, at most this much later: the first one, too.
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,6 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         self._clock = clock
         self._was_open = False
         self._touched: set[bytes] = set()
-        self._flush_at = 0.0
         self.after_fork_in_child()
         super().__init__()
 
@@ -286,6 +285,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
                 self.health.reads.worked()
         if found is not None:
             with self._mutex:
+                self._flush_at = self._flush_at if self._touched else time.monotonic() + FLUSH_SECONDS
                 self._touched.add(key.digest)
             if time.monotonic() >= self._flush_at and not self.health.writes.tripped:
                 with self.fallback("recording uses", self.health.writes, folder):

@@ -8,6 +8,7 @@ from itertools import tee
 from typing import Any
 
 SCAN_FACTOR = 8  # row groups scanned for each one prefetched further ahead; a scan takes 50 µs
+FIRST_AHEAD = 128  # row groups, more than are made at a time; thousands would delay the first batch
 
 
 class Needs(Iterator[tuple[int, int]]):
@@ -32,7 +33,7 @@ class Lookahead:
     """Prefetches row groups before the batches that need them are made.
 
     Row groups that only pass through the cache come in runs. So `further` of them are prefetched, however many cached
-    row groups are needed before them.
+    row groups are needed before them. At first fewer are prefetched: requests for all would delay the first batch.
 
     Args:
         needs: (position in the epoch, row group), in the order of the first use.
@@ -71,6 +72,7 @@ class _Horizon:
     ) -> None:
         self._needs = needs
         self._counted_limit, self._limit = counted_limit, limit
+        self._reached = FIRST_AHEAD
         self._counts = counts
         self._counted: deque[int] = deque()  # positions
         self._seen: deque[int] = deque()
@@ -80,8 +82,9 @@ class _Horizon:
         for ahead in (self._counted, self._seen):
             while ahead and ahead[0] < position:
                 ahead.popleft()
+        counted_limit, self._reached = min(self._counted_limit, self._reached), 2 * self._reached
         found = []
-        while len(self._counted) < self._counted_limit and len(self._seen) < self._limit:
+        while len(self._counted) < counted_limit and len(self._seen) < self._limit:
             need = next(self._needs, None)
             if need is None:
                 break

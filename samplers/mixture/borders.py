@@ -9,6 +9,7 @@ its start. `docs/design/mixtures.md` proves that the bisection here needs no wal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -57,18 +58,22 @@ class Borders:
         """Return the progress of each current unit times the sum of weights: int64 [S]. 0 without a current unit."""
         return np.array([position * weight % self.total for weight in self._integers], np.int64)
 
-    def inside(self, position: int, size: int) -> Bool:
-        """Return the states at the multiples of `size` in the block at `position`, ends included: bool [S, borders]."""
+    def inside(self, position: int, size: int, end: int) -> Bool:
+        """Return the states at the multiples of `size` in the first `end` positions of a block: bool [S, borders].
+
+        Both ends are included. `end` is a multiple of `size`.
+        """
         states = np.stack((self.done(position), self.done(position + BLOCK)), 1)
         start, half = self.residues(position)[:, None], BLOCK // 2
         while half >= size:
-            middles = np.arange(half, BLOCK, 2 * half)
+            middles = np.arange(half, end + half, 2 * half)
+            states = states[:, : len(middles) + 1]
             residues = (start + self.weights[:, None] * middles) % self.total
             found = np.empty((len(states), 2 * states.shape[1] - 1), bool)
             found[:, ::2] = states
             found[:, 1::2] = bisect(self.weights, self.total, residues, half, states[:, :-1], states[:, 1:])
             states, half = found, half // 2
-        return states
+        return states[:, : end // size + 1]
 
     def _find(self, position: int) -> Bool:
         residues = self.residues(position)
@@ -102,17 +107,33 @@ def bisect(weights: Int64, total: int, residues: Int64, half: int, left: Bool, r
     done = left & (age > half)
     free = ~done & (right | (rest <= half))  # A source without a current unit has age 0: others come before it.
     late_first = np.argsort(-rest, axis=0, kind="stable")
-    rank = np.argsort(late_first, axis=0, kind="stable").astype(np.int16)
     until = np.zeros_like(rest)
     until[:-1] = np.take_along_axis(rest, late_first, 0)[1:]
     most = np.cumsum(weights[late_first], 0) * until + np.cumsum(np.take_along_axis(residues, late_first, 0), 0)
     slack = np.where(until < half, -(-most // total), len(weights))
     slack -= np.cumsum(np.take_along_axis(done, late_first, 0), 0)
-    slack = slack.astype(np.int16)
-    numbers, lanes = np.arange(len(weights), dtype=np.int16)[:, None], np.arange(residues.shape[1])
-    for unit in np.argsort(-age, axis=0, kind="stable"):
-        holds = numbers >= rank[unit, lanes]
-        taken = free[unit, lanes] & (np.where(holds, slack, np.int16(1)).min(0) > 0)
-        slack -= holds & taken
-        done[unit, lanes] |= taken
+    by_age = np.argsort(-age, axis=0, kind="stable")
+    oldest = np.take_along_axis(free, by_age, 0)
+    oldest &= np.cumsum(oldest, 0) <= slack[-1]
+    chosen = np.empty_like(done)
+    np.put_along_axis(chosen, by_age, oldest, 0)
+    fits = (np.cumsum(np.take_along_axis(chosen, late_first, 0), 0) <= slack).all(0)
+    done |= chosen & fits
+    if len(lanes := np.flatnonzero(~fits)):  # too many that end late
+        by_age, late_first = by_age[:, lanes], late_first[:, lanes]
+        places = np.take_along_axis(np.argsort(by_age, axis=0), late_first, 0)
+        tables = slack[:, lanes], np.take_along_axis(free[:, lanes], late_first, 0), places
+        for order, lane, *rows in zip(by_age.T, lanes, *(table.T.tolist() for table in tables), strict=True):
+            done[order[_oldest(*rows)], lane] = True
     return done
+
+
+def _oldest(slack: Sequence[int], free: Sequence[bool], places: Sequence[int]) -> list[int]:
+    """Return the lowest places of free units, such that at most slack[i] of them are among the first i + 1 places."""
+    taken: list[int] = []  # a heap with the highest place first
+    for most, is_free, place in zip(slack, free, places, strict=True):
+        if is_free:
+            heappush(taken, -place)
+        while len(taken) > most:
+            heappop(taken)
+    return [-place for place in taken]

@@ -35,16 +35,16 @@ class Schedule(NamedTuple):
     reach: int
 
 
-def schedule(borders: Borders, start: int) -> Schedule:
-    """Return the schedule of the block at `start`, a multiple of BLOCK.
+def schedule(borders: Borders, start: int, size: int = BLOCK) -> Schedule:
+    """Return the schedule of the block at `start`, a multiple of BLOCK: the parts that `shuffled` needs for `size`.
 
     The state at the borders of all parts is known. In each part the unit with the earliest last position comes first,
     of those that may come. This meets all last positions whenever any sequence does (Steiner and Yeomans, Level
     schedules for mixed-model, just-in-time processes, Management Science 39, 1993).
     """
     weights, total = borders.weights[:, None], borders.total
-    states = borders.inside(start, PART)
-    offsets = np.arange(0, BLOCK, PART)
+    offsets = np.arange(_num_parts(size)) * PART
+    states = borders.inside(start, PART, len(offsets) * PART)
     residues = (borders.residues(start)[:, None] + weights * offsets) % total
     ends = (residues + weights * PART) // total + states[:, 1:]
     # Units of one source may not change places: their windows share one position at most.
@@ -100,7 +100,7 @@ def shuffled(units: Schedule, key: int, size: int = BLOCK) -> Int16:
 
     Only the first `size` positions are right, and not many more are returned.
     """
-    num_parts = min(BLOCK, size + MARGIN + PART - 1) // PART
+    num_parts = _num_parts(size)
     # Positions of all parts in a row are adjacent in memory, which numpy needs for speed.
     table = units.units[:, :, :num_parts].copy()
     places = np.arange(PART, dtype=np.int16)[:, None]
@@ -123,6 +123,11 @@ def in_order(units: Int16) -> Int16:
     """Return the sources of the units of a `Schedule` in the order of their positions: int16 [k]."""
     sources: Int16 = units[0].T.ravel()
     return sources
+
+
+def _num_parts(size: int) -> int:
+    """Return the parts on which the shuffle of the first `size` positions of a block depends."""
+    return min(BLOCK, size + MARGIN + PART - 1) // PART
 
 
 def _bits(key: int, number: int) -> Bool:

@@ -15,6 +15,7 @@ from dataload.samplers.mixture.schedule import Schedule, schedule, shuffled
 
 Int64 = npt.NDArray[np.int64]
 
+BEGINNING = 1 << 12  # units of a block that are computed alone, so that the first batch does not wait for the others
 SCHEDULES = 64  # kept, of 384 KiB each: an epoch of 4 million units, or a part of a longer one
 
 
@@ -68,8 +69,8 @@ class UnitSequence:
         self._weights, self._total = tuple(weights), sum(weights)
         self._seed, self._end = seed, end
         self._borders = Borders(weights)
-        self._schedules: FirstKept[int, Schedule] = FirstKept(SCHEDULES)  # the same in all epochs
-        self._blocks: LRU[tuple[int, int], _Block] = LRU(4)
+        self._schedules: FirstKept[tuple[int, int], Schedule] = FirstKept(SCHEDULES)  # the same in all epochs
+        self._blocks: LRU[tuple[int, int, int], _Block] = LRU(4)
 
     def draws(self, epoch: int, units: Int64) -> tuple[Int64, Int64]:
         """Return the source of each unit and its number among the units of its source: int64 [k] each."""
@@ -81,7 +82,8 @@ class UnitSequence:
         while done < len(units):
             block = int(units[done]) // BLOCK
             end = done + int(np.searchsorted(units[done:], (block + 1) * BLOCK))
-            found, inside = self._block(epoch, block), units[done:end] - block * BLOCK
+            inside = units[done:end] - block * BLOCK
+            found = self._block(epoch, block, int(inside[-1]) + 1)
             sources[done:end], numbers[done:end] = found.source[inside], found.number[inside]
             done = end
         return sources, numbers
@@ -94,7 +96,7 @@ class UnitSequence:
         """
         for block in range(start // BLOCK, -(-end // BLOCK)):
             first, last = max(start - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)
-            for source, places, number in self._block(epoch, block).parts(first, last):
+            for source, places, number in self._block(epoch, block, last).parts(first, last):
                 yield source, places + (block * BLOCK - start), number
 
     def counts(self, epoch: int, unit: int) -> Int64:
@@ -102,7 +104,7 @@ class UnitSequence:
         block, inside = divmod(unit, BLOCK)
         counts = self._borders.counts(block * BLOCK)
         if inside:
-            counts += np.bincount(self._block(epoch, block).source[:inside], minlength=len(counts))
+            counts += np.bincount(self._block(epoch, block, inside).source[:inside], minlength=len(counts))
         return counts
 
     def earliest(self, source: int, number: int) -> int:
@@ -113,12 +115,13 @@ class UnitSequence:
         """Return the last place in the sequence that the quota allows for a unit of a source."""
         return -(-(number + 1) * self._total // self._weights[source]) - 1
 
-    def _block(self, epoch: int, number: int) -> _Block:
-        return self._blocks.get((epoch, number), self._make_block)
+    def _block(self, epoch: int, number: int, end: int) -> _Block:
+        """Return a block, or its beginning if this has the first `end` units."""
+        size = min(BEGINNING if end <= BEGINNING else BLOCK, self._end - number * BLOCK)
+        return self._blocks.get((epoch, number, size), self._make_block)
 
-    def _make_block(self, key: tuple[int, int]) -> _Block:
-        epoch, block = key
-        units = self._schedules.get(block, lambda number: schedule(self._borders, number * BLOCK))
-        size = min(BLOCK, self._end - block * BLOCK)
+    def _make_block(self, key: tuple[int, int, int]) -> _Block:
+        epoch, block, size = key
+        units = self._schedules.get((block, size), lambda _: schedule(self._borders, block * BLOCK, size))
         source = shuffled(units, derive_key("mixture", self._seed, epoch, block), size)[:size].view(np.uint16)
         return _Block(source, self._borders.counts(block * BLOCK))

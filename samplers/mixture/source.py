@@ -16,7 +16,7 @@ Int64 = npt.NDArray[np.int64]
 
 MOST_WRAPS = 1 << 40  # epochs of a source in one epoch of the mixture
 STRETCH = 1 << 14  # rows computed together: numpy's overhead for each computation is the time for 10,000 rows
-FIRST_STRETCH = 1 << 9  # rows, so that the first batch does not wait for many others; each further stretch is longer
+FIRST_STRETCH = 1 << 8  # rows, so that the first batch does not wait for many others; each further stretch is longer
 
 
 @dataclass(frozen=True, eq=False)

@@ -645,6 +645,16 @@ def test_uses_are_written_down_in_time(tmp_path: Path, monkeypatch: pytest.Monke
     assert tier.folder.index.rows()[-1].name == key("a").name
 
 
+def test_the_first_use_is_not_written_down_alone(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c", 3 * ROW, "lru")
+    for name in "abc":
+        put(tier, name)
+    tier.get(key("a"))
+    assert tier.folder.index.rows()[-1].name == key("c").name
+    tier.flush()
+    assert tier.folder.index.rows()[-1].name == key("a").name
+
+
 def test_lru_keeps_what_was_used_last(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c", 3 * ROW, "lru")
     for name in "abc":

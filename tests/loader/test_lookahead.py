@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dataload.loader.lookahead import SCAN_FACTOR, Lookahead
+from dataload.loader.lookahead import FIRST_AHEAD, SCAN_FACTOR, Lookahead
 
 
 def test_lookahead_prefetches_in_order_and_stays_ahead() -> None:
@@ -29,6 +29,14 @@ def test_lookahead_that_starts_behind_prefetches_all_that_is_needed_now() -> Non
     prefetched: list[int] = []
     Lookahead(iter([(0, 5), (0, 3), (10, 8), (30, 1)]), prefetched.extend, ahead=1).reach(20)
     assert prefetched == [5, 3, 8, 1]
+
+
+def test_lookahead_that_starts_prefetches_no_more_than_it_must_and_then_all() -> None:
+    prefetched: list[int] = []
+    lookahead = Lookahead(((position // 10, position) for position in range(5000)), prefetched.extend, ahead=1000)
+    for position, ahead in ((1, FIRST_AHEAD), (2, 2 * FIRST_AHEAD), (2, 4 * FIRST_AHEAD), (3, 1000), (4, 1000)):
+        lookahead.reach(position)
+        assert prefetched == list(range(10 * position + ahead))
 
 
 def test_lookahead_prefetches_transient_row_groups_further_ahead() -> None:

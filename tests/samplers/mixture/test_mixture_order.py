@@ -388,10 +388,30 @@ def test_positions_outside_the_epoch():
 def test_consecutive_rows_are_those_of_any_indices(lengths, streams):
     order = Order(lengths, seed=5, num_streams=streams)
     rows, n = SourceRows(order, stretch=2048), order.n
-    for start, end in ((0, 1), (0, 3 * n), (n - 1, n + 1), (100, 700), (511, 513), (2 * n + 5, 2 * n + 5000)):
+    for start, end in (
+        (0, 1),
+        (0, 3 * n),
+        (n - 1, n + 1),
+        (100, 700),
+        (255, 257),
+        (511, 513),
+        (2 * n + 5, 2 * n + 5000),
+    ):
         for epoch in (0, 3):
             expected = rows.rows(epoch, np.arange(start, end))
             assert rows.consecutive(epoch, start, end).tolist() == expected.tolist()
+
+
+def test_the_first_batch_does_not_wait_for_a_whole_block(monkeypatch):
+    made = []
+    monkeypatch.setattr(sequence, "schedule", lambda *given: made.append(given[2]) or schedule(*given))
+    units = sequence.UnitSequence([3, 2], 0, 4 * BLOCK)
+    [(_, first, _), (_, second, _)] = units.parts(0, 0, 256)
+    assert sorted([*first, *second]) == [*range(256)]
+    assert made == [sequence.BEGINNING]
+    assert units.counts(0, 256).tolist() == [len(first), len(second)]
+    assert units.draws(0, first)[0].tolist() == [0] * len(first)
+    assert made == [sequence.BEGINNING]
 
 
 def test_a_long_epoch_keeps_the_schedules_that_fit(monkeypatch):

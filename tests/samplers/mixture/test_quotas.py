@@ -72,7 +72,7 @@ def test_bisection_down_to_single_positions(weights, number):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(borders_module, "BLOCK", 128)
         borders = Borders(weights)
-        states = borders.inside(128 * number, 1)
+        states = borders.inside(128 * number, 1, 128)
     total, positions = sum(weights), range(128 * number, 128 * number + 129)
     whole = np.array([[position * weight // total for position in positions] for weight in weights])
     exact = np.array([[position * weight % total == 0 for position in positions] for weight in weights])
@@ -156,6 +156,17 @@ def test_blocks_are_those_of_the_reference(weights, number):
     units = schedule(Borders(weights), number * BLOCK)
     assert in_order(units.units).tolist() == walked
     assert shuffled(units, 7).tolist() == exchanged
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_beginning_of_a_block_does_not_depend_on_its_rest(seed):
+    chance = random.Random(seed)
+    borders, start = Borders(random_weights(chance)), chance.choice([0, 7, 2**31]) * BLOCK
+    size = chance.choice([1, 127, 128, 4096, BLOCK - 200])
+    beginning = schedule(borders, start, size)
+    assert beginning.units.shape[2] <= size // PART + 3
+    whole = shuffled(schedule(borders, start), seed)
+    assert shuffled(beginning, seed, size)[:size].tolist() == whole[:size].tolist()
 
 
 def test_a_border_far_away_costs_the_same(monkeypatch):
