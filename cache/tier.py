@@ -52,6 +52,9 @@ class BlobKey:
             digest = digest[:-GROUP_BYTES] + _digest_of(GROUP_BYTES, self.origin, self.path, self.version, self.group)
         object.__setattr__(self, "digest", digest)
 
+    def __repr__(self) -> str:
+        return f"BlobKey({self.name!r})"
+
     @cached_property
     def name(self) -> str:
         """The name in messages and the prefix for eviction; without credentials."""

@@ -316,7 +316,7 @@ class _Summarize:
     def __call__(self, footer: Footer, obj: Object) -> tuple[_Schema, list[tuple[int, int, list[int]]]]:
         schema = self._latest
         if schema is None or not footer.schema.equals(schema.own):
-            flat = flatten(footer.schema, f"{obj.path}: ")
+            flat = flatten(footer.schema, f"{obj.name}: ")
             schema = _Schema(footer.schema, flat, [field.name for field in flat if _is_ragged(field)])
             self._latest = schema
         return schema, [

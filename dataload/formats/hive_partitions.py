@@ -44,12 +44,12 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
     for number, (obj, keys) in enumerate(files.items()):
         found = [name for name, _ in keys if name not in own]
         if len(set(found)) < len(found):
-            raise DataError(f"{obj.path}: two of its folders have the same key: rename one")
+            raise DataError(f"{obj.name}: two of its folders have the same key: rename one")
         names = names if number else found
         if set(found) != set(names):
             first = next(iter(files))
             raise DataError(
-                f"{obj.path} and {first.path} have different partition keys, {_listed(found)} and {_listed(names)}: "
+                f"{obj.name} and {first.name} have different partition keys, {_listed(found)} and {_listed(names)}: "
                 f"move one, or read them as two datasets"
             )
         values.append(dict(keys))

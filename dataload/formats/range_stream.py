@@ -142,7 +142,7 @@ class RangeStream(io.RawIOBase):
                 self._position = last
                 return self._between(start, stop, first, last)
         raise DataError(
-            f"{self._object.path}: bytes {first} to {last} belong to no column that is read: is it damaged?"
+            f"{self._object.name}: bytes {first} to {last} belong to no column that is read: is it damaged?"
         )
 
     def _between(self, start: int, stop: int, first: int, last: int) -> memoryview | bytes:
@@ -212,7 +212,7 @@ class HeldBeginning:
 def _check_end(obj: Object, ranges: Sequence[Span]) -> None:
     if ranges and ranges[-1][1] > obj.size:
         raise DataError(
-            f"{obj.path}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
+            f"{obj.name}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
         )
 
 
