@@ -57,8 +57,13 @@ class BlobKey:
 
     @cached_property
     def name(self) -> str:
-        """The name in messages and the prefix for eviction; without credentials."""
-        return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()
+        """See `blob_name`."""
+        return blob_name(self.path, self.what)
+
+
+def blob_name(path: str, what: str) -> str:
+    """Return the name of a blob in messages and in its file, and the prefix for eviction; without credentials."""
+    return f"{redacted(path)}#{what}".encode(errors="replace").decode()
 
 
 def group_number(digest: bytes) -> int:
