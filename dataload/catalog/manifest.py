@@ -283,6 +283,8 @@ def _read_footers(
     schema = common_schema([(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)])
     own_names = found[0][0][0].own.names
     partitions, constants = partition_columns(objects, {*own_names, *schema.names})
+    if not schema.names and not partitions:
+        raise DataError(f"{next(iter(objects)).name} has no columns: remove it from the dataset, or write it with some")
     ragged = [field.name for field in schema if _is_ragged(field)]
     groups = []
     for obj, ((own, row_groups), footer_at), values in zip(objects, found, constants, strict=True):
