@@ -304,7 +304,6 @@ def _memory_parts(size: int, decoding_bytes: int, largest: int, least_held: int)
         size: Bytes in all.
         decoding_bytes: Bytes that a decoder thread needs.
         largest: Stored bytes of the largest row group.
-        blob_decoding_bytes: Bytes that decoding a row group of `BLOB_BYTES` takes.
         least_held: Bytes of fetched row groups that must fit, even beyond `size`.
     """
     decoding = min(size // 2, decoding_bytes * usable_cores())
