@@ -1,4 +1,4 @@
-"""Credentials in the URL of a dataset come into no error and no repr."""
+"""Credentials in the URL of a dataset come into no error, no repr and no file."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ def _fail(_: Any) -> Any:
     raise ValueError("no")
 
 
+def _same(batch: Any) -> Any:
+    return batch
+
+
 def _shown(error: BaseException) -> str:
     return "\n".join([str(error), repr(error), *getattr(error, "__notes__", ())])
 
@@ -79,3 +83,19 @@ def test_reprs_have_no_credentials(tmp_path: Path, url_of: Callable[[str], str])
         for value in (dataset, group, group.file, dataset.blocks.key(group.file, "part"), file):
             assert SECRET not in repr(value)
             assert "rows.parquet" in repr(value)
+
+
+def test_a_cache_has_no_credentials_on_disk(tmp_path: Path, url_of: Callable[[str], str]) -> None:
+    cache, url = tmp_path / "cache", url_of("rows.parquet")
+    pq.write_table(pa.table({"number": range(6)}), tmp_path / "rows.parquet", row_group_size=2)
+    dataset = make_dataset(url, cache_dir=str(cache), cache_bytes="1GB")
+    assert [int(row["number"]) for row in dataset.filter([("number", ">", 3)])] == [4, 5]
+    assert int(dataset.map(_same, version=1)[1]["number"]) == 1
+    assert make_dataset(url, cache_dir=str(cache), cache_bytes="1GB").manifest == dataset.manifest
+    options = {"target_protocol": "http", "cache_dir": str(cache), "consistency": "immutable", "cache_bytes": "1GB"}
+    infos = [fsspec.filesystem("tiercache", **options, skip_instance_cache=True).info(url) for _ in range(2)]
+    assert {info["name"] for info in infos} == {url}
+    assert {info["size"] for info in infos} == {(tmp_path / "rows.parquet").stat().st_size}
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    assert not [path for path in files if SECRET.encode() in path.read_bytes()]

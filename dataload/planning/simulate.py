@@ -228,7 +228,8 @@ def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
     runs = {group.footer_at.run for group in manifest.row_groups}
     footers = (tier.stored_bytes(run_key(run, blocks)) for run in runs)
     name = blob_name(manifest.row_groups[0].file.path, f"manifest {VERSION}") if runs else ""
-    return sum(footers) + size_on_disk(len(manifest.to_bytes()), name)
+    known = dict.fromkeys([*(group.file.path for group in manifest.row_groups), *(run.path for run in runs)])
+    return sum(footers) + size_on_disk(len(manifest.to_bytes(known)), name)
 
 
 class Cache:
