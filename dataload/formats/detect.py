@@ -72,7 +72,10 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
         if tail.endswith(known.magic) and len(tail) >= trailer:
             size = int.from_bytes(tail[-trailer:][:LENGTH_BYTES], "little") + trailer
             if size > obj.size:
-                raise DataError(f"{obj.name} is cut short: its footer says {size} bytes and the object has {obj.size}")
+                raise DataError(
+                    f"{obj.name} is cut short: its footer says {size} bytes, and the object has {obj.size}: write it "
+                    "again"
+                )
             if size > len(tail):
                 tail = bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
             return known.pack(obj, blocks, tail[-size:])
