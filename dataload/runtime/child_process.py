@@ -22,7 +22,7 @@ LOOK_SECONDS = 1.0  # between two checks for the death of the parent
 
 
 class ProcessDied(Exception):
-    """Each process that was asked has died. The message has their exit status."""
+    """Each process that was asked has died, or none can be started. The message has the exit status or the reason."""
 
 
 class ChildProcesses(ForkAware):
@@ -81,7 +81,11 @@ class ChildProcesses(ForkAware):
         with self._mutex:
             if self._idle:
                 return self._idle.pop()
-            child = _Child(self._program, self._hello)
+            try:
+                child = _Child(self._program, self._hello)
+            except OSError as error:
+                ways = "start fewer, or raise the limits of memory and processes"
+                raise ProcessDied(f"no process can be started ({error}): {ways}") from error
             self.running.append(child)
             return child
 
