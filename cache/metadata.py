@@ -15,6 +15,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.version import VERSION_FIELDS, version_of
 from dataload.cache.tier import copy_into
 from dataload.errors import ConfigError
+from dataload.runtime.redact import redacted
 
 
 class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -60,10 +61,11 @@ class MetadataFileSystem(ChainedFileSystem):  # type: ignore[misc]  # fsspec has
         key = self.blocks.key(Object(path, 0, "immutable"), "info")
         cached = self.blocks.tier.get(key)
         if cached is not None:
-            return dict(json.loads(bytes(cached)))
+            return {**json.loads(bytes(cached)), "name": path}
         info = self.blocks.origin.info(path)
         if info["type"] == "file":
-            fields = {name: value for name, value in info.items() if isinstance(value, (str, int, float))}
+            plain = ((name, value) for name, value in info.items() if isinstance(value, (str, int, float)))
+            fields = {name: value for name, value in plain if redacted(value) == str(value)}  # no URL with credentials
             data = json.dumps({**fields, "checksum": version_of(info)}).encode()
             self.blocks.tier.get_or_fill(key, partial(copy_into, data))
         return info

@@ -52,10 +52,18 @@ class BlobKey:
             digest = digest[:-GROUP_BYTES] + _digest_of(GROUP_BYTES, self.origin, self.path, self.version, self.group)
         object.__setattr__(self, "digest", digest)
 
+    def __repr__(self) -> str:
+        return f"BlobKey({self.name!r})"
+
     @cached_property
     def name(self) -> str:
-        """The name in messages and the prefix for eviction; without credentials."""
-        return f"{redacted(self.path)}#{self.what}".encode(errors="replace").decode()
+        """See `blob_name`."""
+        return blob_name(self.path, self.what)
+
+
+def blob_name(path: str, what: str) -> str:
+    """Return the name of a blob in messages and in its file, and the prefix for eviction; without credentials."""
+    return f"{redacted(path)}#{what}".encode(errors="replace").decode()
 
 
 def group_number(digest: bytes) -> int:

@@ -72,7 +72,7 @@ LAUNCHERS = (
 LOOPBACK = re.compile(r"localhost|127\.[\d.]+|::1")
 
 
-def launched(environ: Mapping[str, str], launcher: Launcher) -> Launched:
+def read_launcher(environ: Mapping[str, str], launcher: Launcher) -> Launched:
     """Return what a launcher says in `environ`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -39,12 +40,18 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
         Raises:
             IndexError: The dataset has no such row.
+            TypeError: The number is not an integer.
             OriginError: The origin failed.
             DataError: The row group cannot be decoded.
         """
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a dataset of {len(self)} rows")
-        return self.__getitems__([range(len(self))[row]])[0]
+        try:
+            number = operator.index(row)
+        except TypeError:
+            several = "use __getitems__(numbers) for several rows, and .columns of its result for whole columns"
+            raise TypeError(f"a dataset takes a row number, not {type(row).__name__}: {several}") from None
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"row {number} of a dataset of {len(self)} rows")
+        return self.__getitems__([range(len(self))[number]])[0]
 
     def __getitems__(self, rows: Any) -> NumberedRows:
         """Return a batch of rows: a sequence of row dicts whose `.columns` is the batch by column.
@@ -54,10 +61,14 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
 
         Raises:
             IndexError: The batch is empty, or the dataset lacks one of the rows.
+            TypeError: The numbers are not integers.
             OriginError: The origin failed.
             DataError: A row group cannot be decoded.
         """
-        numbers = np.asarray(rows, np.int64)
+        numbers = np.asarray(rows)
+        if numbers.size and numbers.dtype.kind not in "iu":
+            raise TypeError(f"row numbers must be integers, not {numbers.dtype}: select(mask) takes a mask")
+        numbers = numbers.astype(np.int64, copy=False)
         if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
             raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
         return NumberedRows(self.rowstore.gather(numbers), numbers, computed=self.computed)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from dataload.errors import ConfigError
-from dataload.launchers import LAUNCHERS, integer, launched, on_one_host
+from dataload.launchers import LAUNCHERS, integer, on_one_host, read_launcher
 from dataload.mesh import data_parallel_argument, data_parallel_ranks, model_parallel_dims, ranks_together, ravel
 
 if TYPE_CHECKING:
@@ -193,9 +193,9 @@ def read_environment(environ: Mapping[str, str]) -> World:
     """
     announcing = (each for each in LAUNCHERS if integer(environ, each.world_size) is not None)
     if (first := next(announcing, None)) is not None:
-        world = World(*launched(environ, first))
+        world = World(*read_launcher(environ, first))
         # A script that sets RANK and WORLD_SIZE from the variables of srun or MPI leaves the rest to those.
-        others = (World(*launched(environ, each)) for each in announcing if world.num_nodes is None)
+        others = (World(*read_launcher(environ, each)) for each in announcing if world.num_nodes is None)
         known = (other for other in others if other.num_nodes is not None)
         return next((o for o in known if (o.rank, o.world_size) == (world.rank, world.world_size)), world)
     if integer(environ, "RANK"):

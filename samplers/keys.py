@@ -48,5 +48,5 @@ def _encode(part: SupportsIndex | str | bytes) -> tuple[bytes, bytes]:
     if isinstance(part, bytes):
         return b"b", part
     if isinstance(part, str):
-        return b"s", part.encode()
+        return b"s", part.encode(errors="surrogateescape")  # A path on disk need not be UTF-8.
     return b"i", str(operator.index(part)).encode()

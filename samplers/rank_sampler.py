@@ -221,15 +221,18 @@ class RankSampler(DistributedSampler[int]):
         Raises:
             ConfigError: The state is of another dataset or version, or incomplete.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ConfigError(f"the state has version {state.get('version')!r}; this release reads {STATE_VERSION}")
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != STATE_VERSION:
+            raise ConfigError(
+                f"the state has version {version!r}; this release reads {STATE_VERSION}: give a state_dict() of it"
+            )
         if state.get("dataset") != self.order.digest:
             raise ConfigError(
                 f"the state is of another dataset ({state.get('dataset')!r}, this is {self.order.digest!r}): "
                 "other files, other columns or filters, or row groups of other sizes"
             )
         if missing := self.state_dict().keys() - state.keys():
-            raise ConfigError(f"the state lacks {', '.join(sorted(missing))}")
+            raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")
         order = self._order_of(state)
         self._check_start(order, state["cursor"])
         self._follow(order)

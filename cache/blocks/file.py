@@ -46,7 +46,7 @@ class BlockFile(io.BufferedIOBase):
         return _reopen, (self._blocks, self._object, self._changed, self._position)
 
     def __repr__(self) -> str:
-        return f"<BlockFile {self.path!r} of {self.size} bytes{', closed' if self.closed else ''}>"
+        return f"<BlockFile {self._object.name!r} of {self.size} bytes{', closed' if self.closed else ''}>"
 
     def readable(self) -> bool:
         return True
@@ -62,7 +62,7 @@ class BlockFile(io.BufferedIOBase):
         self._check_open()
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}.get(whence)
         if base is None or base + offset < 0:
-            raise ValueError(f"{self.path}: cannot seek to {offset} from {whence}")
+            raise ValueError(f"{self._object.name}: cannot seek to {offset} from {whence}")
         self._position = base + offset
         return self._position
 
@@ -138,7 +138,7 @@ class BlockFile(io.BufferedIOBase):
 
     def _check_open(self) -> None:
         if self.closed:
-            raise ValueError(f"{self.path}: the file is closed")
+            raise ValueError(f"{self._object.name}: the file is closed")
 
 
 def _reopen(blocks: Blocks, obj: Object, changed: Callable[[Object], object] | None, position: int) -> BlockFile:

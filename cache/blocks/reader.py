@@ -23,6 +23,7 @@ from dataload.errors import ConfigError
 from dataload.runtime.baton import waiting
 from dataload.runtime.executor import awaited, shared_executor
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
 
 IN_FLIGHT = 32  # concurrent requests of a process for reads, and as many for prefetching
@@ -45,6 +46,14 @@ class Object:
     size: int
     version: str
 
+    def __repr__(self) -> str:
+        return f"Object({self.name!r}, {self.size}, {self.version!r})"
+
+    @property
+    def name(self) -> str:
+        """The path for messages: without credentials, which the path has if it is a URL."""
+        return redacted(self.path)
+
     @classmethod
     def of(cls, info: dict[str, Any]) -> Object:
         """Create an object from its fsspec info.
@@ -53,7 +62,10 @@ class Object:
             ConfigError: The info has no size.
         """
         if info.get("size") is None:
-            raise ConfigError(f"{info['name']}: the origin does not report its size, which caching needs")
+            raise ConfigError(
+                f"{redacted(info['name'])}: the origin does not report its size, which caching needs: read it through "
+                "a store that does"
+            )
         return cls(info["name"], int(info["size"]), version_of(info))
 
 

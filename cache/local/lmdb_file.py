@@ -163,9 +163,9 @@ class LmdbFile(ForkAware):
         options |= {"max_dbs": len(self._names), "mode": 0o600, "sync": False, "lock": False, "create": False}
         opened = os.fstat(self._lock_file(create=create))
         try:
-            environment = lmdb.open(str(self._path), map_size=MAP_BYTES, **options)
+            environment = lmdb.open(os.fsencode(self._path), map_size=MAP_BYTES, **options)
         except lmdb.MemoryError:  # ulimit -v
-            environment = lmdb.open(str(self._path), map_size=SMALL_MAP_BYTES, **options)
+            environment = lmdb.open(os.fsencode(self._path), map_size=SMALL_MAP_BYTES, **options)
         try:
             self._fill_up((environment.info()["last_pgno"] + 1) * environment.stat()["psize"])
             # Only `make` creates tables: a removed file must not come back as an empty index.

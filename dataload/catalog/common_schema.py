@@ -40,7 +40,7 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
             _, there = found.get(name, (obj, None))
             if here is None or there is None or not _is_like(filled(here, there), filled(there, here)):
                 raise DataError(
-                    f"{obj.path} and {source.path} differ in column {name!r}: {_type(there)} there, "
+                    f"{obj.name} and {source.name} differ in column {name!r}: {_type(there)} there, "
                     f"{_type(here)} here; read them as two datasets or rewrite one"
                 )
             if has_null_type(here.type):

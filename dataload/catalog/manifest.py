@@ -29,7 +29,7 @@ from dataload.keywords import did_you_mean
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
-VERSION = 4
+VERSION = 5
 METADATA = re.compile(r"(^|/)([_.]|(dataset_info|dataset_dict|state)\.json$)")  # of Spark; of Hugging Face datasets
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -155,33 +155,43 @@ class Manifest:
             return part
         return replace(part, fingerprint=_digest([part.fingerprint, selection.digest]), selection=selection)
 
-    def to_bytes(self) -> bytes:
-        """Return the manifest as JSON, without a selection. Files and runs appear once."""
+    def to_bytes(self, known: Iterable[str] = ()) -> bytes:
+        """Return the manifest as JSON, without a selection. Files, runs and paths appear once.
+
+        Args:
+            known: Paths that the reader of the bytes knows, which are left out: they may have credentials.
+        """
+        known = list(known)
+        paths = {path: number for number, path in enumerate(known)}
         files: dict[Object, tuple[int, int, Constants, list[Any]]] = {}
         runs: dict[Object, int] = {}
         for group in self.row_groups:
             run = runs.setdefault(group.footer_at.run, len(runs))
             *_, groups = files.setdefault(group.file, (run, group.footer_at.number, group.constants, []))
             groups.append((group.number, group.rows, group.bytes, group.sizes))
+        for obj in (*runs, *files):
+            paths.setdefault(obj.path, len(paths))
         return json.dumps(
             {
                 "version": VERSION,
+                "paths": list(paths)[len(known) :],
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
-                "runs": [[run.path, run.version] for run in runs],
-                "files": [[file.path, file.size, file.version, *entry] for file, entry in files.items()],
+                "runs": [[paths[run.path], run.version] for run in runs],
+                "files": [[paths[file.path], file.size, file.version, *entry] for file, entry in files.items()],
             },
             separators=(",", ":"),
         ).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Manifest:
-        """Return the manifest that `to_bytes` wrote."""
+    def from_bytes(cls, data: bytes, known: Iterable[str] = ()) -> Manifest:
+        """Return the manifest that `to_bytes` wrote, given the same `known` paths."""
         content = json.loads(data)
         groups = []
-        runs = [Object(path, 0, version) for path, version in content["runs"]]
+        paths = [*known, *content["paths"]]
+        runs = [Object(paths[path], 0, version) for path, version in content["runs"]]
         for path, size, version, run, position, constants, row_groups in content["files"]:
-            file, shared = Object(path, size, version), tuple((name, value) for name, value in constants)
+            file, shared = Object(paths[path], size, version), tuple((name, value) for name, value in constants)
             footer_at = FooterLocation(runs[run], position)
             groups += [
                 RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), shared)
@@ -225,8 +235,9 @@ def manifest_of(
         digest.update(json.dumps([obj.path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
     key = blocks.key(Object(next(iter(objects)).path, 0, fingerprint), f"manifest {VERSION}")
-    data = get_or_make(blocks, key, lambda: _read_footers(objects, blocks, fingerprint, progress).to_bytes())
-    return Manifest.from_bytes(bytes(data))
+    paths = [obj.path for obj in objects]
+    data = get_or_make(blocks, key, lambda: _read_footers(objects, blocks, fingerprint, progress).to_bytes(paths))
+    return Manifest.from_bytes(bytes(data), paths)
 
 
 def source_paths(source: Source) -> list[str]:
@@ -283,6 +294,8 @@ def _read_footers(
     schema = common_schema([(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)])
     own_names = found[0][0][0].own.names
     partitions, constants = partition_columns(objects, {*own_names, *schema.names})
+    if not schema.names and not partitions:
+        raise DataError(f"{next(iter(objects)).name} has no columns: remove it from the dataset, or write it with some")
     ragged = [field.name for field in schema if _is_ragged(field)]
     groups = []
     for obj, ((own, row_groups), footer_at), values in zip(objects, found, constants, strict=True):
@@ -316,7 +329,7 @@ class _Summarize:
     def __call__(self, footer: Footer, obj: Object) -> tuple[_Schema, list[tuple[int, int, list[int]]]]:
         schema = self._latest
         if schema is None or not footer.schema.equals(schema.own):
-            flat = flatten(footer.schema, f"{obj.path}: ")
+            flat = flatten(footer.schema, f"{obj.name}: ")
             schema = _Schema(footer.schema, flat, [field.name for field in flat if _is_ragged(field)])
             self._latest = schema
         return schema, [

@@ -120,7 +120,8 @@ class Lines:
             self._next = now + NEXT_LINES
             rate = self._done / max(1e-9, now - self._started)
             remaining = (self._total - self._done) / max(1e-9, rate)
-            done = f"{self._format(self._done)} of {self._format(self._total)} ({self._done / self._total:.0%})"
+            share = self._done / self._total if self._total else 1.0
+            done = f"{self._format(self._done)} of {self._format(self._total)} ({share:.0%})"
             typer.echo(f"{self._title}: {done}, {self._format(round(rate))}/s, {duration(remaining)} to go", err=True)
 
     def _format(self, amount: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from dataload.runtime.redact import redacted
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-_USERINFO = re.compile(r"[^\s/@]+:[^\s/@]*@")  # of an address without "//", which `redacted` does not match
+_USERINFO = re.compile(r"[^\s/@]+:[^\s/]*@")  # of an address without "//", which `redacted` does not match
 
 
 @dataclass(frozen=True)

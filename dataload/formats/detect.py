@@ -72,14 +72,17 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
         if tail.endswith(known.magic) and len(tail) >= trailer:
             size = int.from_bytes(tail[-trailer:][:LENGTH_BYTES], "little") + trailer
             if size > obj.size:
-                raise DataError(f"{obj.path} is cut short: its footer says {size} bytes and the object has {obj.size}")
+                raise DataError(
+                    f"{obj.name} is cut short: its footer says {size} bytes, and the object has {obj.size}: write it "
+                    "again"
+                )
             if size > len(tail):
                 tail = bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
             return known.pack(obj, blocks, tail[-size:])
     if tail.endswith(messages.FEATHER_1):
-        raise DataError(f"{obj.path} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
+        raise DataError(f"{obj.name} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
     if obj.size >= messages.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == messages.CONTINUATION:
         return messages.index_of_stream(obj, blocks)
     raise DataError(
-        f"{obj.path} is not a Parquet file, nor Arrow IPC: remove it from the dataset, or name the files with a glob"
+        f"{obj.name} is not a Parquet file, nor Arrow IPC: remove it from the dataset, or name the files with a glob"
     )

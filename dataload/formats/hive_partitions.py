@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -44,12 +44,13 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
     for number, (obj, keys) in enumerate(files.items()):
         found = [name for name, _ in keys if name not in own]
         if len(set(found)) < len(found):
-            raise DataError(f"{obj.path}: two of its folders have the same key: rename one")
+            raise DataError(f"{obj.name}: two of its folders have the same key: rename one")
+        _check_text(obj, found, dict(keys))
         names = names if number else found
         if set(found) != set(names):
             first = next(iter(files))
             raise DataError(
-                f"{obj.path} and {first.path} have different partition keys, {_listed(found)} and {_listed(names)}: "
+                f"{obj.name} and {first.name} have different partition keys, {_listed(found)} and {_listed(names)}: "
                 f"move one, or read them as two datasets"
             )
         values.append(dict(keys))
@@ -57,6 +58,14 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
     fields = [pa.field(name, column.type) for name, column in columns.items()]
     lists = {name: column.to_pylist() for name, column in columns.items()}
     return fields, [tuple((name, lists[name][number]) for name in names) for number in range(len(values))]
+
+
+def _check_text(obj: Object, names: Iterable[str], values: Mapping[str, str | None]) -> None:
+    """Raise DataError unless the names and the values of keys are text. The name of a folder on a disk may be none."""
+    try:
+        "".join(f"{name}{values[name]}" for name in names).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{obj.name}: a key in the names of its folders is not UTF-8: rename the folder") from error
 
 
 def with_constants(table: pa.Table, constants: Constants, rows: int, schema: pa.Schema) -> pa.Table:

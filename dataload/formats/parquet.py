@@ -50,7 +50,7 @@ class ParquetFooter:
     @classmethod
     def from_bytes(cls, data: memoryview, obj: Object) -> ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
-        where = f"{obj.path} has a Parquet footer that cannot be read"
+        where = f"{obj.name} has a Parquet footer that cannot be read"
         with as_data_error(where), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
             return cls(data, file.metadata, file.schema_arrow)
@@ -116,7 +116,7 @@ class ParquetFooter:
         else:
             ahead = capacity - buffer * len(ranges)
             stream = RangeStream(bytes_of, obj, ranges, ahead, blocks.free_requests)
-        with as_data_error(f"{obj.path} row group {number}{self._columns.likely_cause(columns)} cannot be decoded"):
+        with as_data_error(f"{obj.name} row group {number}{self._columns.likely_cause(columns)} cannot be decoded"):
             texts = [name for name in columns if name in self._columns.texts]
             coded = [name for name in texts if any(map(_has_codes, self._chunks(number, [name])))]
             # pre_buffer would fetch the whole row group before decoding the first row.

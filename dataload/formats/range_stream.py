@@ -50,9 +50,6 @@ class RangeStream(io.RawIOBase):
         capacity: Bytes that are in memory at a time.
         requests: Requests among which the ranges are divided if they are held, so that they arrive as early as
             possible. 0: each request is as large as it may be, which takes the least work.
-
-    Attributes:
-        held: Whether all ranges are in memory at a time.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class RangeStream(io.RawIOBase):
         self._ranges = ranges = _without_empty(ranges)
         self._position = 0
         size = sum(stop - start for start, stop in ranges)
-        self.held = size <= capacity
+        self._held = size <= capacity
         self._most = min(LARGEST_PIECE, max(LEAST_SHARE, -(-size // requests))) if requests else LARGEST_PIECE
         self._share = capacity // max(1, len(ranges))
         self._memory: dict[int, memoryview] = {}  # of the held ranges, by first byte
@@ -84,11 +81,11 @@ class RangeStream(io.RawIOBase):
 
     def _start(self, size: int) -> None:
         """Start the first fetches. size: bytes of all ranges."""
-        if self.held and size >= LEAST_POOLED:
+        if self._held and size >= LEAST_POOLED:
             self._buffer = fetched_buffers.take(size)
-        held = _allocate(size if self.held else 0) if self._buffer is None else memoryview(self._buffer)
+        held = _allocate(size if self._held else 0) if self._buffer is None else memoryview(self._buffer)
         for start, stop in self._ranges:
-            if self.held:
+            if self._held:
                 self._memory[start], held = held[: stop - start], held[stop - start :]
             self._read_ahead(start, start, stop)
 
@@ -142,7 +139,7 @@ class RangeStream(io.RawIOBase):
                 self._position = last
                 return self._between(start, stop, first, last)
         raise DataError(
-            f"{self._object.path}: bytes {first} to {last} belong to no column that is read: is it damaged?"
+            f"{self._object.name}: bytes {first} to {last} belong to no column that is read: is it damaged?"
         )
 
     def _between(self, start: int, stop: int, first: int, last: int) -> memoryview | bytes:
@@ -155,7 +152,7 @@ class RangeStream(io.RawIOBase):
             self._read_ahead(position, start, stop)
             with doing("origin"):
                 self._pieces[position].fetched.result()
-        if self.held:
+        if self._held:
             return self._memory[start][first - start : last - start]
         parts = [self._pieces[position].memory[max(first - position, 0) : last - position] for position in positions]
         for consumed in [position for position in self._pieces if start <= position <= last - size]:
@@ -165,15 +162,15 @@ class RangeStream(io.RawIOBase):
     def _read_ahead(self, begin: int, start: int, stop: int) -> None:
         """Start fetching the piece at `begin` of a range and the next pieces, as far as they fit."""
         size = self._piece(start, stop)
-        end = stop if self.held else min(stop, begin + max(2, self._share // size) * size)
+        end = stop if self._held else min(stop, begin + max(2, self._share // size) * size)
         for position in range(begin, end, size):
             if position not in self._pieces:
                 length = min(size, stop - position)
-                memory = self._memory[start][position - start :][:length] if self.held else _allocate(length)
+                memory = self._memory[start][position - start :][:length] if self._held else _allocate(length)
                 self._pieces[position] = _Piece(memory, self._fetch(position, memory))
 
     def _piece(self, start: int, stop: int) -> int:
-        return _piece_bytes(stop - start, self._share, self._most, held=self.held)
+        return _piece_bytes(stop - start, self._share, self._most, held=self._held)
 
 
 class HeldBeginning:
@@ -187,8 +184,6 @@ class HeldBeginning:
     Attributes:
         source: The buffer, as Arrow takes it.
     """
-
-    held = True
 
     def __init__(self, fetch: Callable[[int, memoryview], Future[None]], obj: Object, ranges: Sequence[Span]) -> None:
         _check_end(obj, ranges)
@@ -212,7 +207,7 @@ class HeldBeginning:
 def _check_end(obj: Object, ranges: Sequence[Span]) -> None:
     if ranges and ranges[-1][1] > obj.size:
         raise DataError(
-            f"{obj.path}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
+            f"{obj.name}: its footer names bytes up to {ranges[-1][1]}, it has {obj.size}: is it cut short?"
         )
 
 

@@ -168,7 +168,7 @@ def _dense(name: str, array: Array, *, loose: bool = False) -> tuple[Form, Colum
 def _of_list(name: str, values: Sequence[Any]) -> tuple[Form, Column]:
     first = next((value for value in values if value is not None), None)
     if first is None:
-        return Form("", None), _ragged([b""] * len(values), _valid(values), _BYTES)
+        return Form("", None), _ragged([b""] * len(values), _valid(values))
     if isinstance(first, str):
         return Form("string", _BYTES), _of_bytes(name, values, str.encode)
     if isinstance(first, (bytes, bytearray, memoryview)):
@@ -195,7 +195,7 @@ def _stacked(name: str, values: Sequence[Any], *, loose: bool) -> tuple[Form, Co
 
 def _of_bytes(name: str, values: Sequence[Any], encode: Callable[[Any], bytes]) -> Ragged:
     try:
-        return _ragged([b"" if value is None else encode(value) for value in values], _valid(values), _BYTES)
+        return _ragged([b"" if value is None else encode(value) for value in values], _valid(values))
     except (TypeError, ValueError) as error:
         raise DataError(f"column {name!r} has values of several types ({error}): {ACCEPTED}") from error
 
@@ -218,9 +218,9 @@ def _lists(name: str, values: Sequence[Any]) -> tuple[Form, Column]:
     return Form("list", flat.dtype if is_known else None, (), not dtypes), Ragged(flat, offsets, _valid(values))
 
 
-def _ragged(parts: Sequence[bytes], valid: npt.NDArray[np.bool_] | None, dtype: np.dtype[Any]) -> Ragged:
+def _ragged(parts: Sequence[bytes], valid: npt.NDArray[np.bool_] | None) -> Ragged:
     offsets = np.concatenate(([0], np.cumsum([len(part) for part in parts], dtype=np.int64)))
-    return Ragged(np.frombuffer(b"".join(parts), dtype), offsets, valid)
+    return Ragged(np.frombuffer(b"".join(parts), _BYTES), offsets, valid)
 
 
 def _valid(values: Sequence[Any]) -> npt.NDArray[np.bool_] | None:

@@ -7,6 +7,7 @@ import numpy as np
 from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.manifest import RowGroup
 from dataload.catalog.selection import Mask, Selection
+from dataload.runtime.redact import redacted
 
 
 def mapped_of(own: Selection | None, below: Selection | None, number: int) -> Mask | None:
@@ -32,8 +33,8 @@ def stored_of(own: Selection | None, below: Selection | None, groups: int) -> Se
 
 
 def where(group: RowGroup, blocks: Blocks) -> str:
-    """Return the URL and the number of a row group."""
-    return f"{blocks.origin.url_of(group.file.path)} row group {group.number}"
+    """Return the URL, without credentials, and the number of a row group."""
+    return f"{redacted(blocks.origin.url_of(group.file.path))} row group {group.number}"
 
 
 def rows_text(own: Selection | None, number: int, first: int, rows: int, row: int | None) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.local.index import Shortage
-from dataload.cache.tier import Span
+from dataload.cache.tier import Span, blob_name
 from dataload.catalog.footer_cache import run_key, stored_footer
 from dataload.catalog.manifest import VERSION, Manifest
 from dataload.formats.detect import fetched_beside_tail, tail_bytes
@@ -191,7 +191,7 @@ class Reader:
             for first, last in self._blocks_of(file, start, stop):
                 if (file.path, first) not in cache:
                     self._fetched += Fetched(last - first, 1)
-                    cache.put((file.path, first), size_on_disk(last - first, f"{file.path}#{first}-{last}"))
+                    cache.put((file.path, first), size_on_disk(last - first, blob_name(file.path, f"{first}-{last}")))
         for start, stop in [*cost.shared, *cost.own] if cache.region else cost.own:
             if not all((file.path, first) in cache for first, _ in self._blocks_of(file, start, stop)):
                 self._fetched += Fetched(stop - start, 1)
@@ -227,8 +227,9 @@ def _footer_bytes(manifest: Manifest, blocks: Blocks) -> int:
         return 0
     runs = {group.footer_at.run for group in manifest.row_groups}
     footers = (tier.stored_bytes(run_key(run, blocks)) for run in runs)
-    name = f"{manifest.row_groups[0].file.path}#manifest {VERSION}" if runs else ""
-    return sum(footers) + size_on_disk(len(manifest.to_bytes()), name)
+    name = blob_name(manifest.row_groups[0].file.path, f"manifest {VERSION}") if runs else ""
+    known = dict.fromkeys([*(group.file.path for group in manifest.row_groups), *(run.path for run in runs)])
+    return sum(footers) + size_on_disk(len(manifest.to_bytes(known)), name)
 
 
 class Cache:

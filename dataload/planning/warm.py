@@ -53,7 +53,7 @@ def part_of(
     if not 0 <= node < num_nodes:
         raise ConfigError(f"node {node} of {num_nodes}: nodes count from 0")
     if streams % num_nodes:
-        raise ConfigError(f"num_streams={streams} is no multiple of {num_nodes} nodes")
+        raise ConfigError(f"num_streams={streams} is no multiple of {num_nodes} nodes: use one, as the loader does")
     order = order_of(manifest, seed=seed, window=window, num_streams=streams)
     own = np.flatnonzero(stream_owners(streams, num_nodes) == node)
     return list(order.blocks_from(epoch, 0, own.tolist()))

@@ -17,6 +17,7 @@ from dataload.telemetry.stats_log import CLOCKS, Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
 AVERAGED = ("seconds", "wait_seconds")
+THROUGHPUT_SPANS = 240  # of time, in the throughput of a run
 LATE = 0.05  # of an epoch: a rank that waits this much longer than the median is a straggler
 
 Floats = npt.NDArray[np.float64]
@@ -125,15 +126,15 @@ def epochs(passes: Sequence[Pass]) -> list[Epoch]:
     return [replace(epoch, ranks=dict(sorted(epoch.ranks.items()))) for epoch in found]
 
 
-def throughput(passes: Sequence[Pass], points: int = 240) -> tuple[Floats, dict[int, Floats]]:
+def throughput(passes: Sequence[Pass]) -> tuple[Floats, dict[int, Floats]]:
     """Return the edges of time spans of the run, and each rank's throughput in each span.
 
     Args:
         passes: The passes of all ranks.
-        points: About how many spans to return; each epoch has at least one.
 
     Returns:
-        Edges in seconds since the run began: float64 [S + 1]. Rows per second by rank: float64 [S].
+        Edges in seconds since the run began: float64 [S + 1]. Rows per second by rank: float64 [S]. S is about
+        `THROUGHPUT_SPANS`, and each epoch has at least one span.
 
     Notes: no span crosses the border of two epochs. Otherwise the pauses between epochs would show as a pattern.
     """
@@ -149,6 +150,7 @@ def throughput(passes: Sequence[Pass], points: int = 240) -> tuple[Floats, dict[
         rows[record.rank] += [before, *(before + sample.rows for sample in record.samples)]
     end = max(max(of_rank) for of_rank in times.values())
     turns = [*(epoch.began - first for epoch in epochs(passes)), end]
-    spans = [(start, stop, max(1, round(points * (stop - start) / (end or 1)))) for start, stop in pairwise(turns)]
+    rate = THROUGHPUT_SPANS / (end or 1)
+    spans = [(start, stop, max(1, round(rate * (stop - start)))) for start, stop in pairwise(turns)]
     edges = np.unique(np.concatenate([np.linspace(start, stop, parts + 1) for start, stop, parts in spans]))
     return edges, {rank: np.diff(np.interp(edges, times[rank], rows[rank])) / np.diff(edges) for rank in sorted(times)}

@@ -322,4 +322,4 @@ def _reserved(budget: MemoryBudget, size: int, cancelled: Callable[[], bool] = l
 
 def location(group: RowGroup) -> str:
     """Return the file and the number of a row group, for errors."""
-    return f"{group.file.path} row group {group.number}"
+    return f"{group.file.name} row group {group.number}"

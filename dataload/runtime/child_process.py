@@ -22,7 +22,7 @@ LOOK_SECONDS = 1.0  # between two checks for the death of the parent
 
 
 class ProcessDied(Exception):
-    """Each process that was asked has died. The message has their exit status."""
+    """Each process that was asked has died, or none can be started. The message has the exit status or the reason."""
 
 
 class ChildProcesses(ForkAware):
@@ -81,28 +81,44 @@ class ChildProcesses(ForkAware):
         with self._mutex:
             if self._idle:
                 return self._idle.pop()
-            child = _Child(self._program, self._hello)
+            try:
+                child = _Child(self._program, self._hello)
+            except OSError as error:
+                ways = "start fewer, or raise the limits of memory and processes"
+                raise ProcessDied(f"no process can be started ({error}): {ways}") from error
             self.running.append(child)
             return child
+
+
+def start_process(program: str, descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a process that runs a function, with the modules that this process can import.
+
+    Args:
+        program: The function, as "module:name". It gets the descriptor.
+        descriptor: The descriptor to pass on.
+
+    Raises:
+        OSError: The system cannot start another process.
+    """
+    module, name = program.split(":")
+    call = f"from {module} import {name}; {name}({descriptor})"
+    return subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {[*map(str, sys.path)]}; {call}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[descriptor],
+        process_group=0,  # Ctrl-C is for the parent only. In another session, niceness would have no effect.
+    )
 
 
 class _Child:
     """A running process."""
 
     def __init__(self, program: str, hello: bytes) -> None:
-        module, name = program.split(":")
         ours, theirs = socket.socketpair()
-        with theirs:
-            path = [*map(str, sys.path)]
-            call = f"from {module} import {name}; {name}({theirs.fileno()})"
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", f"import sys; sys.path[:] = {path}; {call}"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the parent only.
-            )
-        self._connection = Connection(ours.detach())
+        with ours, theirs:
+            self._popen = start_process(program, theirs.fileno())
+            self._connection = Connection(ours.detach())
         with suppress(OSError):  # It died; the first call notices.
             self._connection.send_bytes(hello)
 

@@ -10,7 +10,7 @@ CREDENTIALS = re.compile(
 )
 """Matches the names of options and query parameters that hold credentials."""
 
-_USERINFO = re.compile(r"//[^/@\s]*@")
+_USERINFO = re.compile(r"(?<![\w/])//[^/?#\s]*@")  # up to the last @ of a host: a password may have others
 _QUERY = re.compile(r"\?(?!versionId=)[^\s'\"]*")  # signatures and tokens of presigned URLs
 
 

@@ -56,9 +56,11 @@ def find_batch_size(
         device: As in `fit`.
 
     Raises:
-        ConfigError: `start` rows do not fit, or `batch` has no rows.
+        ConfigError: `start` rows do not fit, it is not from 1 to `limit`, or `batch` has no rows.
         Exception: Any exception of a step, other than torch.OutOfMemoryError.
     """
+    if not 1 <= start <= limit:
+        raise ConfigError(f"start={start} must be from 1 to limit={limit}")
     world = World.detect()
     device = device_of(world, device)
     best, fastest, size = 0, 0.0, start
@@ -74,7 +76,7 @@ def find_batch_size(
                 break
             best, fastest, size = size, speed, size * 2
     if not best:
-        raise ConfigError(f"a batch of {start} rows does not fit into the memory of {device}")
+        raise ConfigError(f"a batch of {start} rows does not fit into the memory of {device}: lower start")
     return best
 
 

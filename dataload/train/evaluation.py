@@ -60,10 +60,10 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
                 own.setdefault(name, _Sum(padding)).add(value)
     ranks = gather({name: metric.total() for name, metric in own.items()}, getattr(loader, "mesh", None))
     names = {name: None for rank in ranks for name in rank}
-    if not names:
-        raise ConfigError("no rows to evaluate on")
     sums = {name: [rank[name] for rank in ranks if name in rank] for name in names}
     rows = {name: sum(count for _, count in parts) for name, parts in sums.items()}
+    if not any(rows.values()):
+        raise ConfigError("no rows to evaluate on: give a loader of at least one row on one rank")
     if len(set(rows.values())) > 1:
         raise ConfigError(f"metrics of unequal numbers of rows: {rows}")
     means = {name: sum(total for total, _ in parts) / rows[name] for name, parts in sums.items()}

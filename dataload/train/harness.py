@@ -137,7 +137,7 @@ def fit(
         >>> [record["rows"] for record in history]
         [32, 32]
     """
-    _check_arguments(comm_hook, checkpoint_every, loader)
+    _check_arguments(comm_hook, checkpoint_every, log_every, loader)
     mesh = loader.mesh if mesh is None and isinstance(loader, Loader) else mesh
     world = World.detect() if mesh is None else World.from_mesh(mesh)
     device = device_of(World.detect(), device)
@@ -170,9 +170,12 @@ def fit(
     return loop.history
 
 
-def _check_arguments(comm_hook: str | None, checkpoint_every: int | None, loader: Any) -> None:
+def _check_arguments(comm_hook: str | None, checkpoint_every: int | None, log_every: int, loader: Any) -> None:
     if comm_hook is not None and comm_hook not in COMM_HOOKS:
         raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")
+    for name, steps in (("checkpoint_every", checkpoint_every), ("log_every", log_every)):
+        if steps is not None and steps < 1:
+            raise ConfigError(f"{name}={steps}: must be a number of steps of at least 1")
     if checkpoint_every is not None and not hasattr(loader, "load_state_dict"):
         raise ConfigError(
             "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -451,6 +452,7 @@ def test_writing_is_refused(fs: TierCacheFileSystem, bucket: Any) -> None:
         {"cluster": "host:6379"},
         {"cache_bytes": "many"},
         {"cache_bytes": 0},
+        {"cache_bytes": math.inf},
         {"block_bytes": "-1MB"},
     ],
 )

@@ -74,6 +74,12 @@ def assert_sound(tier: LocalTier, names: set[str]) -> None:
     )
 
 
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    put(LocalTier(folder, 10**6), "x")
+    assert LocalTier(folder, 10**6).get_or_fill(key("x"), never) == data_of("x")
+
+
 def test_a_second_process_is_served_what_the_first_kept(tmp_path: Path) -> None:
     put(LocalTier(tmp_path / "c"), "a")
     with SPAWN.Pool(1) as pool:

@@ -63,6 +63,18 @@ def test_a_number_that_is_no_integer(dataset: Dataset, wrong: Any) -> None:
         dataset.locate(wrong)
 
 
+@pytest.mark.parametrize("wrong", [1.5, "7", slice(0, 2), None], ids=str)
+def test_a_row_is_read_by_an_integer(dataset: Dataset, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=f"a row number, not {type(wrong).__name__}: .*__getitems__"):
+        dataset[wrong]
+
+
+@pytest.mark.parametrize("wrong", [[0.5], [True, False], np.zeros(N, np.bool_), ["7"]], ids=str)
+def test_rows_are_read_by_integers(dataset: Dataset, wrong: Any) -> None:
+    with pytest.raises(TypeError, match="must be integers"):
+        dataset.__getitems__(wrong)
+
+
 def test_a_split_numbers_its_own_rows(dataset: Dataset) -> None:
     found: list[Location] = []
     for part in dataset.split([0.5, 0.3, 0.2]):

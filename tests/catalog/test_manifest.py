@@ -200,6 +200,15 @@ def test_a_file_that_is_no_parquet(
     refused(DataError, r"notes\.csv is not a Parquet file", url, storage_options=bucket.options, cache=cache)
 
 
+def test_files_without_columns(bucket: Any, cache: CacheConfig, tmp_path: Path) -> None:
+    pq.write_table(pa.table({}), tmp_path / "none.parquet")
+    for name in ("none", "keyed/label=1/none"):
+        bucket.put(f"{name}.parquet", (tmp_path / "none.parquet").read_bytes())
+    options = {"storage_options": bucket.options, "cache": cache}
+    refused(DataError, r"none\.parquet has no column", bucket.url("none.parquet"), **options)
+    assert make_dataset(bucket.url("keyed"), **options).schema.names == ["label"]  # from the name of the folder
+
+
 def test_a_parquet_file_cut_short(bucket: Any, cache: CacheConfig) -> None:
     bucket.put("data/cut.parquet", b"PAR1" + (10**6).to_bytes(4, "little") + b"PAR1")
     refused(DataError, r"cut\.parquet is cut short", bucket.url("data"), storage_options=bucket.options, cache=cache)

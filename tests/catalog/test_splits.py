@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -171,3 +174,13 @@ def test_nulls_are_filled_in_parts(bucket: Any, cache: CacheConfig) -> None:
     whole = make_dataset(bucket.url("data"), fill_null=-1, storage_options=bucket.options, cache=cache)
     found = [part[number]["a"].item() for part in whole.split([0.5, 0.5]) for number in range(2)]
     assert sorted(found) == [-1, -1, 1, 4]
+
+
+def test_paths_that_are_not_utf_8_are_split(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    for number in range(4):
+        with (folder / f"{number}.parquet").open("wb") as file:
+            pq.write_table(pa.table({"id": [number]}), file)
+    splits = make_dataset(folder, cache=False).split([0.5, 0.5])
+    assert sorted(int(split[row]["id"]) for split in splits for row in range(2)) == [0, 1, 2, 3]

@@ -217,6 +217,7 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["warm", "{bucket}/differ", "--storage-options", '{"endpoint_url": "foo"}'], "Invalid endpoint: foo"),
         (["warm", "{bucket}/differ/0.parquet", "--columns", '["a, b"]'], "column 'a, b' is not in the dataset"),
         (["warm", "{bucket}/differ/0.parquet", "--columns", "[1]"], "--columns=[1]"),
+        (["warm", "{bucket}/differ/0.parquet", "--columns", "[]"], "--columns=[]"),
         (["bench", "--ranks", "a"], "--ranks=a"),
         (["bench", "--origin", "near"], "--origin=near"),
         (["bench", "--workloads", "words"], "no workload is called words"),
@@ -540,6 +541,10 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
         "warming: 2.0 MB of 10.0 MB (20%), 1.0 MB/s, 8.0 s to go\n"
         "warming: 4.0 MB of 10.0 MB (40%), 200.0 kB/s, 30 s to go\n"
     )
+    nothing = Lines("warming", 0, clock=lambda: now[0])  # row groups without rows
+    now[0] = 30
+    nothing.advance(0)
+    assert capsys.readouterr().err == "warming: 0 bytes of 0 bytes (100%), 0 bytes/s, under 0.1 s to go\n"
 
 
 @pytest.mark.parametrize(

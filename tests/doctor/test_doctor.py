@@ -35,7 +35,7 @@ from dataload.cache.local.index import Index, Row
 from dataload.catalog import manifest
 from dataload.cli.commands.doctor import doctor
 from dataload.doctor import cache_dir, cluster, limits, object_store, processes, registry
-from dataload.doctor.finding import Case, Finding
+from dataload.doctor.finding import Case, Finding, reason
 from dataload.doctor.object_store import Store
 from dataload.doctor.registry import MACHINE, ORIGIN, examine
 from dataload.errors import ConfigError
@@ -690,3 +690,8 @@ def test_no_if_match(address: str, answers: Answers) -> None:
     found = line(object_store.if_match(s3(address)))
     assert "the store ignores If-Match" in found
     assert "do not replace any" in found
+
+
+def test_a_reason_has_no_credentials() -> None:
+    assert reason(ValueError("cannot reach user:se@cret@host:1")) == "cannot reach host:1"
+    assert reason(ValueError()) == "ValueError"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dataload import make_dataset
@@ -222,3 +224,13 @@ def test_the_files_own_column_is_read(bucket: Any, cache: CacheConfig) -> None:
     put(bucket, "a=7/x", a=[1, 2])
     dataset = make_dataset(bucket.url("data"), storage_options=bucket.options, cache=cache)
     assert rows_of(dataset) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_key_that_is_not_utf_8_is_refused(tmp_path: Any) -> None:
+    folder = tmp_path / os.fsdecode(b"label=caf\xe9")
+    folder.mkdir()
+    with (folder / "x.parquet").open("wb") as file:
+        pq.write_table(pa.table({"id": [1]}), file)
+    with pytest.raises(DataError, match="is not UTF-8: rename"):
+        make_dataset(tmp_path, cache=False)
+    assert len(make_dataset(folder, cache=False)) == 1  # keys are those of the folders below the source

@@ -7,6 +7,7 @@ import itertools
 import os
 import pickle
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -564,3 +565,10 @@ def test_a_function_may_read_another_dataset(file: Path, monkeypatch: pytest.Mon
     reader.start()
     reader.join(60)  # only a deadlock takes that long
     assert read == [*range(SHIFT, ROWS + SHIFT)]
+
+
+def test_a_process_that_cannot_start_is_an_error_of_the_map(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = make_dataset(file, cache=False).map(plus, processes=1)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(DataError, match=r"map .*plus: no process can be started .*/nowhere/python.*: start fewer"):
+        mapped[0]

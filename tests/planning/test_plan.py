@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, replace
@@ -416,3 +417,14 @@ def test_arrow_files_are_foretold_too(tmp_path: Path) -> None:
         again = make_dataset(url, storage_options=options, cache=CacheConfig(str(tmp_path / "d"), "1GB"))
         assert again.manifest == dataset.manifest
         assert counted(running) == found.footers
+
+
+def test_a_path_that_is_not_utf_8_has_a_plan(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9.parquet")
+    with path.open("wb") as file:
+        pq.write_table(pa.table({"id": range(100)}), file, row_group_size=10)
+    dataset = make_dataset(path, cache=CacheConfig(str(tmp_path / "c"), "1GB"))
+    files = Files(dataset.manifest, dataset.rowstore.blobs, dataset.blocks)
+    found = foretell([files], order_of(dataset.manifest), 10)
+    assert found.first_epoch is not None
+    assert found.first_epoch.bytes == path.stat().st_size

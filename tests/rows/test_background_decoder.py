@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from threads import no_more_threads
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import OriginNotFound
@@ -317,3 +318,12 @@ def test_a_dataset_that_cannot_be_pickled_is_logged(
     assert not decoder.make(0)
     assert "cannot pickle a session" in caplog.text
     decoder.end()
+
+
+def test_it_is_optional_where_no_thread_can_start(dataset: Any) -> None:
+    decoder, before = BackgroundDecoder(dataset.rowstore.blobs), psutil.Process().children()
+    with no_more_threads():
+        assert not decoder.make(0)
+    assert not decoder.make(0)
+    assert psutil.Process().children() == before  # the process that was started for the thread has ended
+    assert dataset.rowstore.blobs.make(0)

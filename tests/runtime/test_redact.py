@@ -16,6 +16,9 @@ from dataload.runtime.redact import redacted
         ("GET 'https://host/x?sig=secret' \"https://host/y?sig=secret\"", "GET 'https://host/x' \"https://host/y\""),
         ("https://host/x?versionId=3", "https://host/x?versionId=3"),
         ("https://host/x@y", "https://host/x@y"),
+        ("valkey://user:se@cret@host:6379 failed", "valkey://host:6379 failed"),
+        ("//user:secret@host/x", "//host/x"),
+        ("file:///data@2026/x and /data//x@y", "file:///data@2026/x and /data//x@y"),
         ("two\nlines\r\n  here", "two lines here"),
     ],
 )

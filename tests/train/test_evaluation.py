@@ -145,6 +145,12 @@ def test_metrics_have_one_value_for_each_row(values, message):
     assert model.training
 
 
+def test_batches_without_rows_have_no_mean():
+    for batches in ([], [torch.empty(0)]):
+        with pytest.raises(ConfigError, match="no rows to evaluate on"):
+            evaluate_over(nn.Identity(), batches, lambda model, batch: {"x": batch})
+
+
 # ---- the size of a batch
 
 
@@ -261,6 +267,12 @@ def test_it_stops_at_what_fits_and_at_the_limit():
     assert found(overhead, start=3, limit=20) == (12, [3, 6, 12])
     with pytest.raises(ConfigError, match="a batch of 8 rows does not fit"):
         found(overhead, capacity=7, start=8)
+
+
+@pytest.mark.parametrize(("start", "limit"), [(0, 8), (-1, 8), (9, 8)])
+def test_sizes_that_cannot_be_tried(start, limit):
+    with pytest.raises(ConfigError, match=f"start={start} must be from 1 to limit=8"):
+        found(overhead, start=start, limit=limit)
 
 
 class Bulky(torch.Tensor):

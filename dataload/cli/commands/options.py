@@ -59,8 +59,8 @@ def names(text: str | None) -> list[str] | None:
         columns: list[str] = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--columns={text}: not a JSON list: {error}") from error
-    if not all(isinstance(column, str) for column in columns):
-        raise ConfigError(f"--columns={text}: all names must be strings")
+    if not columns or not all(isinstance(column, str) for column in columns):
+        raise ConfigError(f"--columns={text}: must be a list of at least one name")
     return columns
 
 

@@ -163,7 +163,7 @@ def index_of_stream(obj: Object, blocks: Blocks) -> bytes:
         head = read(obj, position, min(obj.size, position + GUESSED_BYTES))
         length = PREFIX_BYTES + int.from_bytes(head[4:PREFIX_BYTES], "little")
         if head[:4] != CONTINUATION or position + length > obj.size:
-            raise DataError(f"{obj.path} has no Arrow message at byte {position}: is it cut short?")
+            raise DataError(f"{obj.name} has no Arrow message at byte {position}: is it cut short?")
         if length == PREFIX_BYTES:
             break
         metadata = head[:length] if length <= len(head) else read(obj, position, position + length)
@@ -210,7 +210,7 @@ def unpack(index: memoryview) -> list[Message]:
 def map_errors(obj: Object) -> AbstractContextManager[None]:
     """Raise DataError, naming the file, for the exceptions that damaged messages cause in the block."""
     others = ValueError, LookupError, TypeError, OverflowError, struct.error
-    return as_data_error(f"{obj.path} has Arrow messages that cannot be read", *others)
+    return as_data_error(f"{obj.name} has Arrow messages that cannot be read", *others)
 
 
 def root_table(data: memoryview) -> Table:

@@ -104,7 +104,7 @@ class ArrowFooter:
         options = pa.ipc.IpcReadOptions(
             included_fields=[self.schema.get_field_index(name) for name in own], use_threads=False
         )
-        with as_data_error(f"{obj.path} record batch {number} cannot be decoded"):
+        with as_data_error(f"{obj.name} record batch {number} cannot be decoded"):
             stream = pa.BufferReader(self._stream(obj, number, own, blocks))
             with pa.ipc.open_stream(stream, options=options) as reader:
                 table = reader.read_all()

@@ -7,13 +7,12 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from time import monotonic, perf_counter
 from typing import Any
@@ -22,6 +21,7 @@ from dataload.cache.origin.obstore import handing_over
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
 from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.child_process import start_process
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
@@ -189,7 +189,7 @@ class BackgroundDecoder(ForkAware):
             if self._process is None and self._failures < MAX_FAILURES:
                 try:
                     self._process = _Process(self._blobs, self.spent, self._account)
-                except OSError as error:
+                except (OSError, RuntimeError) as error:  # the latter at a limit of threads
                     self._failures = MAX_FAILURES
                     log.warning(
                         "row groups are decoded in the training process: no background process can be started: %s",
@@ -201,7 +201,7 @@ class BackgroundDecoder(ForkAware):
 
 
 class _Process:
-    """A running background process.
+    """A running background process, and the thread that listens to it.
 
     Args:
         blobs: The cached row groups, sent to the process.
@@ -216,19 +216,6 @@ class _Process:
 
     def __init__(self, blobs: RowGroupCache, spent: Counters, account: Counters) -> None:
         self._spent, self._account = spent, account
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            path = [*map(str, sys.path)]
-            call = f"from {worker.__name__} import run; run({theirs.fileno()})"
-            program = f"import sys; sys.path[:] = {path}; {call}"
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", program],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                process_group=0,  # Ctrl-C is for the trainer only. In another session, niceness would have no effect.
-            )
-        self._connection = Connection(os.dup(self._socket.fileno()))
         self._mutex = threading.Lock()
         self._requests: dict[int, tuple[Future[Done | None], Counters]] = {}  # with the row groups' accounts
         self.ready, self.ended = threading.Event(), threading.Event()
@@ -237,7 +224,16 @@ class _Process:
         self._listener = threading.Thread(
             target=self._listen, args=(blobs,), name="dataload-decode-client", daemon=True
         )
-        self._listener.start()
+        self._socket, theirs = socket.socketpair()
+        with theirs, ExitStack() as undo:  # if the system cannot start the process, or then the thread
+            undo.callback(self._socket.close)
+            self._popen = start_process(f"{worker.__name__}:run", theirs.fileno())
+            undo.callback(self._popen.wait)
+            undo.callback(self._popen.kill)
+            self._connection = Connection(os.dup(self._socket.fileno()))
+            undo.callback(self._connection.close)
+            self._listener.start()
+            undo.pop_all()
         atexit.register(self._end_with_program)
 
     def make(self, group: int, demand: DemandSignal, is_urgent: Callable[[], bool], account: Counters) -> Done | None:
