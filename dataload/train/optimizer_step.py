@@ -52,7 +52,7 @@ class OptimizerStep:
         skipped: Whether the last step was skipped because of an overflow in fp16.
 
     Raises:
-        ConfigError: `precision` is unknown, or `accumulate` is less than 1.
+        ConfigError: `precision` is unknown, `accumulate` is less than 1, or `clip_grad_norm` is not above 0.
     """
 
     model: Callable[..., Any]
@@ -74,6 +74,8 @@ class OptimizerStep:
             raise ConfigError(f"precision={self.precision!r} is not one of auto, {', '.join(PRECISIONS)}")
         if self.accumulate < 1:
             raise ConfigError(f"accumulate={self.accumulate}: an optimizer step needs at least 1 batch")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: a bound of gradients must be above 0")
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.pending = 0
         self.skipped = False

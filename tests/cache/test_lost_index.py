@@ -631,8 +631,11 @@ def test_evicting_what_is_mapped(tmp_path: Path) -> None:
     [("rows", b"\x01"), ("rows", b"\x00" * 16 + b"\xff\xfe"), ("accounts", b"\x00" * 8)],
     ids=["a short row", "a name that is no text", "accounts of nothing"],
 )
-def test_a_value_that_makes_no_sense_is_damage(tmp_path: Path, table: str, value: bytes) -> None:
+def test_a_value_that_makes_no_sense_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, value: bytes
+) -> None:
     """With any damage to the index, the bytes are correct and no error is raised."""
+    monkeypatch.setattr("dataload.cache.local.tier.FLUSH_SECONDS", 0)  # so that a hit reads the index at once
     tier = LocalTier(tmp_path / "c", LIMIT, "lru")
     put(tier, "x/0")
     index = tier.folder.index

@@ -596,6 +596,8 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
     [
         ({"precision": "fp8"}, "precision='fp8' is not one of auto, fp32, bf16, fp16"),
         ({"accumulate": 0}, "accumulate=0"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0"),
+        ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan"),
         ({"log_every": 0}, "log_every=0"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1"),
         ({"epoch": 3}, r"epoch= is unknown: did you mean 'epochs'\?"),
