@@ -46,6 +46,7 @@ def decode(
             `where` and the column.
     """
     table = flatten_table(table, _plain_column)
+    stored = dict(zip(table.column_names, table.itercolumns(), strict=True))
     columns: dict[str, Column] = {}
     names = {field.name for field in fields}
     for field in fields:
@@ -58,7 +59,9 @@ def decode(
             field, f"{where} column {field.name!r}", filling, must_fill=by_column, masks=mask is not None
         )
         kind = None if schema is None else schema.field(field.name).type
-        columns[field.name], nulls = decoder.decode(_column(table, field.name), kind)
+        # A member of a struct that has no members in this table has only nulls.
+        column = stored[field.name] if field.name in stored else pa.chunked_array([pa.nulls(len(table))])
+        columns[field.name], nulls = decoder.decode(column, kind)
         if mask is not None:
             columns[mask] = Dense(np.zeros(len(table), np.bool_) if nulls is None else nulls)
     return columns
@@ -244,11 +247,6 @@ def _plain_column(column: Any) -> Any:
     if pa.types.is_run_end_encoded(kind):
         return _plain_column(pc.run_end_decode(column))
     return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
-
-
-def _column(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """Return a column of a flat table. A member of a struct that has no members in this table has only nulls."""
-    return table[name] if name in table.column_names else pa.chunked_array([pa.nulls(len(table))])
 
 
 def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
