@@ -118,9 +118,7 @@ class HotMemory:
 
 def keep(num_bytes: int) -> mmap.mmap:
     """Write to memory, and free all but one page of each 2 MiB. Return the mapping, which holds these pages."""
-    memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for offset in range(0, len(memory), PAGE):
-        memory[offset] = 1
+    memory = _written(num_bytes + HUGE)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE
     for offset in range(first, first + num_bytes // HUGE * HUGE, HUGE):
         memory.madvise(mmap.MADV_DONTNEED, offset + PAGE, HUGE - PAGE)
@@ -132,10 +130,17 @@ def touch_huge_pages(num_bytes: int) -> None:
 
     `keep` cannot keep them: only free blocks of 2 MiB can become huge pages, and these are the ones that are reported.
     """
-    with mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        for offset in range(0, len(memory), PAGE):
-            memory[offset] = 1
+    _written(num_bytes + HUGE, mmap.MADV_HUGEPAGE).close()
+
+
+def _written(num_bytes: int, *advice: int) -> mmap.mmap:
+    """Return memory whose pages were all written to. advice: for madvise(2), before that."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for option in advice:
+        memory.madvise(option)
+    for offset in range(0, num_bytes, PAGE):
+        memory[offset] = 1
+    return memory
 
 
 if __name__ == "__main__":

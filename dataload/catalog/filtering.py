@@ -75,7 +75,7 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
 
 def _with_values(name: str, kind: pa.DataType, schema: pa.Schema) -> pa.DataType:
     """Return the type of a file's column. One without values in this file has the type of the flat schema."""
-    if name in schema.names and has_null_type(kind):
+    if has_null_type(kind) and name in schema.names:
         return schema.field(name).type
     if pa.types.is_null(kind):  # It is a struct in other files.
         inner = (other.removeprefix(f"{name}.") for other in schema.names if other.startswith(f"{name}."))

@@ -57,6 +57,11 @@ class RowGroup:
     sizes: tuple[int, ...] = ()
     constants: Constants = ()
 
+    @property
+    def name(self) -> str:
+        """The file and the number, for messages: without credentials."""
+        return f"{self.file.name} row group {self.number}"
+
 
 @dataclass(frozen=True)
 class Manifest:

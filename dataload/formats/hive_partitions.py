@@ -45,7 +45,8 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
         found = [name for name, _ in keys if name not in own]
         if len(set(found)) < len(found):
             raise DataError(f"{obj.name}: two of its folders have the same key: rename one")
-        _check_text(obj, found, dict(keys))
+        own_values = dict(keys)
+        _check_text(obj, found, own_values)
         names = names if number else found
         if set(found) != set(names):
             first = next(iter(files))
@@ -53,7 +54,7 @@ def partition_columns(files: Mapping[Object, Keys], own: Collection[str]) -> tup
                 f"{obj.name} and {first.name} have different partition keys, {_listed(found)} and {_listed(names)}: "
                 f"move one, or read them as two datasets"
             )
-        values.append(dict(keys))
+        values.append(own_values)
     columns = {name: _typed([by_name[name] for by_name in values]) for name in names}
     fields = [pa.field(name, column.type) for name, column in columns.items()]
     lists = {name: column.to_pylist() for name, column in columns.items()}

@@ -159,9 +159,9 @@ class _Columns:
         variable = (field for field in plain if is_bytes(field.type) and not pa.types.is_fixed_size_binary(field.type))
         return frozenset(field.name for field in variable)
 
-    def likely_cause(self, columns: Iterable[str]) -> str:
+    def likely_cause(self, columns: Collection[str]) -> str:
         """Return what is likely to be wrong if these columns cannot be decoded, for errors; "" in most cases."""
-        name = next(filter(self._without_length.__contains__, columns), None)
+        name = next((name for name in self._without_length if name in columns), None)
         if name is None:
             return ""
         return (
@@ -170,9 +170,9 @@ class _Columns:
         )
 
     @cached_property
-    def _without_length(self) -> frozenset[str]:
+    def _without_length(self) -> tuple[str, ...]:
         """The columns with lists of the fixed length 0."""
-        return frozenset(field.name for field in flatten(self._schema) if _is_without_length(field.type))
+        return tuple(field.name for field in flatten(self._schema) if _is_without_length(field.type))
 
     def own(self, columns: Iterable[str]) -> list[str]:
         """Return the file's own columns that hold these: for a member, a column that is a struct in other files."""

@@ -257,7 +257,7 @@ class RowGroupMaker(ForkAware):
     def _pack(
         self, number: int, keys: list[BlobKey], columns_of_blobs: Iterator[dict[str, Column]]
     ) -> list[memoryview]:
-        where = location(self._manifest.row_groups[number])
+        where = self._manifest.row_groups[number].name
         blobs = []
         with doing("decode"), _reserved(self.decoding, self.decoding_bytes(number)):
             for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
@@ -273,7 +273,7 @@ class RowGroupMaker(ForkAware):
     def decoded_table(self, table: pa.Table, rows: int, group: RowGroup, where: str = "") -> dict[str, Column]:
         """Return the decoded columns of rows with the constants of `group`. where: for errors; "": the row group."""
         whole = with_constants(table, group.constants, rows, self._schema)
-        return decode(whole, self._plan.layout.fields, self._fill_null, where or location(group), self._schema)
+        return decode(whole, self._plan.layout.fields, self._fill_null, where or group.name, self._schema)
 
     def reservation(self, number: int) -> int:
         """Return the bytes of a row group that are fetched and held."""
@@ -318,8 +318,3 @@ def _reserved(budget: MemoryBudget, size: int, cancelled: Callable[[], bool] = l
         with nullcontext() if budget.fits(size) else waiting():
             stack.enter_context(budget.reserve(size, cancelled))
         yield
-
-
-def location(group: RowGroup) -> str:
-    """Return the file and the number of a row group, for errors."""
-    return f"{group.file.name} row group {group.number}"

@@ -110,10 +110,9 @@ class ValueSizes:
 
     def _read(self, group: RowGroup, rows: int, field: Field) -> Iterator[tuple[int, int]]:
         footer = read_footer(group.file, group.footer_at, self._blocks)
-        where = f"{group.file.name} row group {group.number}"
         with footer.open_row_group(group.file, group.number, [field.name], self._uncached_blocks, HELD_BYTES) as reader:
             for table in reader.tables(rows):
-                column = decode(table, [field], self._fill_null, where)[field.name]
+                column = decode(table, [field], self._fill_null, group.name)[field.name]
                 if isinstance(column, Ragged):
                     yield (whole_bytes(column),) * 2
                 elif isinstance(column, Coded):

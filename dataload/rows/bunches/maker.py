@@ -17,7 +17,7 @@ from dataload.formats.base import SHARED_BYTES, RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
 from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.rows.row_group_maker import DECODED_COPIES, location
+from dataload.rows.row_group_maker import DECODED_COPIES
 from dataload.runtime.counters import charged_to
 from dataload.telemetry.wait_timeline import doing
 
@@ -193,7 +193,7 @@ def _cache(packed: Sequence[tuple[Member, memoryview]]) -> None:
 
 def _pack(member: Member, columns: dict[str, Column]) -> memoryview:
     draft, layout = Draft(member.key), member.blobs.plan.layout
-    row_block.pack(columns, member.group.rows, layout, location(member.group), draft.allocate)
+    row_block.pack(columns, member.group.rows, layout, member.group.name, draft.allocate)
     return draft.publish()
 
 
