@@ -14,7 +14,8 @@ from dataload.cache.memory import MemoryTier
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
-from dataload.formats.schema import Field, fields_of, flatten_table, storage
+from dataload.formats.arrow_types import storage
+from dataload.formats.schema import Field, fields_of, flatten_table
 
 COLUMN_BYTES = 1 << 20  # to fetch of each column at first: a large row group is not fetched for its first rows
 RAGGED = {"string": "list[str]", "binary": "list[memoryview]"}
