@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from dataload.arguments import known_keywords
 from dataload.cache.blocks.reader import Blocks
 from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.filesystem import open_source
@@ -22,7 +23,6 @@ from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.formats.schema import is_flat
-from dataload.keywords import known_keywords
 from dataload.map_style import MapStyle, as_array
 from dataload.mapping.places import stored_of
 from dataload.mapping.row_groups import MappedRowGroups

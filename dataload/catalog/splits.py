@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import numpy as np
 
@@ -23,6 +24,8 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     Raises:
         ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
     """
+    if not isinstance(fractions, Iterable) or not all(isinstance(fraction, Real) for fraction in fractions):
+        raise ConfigError(f"fractions={fractions!r} must be a list of numbers, such as [0.9, 0.1]")
     fractions = list(fractions)
     if not fractions or not all(fraction > 0 for fraction in fractions) or abs(math.fsum(fractions) - 1) > TOLERANCE:
         raise ConfigError(f"fractions={fractions} must be positive and sum to 1, not {math.fsum(fractions):g}")

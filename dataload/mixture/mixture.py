@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dataload.arguments import known_keywords
 from dataload.catalog.description import cache_text, columns_text, few
 from dataload.catalog.locations import Location
 from dataload.catalog.manifest import Source as Files
@@ -20,7 +21,6 @@ from dataload.catalog.same_columns import check_same_columns
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
-from dataload.keywords import known_keywords
 from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows
 from dataload.rows.row_group_cache import RowGroupCache
