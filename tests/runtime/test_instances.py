@@ -1,0 +1,95 @@
+"""Tests of objects that all their users in one process share."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dataload.runtime.instances import Instances
+
+
+class Thing:
+    """An object that can be referred to weakly."""
+
+
+def exit_code_of_fork(work) -> int:
+    child = os.fork()
+    if child == 0:
+        os._exit(int(work()))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_two_threads_that_make_an_object_get_the_same_one() -> None:
+    shared: Instances[str, Thing] = Instances(inherited=True)
+    both = threading.Barrier(2, timeout=20)
+
+    def make() -> Thing:
+        both.wait()
+        return Thing()
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: shared.get("key", make), range(2))
+    assert first is second
+
+
+def test_an_object_ends_with_its_last_user() -> None:
+    shared: Instances[str, Thing] = Instances(inherited=True)
+    thing = shared.get("key", Thing)
+    assert shared.get("key", Thing) is thing
+    assert shared.get("other", Thing) is not thing
+    ended = weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert ended() is None
+
+
+@pytest.mark.parametrize("inherited", [True, False])
+def test_a_child_goes_on_with_the_objects_of_its_parent_or_begins_with_none(inherited: bool) -> None:
+    shared: Instances[str, Thing] = Instances(inherited=inherited)
+    thing = shared.get("key", Thing)
+    assert exit_code_of_fork(lambda: (shared.get("key", Thing) is thing) != inherited) == 0
+    assert shared.get("key", Thing) is thing
+
+
+def test_a_process_may_fork_while_another_thread_makes_an_object() -> None:
+    """`make` registers objects for forks, so it may wait for the fork that goes on."""
+    shared: Instances[str, Thing] = Instances(inherited=True)
+    codes: list[int] = []
+
+    def make() -> Thing:
+        fork = threading.Thread(target=lambda: codes.append(exit_code_of_fork(lambda: 0)), daemon=True)
+        fork.start()
+        fork.join(20)
+        return Thing()
+
+    shared.get("key", make)
+    assert codes == [0]
+
+
+def test_a_child_of_a_fork_between_two_steps_can_make_objects() -> None:
+    shared: Instances[str, Thing] = Instances(inherited=True)
+    holds, forked = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with shared._mutex:
+            holds.set()
+            forked.wait(20)
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    assert holds.wait(20)
+
+    def make_one() -> bool:
+        maker = threading.Thread(target=lambda: shared.get("key", Thing), daemon=True)
+        maker.start()
+        maker.join(20)
+        return maker.is_alive()
+
+    assert exit_code_of_fork(make_one) == 0
+    forked.set()
+    holder.join(20)
