@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable
@@ -25,20 +26,26 @@ class Instances(ForkAware, Generic[K, V]):
 
     def __init__(self, *, inherited: bool) -> None:
         self._inherited = inherited
-        self._live: weakref.WeakValueDictionary[K, V] = weakref.WeakValueDictionary()
-        self._mutex = threading.RLock()  # Reentrant: the end of an object may ask for another one.
+        self._live: weakref.WeakValueDictionary[tuple[int, K], V] = weakref.WeakValueDictionary()
+        # Reentrant: the forking thread holds it, and other objects of the child may ask before it is released.
+        self._mutex = threading.RLock()
         super().__init__()
 
+    def before_fork(self) -> None:
+        self._mutex.acquire()
+
+    def after_fork_in_parent(self) -> None:
+        self._mutex.release()
+
     def after_fork_in_child(self) -> None:
-        self._mutex = threading.RLock()
-        if not self._inherited:
-            self._live = weakref.WeakValueDictionary()
+        self._mutex.release()
 
     def get(self, key: K, make: Callable[[], V]) -> V:
         """Return the object of a key. `make` makes it if there is none; the result of a second thread is dropped."""
-        found = self._live.get(key)
+        here = 0 if self._inherited else os.getpid(), key
+        found = self._live.get(here)
         if found is not None:
             return found
         made = make()  # without the mutex: a fork may wait for it while it holds up what `make` needs
         with self._mutex:
-            return self._live.setdefault(key, made)
+            return self._live.setdefault(here, made)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
 
 
@@ -71,25 +72,23 @@ def test_a_process_may_fork_while_another_thread_makes_an_object() -> None:
     assert codes == [0]
 
 
-def test_a_child_of_a_fork_between_two_steps_can_make_objects() -> None:
-    shared: Instances[str, Thing] = Instances(inherited=True)
-    holds, forked = threading.Event(), threading.Event()
+class User(ForkAware):
+    """Asks for the shared object again in a forked child, as readers do for their thread pools."""
 
-    def hold() -> None:
-        with shared._mutex:
-            holds.set()
-            forked.wait(20)
+    def __init__(self, shared: Instances[str, Thing]) -> None:
+        self.shared = shared
+        self.after_fork_in_child()
+        super().__init__()
 
-    holder = threading.Thread(target=hold, daemon=True)
-    holder.start()
-    assert holds.wait(20)
+    def after_fork_in_child(self) -> None:
+        self.thing = self.shared.get("key", Thing)
 
-    def make_one() -> bool:
-        maker = threading.Thread(target=lambda: shared.get("key", Thing), daemon=True)
-        maker.start()
-        maker.join(20)
-        return maker.is_alive()
 
-    assert exit_code_of_fork(make_one) == 0
-    forked.set()
-    holder.join(20)
+def test_the_hooks_of_other_objects_get_those_of_the_child_whatever_their_order() -> None:
+    shared: Instances[str, Thing] = Instances(inherited=False)
+    users = [User(shared) for _ in range(20)]
+    others = {id(user.thing) for user in users}
+    assert len(others) == 1
+    parents = users[0].thing
+    assert exit_code_of_fork(lambda: any(user.thing is parents for user in users)) == 0
+    assert exit_code_of_fork(lambda: len({id(user.thing) for user in users}) != 1) == 0
