@@ -138,7 +138,7 @@ class BackgroundDecoder(ForkAware):
         demand = demand or DemandSignal()
 
         def is_urgent() -> bool:
-            return demand.now and self._blobs.maker.has_capacity(group)
+            return demand.now and self._blobs.has_capacity(group)
 
         process = None if is_urgent() or monotonic() < self._paused_until else self._running()
         if process is None or not process.ready.is_set():

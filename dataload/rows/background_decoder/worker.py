@@ -53,7 +53,7 @@ def run(descriptor: int) -> None:
     _keep_freed_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
     blobs: RowGroupCache = connection.recv()
-    blobs.maker.use_decoder_share()
+    blobs.memory.use_decoder_share()
     threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
 
     def make(group: int) -> None:
