@@ -32,18 +32,13 @@ class MixedPlan:
 
 
 class MixedRowGroups:
-    """The cached row groups of several datasets with one layout. Otherwise it is like `RowGroupCache`.
+    """The cached row groups of several datasets with one layout. See `RowGroups` for attributes and methods.
 
-    So a `RowStore` over it has one set of open row groups, one scheduler, one memory budget and one background decoder,
+    A `RowStore` over it has one set of open row groups, one scheduler, one memory budget and one background decoder,
     whatever the number of datasets.
 
     Args:
         caches: The row groups of each dataset.
-
-    Attributes:
-        plan: Layout, numbers and first rows of the blobs.
-        memory: The memory in which all row groups are made.
-        is_mapped: Whether a function of the user makes rows.
     """
 
     def __init__(self, caches: Sequence[RowGroupCache]) -> None:
@@ -66,26 +61,21 @@ class MixedRowGroups:
         return MixedRowGroups, (self.caches,)
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Load a row group in the block, in the order in which blocks begin, whatever its dataset."""
         return self.caches[0].in_order()
 
     def find(self, number: int) -> list[memoryview] | None:
-        """Return the blobs of a row group, or None if this host has not cached them."""
         blobs, own = self._of(number)
         return blobs.find(own)
 
     def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
-        """Return the blobs of a row group. See `RowGroupCache.load`."""
         blobs, own = self._of(number)
         return blobs.load(own, life)
 
     def is_bunched(self, number: int) -> bool:
-        """Return whether `load_together` is faster than `load`."""
         blobs, own = self._of(number)
         return blobs.is_bunched(own)
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
-        """Return the blobs or the error of row groups. See `RowGroupCache.load_together`."""
         by_cache: dict[tuple[str, int], dict[int, Member]] = {}
         for number, life in lives.items():
             blobs, own = self._of(number)
@@ -101,43 +91,35 @@ class MixedRowGroups:
         return {number: member.made for number, member in every if member.made is not None}
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
-        """Cache the row group if space allows. See `RowGroupCache.make`."""
         blobs, own = self._of(number)
         return blobs.make(own, life)
 
     def has_capacity(self, number: int) -> bool:
-        """Return whether the memory has room for another row group now."""
         blobs, own = self._of(number)
         return blobs.has_capacity(own)
 
     def touch(self) -> None:
-        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
         for blobs in self.caches:
             blobs.touch()
 
     def passes(self, number: int) -> bool:
-        """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
         blobs, own = self._of(number)
         return blobs.passes(own)
 
     def bytes_of(self, number: int) -> int:
-        """Return an estimate of the bytes of a row group's blobs."""
         blobs, own = self._of(number)
         return blobs.bytes_of(own)
 
     @property
     def shared(self) -> bool:
-        """Whether other processes can read the cached blobs of all datasets."""
         return all(blobs.shared for blobs in self.caches)
 
     @property
     def num_bytes(self) -> int:
-        """Estimate of the bytes of the blobs of all row groups."""
         return sum(blobs.num_bytes for blobs in self.caches)
 
     @property
     def row_bytes(self) -> int:
-        """Estimate of the mean bytes of a row in batches, of the dataset with the largest rows."""
         return max(blobs.row_bytes for blobs in self.caches)
 
     def _of(self, number: int) -> tuple[RowGroupCache, int]:
