@@ -24,7 +24,6 @@ from dataload.rows.columns import Column
 from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import BLOB_BYTES, RowGroupPlan
-from dataload.rows.size_sampling import Aside
 from dataload.runtime.baton import waiting
 from dataload.runtime.counters import charge
 from dataload.telemetry.wait_timeline import Timeline, doing, waited
@@ -125,7 +124,7 @@ class RowGroupMaker:
             OriginError: The origin does not answer, or the file does not exist.
             DataError: The row group cannot be decoded.
         """
-        group, aside = self._manifest.row_groups[number], Aside.of(self._blocks)
+        group, aside = self._manifest.row_groups[number], self._blocks.aside()
         stored = self._plan.stored(group)
         if not stored:
             yield self.decoded_table(pa.table({}), group.rows, group), group.rows
