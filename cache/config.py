@@ -67,7 +67,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.cache_bytes is not None:
             object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
-        if not isinstance(self.cache_dir, (str, os.PathLike, NoneType)):
+        if not isinstance(self.cache_dir, (str, os.PathLike, NoneType)) or "\0" in str(self.cache_dir):
             raise ConfigError(f"cache_dir={self.cache_dir!r} must be a path")
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
+from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.epoch import EpochOrder
@@ -74,13 +75,10 @@ class Order:
         if lengths.ndim != 1 or lengths.min(initial=0) < 0:
             raise ConfigError("block_lengths must be one list of row counts, none of them negative")
         self.shuffle = SHUFFLES[shuffle]
-        self.seed = int(seed)
-        self.window = default_window(lengths) if window is None else int(window)
-        self.num_streams = int(num_streams)
+        self.seed = whole_number("seed", seed)
+        self.window = default_window(lengths) if window is None else whole_number("window", window, least=1)
+        self.num_streams = whole_number("num_streams", num_streams, least=1)
         self.dataset_key = dataset_key
-        for name, number in (("window", self.window), ("num_streams", self.num_streams)):
-            if number < 1:
-                raise ConfigError(f"{name}={number}: must be at least 1")
         if self.num_streams > MOST_STREAMS:
             raise ConfigError(f"num_streams={self.num_streams}: must be at most {MOST_STREAMS}; one a node is enough")
         self._starts = np.zeros(len(lengths) + 1, np.int64)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
+from dataload.arguments import whole_number
 from dataload.errors import ConfigError
 from dataload.samplers.order import Order
 from dataload.samplers.partition import check_locality
@@ -100,14 +101,11 @@ class RankSampler(DistributedSampler[int]):
             needed = order.num_streams > 1 or world.num_nodes is not None  # A single stream works on any nodes.
             if num_nodes is None and num_replicas == world.world_size and needed:
                 num_nodes, node_share = world.num_streams, node_share or world.node_share
-        # Python ints: products of numpy's narrow integers overflow, depending on its version.
-        num_replicas, rank, batch_size = int(num_replicas), int(rank), int(batch_size)
-        num_nodes = 1 if num_nodes is None else int(num_nodes)
+        num_replicas, rank = whole_number("num_replicas", num_replicas), whole_number("rank", rank)
+        batch_size = whole_number("batch_size", batch_size, least=1)
+        num_nodes = 1 if num_nodes is None else whole_number("num_nodes", num_nodes, least=1)
         if not 0 <= rank < num_replicas:
             raise ConfigError(f"rank={rank} is not among num_replicas={num_replicas}: ranks count from 0")
-        for name, number in (("batch_size", batch_size), ("num_nodes", num_nodes)):
-            if number < 1:
-                raise ConfigError(f"{name}={number}: must be at least 1")
         super().__init__(cast("Any", range(order.n)), num_replicas, rank, bool(order.shuffle), order.seed, drop_last)
         self.batch_size = batch_size
         self.num_nodes = num_nodes
@@ -201,7 +199,8 @@ class RankSampler(DistributedSampler[int]):
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
-        self.epoch, self.cursor = int(epoch), self._checked(min(int(cursor), self.num_rows))
+        number, position = whole_number("epoch", epoch), whole_number("cursor", cursor)
+        self.epoch, self.cursor = number, self._checked(min(position, self.num_rows))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sampler's position and order as a small JSON-able dict, the same on every rank."""

@@ -8,8 +8,9 @@ import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
+from dataload.formats.arrow_types import is_bytes, is_list, storage
 from dataload.formats.null_types import filled, has_null_type
-from dataload.formats.schema import fields_of, is_bytes, is_list, storage
+from dataload.formats.schema import fields_of
 
 _Column = tuple[Object, pa.Field]  # and a file that has it
 

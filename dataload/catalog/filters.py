@@ -19,7 +19,7 @@ import pyarrow.dataset as pads
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
-from dataload.formats.schema import has_members, is_bytes, number, storage, unsupported
+from dataload.formats.arrow_types import has_members, is_bytes, number, storage, unsupported
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": eq,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from fsspec.core import has_magic
 
+from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.catalog.common_schema import common_schema
 from dataload.catalog.footer_cache import FooterLocation, get_or_make, read_footers
@@ -25,7 +26,6 @@ from dataload.errors import ConfigError, DataError, OriginNotFound
 from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, keys_of, partition_columns
 from dataload.formats.schema import fields_of, flatten
-from dataload.keywords import did_you_mean
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 

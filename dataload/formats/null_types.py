@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from dataload.formats.schema import is_list, with_members
+from dataload.formats.arrow_types import children, has_part, is_list, with_members
 
 
 def has_null_type(kind: pa.DataType) -> bool:
     """Return whether a type or a part of it is the null type."""
-    parts = [kind.field(number).type for number in range(kind.num_fields)]
-    return bool(pa.types.is_null(kind)) or any(map(has_null_type, parts))
+    return has_part(kind, pa.types.is_null)
 
 
 def filled(field: pa.Field, other: pa.Field) -> pa.Field:
@@ -26,7 +25,7 @@ def _filled(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
         return other
     if not has_null_type(kind) or not _are_alike(kind, other):
         return kind
-    pairs = [(kind.field(number), other.field(number)) for number in range(kind.num_fields)]
+    pairs = zip(children(kind), children(other), strict=True)
     # Offsets of 32 or 64 bits: those of the other.
     return with_members(other, [mine.with_type(_filled(mine.type, theirs.type)) for mine, theirs in pairs])
 

@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
+from dataload.formats.arrow_types import children, has_part, is_bytes, is_list, number, storage
 from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
-from dataload.formats.schema import flatten, is_bytes, is_list, number, storage
+from dataload.formats.schema import flatten
 from dataload.runtime.cached_property import cached_property
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class _Columns:
     @cached_property
     def _without_length(self) -> tuple[str, ...]:
         """The columns with lists of the fixed length 0."""
-        return tuple(field.name for field in flatten(self._schema) if _is_without_length(field.type))
+        return tuple(field.name for field in flatten(self._schema) if has_part(field.type, _is_without_length))
 
     def own(self, columns: Iterable[str]) -> list[str]:
         """Return the file's own columns that hold these: for a member, a column that is a struct in other files."""
@@ -244,16 +245,14 @@ def _has_codes(chunk: pq.ColumnChunkMetaData) -> bool:
 
 
 def _is_without_length(kind: pa.DataType) -> bool:
-    """Return whether values are lists of the fixed length 0, or have such lists in them."""
+    """Return whether values are lists of the fixed length 0."""
     kind = storage(kind)
-    parts = (kind.field(number).type for number in range(kind.num_fields))
-    return (pa.types.is_fixed_size_list(kind) and not kind.list_size) or any(map(_is_without_length, parts))
+    return bool(pa.types.is_fixed_size_list(kind) and not kind.list_size)
 
 
 def _leaf_count(kind: pa.DataType) -> int:
-    kind = storage(kind)
-    children = [kind.field(number) for number in range(kind.num_fields)]
-    return sum(_leaf_count(field.type) for field in children) if children else 1
+    parts = children(storage(kind))
+    return sum(_leaf_count(part.type) for part in parts) if parts else 1
 
 
 def _ranges(chunks: Sequence[pq.ColumnChunkMetaData], capacity: int) -> list[Span]:

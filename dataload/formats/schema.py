@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,11 +13,22 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.errors import DataError
+from dataload.formats.arrow_types import (
+    fixed_shape,
+    has_members,
+    is_bytes,
+    is_list,
+    is_text,
+    number,
+    portable,
+    storage,
+    unit,
+    unsupported,
+)
 from dataload.runtime.cached_property import cached_property
 
 RECORD_ALIGN = 8  # bytes, of records that are so long that the padding costs little
 SHORT_RECORD = 128  # bytes
-_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # other names are the same in numpy
 MOST_VALUE_BYTES = 1 << 30  # numpy counts a record's bytes in 31 bits
 SPAN = np.dtype((np.uint32, (2,)))
 """The position of a value of varying length in its column's heap: (first element, number of elements)."""
@@ -28,7 +37,6 @@ NULL = 2**32 - 1
 CODE = np.dtype(np.uint16)
 """The number of a value in its blob: of the span of a string or of bytes, or of a nested value. A blob has at most
 65,536 rows."""
-_TENSOR_OF_DATASETS = re.compile(r"datasets\..*Array[2-5]DExtensionType")
 
 
 @dataclass(frozen=True)
@@ -153,11 +161,6 @@ def flatten_table(table: pa.Table, plain: Callable[[pa.ChunkedArray], pa.Chunked
     return table
 
 
-def has_members(kind: pa.DataType) -> bool:
-    """Return whether values are structs whose members are columns. A struct without members is a column itself."""
-    return bool(pa.types.is_struct(storage(kind)) and storage(kind).num_fields)
-
-
 def fields_of(schema: pa.Schema, *, null_masks: bool = False) -> tuple[Field, ...]:
     """Return the columns of a flat schema.
 
@@ -195,98 +198,6 @@ def needs_mask(field: Field) -> bool:
     return field.kind in ("dense", "list") and np.dtype(field.dtype).kind != "f"
 
 
-def storage(kind: pa.DataType) -> pa.DataType:
-    """Return the type of the values of an extension type, a dictionary or runs, or else the type itself."""
-    while True:
-        if isinstance(kind, pa.BaseExtensionType):
-            kind = pa.bool_() if kind.extension_name == "arrow.bool8" else kind.storage_type
-        elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-            kind = kind.value_type
-        else:
-            return kind
-
-
-def is_text(kind: pa.DataType) -> bool:
-    """Return whether values are text."""
-    return kind in {pa.string(), pa.large_string(), pa.string_view()}
-
-
-def is_bytes(kind: pa.DataType) -> bool:
-    """Return whether values are bytes or text."""
-    is_binary = kind in {pa.binary(), pa.large_binary(), pa.binary_view()}
-    return bool(is_binary or pa.types.is_fixed_size_binary(kind) or is_text(kind))
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Return whether values are lists of varying length."""
-    types = pa.types
-    views = types.is_list_view(kind) or types.is_large_list_view(kind)
-    return bool(types.is_list(kind) or types.is_large_list(kind) or views)
-
-
-def number(kind: pa.DataType) -> np.dtype[Any] | None:
-    """Return the dtype in batches of a numeric type, or None for other types.
-
-    Decimals become float64; dates and times become int64.
-    """
-    types = pa.types
-    if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
-        name = str(kind)  # `to_pandas_dtype` imports pandas in older releases of pyarrow.
-        return np.dtype(_FLOATS.get(name, name))
-    if types.is_decimal(kind):
-        return np.dtype(np.float64)
-    if types.is_temporal(kind) and not types.is_interval(kind):
-        return np.dtype(np.int64)
-    return None
-
-
-def unit(kind: pa.DataType) -> str:
-    """Return the type of a date, time, duration or timestamp in words, or "" for other types.
-
-    All timestamps with a time zone count from 1970 in UTC, so their zones make no difference.
-    """
-    kind = storage(kind)
-    if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
-        return ""
-    return f"timestamp[{kind.unit}, UTC]" if getattr(kind, "tz", None) else str(kind)
-
-
-def fixed_shape(field: pa.Field) -> tuple[tuple[int, ...], pa.DataType]:
-    """Return the shape of a column's values in batches, and the type of one element.
-
-    Fixed-size lists, `arrow.fixed_shape_tensor` and the Array2D to Array5D features of Hugging Face datasets have a
-    shape.
-    """
-    kind = field.type
-    if isinstance(kind, pa.FixedShapeTensorType):
-        shape = tuple(kind.shape)
-        return tuple(shape[axis] for axis in kind.permutation or range(len(shape))), storage(kind.value_type)
-    shape, kind = _shape_of_datasets(field), storage(kind)
-    if shape:
-        for _ in shape:
-            kind = storage(kind.value_type)
-        return shape, kind
-    while pa.types.is_fixed_size_list(kind):
-        shape = (*shape, kind.list_size)
-        kind = storage(kind.value_type)
-    return shape, kind
-
-
-def _shape_of_datasets(field: pa.Field) -> tuple[int, ...]:
-    """Return the shape of an Array2D to Array5D feature of Hugging Face datasets; () for others and for varying ones.
-
-    With `datasets` imported, the type is an extension. Otherwise the metadata of the field describe it.
-    """
-    kind, metadata = field.type, field.metadata or {}
-    name, content = metadata.get(b"ARROW:extension:name", b"").decode(), metadata.get(b"ARROW:extension:metadata", b"")
-    if isinstance(kind, pa.ExtensionType):
-        name, content = kind.extension_name, kind.__arrow_ext_serialize__()
-    if not _TENSOR_OF_DATASETS.fullmatch(name):
-        return ()
-    shape, _ = json.loads(content)
-    return () if None in shape else tuple(shape)
-
-
 def _leaves(field: pa.Field) -> Iterable[pa.Field]:
     if not has_members(field.type):
         return [field]
@@ -306,42 +217,7 @@ def _field(field: pa.Field) -> Field:
     if dtype is None or is_uuid:
         if reason := unsupported(kind):
             raise DataError(f"column {field.name!r} has type {field.type} with {reason}: leave it out with columns=")
-        return Field(field.name, "nested", np.uint8, type=_portable(field.type))
+        return Field(field.name, "nested", np.uint8, type=portable(field.type))
     if min(shape, default=0) < 0 or dtype.itemsize * math.prod(shape) > MOST_VALUE_BYTES:
         raise DataError(f"column {field.name!r} has arrays of {shape} in its rows: leave it out with columns=")
     return Field(field.name, "dense", dtype, shape, unit=unit(element))
-
-
-def _portable(kind: pa.DataType) -> pa.DataType:
-    """Return a type without extension types that only some processes know, at any depth."""
-    if isinstance(kind, pa.BaseExtensionType):
-        return kind if kind.extension_name.startswith("arrow.") else _portable(kind.storage_type)
-    members = [kind.field(number) for number in range(kind.num_fields)]
-    fields = [member.with_type(_portable(member.type)) for member in members]
-    return kind if fields == members or pa.types.is_run_end_encoded(kind) else with_members(kind, fields)
-
-
-def with_members(kind: pa.DataType, fields: Sequence[pa.Field]) -> pa.DataType:
-    """Return a struct, map or list type with other members or elements."""
-    types = pa.types
-    if types.is_struct(kind):
-        return pa.struct(fields)
-    if types.is_map(kind):
-        return pa.map_(*fields[0].type)
-    if types.is_fixed_size_list(kind):
-        return pa.list_(fields[0], kind.list_size)
-    views = {True: pa.large_list_view, False: pa.list_view}
-    lists = {True: pa.large_list, False: pa.list_}
-    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
-    return (views if is_view else lists)[types.is_large_list(kind) or types.is_large_list_view(kind)](fields[0])
-
-
-def unsupported(kind: pa.DataType) -> str | None:
-    """Return the part of a type that Python values cannot hold."""
-    kind = storage(kind)
-    if pa.types.is_union(kind):
-        return "a union"
-    members = [kind.field(number) for number in range(kind.num_fields)]
-    if pa.types.is_struct(kind) and len({member.name for member in members}) < len(members):
-        return "two members of one name"
-    return next(filter(None, (unsupported(member.type) for member in members)), None)

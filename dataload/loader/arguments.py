@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import operator
 import os
 import warnings
 from collections.abc import Iterable, Mapping
@@ -13,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from dataload.arguments import did_you_mean, whole_number
 from dataload.errors import ConfigError
-from dataload.keywords import did_you_mean
 from dataload.samplers.order import SHUFFLES
 from dataload.world import World
 
@@ -34,7 +33,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         *(("batch_size", 1), ("window", 1), ("num_streams", 1), ("prefetch", 1)),
         *(("num_workers", 0), ("num_threads", 0), ("seed", None)),
     ):
-        _check_number(name, arguments[name], least)
+        if arguments[name] is not None or name in ("batch_size", "seed"):
+            whole_number(name, arguments[name], least)
     for name, allowed in (("ragged", ("list", "flat")), ("on_error", ("raise", "skip")), ("shuffle", tuple(SHUFFLES))):
         if arguments[name] not in allowed:
             raise ConfigError(f"{name}={arguments[name]!r} is unknown: use one of {', '.join(map(repr, allowed))}")
@@ -56,18 +56,6 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
     _check_device(arguments["device"])
     _check_for_torch(workers, arguments["dataloader_kwargs"], arguments)
-
-
-def _check_number(name: str, number: Any, least: int | None) -> None:
-    if number is None and name not in ("batch_size", "seed"):
-        return
-    try:
-        whole = operator.index(number)
-    except TypeError:
-        bound = "" if least is None else f" of at least {least}"
-        raise ConfigError(f"{name}={number!r} must be a whole number{bound}") from None
-    if least is not None and whole < least:
-        raise ConfigError(f"{name}={number} must be at least {least}")
 
 
 def _check_group(group: Any) -> None:

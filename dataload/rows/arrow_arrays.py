@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataload.formats.schema import is_list, number
+from dataload.formats.arrow_types import is_list, number
 
 Array = npt.NDArray[Any]
 EXACT_INTEGER, EXACT_POWER = 2**53, 22  # the largest integer and power of ten that a float64 holds exactly

@@ -10,17 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
+from dataload.formats.arrow_types import is_bytes, is_list, is_text, storage
 from dataload.formats.null_types import has_null_type
-from dataload.formats.schema import (
-    Field,
-    flatten_table,
-    is_bytes,
-    is_list,
-    is_text,
-    mask_name,
-    needs_mask,
-    storage,
-)
+from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
 from dataload.rows.arrow_arrays import bounds, decoded, numbers, plain, valid
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 

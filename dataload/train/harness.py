@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dataload.arguments import known_keywords, whole_number
 from dataload.errors import ConfigError
-from dataload.keywords import known_keywords
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture
 from dataload.train.checkpoint.checkpoints import Checkpoints
@@ -174,8 +174,8 @@ def _check_arguments(comm_hook: str | None, checkpoint_every: int | None, log_ev
     if comm_hook is not None and comm_hook not in COMM_HOOKS:
         raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")
     for name, steps in (("checkpoint_every", checkpoint_every), ("log_every", log_every)):
-        if steps is not None and steps < 1:
-            raise ConfigError(f"{name}={steps}: must be a number of steps of at least 1")
+        if steps is not None:
+            whole_number(name, steps, least=1)
     if checkpoint_every is not None and not hasattr(loader, "load_state_dict"):
         raise ConfigError(
             "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"

@@ -12,6 +12,7 @@ import pyarrow as pa
 from dataload.cache.blocks.reader import Blocks, Object, wait_for_origin
 from dataload.cache.tier import Span
 from dataload.formats.arrow_ipc.messages import DICTIONARY, END_OF_STREAM, RECORDS, Message, map_errors, unpack
+from dataload.formats.arrow_types import children
 from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import pieces
 
@@ -195,7 +196,7 @@ def _buffer_slices(schema: pa.Schema, views: Sequence[int]) -> dict[str, slice]:
         if types.is_string_view(kind) or types.is_binary_view(kind):
             stop += next(character_buffers, 0)
         if not types.is_dictionary(kind):
-            for child in (kind.field(number) for number in range(kind.num_fields)):
+            for child in children(kind):
                 stop = add(f"{name}.{child.name}" if types.is_struct(kind) else "", child.type, stop)
         slices[name] = slice(start, stop)
         return stop

@@ -1,12 +1,13 @@
-"""Errors for misspelt names, which name what was probably meant."""
+"""Errors for wrong arguments: misspelt names, and numbers that are not whole."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from dataload.errors import ConfigError
 
@@ -43,3 +44,24 @@ def known_keywords(*passed_on: Callable[..., object]) -> Callable[[Callable[P, R
         return checked
 
     return decorate
+
+
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """Return a whole number of Python, NumPy or torch as an int of Python.
+
+    Args:
+        name: The argument, for errors.
+        value: Its value.
+        least: The smallest allowed number; None: any.
+
+    Raises:
+        ConfigError: The value is not a whole number, or less than `least`.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{name}={value!r} must be a whole number{bound}") from None
+    if least is not None and number < least:
+        raise ConfigError(f"{name}={number} must be at least {least}")
+    return number

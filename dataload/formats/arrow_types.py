@@ -1,0 +1,155 @@
+"""Questions about Arrow types: what their values are, and of which parts they consist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+_FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # other names are the same in numpy
+_TENSOR_OF_DATASETS = re.compile(r"datasets\..*Array[2-5]DExtensionType")
+
+
+def storage(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the values of an extension type, a dictionary or runs, or else the type itself."""
+    while True:
+        if isinstance(kind, pa.BaseExtensionType):
+            kind = pa.bool_() if kind.extension_name == "arrow.bool8" else kind.storage_type
+        elif pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+            kind = kind.value_type
+        else:
+            return kind
+
+
+def children(kind: pa.DataType) -> list[pa.Field]:
+    """Return the members of a struct, the elements of a list, or the keys and values of a map."""
+    return [kind.field(number) for number in range(kind.num_fields)]
+
+
+def has_part(kind: pa.DataType, is_it: Callable[[pa.DataType], bool]) -> bool:
+    """Return whether `is_it` holds for a type or for a part of it, at any depth."""
+    return is_it(kind) or any(has_part(child.type, is_it) for child in children(storage(kind)))
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether values are text."""
+    return kind in {pa.string(), pa.large_string(), pa.string_view()}
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Return whether values are bytes or text."""
+    is_binary = kind in {pa.binary(), pa.large_binary(), pa.binary_view()}
+    return bool(is_binary or pa.types.is_fixed_size_binary(kind) or is_text(kind))
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether values are lists of varying length."""
+    types = pa.types
+    views = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return bool(types.is_list(kind) or types.is_large_list(kind) or views)
+
+
+def has_members(kind: pa.DataType) -> bool:
+    """Return whether values are structs whose members are columns. A struct without members is a column itself."""
+    return bool(pa.types.is_struct(storage(kind)) and storage(kind).num_fields)
+
+
+def with_members(kind: pa.DataType, fields: Sequence[pa.Field]) -> pa.DataType:
+    """Return a struct, map or list type with other members or elements."""
+    types = pa.types
+    if types.is_struct(kind):
+        return pa.struct(fields)
+    if types.is_map(kind):
+        return pa.map_(*fields[0].type)
+    if types.is_fixed_size_list(kind):
+        return pa.list_(fields[0], kind.list_size)
+    views = {True: pa.large_list_view, False: pa.list_view}
+    lists = {True: pa.large_list, False: pa.list_}
+    is_view = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return (views if is_view else lists)[types.is_large_list(kind) or types.is_large_list_view(kind)](fields[0])
+
+
+def number(kind: pa.DataType) -> np.dtype[Any] | None:
+    """Return the dtype in batches of a numeric type, or None for other types.
+
+    Decimals become float64; dates and times become int64.
+    """
+    types = pa.types
+    if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
+        name = str(kind)  # `to_pandas_dtype` imports pandas in older releases of pyarrow.
+        return np.dtype(_FLOATS.get(name, name))
+    if types.is_decimal(kind):
+        return np.dtype(np.float64)
+    if types.is_temporal(kind) and not types.is_interval(kind):
+        return np.dtype(np.int64)
+    return None
+
+
+def unit(kind: pa.DataType) -> str:
+    """Return the type of a date, time, duration or timestamp in words, or "" for other types.
+
+    All timestamps with a time zone count from 1970 in UTC, so their zones make no difference.
+    """
+    kind = storage(kind)
+    if not pa.types.is_temporal(kind) or pa.types.is_interval(kind):
+        return ""
+    return f"timestamp[{kind.unit}, UTC]" if getattr(kind, "tz", None) else str(kind)
+
+
+def fixed_shape(field: pa.Field) -> tuple[tuple[int, ...], pa.DataType]:
+    """Return the shape of a column's values in batches, and the type of one element.
+
+    Fixed-size lists, `arrow.fixed_shape_tensor` and the Array2D to Array5D features of Hugging Face datasets have a
+    shape.
+    """
+    kind = field.type
+    if isinstance(kind, pa.FixedShapeTensorType):
+        shape = tuple(kind.shape)
+        return tuple(shape[axis] for axis in kind.permutation or range(len(shape))), storage(kind.value_type)
+    shape, kind = _shape_of_datasets(field), storage(kind)
+    if shape:
+        for _ in shape:
+            kind = storage(kind.value_type)
+        return shape, kind
+    while pa.types.is_fixed_size_list(kind):
+        shape = (*shape, kind.list_size)
+        kind = storage(kind.value_type)
+    return shape, kind
+
+
+def _shape_of_datasets(field: pa.Field) -> tuple[int, ...]:
+    """Return the shape of an Array2D to Array5D feature of Hugging Face datasets; () for others and for varying ones.
+
+    With `datasets` imported, the type is an extension. Otherwise the metadata of the field describe it.
+    """
+    kind, metadata = field.type, field.metadata or {}
+    name, content = metadata.get(b"ARROW:extension:name", b"").decode(), metadata.get(b"ARROW:extension:metadata", b"")
+    if isinstance(kind, pa.ExtensionType):
+        name, content = kind.extension_name, kind.__arrow_ext_serialize__()
+    if not _TENSOR_OF_DATASETS.fullmatch(name):
+        return ()
+    shape, _ = json.loads(content)
+    return () if None in shape else tuple(shape)
+
+
+def portable(kind: pa.DataType) -> pa.DataType:
+    """Return a type without extension types that only some processes know, at any depth."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind if kind.extension_name.startswith("arrow.") else portable(kind.storage_type)
+    fields = [child.with_type(portable(child.type)) for child in children(kind)]
+    return kind if fields == children(kind) or pa.types.is_run_end_encoded(kind) else with_members(kind, fields)
+
+
+def unsupported(kind: pa.DataType) -> str | None:
+    """Return the part of a type that Python values cannot hold."""
+    kind = storage(kind)
+    if pa.types.is_union(kind):
+        return "a union"
+    members = children(kind)
+    if pa.types.is_struct(kind) and len({member.name for member in members}) < len(members):
+        return "two members of one name"
+    return next(filter(None, (unsupported(member.type) for member in members)), None)
