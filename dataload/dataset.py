@@ -231,8 +231,9 @@ class Dataset(MapStyle):
         """
         from dataload.mapping.probe import stage_of
 
+        (own,) = self.rowstore.blobs.caches
         stage = stage_of(
-            *(function, self.rowstore.blobs, self.manifest, self.schema, self.blocks),
+            *(function, own, self.manifest, self.schema, self.blocks),
             columns=columns,
             version=version,
             processes=processes,

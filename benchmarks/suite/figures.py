@@ -176,7 +176,7 @@ class Figures:
         ]
 
     def _answered(self, dataset: str, system: str, ranks: int) -> list[Result]:
-        """Return the runs that did not end early. What others took is no figure of a whole run."""
+        """Return the runs that did not end early."""
         return [run for run in self.runs(dataset, system, ranks) if not run["error"]]
 
     def _feeds(self, dataset: str, system: str, phase: str) -> list[Result]:

@@ -15,7 +15,7 @@ V = TypeVar("V")
 
 
 class Instances(ForkAware, Generic[K, V]):
-    """The live objects of this process by key. An object lives as long as somebody uses it.
+    """The live objects of this process by key. An object lives as long as its last user.
 
     Args:
         inherited: Whether a forked child goes on with the objects of its parent; otherwise it begins with none.
