@@ -209,7 +209,7 @@ def test_the_first_row_is_logged(numbers: Dataset, caplog: pytest.LogCaptureFixt
 def test_the_log_names_no_row_of_the_batch(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     def checked(batch: dict[str, Any]) -> dict[str, Any]:
         if 120 in batch["row_id"]:
-            raise RowError("x", int((batch["row_id"] == 120).nonzero()), "cannot be decoded")
+            raise RowError.of("x", int((batch["row_id"] == 120).nonzero()), "cannot be decoded")
         return batch
 
     for _ in make_loader(numbers, 50, transform=checked, row_ids=True, on_error="skip"):
