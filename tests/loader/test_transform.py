@@ -118,7 +118,6 @@ def test_a_builtin_gets_the_batch_alone() -> None:
         lambda batch, *, size: batch,
         lambda batch, rng, *, size: batch,
         lambda: None,
-        functools.partial(by_size, rng=MINE),
         torch.nn.MultiheadAttention(1, 1),
     ],
 )
