@@ -145,17 +145,18 @@ class Dataset(MapStyle):
         return Locator(self.manifest, self.blocks.origin.url_of)
 
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
-        """Return disjoint datasets of whole row groups that together hold every row.
+        """Return disjoint datasets that together hold every row: of whole row groups, or of rows if these are too few.
 
         Each process gets the same splits. Each split has its own fingerprint and numbers its own rows from 0; `locate`
         of the split says where they are.
 
         Args:
-            fractions: Share of the rows for each split. Whole row groups approximate it.
-            seed: Draws the row groups of each split.
+            fractions: Share of the rows for each split. Whole row groups approximate it. With fewer row groups than
+                splits, rows are drawn, which meet it exactly.
+            seed: Draws the row groups, or the rows, of each split.
 
         Raises:
-            ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
+            ConfigError: The fractions are not positive or do not sum to 1, or there are fewer rows than splits.
         """
         return [self._of(part) for part in split_manifest(self.manifest, fractions, seed)]
 
@@ -231,8 +232,9 @@ class Dataset(MapStyle):
         """
         from dataload.mapping.probe import stage_of
 
+        (own,) = self.rowstore.blobs.caches
         stage = stage_of(
-            *(function, self.rowstore.blobs, self.manifest, self.schema, self.blocks),
+            *(function, own, self.manifest, self.schema, self.blocks),
             columns=columns,
             version=version,
             processes=processes,

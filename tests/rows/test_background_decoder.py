@@ -126,7 +126,7 @@ def test_demand_ends_the_wait_for_the_process(
 def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder, dataset: Any) -> None:
     demand = DemandSignal()
     blobs = dataset.rowstore.blobs
-    with demand.waiting(), blobs.maker.memory.reserve(sys.maxsize):
+    with demand.waiting(), blobs.memory.held.reserve(sys.maxsize):
         assert decoder._blobs is blobs
         assert decoder.make(10, demand)
 
