@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import Any
 
@@ -200,7 +200,8 @@ class RowGroupCache(SizeForecast):
             life.enter(State.FETCHING)
             columns = self.columns_of_wider(number)
             if columns is not None:
-                return self.maker.pack(number, keys, columns, life)
+                with closing(columns):
+                    return self.maker.pack(number, keys, columns, life)
             made = self.maker.make(number, keys, life)
             self.made(number)
             return made
@@ -234,7 +235,7 @@ class RowGroupCache(SizeForecast):
             found.append(blob)
         return found
 
-    def columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
+    def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:
         """Return the columns of each blob, taken from cached blobs of all columns, or None if these are not cached."""
         wider = self._wider
         found = None if wider is None else wider.cached(wider.keys(number))
@@ -325,7 +326,7 @@ class SharedBlocks:
         self._blocks_of.update(blocks_of)  # last: other threads look here first
 
 
-def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Iterator[dict[str, Column]]:
+def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:
     """Yield the columns of `layout` for every `ratio` blobs together."""
     for first in range(0, len(blobs), ratio):
         run = blobs[first : first + ratio]
