@@ -14,6 +14,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
+FILL_SECONDS = 120.0  # A lock that is held for longer counts as stopped.
 
 Allocate = Callable[[int], memoryview]
 """`allocate(size)` returns writable memory of exactly `size` bytes for the blob. A fill calls it once."""

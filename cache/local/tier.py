@@ -26,12 +26,11 @@ from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter, BulkWrites
 from dataload.cache.needs import DividedTier, needs_of
-from dataload.cache.tier import BlobKey, Fill, Span, Waited
+from dataload.cache.tier import FILL_SECONDS, BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
-FILL_SECONDS = 120.0
 FULL = (
     "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
     "raise cache_bytes or evict"
@@ -153,7 +152,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
 
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], Waited] | None]:  # noqa: ARG002 (each is alone)
-        folder = self._opened() if self._can_write() else None
+        folder = self._opened() if self.health.state == "normal" else None
         held = True
         with ExitStack() as stack:
             if folder is not None:
@@ -176,7 +175,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         return 0
 
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
-        folder = self._opened() if self._can_write() else None
+        folder = self._opened() if self.health.state == "normal" else None
         if folder is not None:
             with self.fallback("removing blobs", self.health.writes, folder):
                 if all(folder.path_of(key.digest).exists() for key in made):
@@ -238,7 +237,8 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         except (OSError, lmdb.Error) as error:
             if isinstance(error, CorruptEntry) or not folder.released:
                 self.health.report(doing, error)
-            if isinstance(error, CorruptEntry) or folder.released:  # It says nothing about the disk in use.
+            is_of_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM  # such as too many memory maps
+            if isinstance(error, CorruptEntry) or is_of_memory or folder.released:  # It tells nothing about the disk.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
                 folder.doubt()
@@ -256,6 +256,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             return None
 
     def _can_write(self) -> bool:
+        """Return whether to write now. While writes fail, only a caller that reports the result may ask."""
         return not self.health.reads.tripped and self.health.writes.allows()
 
     def _lock(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:

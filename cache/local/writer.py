@@ -174,7 +174,7 @@ class BulkWrites:
         """Lock those keys that are free for the duration of the block. Yield whether each is locked."""
         held = [False] * len(keys)
         with ExitStack() as stack:
-            if self._can_write() and (folder := self._opened()) is not None:
+            if self.health.state == "normal" and (folder := self._opened()) is not None:
                 with self.fallback("locking blobs", self.health.writes, folder):
                     held = stack.enter_context(folder.locks.hold_free([key.digest for key in keys]))
             yield held

@@ -50,10 +50,10 @@ class Capacity:
 
     def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
         self._dataset, self._sampler = dataset, sampler
-        self.reserve()
+        self._order: PositionOrder | None = None
+        self.ahead()
 
-    def reserve(self) -> None:
-        """Reserve the capacity again, for another order or other data. Raises as the class does."""
+    def _reserve(self) -> None:
         sampler, rowstore, row_groups = self._sampler, self._dataset.rowstore, self._dataset.row_groups
         order = sampler.order
         caches: dict[str, list[tuple[Order, RowGroupCache]]] = {}
@@ -75,13 +75,16 @@ class Capacity:
         if needs and row_groups:
             mean = sum(group.bytes for group in row_groups) // len(row_groups)
             self._in_full = min(len(row_groups), max(self._drawn_on, AHEAD_BYTES // max(1, mean)))
-        self.ahead()
 
     def ahead(self) -> tuple[int, int]:
         """Return how many row groups to prefetch, and how many of those that do not stay in the cache besides.
 
-        Both depend on what the other loaders of the host need at the moment.
+        Both depend on what the other loaders of the host need at the moment. If the sampler has another order, such as
+        with other weights of a mixture, reserve the capacity for it first. Raises as the class does.
         """
+        if self._sampler.order is not self._order:
+            self._reserve()
+            self._order = self._sampler.order  # not after an error: the next iteration raises it again
         if self._owner != os.getpid():  # This is a forked child. The loader of its parent may end before this one.
             self._lease()
         regions = [need.region(tier.limit, tier.division().total) for tier, need in self._needs]

@@ -170,9 +170,9 @@ class RowGroupMaker(ForkAware):
         """
         try:
             with _reserved(self.memory, size, is_cancelled):
+                self._unreleased += size
                 yield
         finally:
-            self._unreleased += size
             # Return unused memory now, not between row groups: fresh memory is slow.
             if self._unreleased >= RELEASED_BYTES and self.memory.idle:
                 self._unreleased = 0

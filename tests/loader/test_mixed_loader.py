@@ -25,6 +25,8 @@ from pyarrow import feather
 import dataload
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.local.tier import LocalTier
+from dataload.cache.room import Need
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture, mixture
@@ -407,6 +409,30 @@ def test_the_length_follows_new_weights(sources: Sources) -> None:
     before = len(loader)
     mixture.set_weights([2, 1, 1])
     assert before < len(loader) == len(list(loader))
+
+
+def test_the_capacity_follows_new_weights_when_an_epoch_begins(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length, the padding and the state take no I/O, and raise nothing about the cache."""
+    mixture = mix(sources(), [1, 1, 1])
+    loader = make_loader(mixture, 1, world=World(0, 1))
+    leased, lease = list[Need](), LocalTier.lease
+
+    def counted(tier: LocalTier, need: Need) -> Any:
+        leased.append(need)
+        return lease(tier, need)
+
+    monkeypatch.setattr(LocalTier, "lease", counted)
+    mixture.set_weights([2, 1, 1])
+    state = loader.state_dict()
+    assert (len(loader), loader.padding, state["weights"]) == (len(loader), 0, [2, 1, 1])
+    loader.load_state_dict(state)
+    assert leased == []
+    list(loader)
+    assert len(leased) == 1
+    list(loader)
+    assert len(leased) == 1
 
 
 # Bytes

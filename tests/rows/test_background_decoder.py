@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,16 @@ def test_after_a_kill_the_caller_decodes_and_another_process_starts(decoder: Bac
     assert decoder._process is not first
     assert decoder._process.ready.wait(60)
     assert decoder.make(2)
+
+
+def test_a_process_that_has_ended_is_not_kept(decoder: BackgroundDecoder) -> None:
+    """The process of a long pause ends, so there may be many of them in a run."""
+    ended = weakref.ref(decoder._process)
+    decoder.end()
+    decoder.begin()
+    gc.collect()
+    assert decoder._process is not None
+    assert ended() is None
 
 
 def test_demand_ends_the_wait_for_the_process(

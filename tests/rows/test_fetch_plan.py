@@ -22,10 +22,12 @@ from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import parquet, range_stream
+from dataload.formats.range_stream import fetched_buffers
 from dataload.rows import row_group_maker
 from dataload.rows.bunches import maker as bunches
-from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY, TRAINER_DIVISOR
+from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY, RELEASED_BYTES, TRAINER_DIVISOR
 from dataload.runtime import baton
+from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.runtime.usable_memory import usable_memory
 
 GROUPS, GROUP_BYTES = 12, 4_000_000
@@ -266,6 +268,20 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
     monkeypatch.setattr(parquet.pq, "ParquetFile", noted)
     with maker.opened(0):
         assert needed / 2 < sum(taken) <= needed
+
+
+def test_bytes_that_were_never_reserved_do_not_count_as_returned(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(10)}), tmp_path / "x.parquet")
+    maker = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs.maker
+    buffer = fetched_buffers.take(1000)
+    fetched_buffers.give_back(buffer)
+    with pytest.raises(ReservationCancelled), maker.reserve_bytes(RELEASED_BYTES, lambda: True):
+        pass
+    assert fetched_buffers.take(1000) is buffer
+    fetched_buffers.give_back(buffer)
+    with maker.reserve_bytes(RELEASED_BYTES, lambda: False):
+        pass
+    assert fetched_buffers.take(1000) is not buffer
 
 
 PROGRAM = """

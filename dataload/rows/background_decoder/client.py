@@ -106,6 +106,7 @@ class BackgroundDecoder(ForkAware):
     def __init__(self, blobs: RowGroupCache) -> None:
         self._blobs = blobs
         self._process: _Process | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None  # ends the process
         self.after_fork_in_child()
         super().__init__()
 
@@ -115,6 +116,7 @@ class BackgroundDecoder(ForkAware):
             self._process.disown()
         self._mutex = threading.Lock()
         self._process = None
+        self._detach_finalizer()
         self._account = Counters()
         self._failures = 0
         self._paused_until = 0.0
@@ -186,6 +188,7 @@ class BackgroundDecoder(ForkAware):
                         redacted(repr(self._process.error)),
                     )
                 self._process = None
+                self._detach_finalizer()
             if self._process is None and self._failures < MAX_FAILURES:
                 try:
                     self._process = _Process(self._blobs, self.spent, self._account)
@@ -196,8 +199,15 @@ class BackgroundDecoder(ForkAware):
                         error,
                     )
                 else:
-                    weakref.finalize(self, self._process.end).atexit = False
+                    self._finalizer = weakref.finalize(self, self._process.end)
+                    self._finalizer.atexit = False
             return self._process
+
+    def _detach_finalizer(self) -> None:
+        """Drop the finalizer of a process that has ended, or that belongs to the parent. It refers to the process."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
 
 
 class _Process:
