@@ -73,7 +73,6 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         self.path = Path(path)
         self.policy = policy
         self.allow_network_filesystem = False
-        self.fill_seconds = FILL_SECONDS
         self._given_limit = limit
         self._clock = clock
         self._was_open = False
@@ -161,7 +160,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             yield None if held else partial(self._wait_for, key)
 
     def _wait_for(self, key: BlobKey) -> Waited:
-        """Wait until no other process holds the lock of a key, `fill_seconds` at most."""
+        """Wait until no other process holds the lock of a key, `FILL_SECONDS` at most."""
         with ExitStack() as stack:
             return Waited.IN_VAIN if self._lock(key, stack) is None else Waited.FOR_PROCESS
 
@@ -237,7 +236,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         except (OSError, lmdb.Error) as error:
             if isinstance(error, CorruptEntry) or not folder.released:
                 self.health.report(doing, error)
-            is_of_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM  # such as too many memory maps
+            is_of_memory = getattr(error, "errno", None) == errno.ENOMEM  # such as too many memory maps
             if isinstance(error, CorruptEntry) or is_of_memory or folder.released:  # It tells nothing about the disk.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
@@ -255,8 +254,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             self.health.reads.failed(for_good=True)
             return None
 
-    def _can_write(self) -> bool:
-        """Return whether to write now. While writes fail, only a caller that reports the result may ask."""
+    def _can_write(self) -> bool:  # for a caller that reports the result, see `CircuitBreaker.allows`
         return not self.health.reads.tripped and self.health.writes.allows()
 
     def _lock(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:
@@ -267,7 +265,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         """
         folder = self._opened()
         if folder is not None:
-            timeout = 0 if self.health.writes.tripped else self.fill_seconds
+            timeout = 0 if self.health.writes.tripped else FILL_SECONDS
             with self.fallback("locking a blob", self.health.writes, folder):
                 if stack.enter_context(folder.locks.hold(key.digest, timeout)):
                     return folder

@@ -66,7 +66,7 @@ class Capacity:
             if sum(blobs.num_bytes for _, blobs in sources) * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
                 for _, blobs in sources:
                     _measure(blobs)
-            needs.append((tier, need_of(sources, tier.limit, sampler.node_share, _name_of(order, sources))))
+            needs.append((tier, need_of(sources, tier.limit, _name_of(order, sources), sampler.node_share)))
         self._needs = needs
         self._lease()
         at_once = gathered_at_once(rowstore.row_bytes * sampler.batch_size)
@@ -113,16 +113,14 @@ def _measure(blobs: RowGroupCache) -> None:
         log.warning("cannot measure the size of decoded rows, going by the footers: %s", error)
 
 
-def need_of(
-    sources: Sequence[tuple[Order, RowGroupCache]], limit: int, node_share: float = 1.0, name: bytes = bytes(16)
-) -> Need:
+def need_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, name: bytes, node_share: float = 1.0) -> Need:
     """Return what the datasets that a loader reads need of one cache. Row groups that they share count once.
 
     Args:
         sources: The order and the row groups of each dataset that is read at the same time.
         limit: Size of the cache in bytes.
-        node_share: Part of the datasets that this node reads.
         name: Identifies the groups and their order, 16 bytes.
+        node_share: Part of the datasets that this node reads.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.

@@ -292,7 +292,7 @@ def _lookahead(
     # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
     useful = not has_workers or rowstore.blobs.shared
     prefetch = rowstore.prefetch if useful else lambda _: None
-    return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.passes)
+    return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.is_transient)
 
 
 def _order_text(sampler: RankSampler) -> str:

@@ -99,7 +99,7 @@ class MappedRowGroups(RowGroupCache):
 
     @cached_property
     def value_sizes(self) -> ValueSizes:
-        """No sizes: the sample of the map told them."""
+        """No sizes, because the sample of `map` has measured all."""
         return ValueSizes(self._manifest, Layout(()), self._blocks, self.plan.blob_rows.tolist())
 
     def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:

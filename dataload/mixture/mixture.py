@@ -249,7 +249,7 @@ def mix(
     check_choices(stop, batching)
     weights = _by_position(weights, tuple(given))  # Both raise before any source is opened.
     if given and dataset_options and all(isinstance(source, Dataset) for source in given.values()):
-        raise ConfigError(f"{min(dataset_options)}: pass it to make_dataset, not with its dataset")
+        raise ConfigError(f"{min(dataset_options)} cannot be combined with datasets: pass it to make_dataset")
     open_one = partial(_opened, options=dataset_options)
     opened = DaemonExecutor(SOURCES_AT_ONCE, "dataload-sources").map(open_one, given.values())
     datasets = dict(zip(given, opened, strict=True))

@@ -72,7 +72,7 @@ class MixedRowGroups:
         blobs, own = self._of(number)
         return blobs.find(own)
 
-    def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
+    def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group. See `RowGroupCache.load`."""
         blobs, own = self._of(number)
         return blobs.load(own, life)
@@ -108,10 +108,10 @@ class MixedRowGroups:
         for blobs in self.caches:
             blobs.touch()
 
-    def passes(self, number: int) -> bool:
-        """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
+    def is_transient(self, number: int) -> bool:
+        """Return whether a row group is cached only in the transient region, or not at all."""
         blobs, own = self._of(number)
-        return blobs.passes(own)
+        return blobs.is_transient(own)
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs."""
@@ -155,7 +155,7 @@ class MixedMaker:
     def __init__(self, makers: Sequence[RowGroupMaker], place: Callable[[int], tuple[int, int]]) -> None:
         self._makers = tuple(makers)
         self._place = place
-        self._makers[0].make_room_for(makers[1:])
+        self._makers[0].enlarge_for(makers[1:])
 
     def of(self, source: int) -> RowGroupMaker:
         """Return the maker of a dataset."""

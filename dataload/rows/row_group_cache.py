@@ -89,7 +89,7 @@ class RowGroupCache(SizeForecast):
         """Load a row group in the block: all its byte ranges come before those of later blocks, of whatever dataset."""
         return next_turn()
 
-    def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
+    def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
 
         Args:
@@ -102,7 +102,7 @@ class RowGroupCache(SizeForecast):
             ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
         """
         with computing():
-            return self._made_once(number, self.keys(number), None, life or RowGroupLife())
+            return self._made_once(number, self.keys(number), None, life)
 
     def is_bunched(self, number: int) -> bool:
         """Return whether `load_together` is faster than `load`."""
@@ -143,8 +143,8 @@ class RowGroupCache(SizeForecast):
         row_groups = range(len(self._manifest.row_groups))
         self._blocks.tier.touch(key for number in row_groups for key in self.keys(number))
 
-    def passes(self, number: int) -> bool:
-        """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
+    def is_transient(self, number: int) -> bool:
+        """Return whether a row group is cached only in the transient region, or not at all."""
         return self._blocks.tier.is_transient(self.keys(number))
 
     def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:

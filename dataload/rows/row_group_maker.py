@@ -115,7 +115,7 @@ class RowGroupMaker(ForkAware):
         """Take the part of `rank_memory` that the training process leaves to its background decoder."""
         self._divide(self.rank_memory - self.rank_memory // TRAINER_DIVISOR)
 
-    def make_room_for(self, others: Iterable[RowGroupMaker]) -> None:
+    def enlarge_for(self, others: Iterable[RowGroupMaker]) -> None:
         """Enlarge the memory for the row groups of other makers, which will share it."""
         sizes = [(maker.least_held, maker.largest, maker.blob_decoding_bytes) for maker in (self, *others)]
         self.least_held, self.largest, self.blob_decoding_bytes = map(max, zip(*sizes, strict=True))

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from pyarrow import feather
+from row_groups import make_in_background
 
 import dataload
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
@@ -587,12 +588,12 @@ def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources
     mixture = mix(sources())
     blobs = mixture.rowstore.blobs
     decoder = BackgroundDecoder(blobs)
-    decoder.make(0)  # starts it
+    make_in_background(decoder, 0)  # starts it
     assert decoder._process is not None
     assert decoder._process.ready.wait(60)
     try:
         for group in [number for number, group in enumerate(mixture.row_groups) if group.rows]:
-            assert decoder.make(group)
+            assert make_in_background(decoder, group)
             assert blobs.find(group) is not None
     finally:
         decoder.end()
@@ -765,7 +766,7 @@ def test_the_cache_of_the_sources(tmp_path: Path, options: dict[str, Any]) -> No
     [
         ({"cache": True}, "cache=True must be a CacheConfig, False"),
         ({"cache": "/nvme"}, "cache='/nvme' must be"),
-        ({"cache": False, "cache_bytes": 10}, "cache_bytes: cache=False has no cache, leave it out"),
+        ({"cache": False, "cache_bytes": 10}, "cache_bytes: not allowed with cache=False, leave it out"),
         ({"cache": CacheConfig(), "cluster": "valkey://:password@x"}, r"cluster: pass it inside cache=CacheConfig"),
         ({"cache_bytes": 0}, "cache_bytes=0"),
     ],

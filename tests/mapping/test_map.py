@@ -24,6 +24,7 @@ import pytest
 import tiers
 import torch
 from clusters import until
+from row_groups import load
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
@@ -359,7 +360,7 @@ def test_the_plan_forecasts_the_bytes_of_mapped_rows(dataset: Dataset) -> None:
     blobs = mapped.rowstore.blobs
     forecast = plan([Files(mapped.manifest, blobs, mapped.blocks)], order_of(mapped.manifest), 16)
     assert forecast.is_estimate
-    exact = sum(len(blob) for number in range(len(mapped.row_groups)) for blob in blobs.load(number))
+    exact = sum(len(blob) for number in range(len(mapped.row_groups)) for blob in load(blobs, number))
     assert exact * 0.9 < forecast.decoded_bytes < exact * 1.1
     assert forecast.first_epoch.bytes > 0
 

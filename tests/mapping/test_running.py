@@ -16,7 +16,7 @@ from dataload.runtime.executor import DaemonExecutor
 
 
 class Calls:
-    """Four calls on two threads. Those that run end when the loop waits for them, or has ended without a wait."""
+    """Four calls on two threads. A running call ends when the loop waits for it, or has ended without a wait."""
 
     def __init__(self, first: Callable[[], object]) -> None:
         self.futures: list[Future[int]] = []

@@ -203,12 +203,14 @@ def test_a_wait_for_another_process_holds_no_memory(
         assert waits.result(30)
 
 
-def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(files: Path, tmp_path: Path) -> None:
+def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other row groups are published meanwhile, which tells the tier that its disk works."""
     dataset = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache")))
     blobs, tier = dataset.rowstore.blobs, dataset.blocks.tier
     assert isinstance(tier, LocalTier)
-    tier.fill_seconds = 0.2
+    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.2)
     with tier.key_lock(blobs._key(0, "row group")), ThreadPoolExecutor(1) as pool:
         waits = pool.submit(blobs.make, 0)
         others = iter([*range(1, GROUPS)])

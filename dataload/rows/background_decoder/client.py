@@ -39,7 +39,7 @@ _program_exits = threading.Event()
 
 
 class DemandSignal:
-    """Whether a thread waits for row groups. Then none should be left to a process of low priority."""
+    """Records whether a thread waits for a row group. If so, the training process decodes it: the worker is slow."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -54,8 +54,8 @@ class DemandSignal:
         return bool(self._waiting)
 
     @property
-    def prevails(self) -> bool:
-        """Whether threads have waited more than half of the time, or too little time has passed to tell."""
+    def mostly_waiting(self) -> bool:
+        """Whether threads waited more than half of the time, or it is too early to tell."""
         with self._mutex:
             now = perf_counter()
             waited = self._waited + (now - self._last if self._waiting else 0)
@@ -122,7 +122,7 @@ class BackgroundDecoder(ForkAware):
         self._paused_until = 0.0
         self.spent = Counters()
 
-    def make(self, group: int, demand: DemandSignal | None = None, account: Counters | None = None) -> bool:
+    def make(self, group: int, demand: DemandSignal, account: Counters) -> bool:
         """Cache the row group. Return whether the process did it.
 
         Args:
@@ -137,7 +137,6 @@ class BackgroundDecoder(ForkAware):
         """
         if _program_exits.is_set():
             raise CancelledError
-        demand = demand or DemandSignal()
 
         def is_urgent() -> bool:
             return demand.now and self._blobs.maker.has_capacity(group)
@@ -146,7 +145,7 @@ class BackgroundDecoder(ForkAware):
         if process is None or not process.ready.is_set():
             return False
         since = perf_counter()
-        done = process.make(group, demand, is_urgent, account or Counters())
+        done = process.make(group, demand, is_urgent, account)
         if done is None:
             return False
         waited(since, done.making, instead=done.making.longest())
@@ -157,7 +156,7 @@ class BackgroundDecoder(ForkAware):
         return done.cached
 
     def begin(self) -> None:
-        """Start the process if there is none, although threads wait for row groups: it is ready for later ones."""
+        """Start the process if it does not run. It makes later row groups, not those that threads wait for now."""
         if not _program_exits.is_set():
             self._running()
 
