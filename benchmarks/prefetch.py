@@ -39,7 +39,8 @@ from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import Loader, make_loader
-from dataload.rows.background_decoder.client import BackgroundDecoder
+from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
+from dataload.runtime.counters import Counters
 from dataload.world import World
 
 IN_FLIGHT = 16
@@ -146,9 +147,10 @@ def burn(bench: Bench) -> Table:
     for _ in range(3):
         with bench.dataset() as dataset:
             decoder = BackgroundDecoder(dataset.rowstore.blobs)
-            while not decoder.make(0):
+            make = partial(decoder.make, demand=DemandSignal(), account=Counters())
+            while not make(0):
                 time.sleep(0.05)
-            requests = [Thread(target=decoder.make, args=(group,)) for group in range(1, len(dataset.row_groups))]
+            requests = [Thread(target=make, args=(group,)) for group in range(1, len(dataset.row_groups))]
             alone, before = _steps(2.0), decoder.counts()["bytes_origin"]
             for request in requests:
                 request.start()

@@ -108,7 +108,9 @@ def chosen(cache: CacheConfig | Literal[False] | None, **options: Any) -> CacheC
     if cache is None:
         return CacheConfig(**given)
     if given:
-        advice = "cache=False has no cache, leave it out" if cache is False else "pass it inside cache=CacheConfig(...)"
+        advice = (
+            "not allowed with cache=False, leave it out" if cache is False else "pass it inside cache=CacheConfig(...)"
+        )
         raise ConfigError(f"{min(given)}: {advice}")  # without the value, which may contain a password
     if cache is False:
         return None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from dataload.cache.local.key_locks import ThreadLocks
 from dataload.cache.room import Division, Need
-from dataload.cache.tier import BlobKey, Draft, Fill, Span, cut
+from dataload.cache.tier import FILL_SECONDS, BlobKey, Draft, Fill, Span, Waited, cut
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
@@ -78,9 +79,14 @@ class MemoryTier(ForkAware):
             return cut(blob, span)
 
     @contextmanager
-    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[None]:  # noqa: ARG002 (no other hosts)
-        with self._locks.hold(key.digest):
-            yield
+    def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], Waited] | None]:  # noqa: ARG002 (no other hosts)
+        with self._locks.hold(key.digest, timeout=0) as held:
+            yield None if held else partial(self._wait_for, key)
+
+    def _wait_for(self, key: BlobKey) -> Waited:
+        """Wait until no other thread holds the lock of a key, `FILL_SECONDS` at most."""
+        with self._locks.hold(key.digest, FILL_SECONDS) as held:
+            return Waited.FOR_PROCESS if held else Waited.IN_VAIN
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> None:
         """Return None: no other host shares this tier."""

@@ -67,8 +67,8 @@ class HostNeeds(ForkAware):
     others again after `LOOK_SECONDS`, and all compute the same division.
 
     Notes:
-        Any thread may call it. A forked child has none of its parent's needs, but sees those that its parent announced.
-        A loader that the child goes on using announces its need again.
+        Any thread may call it. A forked child starts without needs and reads those that its parent announced. A loader
+        that the child uses announces its need again.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class HostNeeds(ForkAware):
 
     @property
     def _changed(self) -> bool:
-        """Whether the needs of this process are not those that it announced."""
+        """Whether the announcement of this process is out of date."""
         return self._announced != tuple(self._own.copy().values())
 
     def _announce(self, folder: CacheFolder) -> None:

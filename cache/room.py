@@ -1,4 +1,4 @@
-"""Room for all datasets that live loaders of a host read through one cache: what stays, and what passes through."""
+"""Divide a cache among the datasets that the loaders of a host read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The blobs that make room for others: data that no loader needs, and data above its share."""
+"""Choose blobs to evict: first those that no loader needs, then those above the share of their dataset."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def _surplus(division: Division, rows: Iterable[Row]) -> deque[Row]:
 class TransientRows:
     """The rows of transient blobs, in the order of their eviction for a new blob.
 
-    The need whose rows exceed its part of the region most has the next victim, its oldest row. So a loader that reads
-    fast evicts its own. Rows of no need are evicted before younger rows. Without a region, the oldest come first.
+    The next victim is the oldest row of the need that exceeds its part most. So a fast loader evicts its own rows.
+    Rows of no need are evicted before younger rows. Without a region, the oldest come first.
 
     Notes:
         For each division, the index is read once, and again after as many victims as it had rows. In between, only the

@@ -14,6 +14,7 @@ from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
+FILL_SECONDS = 120.0  # A lock that is held for longer counts as stopped.
 
 Allocate = Callable[[int], memoryview]
 """`allocate(size)` returns writable memory of exactly `size` bytes for the blob. A fill calls it once."""
@@ -85,7 +86,7 @@ class Waited(Enum):
     IN_VAIN = auto()  # A process holds the lock for too long, so it was probably stopped.
 
 
-class NoRoomError(Exception):
+class CacheFullError(Exception):
     """The tier cannot cache the blob: it is full or its disk fails."""
 
 
@@ -140,7 +141,7 @@ class Tier(Protocol):
             to_keep: Size of the blob in bytes, if an uncached blob is of no use to the caller.
 
         Raises:
-            NoRoomError: `to_keep` is given and the tier cannot cache the blob. Nothing is fetched.
+            CacheFullError: `to_keep` is given and the tier cannot cache the blob. Nothing is fetched.
         """
 
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> AbstractContextManager[Any]:

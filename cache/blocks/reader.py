@@ -18,7 +18,7 @@ from dataload.cache.memory import MemoryTier
 from dataload.cache.origin.limiter import limiter_of
 from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
-from dataload.cache.tier import Allocate, BlobKey, NoRoomError, Span, Tier
+from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Span, Tier
 from dataload.errors import ConfigError
 from dataload.runtime.baton import waiting
 from dataload.runtime.executor import awaited, shared_executor
@@ -250,7 +250,7 @@ class Blocks(ForkAware):
         return self.tier.get_or_fill(self._key_of(obj, number), fetch, span, to_keep=stop - start if keep else None)
 
     def _prefetch(self, obj: Object, number: int) -> None:
-        with suppress(NoRoomError):
+        with suppress(CacheFullError):
             self._block(obj, number, (0, 0), keep=True)
 
 

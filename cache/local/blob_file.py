@@ -61,14 +61,10 @@ class Footer(NamedTuple):
 class VerifiedSegments:
     """A thread-safe record of the segments that matched their checksums, a bit each; segment 0 is the lowest bit.
 
-    A file whose inode or modification time has changed counts as unverified.
-
-    Args:
-        most_blobs: Most blobs in the record.
+    A file whose inode or modification time has changed counts as unverified. The record has at most `MOST_BLOBS` blobs.
     """
 
-    def __init__(self, most_blobs: int = MOST_BLOBS) -> None:
-        self._most_blobs = most_blobs
+    def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._known: dict[bytes, tuple[int, int, int]] = {}
 
@@ -82,7 +78,7 @@ class VerifiedSegments:
         with self._mutex:
             bits |= self.bits(digest, status)
             self._known[digest] = (status.st_ino, status.st_mtime_ns, bits)
-            if len(self._known) > self._most_blobs:
+            if len(self._known) > MOST_BLOBS:
                 del self._known[next(iter(self._known))]
 
 

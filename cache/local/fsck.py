@@ -17,7 +17,7 @@ from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Row
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.staging import DIGEST
-from dataload.errors import ConfigError, CorruptEntry
+from dataload.errors import ConfigError
 
 EVICTED_BYTES = 1 << 30  # at once, between two calls of `progress`
 
@@ -140,7 +140,7 @@ def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:
     try:
         matches = re.compile(glob_translate(path)).match
     except ValueError as error:
-        raise ConfigError(f"{path} is no glob: {error}") from error
+        raise ConfigError(f"{path} is not a valid glob: {error}") from error
     return lambda name: matches(name.rpartition("#")[0])
 
 
@@ -150,8 +150,8 @@ def _problem(folder: CacheFolder, row: Row) -> str | None:
         _, name, status = blob_file.read_footer(path)  # open_map does not verify the name of an empty blob.
         blob_file.open_map(path, row.digest, blob_file.VerifiedSegments())
     except FileNotFoundError:
-        return "in the index, but its file is gone"
-    except (OSError, CorruptEntry) as error:
+        return "is in the index, but its file is missing"
+    except OSError as error:
         return str(error)
     if (name, status.st_size) != (row.name, row.size):
         return f"is {name!r} of {status.st_size} bytes, the index says {row.name!r} of {row.size}"

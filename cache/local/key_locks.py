@@ -161,6 +161,6 @@ def set_lock(descriptor: int, byte: int, kind: int, count: int = 1) -> bool:
 
 def is_locked(descriptor: int, byte: int) -> bool:
     """Return whether another open file description holds the lock of a byte. Raises OSError as `set_lock` does."""
-    wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-    kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, wanted))[0]
+    probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    kind: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, probe))[0]
     return kind != fcntl.F_UNLCK

@@ -26,12 +26,11 @@ from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter, BulkWrites
 from dataload.cache.needs import DividedTier, needs_of
-from dataload.cache.tier import BlobKey, Fill, Span, Waited
+from dataload.cache.tier import FILL_SECONDS, BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
-FILL_SECONDS = 120.0
 FULL = (
     "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
     "raise cache_bytes or evict"
@@ -74,7 +73,6 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         self.path = Path(path)
         self.policy = policy
         self.allow_network_filesystem = False
-        self.fill_seconds = FILL_SECONDS
         self._given_limit = limit
         self._clock = clock
         self._was_open = False
@@ -153,7 +151,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
 
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], Waited] | None]:  # noqa: ARG002 (each is alone)
-        folder = self._opened() if self._can_write() else None
+        folder = self._opened() if self.health.state == "normal" else None
         held = True
         with ExitStack() as stack:
             if folder is not None:
@@ -162,7 +160,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             yield None if held else partial(self._wait_for, key)
 
     def _wait_for(self, key: BlobKey) -> Waited:
-        """Wait until no other process holds the lock of a key, `fill_seconds` at most."""
+        """Wait until no other process holds the lock of a key, `FILL_SECONDS` at most."""
         with ExitStack() as stack:
             return Waited.IN_VAIN if self._lock(key, stack) is None else Waited.FOR_PROCESS
 
@@ -176,7 +174,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         return 0
 
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
-        folder = self._opened() if self._can_write() else None
+        folder = self._opened() if self.health.state == "normal" else None
         if folder is not None:
             with self.fallback("removing blobs", self.health.writes, folder):
                 if all(folder.path_of(key.digest).exists() for key in made):
@@ -238,7 +236,8 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         except (OSError, lmdb.Error) as error:
             if isinstance(error, CorruptEntry) or not folder.released:
                 self.health.report(doing, error)
-            if isinstance(error, CorruptEntry) or folder.released:  # It says nothing about the disk in use.
+            is_of_memory = getattr(error, "errno", None) == errno.ENOMEM  # such as too many memory maps
+            if isinstance(error, CorruptEntry) or is_of_memory or folder.released:  # It tells nothing about the disk.
                 return
             if isinstance(error, (FileNotFoundError, NotADirectoryError, *DAMAGED)):
                 folder.doubt()
@@ -255,7 +254,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             self.health.reads.failed(for_good=True)
             return None
 
-    def _can_write(self) -> bool:
+    def _can_write(self) -> bool:  # for a caller that reports the result, see `CircuitBreaker.allows`
         return not self.health.reads.tripped and self.health.writes.allows()
 
     def _lock(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:
@@ -266,7 +265,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         """
         folder = self._opened()
         if folder is not None:
-            timeout = 0 if self.health.writes.tripped else self.fill_seconds
+            timeout = 0 if self.health.writes.tripped else FILL_SECONDS
             with self.fallback("locking a blob", self.health.writes, folder):
                 if stack.enter_context(folder.locks.hold(key.digest, timeout)):
                     return folder

@@ -14,7 +14,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.staging import remove
-from dataload.cache.tier import BlobKey, Draft, NoRoomError, Span
+from dataload.cache.tier import BlobKey, CacheFullError, Draft, Span
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class BlobWriter(Draft):
         tier: The tier that caches the blob.
         key: Key of the blob. The caller holds its lock in `folder`.
         folder: The folder to write to. None: fill the blob in memory.
-        must_cache: Raise NoRoomError instead of falling back to memory.
+        must_cache: Raise CacheFullError instead of falling back to memory.
     """
 
     def __init__(self, tier: LocalTier, key: BlobKey, folder: CacheFolder | None, *, must_cache: bool = False) -> None:
@@ -53,7 +53,7 @@ class BlobWriter(Draft):
             with self._tier.fallback("allocating a blob", self._tier.health.writes, self._folder):
                 self._buffer = self._on_disk(self._folder)
         if self._buffer is None and self._must_cache:
-            raise NoRoomError(self.key.name)
+            raise CacheFullError(self.key.name)
         return super().memory_for(size) if self._buffer is None else memoryview(self._buffer)[:size]
 
     def publish(self, span: Span | None = None) -> memoryview:
@@ -174,7 +174,7 @@ class BulkWrites:
         """Lock those keys that are free for the duration of the block. Yield whether each is locked."""
         held = [False] * len(keys)
         with ExitStack() as stack:
-            if self._can_write() and (folder := self._opened()) is not None:
+            if self.health.state == "normal" and (folder := self._opened()) is not None:
                 with self.fallback("locking blobs", self.health.writes, folder):
                     held = stack.enter_context(folder.locks.hold_free([key.digest for key in keys]))
             yield held

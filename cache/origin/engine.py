@@ -69,9 +69,9 @@ def engine_for(filesystem: Any, requested: str) -> Engine:
         ConfigError: "obstore" is requested but does not support the filesystem's options.
     """
     known = filesystem.known if isinstance(filesystem, DeferredS3) else None
-    wanted = "requested" if requested == "obstore" else LEAST_TIME
+    purpose = "requested" if requested == "obstore" else LEAST_TIME
     if requested != "fsspec" and known is not None and not unusable():
-        return Obstore(filesystem.load, wanted, known=known)
+        return Obstore(filesystem.load, purpose, known=known)
     filesystem = filesystem.load() if isinstance(filesystem, DeferredS3) else filesystem
     if requested == "fsspec":
         return Fsspec(filesystem, "requested")
@@ -81,7 +81,7 @@ def engine_for(filesystem: Any, requested: str) -> Engine:
         if requested == "obstore":
             raise ConfigError(f"engine='obstore' cannot be used: {reason}; omit engine, or those options")
         return Fsspec(filesystem, reason)
-    return Obstore(lambda: filesystem, wanted)
+    return Obstore(lambda: filesystem, purpose)
 
 
 def shared_engine(filesystem: Any, requested: str) -> Engine:

@@ -38,7 +38,7 @@ class RequestLimiter(ForkAware):
         """Divide `in_flight` equally among the reading processes of this host."""
         if processes != self._processes:
             self._processes = processes
-            self._budget = MemoryBudget(self.limit)
+            self._budget.resize(self.limit)  # The requests in flight keep their part of it.
 
     def request(self) -> AbstractContextManager[None]:
         """Wait for a free slot and hold it for the duration of the block."""

@@ -11,16 +11,15 @@ from typing import Any, TypeVar
 
 import fsspec
 from fsspec.core import has_magic
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, stop_after_delay
-from tenacity import wait_random_exponential as full_jitter
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, received_engine, shared_engine
-from dataload.cache.origin.errors import UnsuitableError, denied, is_store_error, is_transient, status, underlying_error
+from dataload.cache.origin.errors import UnsuitableError, denied, is_store_error, status, underlying_error
 from dataload.cache.origin.identity import address_of, identity_of
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
+from dataload.cache.origin.retries import retried
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
 from dataload.runtime.baton import waiting
@@ -28,10 +27,6 @@ from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
-
-ATTEMPTS = 6
-ATTEMPTS_SECONDS = 60.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 
 T = TypeVar("T")
 
@@ -174,7 +169,7 @@ class Origin(ForkAware):
             return found
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}"), self._waiting(), doing("origin"):
-            return self._retried(whole)
+            return retried(lambda: self._request(whole))
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
         """Fill `buffer` with the bytes from `start` on. Raise the same errors as `read`."""
@@ -190,7 +185,7 @@ class Origin(ForkAware):
             _check(received, len(buffer))
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}"), self._waiting(), doing("origin"):
-            self._retried(receive)
+            retried(lambda: self._request(receive))
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Return a context for a request: it waits for the network, unless the files are local."""
@@ -200,21 +195,6 @@ class Origin(ForkAware):
         """Return metadata with the path under which the store serves the object."""
         # Alluxio lists an object by its Alluxio path but serves it by its path in the store below.
         return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
-
-    def _retried(self, call: Callable[[Engine], T]) -> T:
-        """Make a request, and repeat it after transient errors."""
-        failures: list[Exception] = []
-
-        def attempt() -> T:
-            if len(failures) == 1:
-                raise failures.pop()
-            return self._request(call)
-
-        try:
-            return attempt()
-        except Exception as error:  # noqa: BLE001 (the first attempt is repeated like the others)
-            failures.append(error)
-        return _attempts()(attempt)  # Not for the first attempt: most succeed, and this takes longer than a request.
 
     def _request(self, call: Callable[[Engine], T]) -> T:
         """Make one request as soon as the limiter allows it."""
@@ -301,21 +281,6 @@ def connect(protocol: str, options: dict[str, Any] | None = None) -> Any:
         return fsspec.filesystem(protocol, **(options or {}))
     except (ValueError, ImportError, TypeError) as error:
         raise ConfigError(f"no filesystem for {protocol}:// with these options: {redacted(error)}") from error
-
-
-def _attempts() -> Retrying:
-    return Retrying(
-        retry=retry_if_exception(is_transient),
-        stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_SECONDS),
-        wait=full_jitter(FIRST_PAUSE, LONGEST_PAUSE),
-        before_sleep=_log_failure,
-        reraise=True,
-    )
-
-
-def _log_failure(state: RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    log.debug("attempt %d failed, trying again: %s", state.attempt_number, redacted(error))
 
 
 def _check(received: int, requested: int) -> None:

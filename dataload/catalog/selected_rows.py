@@ -31,7 +31,6 @@ class SelectedRows:
 
     Attributes:
         most_bytes: Limit of the expanded blocks, unless one call needs more.
-        expanded_bytes: Bytes of the expanded blocks.
     """
 
     def __init__(self, selection: Selection, groups: int = 1) -> None:
@@ -45,7 +44,7 @@ class SelectedRows:
         )
         self._table = np.frombuffer(self._memory, np.uint16)
         self._expanded = np.zeros(len(self._first_rows), np.bool_)
-        self.expanded_bytes = 0
+        self._expanded_bytes = 0
         self._mutex = threading.Lock()
 
     def keep(self, groups: int) -> None:
@@ -66,13 +65,13 @@ class SelectedRows:
 
     def _expand(self, needed: npt.NDArray[np.bool_]) -> None:
         missing = np.flatnonzero(needed & ~self._expanded)
-        if missing.size and self.expanded_bytes > self.most_bytes:
+        if missing.size and self._expanded_bytes > self.most_bytes:
             self._memory.madvise(mmap.MADV_DONTNEED)
             self._expanded[:] = False
-            self.expanded_bytes = 0
+            self._expanded_bytes = 0
             missing = np.flatnonzero(needed)
         starts = self._selection.starts
         for block in missing.tolist():
             self._table[starts[block] : starts[block + 1]] = self._selection.offsets(block)
-            self.expanded_bytes += OFFSET_BYTES * int(starts[block + 1] - starts[block])
+            self._expanded_bytes += OFFSET_BYTES * int(starts[block + 1] - starts[block])
         self._expanded[missing] = True

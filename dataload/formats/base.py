@@ -59,7 +59,7 @@ class Footer(Protocol):
         """Return about how many bytes each of these columns takes once decompressed."""
 
     def coded(self, number: int, columns: Collection[str]) -> list[str]:
-        """Return those of these bytes, text or nested columns of which `decoded_bytes` may be far too low.
+        """Return the bytes, text or nested columns whose size `decoded_bytes` may underestimate by far.
 
         Their chunks have dictionary codes, or leave out the prefixes that values share.
         """

@@ -44,12 +44,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}={arguments[name]!r} must be a function")
     Transform(arguments["transform"])  # raises if it needs other arguments
     _check_group(arguments["group"])
-    for name, kinds, wanted in (
+    for name, kinds, expected in (
         *(("world", (World,), "a World"), ("mesh", (DeviceMesh,), "a DeviceMesh")),
         ("stats_dir", (str, os.PathLike), "a path"),
     ):
         if arguments[name] is not None and not isinstance(arguments[name], kinds):
-            raise ConfigError(f"{name}={arguments[name]!r} must be {wanted}")
+            raise ConfigError(f"{name}={arguments[name]!r} must be {expected}")
     workers, threads = arguments["num_workers"], arguments["num_threads"]
     if workers and threads is not None:
         raise ConfigError(

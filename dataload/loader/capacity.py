@@ -50,10 +50,10 @@ class Capacity:
 
     def __init__(self, dataset: MapStyle, sampler: RankSampler) -> None:
         self._dataset, self._sampler = dataset, sampler
-        self.reserve()
+        self._order: PositionOrder | None = None
+        self.ahead()
 
-    def reserve(self) -> None:
-        """Reserve the capacity again, for another order or other data. Raises as the class does."""
+    def _reserve(self) -> None:
         sampler, rowstore, row_groups = self._sampler, self._dataset.rowstore, self._dataset.row_groups
         order = sampler.order
         caches: dict[str, list[tuple[Order, RowGroupCache]]] = {}
@@ -66,7 +66,7 @@ class Capacity:
             if sum(blobs.num_bytes for _, blobs in sources) * sampler.node_share * DICTIONARY_RATIO > tier.limit * FITS:
                 for _, blobs in sources:
                     _measure(blobs)
-            needs.append((tier, need_of(sources, tier.limit, sampler.node_share, _name_of(order, sources))))
+            needs.append((tier, need_of(sources, tier.limit, _name_of(order, sources), sampler.node_share)))
         self._needs = needs
         self._lease()
         at_once = gathered_at_once(rowstore.row_bytes * sampler.batch_size)
@@ -75,13 +75,16 @@ class Capacity:
         if needs and row_groups:
             mean = sum(group.bytes for group in row_groups) // len(row_groups)
             self._in_full = min(len(row_groups), max(self._drawn_on, AHEAD_BYTES // max(1, mean)))
-        self.ahead()
 
     def ahead(self) -> tuple[int, int]:
         """Return how many row groups to prefetch, and how many of those that do not stay in the cache besides.
 
-        Both depend on what the other loaders of the host need at the moment.
+        Both depend on what the other loaders of the host need at the moment. If the sampler has another order, such as
+        with other weights of a mixture, reserve the capacity for it first. Raises as the class does.
         """
+        if self._sampler.order is not self._order:
+            self._reserve()
+            self._order = self._sampler.order  # not after an error: the next iteration raises it again
         if self._owner != os.getpid():  # This is a forked child. The loader of its parent may end before this one.
             self._lease()
         regions = [need.region(tier.limit, tier.division().total) for tier, need in self._needs]
@@ -110,16 +113,14 @@ def _measure(blobs: RowGroupCache) -> None:
         log.warning("cannot measure the size of decoded rows, going by the footers: %s", error)
 
 
-def need_of(
-    sources: Sequence[tuple[Order, RowGroupCache]], limit: int, node_share: float = 1.0, name: bytes = bytes(16)
-) -> Need:
+def need_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, name: bytes, node_share: float = 1.0) -> Need:
     """Return what the datasets that a loader reads need of one cache. Row groups that they share count once.
 
     Args:
         sources: The order and the row groups of each dataset that is read at the same time.
         limit: Size of the cache in bytes.
-        node_share: Part of the datasets that this node reads.
         name: Identifies the groups and their order, 16 bytes.
+        node_share: Part of the datasets that this node reads.
 
     Raises:
         ConfigError: The cache is smaller than the row groups that the order needs at a time.

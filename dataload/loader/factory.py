@@ -187,7 +187,7 @@ def _dataset_of(source: Source | MapStyle, options: dict[str, Any]) -> MapStyle:
     if not isinstance(source, MapStyle):
         return make_dataset(source, **options)
     if options:
-        raise ConfigError(f"{min(options)}: pass it to make_dataset or mix, not with its dataset")
+        raise ConfigError(f"{min(options)} cannot be combined with a dataset: pass it to make_dataset or mix")
     return source
 
 

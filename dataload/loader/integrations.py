@@ -95,9 +95,8 @@ class TrainerEpochs(RankSampler):
         self._restored = False
         super().set_epoch(epoch + self._offset)
 
-    def renew(self) -> bool:
-        """Follow changes of the dataset. Call it between epochs. Return whether the order has changed."""
-        return False
+    def renew(self) -> None:
+        """Follow changes of the dataset. Call it between epochs."""
 
 
 class TrainerSampler(TrainerEpochs, ShardedSampler):
@@ -124,12 +123,10 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
         """The weights of the mixture, which the next epoch will have, if they are others."""
         return None if self._mixture.weights == self.order.weights else list(self._mixture.weights)
 
-    def renew(self) -> bool:
-        """Use the current weights of the mixture. Return whether they differ from those so far."""
-        if self._mixture.weights == self.order.weights or self._begun == self.epoch:
-            return False
-        self.set_weights(self._mixture.weights)
-        return True
+    def renew(self) -> None:
+        """Use the current weights of the mixture."""
+        if self._mixture.weights != self.order.weights and self._begun != self.epoch:
+            self.set_weights(self._mixture.weights)
 
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to a position, as in `MixtureSampler`. Once the loader leaves a restored epoch, its weights are over."""

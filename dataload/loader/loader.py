@@ -101,8 +101,8 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def _renew(self) -> None:
         """Follow changes of the dataset, such as new weights of a mixture, unless an epoch has begun."""
-        if self._yielded is None and not self.sampler.cursor and self.sampler.renew():
-            self._capacity.reserve()
+        if self._yielded is None and not self.sampler.cursor:
+            self.sampler.renew()
 
     @property
     def padding(self) -> int:
@@ -132,7 +132,6 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         """
         self.sampler.load_state_dict(state)
         self._yielded = None
-        self._capacity.reserve()
 
     def stats(self) -> LoaderStats:
         """Return statistics of the current or last epoch. They are updated when a batch is taken."""
@@ -293,7 +292,7 @@ def _lookahead(
     # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
     useful = not has_workers or rowstore.blobs.shared
     prefetch = rowstore.prefetch if useful else lambda _: None
-    return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.passes)
+    return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.is_transient)
 
 
 def _order_text(sampler: RankSampler) -> str:

@@ -32,15 +32,15 @@ class Needs(Iterator[tuple[int, int]]):
 class Lookahead:
     """Prefetches row groups before the batches that need them are made.
 
-    Row groups that only pass through the cache come in runs. So `further` of them are prefetched, however many cached
-    row groups are needed before them. At first fewer are prefetched: requests for all would delay the first batch.
+    Transient row groups come in runs. The lookahead prefetches `further` of them, however many cached ones come
+    before. At first it prefetches fewer: requests for all would delay the first batch.
 
     Args:
         needs: (position in the epoch, row group), in the order of the first use.
         prefetch: Starts loading row groups.
         ahead: Row groups to prefetch before their first use.
-        further: Row groups for which `passes` is true to prefetch. 0: none in addition.
-        passes: Whether a row group only passes through the cache.
+        further: Row groups for which `is_transient` is true to prefetch. 0: none in addition.
+        is_transient: Returns whether a row group is cached only in the transient region, or not at all.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Lookahead:
         prefetch: Callable[[list[int]], Any],
         ahead: int,
         further: int = 0,
-        passes: Callable[[int], bool] = lambda _: False,
+        is_transient: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._prefetch = prefetch
         every, passing = tee(needs) if further else (needs, iter(()))
-        self._horizons = _Horizon(every, ahead, ahead), _Horizon(passing, further, SCAN_FACTOR * further, passes)
+        self._horizons = _Horizon(every, ahead, ahead), _Horizon(passing, further, SCAN_FACTOR * further, is_transient)
 
     def reach(self, position: int) -> None:
         """Prefetch for batches from `position` on. Earlier positions are done."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 
 from dataload.formats.schema import Field, Layout
-from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, in_flight, records_of
+from dataload.mapping.running import ChunkError, Runner, blob_of, column_of, in_flight, records_of, shown
 from dataload.mapping.stage import UserFunction, given_and_kept
 from dataload.rows.columns import Column
 from dataload.rows.row_block import Blob, Records
@@ -36,15 +37,16 @@ class ProcessRunner:
         hello = pickle.dumps((function, columns, given.fields, tuple(fields)))
         self.processes = ChildProcesses(count, f"{__name__}:run", hello)
 
-    def each(self, chunks: Iterable[Records], ahead: int) -> Iterator[dict[str, Column]]:
+    def each(self, chunks: Iterable[Records], ahead: int) -> Generator[dict[str, Column], None, None]:
         """Yield the mapped rows of each chunk, in order. `ahead` chunks, and another one, are under way.
 
         Raises:
-            ChunkError: The function raised, it returned other columns, or processes died of it.
+            ChunkError: The function raised, it returned other columns, or processes ended during a call.
         """
         try:
-            for rows, answer in in_flight(chunks, self._submit, ahead):
-                yield self._received(rows, memoryview(answer))
+            with closing(in_flight(chunks, self._submit, ahead)) as answers:
+                for rows, answer in answers:
+                    yield self._received(rows, memoryview(answer))
         except ProcessDied as error:
             raise ChunkError(None, str(error)) from error
 
@@ -68,7 +70,9 @@ def run(descriptor: int) -> None:
 def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
     try:
         function, columns, given, fields = pickle.loads(hello)  # noqa: S301 (of the parent, through its socket)
-    except Exception as error:  # noqa: BLE001 (the modules of the function may raise anything)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 (the modules of the function may raise anything, also SystemExit)
         failure = _failed(ChunkError(None, f"a process cannot load the function: {type(error).__name__}: {error}"))
         return lambda _: failure
     runner, layout, mapped = Runner(function.call, *given_and_kept(given, columns)), Layout(given), Layout(fields)
@@ -77,9 +81,11 @@ def _start(hello: bytes) -> Callable[[bytes], bytes | bytearray]:
         rows = int.from_bytes(request[:_ROWS_BYTES])
         try:
             found = runner.columns(records_of(memoryview(request)[_ROWS_BYTES:], rows, layout), fields)
+            return _DONE + blob_of(found, rows, mapped, "a chunk")
         except ChunkError as error:
             return _failed(error)
-        return _DONE + blob_of(found, rows, mapped, "a chunk")
+        except Exception as error:  # noqa: BLE001 (such as a MemoryError)
+            return _failed(ChunkError(None, shown(error)))
 
     return answer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -101,10 +101,10 @@ class MappedRowGroups(RowGroupCache):
 
     @cached_property
     def value_sizes(self) -> ValueSizes:
-        """No sizes: the sample of the map told them."""
+        """No sizes, because the sample of `map` has measured all."""
         return ValueSizes(self._manifest, Layout(()), self._blocks, self.plan.blob_rows.tolist())
 
-    def columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
+    def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:
         """Return the columns of each blob, made of cached blobs of the source, or None if these are not cached."""
         columns = self._source.cached_columns(number)
         assert isinstance(self.maker, MappedMaker)
@@ -196,15 +196,15 @@ class MappedMaker(RowGroupMaker, ForkAware):
     @contextmanager
     def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
         """Fetch a row group, and yield an iterator that maps it. See `RowGroupMaker.opened`."""
-        with self._source.maker.opened(number) as columns:
-            yield self.mapped(columns, number)
+        with self._source.maker.opened(number) as columns, closing(self.mapped(columns, number)) as mapped:
+            yield mapped
 
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
         chunk = ChunkSize(rows, rows)
         return self._called(self._chunks(self._source.maker.head(number, rows), number, chunk), number, chunk, 0)
 
-    def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Iterator[dict[str, Column]]:
+    def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Generator[dict[str, Column], None, None]:
         """Yield the columns of each mapped blob of a row group.
 
         Args:
@@ -222,16 +222,17 @@ class MappedMaker(RowGroupMaker, ForkAware):
             return
         sources = zip(columns, self._source.plan.lengths(number), strict=True)
         chunk = ChunkSize(self._chunk_rows(number), FIRST_ROWS, CHUNK_BYTES // self._calls)
-        done = self._called(self._chunks(sources, number, chunk, lengths[0]), number, chunk, self._calls)
-        for length in lengths:
-            parts: list[dict[str, Column]] = []
-            missing, size = length, 0
-            while missing:
-                part, rows = next(done)
-                parts.append(part)
-                missing, size = missing - rows, size + _bytes_of(part)
-                self._check(number, size, length)
-            yield {field.name: concatenate([part[field.name] for part in parts]) for field in fields}
+        chunks = self._chunks(sources, number, chunk, lengths[0])
+        with closing(self._called(chunks, number, chunk, self._calls)) as done:
+            for length in lengths:
+                parts: list[dict[str, Column]] = []
+                missing, size = length, 0
+                while missing:
+                    part, rows = next(done)
+                    parts.append(part)
+                    missing, size = missing - rows, size + _bytes_of(part)
+                    self._check(number, size, length)
+                yield {field.name: concatenate([part[field.name] for part in parts]) for field in fields}
 
     def _check(self, number: int, size: int, rows: int) -> None:
         """Raise DataError if a blob is larger than its forecast, and than all row groups of a host may be together."""
@@ -247,9 +248,6 @@ class MappedMaker(RowGroupMaker, ForkAware):
     def _calls(self) -> int:
         """The calls of the function that are under way at a time."""
         return self._stage.processes or usable_cores()
-
-    def _is_small(self, number: int) -> bool:  # noqa: ARG002
-        return False  # The function may take any time, and other threads wait for a thread that loads.
 
     def _chunk_rows(self, number: int) -> int:
         """Return how many rows to map together at most: a power of two, as the rows of blobs are."""
@@ -285,7 +283,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
 
     def _called(
         self, chunks: Iterator[Records], number: int, chunk: ChunkSize, ahead: int
-    ) -> Iterator[tuple[dict[str, Column], int]]:
+    ) -> Generator[tuple[dict[str, Column], int], None, None]:
         """Yield the mapped rows of each chunk. ahead: as for `_each`.
 
         Raises:
@@ -304,22 +302,23 @@ class MappedMaker(RowGroupMaker, ForkAware):
                 sizes.append(len(records))
                 yield records
 
-        done, results = 0, self._each(noted(), ahead)
-        for index in itertools.count():
-            try:
-                with doing("map"):
-                    columns = next(results, None)
-            except ChunkError as error:
-                rows = rows_text(self._stage.selection, number, done, sizes[index], error.row)
-                place = f"{self._where(number)} {rows}"
-                raise DataError(f"{place}: map {self._stage.function.name}: {error.text}") from error.__cause__
-            if columns is None:
-                return
-            chunk.follow(columns, sizes[index])
-            yield columns, sizes[index]
-            done += sizes[index]
+        done = 0
+        with closing(self._each(noted(), ahead)) as results:
+            for index in itertools.count():
+                try:
+                    with doing("map"):
+                        columns = next(results, None)
+                except ChunkError as error:
+                    rows = rows_text(self._stage.selection, number, done, sizes[index], error.row)
+                    place = f"{self._where(number)} {rows}"
+                    raise DataError(f"{place}: map {self._stage.function.name}: {error.text}") from error.__cause__
+                if columns is None:
+                    return
+                chunk.follow(columns, sizes[index])
+                yield columns, sizes[index]
+                done += sizes[index]
 
-    def _each(self, chunks: Iterator[Records], ahead: int) -> Iterator[dict[str, Column]]:
+    def _each(self, chunks: Iterator[Records], ahead: int) -> Generator[dict[str, Column], None, None]:
         """Yield the mapped rows of each chunk, in order. ahead: calls that are under way, besides the one awaited."""
         stage, given, fields = self._stage, self._source.plan.layout, self._plan.layout.fields
         if stage.processes is None:

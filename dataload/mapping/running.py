@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import closing
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,7 +78,7 @@ class Runner:
 
     def each(
         self, chunks: Iterable[Records], fields: Sequence[Field], threads: DaemonExecutor, ahead: int
-    ) -> Iterator[dict[str, Column]]:
+    ) -> Generator[dict[str, Column], None, None]:
         """Yield the mapped rows of each chunk, in order. See `columns`.
 
         Args:
@@ -86,8 +87,10 @@ class Runner:
             threads: They call the function.
             ahead: Calls that are under way, besides the one whose result comes next.
         """
-        for _, columns in in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), ahead):
-            yield columns
+        results = in_flight(chunks, lambda records: threads.submit(self.columns, records, fields), ahead)
+        with closing(results):
+            for _, columns in results:
+                yield columns
 
     def forms(self, records: Records) -> dict[str, tuple[Form, float]]:
         """Return the form of each column that the function returns, and the mean bytes of a ragged value.
@@ -129,20 +132,31 @@ class Runner:
             raise
         except BaseException as error:  # noqa: BLE001 (also SystemExit, and the panics of libraries in Rust)
             row, reason = _failing(call, records) or (None, error)
-            text = reason.without_row if row is not None and isinstance(reason, RowError) else _shown(reason)
+            text = reason.without_row if row is not None and isinstance(reason, RowError) else shown(reason)
             raise ChunkError(row, text) from reason
 
 
-def in_flight(chunks: Iterable[Records], submit: Callable[[Records], Future[T]], ahead: int) -> Iterator[tuple[int, T]]:
-    """Yield the rows and the result of each chunk, in order. `ahead` calls, and another one, are under way."""
+def in_flight(
+    chunks: Iterable[Records], submit: Callable[[Records], Future[T]], ahead: int
+) -> Generator[tuple[int, T], None, None]:
+    """Yield the rows and the result of each chunk, in order. `ahead` calls, and another one, are under way.
+
+    If a call raises, or the generator is closed, the queued calls are cancelled and the running ones are waited for.
+    """
     rows, calls = deque[int](), deque[Future[T]]()
-    for records in chunks:
-        rows.append(len(records))
-        calls.append(submit(records))
-        if len(calls) > ahead:
+    try:
+        for records in chunks:
+            rows.append(len(records))
+            calls.append(submit(records))
+            if len(calls) > ahead:
+                yield rows.popleft(), awaited(calls.popleft())
+        while calls:
             yield rows.popleft(), awaited(calls.popleft())
-    while calls:
-        yield rows.popleft(), awaited(calls.popleft())
+    except BaseException as error:
+        running = [call for call in calls if not call.cancel()]
+        if not isinstance(error, KeyboardInterrupt):
+            wait(running)  # They use memory that the caller has reserved.
+        raise
 
 
 def blob_of(columns: Mapping[str, Column], rows: int, layout: Layout, where: str) -> bytearray:
@@ -209,7 +223,7 @@ def _error_of(call: Callable[[Records], Any], records: Records) -> BaseException
     return None
 
 
-def _shown(error: BaseException) -> str:
+def shown(error: BaseException) -> str:
     """Return an error as text, with the line of the user's function that raised it."""
     if isinstance(error, DataError):
         return str(error)

@@ -148,18 +148,21 @@ class Mixture(MapStyle):
         return self._sources.find(numbers)
 
     def _located(self, numbers: npt.NDArray[Any]) -> list[Location]:
-        if numbers.size and numbers.dtype.kind not in "iuO":
+        if not numbers.size:
+            return []
+        if numbers.dtype.kind not in "iuO":
             raise TypeError(f"row numbers must be integers, not {numbers.dtype}")
-        flat = numbers.ravel().tolist()
-        for outside in flat:
+        for outside in (numbers.min(), numbers.max()):
             if not 0 <= outside < self.num_rows:
                 raise IndexError(f"row {outside} of a mixture of {self.num_rows} rows: row numbers count from 0")
-        rows = np.array(flat, np.int64)
+        rows = numbers.astype(np.int64).ravel()
         sources = self._sources_of(rows)
-        within = rows - self._first_rows[sources]
-        return [
-            self._datasets[source].locate(row) for source, row in zip(sources.tolist(), within.tolist(), strict=True)
-        ]
+        by_source = np.argsort(sources, kind="stable")
+        present, starts = np.unique(sources[by_source], return_index=True)
+        found: list[Location] = []
+        for source, places in zip(present.tolist(), np.split(by_source, starts[1:]), strict=True):
+            found += self._datasets[source].locate(rows[places] - self._first_rows[source])
+        return [found[position] for position in np.argsort(by_source).tolist()]
 
     def _row_store(self) -> RowStore:
         caches = [each.cached_row_groups(self.schema.names) for each in self._datasets]
@@ -244,7 +247,7 @@ def mix(
     check_choices(stop, batching)
     weights = _by_position(weights, tuple(given))  # Both raise before any source is opened.
     if given and dataset_options and all(isinstance(source, Dataset) for source in given.values()):
-        raise ConfigError(f"{min(dataset_options)}: pass it to make_dataset, not with its dataset")
+        raise ConfigError(f"{min(dataset_options)} cannot be combined with datasets: pass it to make_dataset")
     open_one = partial(_opened, options=dataset_options)
     opened = DaemonExecutor(SOURCES_AT_ONCE, "dataload-sources").map(open_one, given.values())
     datasets = dict(zip(given, opened, strict=True))

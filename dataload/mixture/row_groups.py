@@ -67,7 +67,7 @@ class MixedRowGroups:
         blobs, own = self._of(number)
         return blobs.find(own)
 
-    def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
+    def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
         blobs, own = self._of(number)
         return blobs.load(own, life)
 
@@ -102,9 +102,9 @@ class MixedRowGroups:
         for blobs in self.caches:
             blobs.touch()
 
-    def passes(self, number: int) -> bool:
+    def is_transient(self, number: int) -> bool:
         blobs, own = self._of(number)
-        return blobs.passes(own)
+        return blobs.is_transient(own)
 
     def bytes_of(self, number: int) -> int:
         blobs, own = self._of(number)

@@ -102,7 +102,7 @@ class Reader:
 
     def __init__(self, costs: Costs, order: Order | MixtureOrder, limit: int) -> None:
         self._costs, self._order = costs, order
-        need = need_of(list(zip(order.orders, costs.blobs, strict=True)), limit)
+        need = need_of(list(zip(order.orders, costs.blobs, strict=True)), limit, name=bytes(16))
         region, self._further = need.region(limit, need.total)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()

@@ -47,13 +47,13 @@ def part_of(
         window: As for the loader; None: its default.
 
     Raises:
-        ConfigError: There is no such node, or num_streams is no multiple of num_nodes.
+        ConfigError: There is no such node, or num_streams is not a multiple of num_nodes.
     """
     streams = num_nodes if num_streams is None else num_streams
     if not 0 <= node < num_nodes:
         raise ConfigError(f"node {node} of {num_nodes}: nodes count from 0")
     if streams % num_nodes:
-        raise ConfigError(f"num_streams={streams} is no multiple of {num_nodes} nodes: use one, as the loader does")
+        raise ConfigError(f"num_streams={streams} is not a multiple of {num_nodes} nodes: use one, as the loader does")
     order = order_of(manifest, seed=seed, window=window, num_streams=streams)
     own = np.flatnonzero(stream_owners(streams, num_nodes) == node)
     return list(order.blocks_from(epoch, 0, own.tolist()))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
 from typing import Any
 
 import numpy as np
 
+from dataload.errors import ConfigError
 from dataload.rows.columns import Array
-from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, libc, os_error
+from dataload.runtime.filemap import MAP_FIXED, MAP_NORESERVE, POPULATE_READ, libc, map_error
 
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2  # mremap(2)
 
@@ -73,11 +75,15 @@ def _map_memory(address: int, size: int, protection: int) -> None:
     """Map zeroed memory at an address, in place of what was mapped there.
 
     Raises:
+        ConfigError: The process has as many maps as it may have.
         OSError: The kernel cannot map the memory.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
     if libc().mmap(address, size, protection, flags, -1, 0) != address:
-        raise os_error("mapping memory")
+        error = map_error("opening a row group")
+        if error.errno == errno.ENOMEM:
+            raise ConfigError(error.strerror) from error
+        raise error
 
 
 def _map_again(memory: memoryview, address: int) -> bool:

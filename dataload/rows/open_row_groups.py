@@ -85,7 +85,7 @@ class OpenRowGroups:
                 if self._layout.ragged:
                     self._blobs[number] = blob
         except BaseException:
-            self._free += slots
+            self._release(first, slots)
             raise
         self._first_records[first:last] = np.array(slots, np.int64) * self._arena.rows_per_slot
         self._slots[group] = slots
@@ -123,9 +123,13 @@ class OpenRowGroups:
 
     def _evict(self, group: int) -> None:
         slots = self._slots.pop(group)
-        first, last = self._group_starts[group : group + 2]
+        first, last = self._group_starts[group : group + 2].tolist()
         self._first_records[first:last] = _CLOSED
-        for number, slot in zip(range(first, last), slots, strict=True):
+        self._release(first, slots)
+
+    def _release(self, first: int, slots: Sequence[int]) -> None:
+        """Drop the blobs from number `first` on, and free their slots."""
+        self._free += slots
+        for number, slot in enumerate(slots, first):
             self._blobs.pop(number, None)
             self._arena.clear(slot)
-        self._free += slots

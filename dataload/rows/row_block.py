@@ -321,7 +321,7 @@ class _Heap:
         if isinstance(column, Ragged):
             used = used[column.offsets[0] : column.offsets[-1]]
         if len(used) >= _HEAP_ELEMENTS:
-            raise DataError(f"{where} has {len(used)} elements in a few thousand rows: write smaller row groups")
+            raise DataError(f"{where} has {len(used)} elements, more than a blob can hold: write smaller row groups")
         self._values = [np.ascontiguousarray(used)]
         if field.is_bytes:
             table = spans_of(column)

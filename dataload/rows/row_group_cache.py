@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,7 @@ class RowGroupCache(SizeForecast):
         """Load a row group in the block: all its byte ranges come before those of later blocks, of whatever dataset."""
         return next_turn()
 
-    def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
+    def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
 
         Args:
@@ -102,7 +102,7 @@ class RowGroupCache(SizeForecast):
             ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
         """
         with computing():
-            return self._made_once(number, self.keys(number), None, life or RowGroupLife())
+            return self._made_once(number, self.keys(number), None, life)
 
     def is_bunched(self, number: int) -> bool:
         """Return whether `load_together` is faster than `load`."""
@@ -143,8 +143,8 @@ class RowGroupCache(SizeForecast):
         row_groups = range(len(self._manifest.row_groups))
         self._blocks.tier.touch(key for number in row_groups for key in self.keys(number))
 
-    def passes(self, number: int) -> bool:
-        """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
+    def is_transient(self, number: int) -> bool:
+        """Return whether a row group is cached only in the transient region, or not at all."""
         return self._blocks.tier.is_transient(self.keys(number))
 
     def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
@@ -209,7 +209,8 @@ class RowGroupCache(SizeForecast):
             life.enter(State.FETCHING)
             columns = self.columns_of_wider(number)
             if columns is not None:
-                return self.maker.pack(number, keys, columns, life)
+                with closing(columns):
+                    return self.maker.pack(number, keys, columns, life)
             made = self.maker.make(number, keys, life)
             self.made(number)
             return made
@@ -245,7 +246,7 @@ class RowGroupCache(SizeForecast):
             found.append(blob)
         return found
 
-    def columns_of_wider(self, number: int) -> Iterator[dict[str, Column]] | None:
+    def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:
         """Return the columns of each blob, taken from cached blobs of all columns, or None if these are not cached."""
         wider = self._wider
         found = None if wider is None else wider.cached(wider.keys(number))
@@ -336,7 +337,7 @@ class SharedBlocks:
         self._blocks_of.update(blocks_of)  # last: other threads look here first
 
 
-def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Iterator[dict[str, Column]]:
+def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:
     """Yield the columns of `layout` for every `ratio` blobs together."""
     for first in range(0, len(blobs), ratio):
         run = blobs[first : first + ratio]

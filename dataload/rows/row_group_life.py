@@ -1,4 +1,4 @@
-"""The life of a row group in a process: planned, fetching, decoding, cached, mapped, released."""
+"""The life of a row group in a process: planned, fetching, decoding, cached, mapped; or failed."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class State(Enum):
     DECODING = "decoding"  # Its blobs are decoded, packed and written to the cache. A streamed one is still fetched.
     CACHED = "cached"  # Its blobs are ready to be mapped.
     MAPPED = "mapped"  # It is open: gathers copy rows from it. `OpenRowGroups` releases it.
-    RELEASED = "released"  # It failed, or was cancelled.
+    FAILED = "failed"  # Its load raised an error, or was cancelled.
 
 
 _NEXT = {
-    State.PLANNED: {State.FETCHING, State.CACHED, State.RELEASED},  # CACHED: found, or made by another process
-    State.FETCHING: {State.DECODING, State.RELEASED},
-    State.DECODING: {State.CACHED, State.RELEASED},
-    State.CACHED: {State.MAPPED, State.RELEASED},  # RELEASED: the rest of its bunch could not be loaded
+    State.PLANNED: {State.FETCHING, State.CACHED, State.FAILED},  # CACHED: found, or made by another process
+    State.FETCHING: {State.DECODING, State.FAILED},
+    State.DECODING: {State.CACHED, State.FAILED},
+    State.CACHED: {State.MAPPED, State.FAILED},  # FAILED: the rest of its bunch could not be loaded
     State.MAPPED: set[State](),
-    State.RELEASED: set[State](),
+    State.FAILED: set[State](),
 }
 
 
 class RowGroupLife:
-    """One life of a row group, from its request until it is mapped or released. A later request begins another.
+    """One life of a row group, from its request until it is mapped or has failed. A later request begins another.
 
     Args:
         account: Account that its cost is charged to, see `Ledger`.

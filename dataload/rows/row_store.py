@@ -204,7 +204,7 @@ class RowStore(ForkAware):
                     self._request(group)
 
     def states(self) -> dict[str, int]:
-        """Return the number of row groups in each state of `State`, except those released."""
+        """Return the number of row groups in each state of `State`, except those that failed."""
         opened = self._open
         return {**self.scheduler.states(), State.MAPPED.value: 0 if opened is None else len(opened)}
 

@@ -226,7 +226,7 @@ class RowGroupScheduler:
         if isinstance(found, list):
             self.sizes[group] = sum(map(len, found))
         else:
-            life.enter(State.RELEASED)
+            life.enter(State.FAILED)
         life.account.add(under_way=-1)
         life.ended = perf_counter()
         if isinstance(found, list):
@@ -253,8 +253,8 @@ class RowGroupScheduler:
         """Whether the background decoder makes the next row group, if it can."""
         # Another process takes no work from a loop that waits for row groups most of the time. But a function of the
         # user may hold the interpreter lock, and the other process has one of its own.
-        is_wanted = self._blobs.is_mapped or not self._demand.prevails
-        return self.decoder is not None and (self.decoder.started or is_wanted)
+        is_useful = self._blobs.is_mapped or not self._demand.mostly_waiting
+        return self.decoder is not None and (self.decoder.started or is_useful)
 
 
 def _cancel_with(contents: Future[Any], call: Future[None]) -> None:

@@ -21,7 +21,7 @@ PATIENCE_SECONDS = 0.1  # for a holder that waits without `waiting`; then a thre
 class _Baton(ForkAware):
     """Threads receive the baton by turn (`in_turn`), then in the order of their requests.
 
-    It knows its holder: a thread that is interrupted while it takes the baton can tell whether it has it.
+    A thread that is interrupted while it takes the baton learns from `is_mine` whether it has it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Baton(ForkAware):
         return self._holder is threading.current_thread()
 
     def take(self) -> None:
-        """Wait for the baton. It may not come: see `is_mine`."""
+        """Block until this thread holds the baton, or `PATIENCE_SECONDS` pass without a handover; see `is_mine`."""
         this, waiter = threading.current_thread(), None
         try:
             with self._mutex:

@@ -22,7 +22,7 @@ LOOK_SECONDS = 1.0  # between two checks for the death of the parent
 
 
 class ProcessDied(Exception):
-    """Each process that was asked has died, or none can be started. The message has the exit status or the reason."""
+    """Several processes ended during one call, or none can be started. The message has the exit status or reason."""
 
 
 class ChildProcesses(ForkAware):
@@ -58,7 +58,7 @@ class ChildProcesses(ForkAware):
         self._threads = DaemonExecutor(self._count, "dataload-call")
 
     def submit(self, request: bytes | bytearray) -> Future[bytes]:
-        """Return a future of the answer. It raises `ProcessDied` if `ATTEMPTS` processes died of the request."""
+        """Return a future of the answer. It raises `ProcessDied` if `ATTEMPTS` processes end during the request."""
         return self._threads.submit(self._answer, request)
 
     def _answer(self, request: bytes | bytearray) -> bytes:
@@ -68,14 +68,25 @@ class ChildProcesses(ForkAware):
             try:
                 answer = child.call(request)
             except (EOFError, OSError):
-                statuses.append(str(child.end()))
-                with self._mutex:
-                    self.running.remove(child)
+                statuses.append(str(self._end(child)))
                 continue
+            except BaseException:  # Its answer may still be in the connection.
+                self._end(child)
+                raise
             with self._mutex:
                 self._idle.append(child)
             return answer
-        raise ProcessDied(f"{ATTEMPTS} processes died of it, with the exit status {', '.join(statuses)}")
+        raise ProcessDied(
+            f"{ATTEMPTS} processes in a row ended during the call (exit status {', '.join(statuses)}): "
+            "see their messages on stderr"
+        )
+
+    def _end(self, child: _Child) -> int:
+        """End a process that answers no more calls. Return its exit status."""
+        status = child.end()
+        with self._mutex:
+            self.running.remove(child)
+        return status
 
     def _take(self) -> _Child:
         with self._mutex:
@@ -162,10 +173,20 @@ def serve(descriptor: int, start: Callable[[bytes], Callable[[bytes], bytes | by
     """
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     connection = Connection(descriptor)
+    if (hello := _received(connection)) is None:
+        return
+    answer = start(hello)
+    while (request := _received(connection)) is not None:
+        answered = answer(request)
+        with suppress(OSError):  # The parent has ended, which `_received` notices next.
+            connection.send_bytes(answered)
+
+
+def _received(connection: Connection) -> bytes | None:
+    """Return the next message of the parent, or None if the parent has closed the connection or ended."""
     with suppress(EOFError, OSError):
-        answer = start(connection.recv_bytes())
-        while True:
-            connection.send_bytes(answer(connection.recv_bytes()))
+        return connection.recv_bytes()
+    return None
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -45,6 +46,18 @@ def os_error(doing: str) -> OSError:
     return OSError(number, f"{doing}: {os.strerror(number)}")
 
 
+def map_error(doing: str) -> OSError:
+    """Return the error of the last failed `mmap` of the C library. It has the number ENOMEM at the limit of maps."""
+    error = os_error(doing)
+    if error.errno != errno.ENOMEM:
+        return error
+    limits = f"raise vm.max_map_count (sysctl; it is {max_maps()}) or the limit of addresses (ulimit -v)"
+    return OSError(
+        errno.ENOMEM,
+        f"{doing}: this process may have no further memory map: {limits}, or use a smaller batch or window",
+    )
+
+
 class FileMap:
     """A map of the first `size` bytes of an open file. The map ends with the last view of it.
 
@@ -53,13 +66,13 @@ class FileMap:
         size: Bytes to map, at least 1.
 
     Raises:
-        OSError: The kernel cannot map the file.
+        OSError: The kernel cannot map the file, with the number ENOMEM at the limit of maps.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
         address = libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
         if address in (None, ctypes.c_void_p(-1).value):
-            raise os_error(f"mapping {size} bytes")
+            raise map_error(f"mapping {size} bytes")
         self.address: int = address
         content = (ctypes.c_ubyte * size).from_address(address)
         weakref.finalize(content, libc().munmap, address, size).atexit = False

@@ -82,8 +82,8 @@ class Served:
         stats: LoaderStats,
         ledger: Ledger,
         size_of: Callable[[int], int],
-        in_flight: int = 0,
-        source_of: Callable[[int], str | None] = lambda _: None,
+        in_flight: int,
+        source_of: Callable[[int], str | None],
     ) -> None:
         self._stats = stats
         self._source_of = source_of

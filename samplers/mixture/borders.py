@@ -91,8 +91,8 @@ def bisect(weights: Int64, total: int, residues: Int64, half: int, left: Bool, r
     """Return which current units are done at the middles of L intervals of one size: bool [S, L].
 
     At each middle a fixed number of units must be done. They are taken in the order of their begin, except where too
-    many units that end late would be done: at most ceil(sum of (p w - j)) of those that go on beyond a later position
-    p may be. So enough units that end before p are done early.
+    many units that end late would be done: of the units that end after a later position p, at most
+    ceil(sum of (p w - j)) may be done. The others must end before p.
 
     Args:
         weights: int64 [S].

@@ -60,7 +60,7 @@ class UnitSequence:
     Args:
         weights: Weight of each source, see `integer_weights`.
         seed: Seed of the exchanges in blocks.
-        end: Units of an epoch. None beyond them is asked for.
+        end: Number of units of an epoch. Callers request no later unit.
 
     Notes: a block costs 10 to 40 ms for up to 50 sources and is cached, so nearby units are cheap.
     """

@@ -39,9 +39,9 @@ def expand(state: Mapping[str, Any], windows: Sequence[int], weights: Iterable[S
     """
     whole, known = dict(state), [list(numbers) for numbers in weights]
     for name in NAMES:
-        if isinstance(wanted := state.get(name), str):
+        if isinstance(stored := state.get(name), str):
             candidates = [list(windows)] if name == "windows" else known
-            found = next((numbers for numbers in candidates if digest(numbers) == wanted), None)
+            found = next((numbers for numbers in candidates if digest(numbers) == stored), None)
             if found is None:
                 raise ConfigError(
                     f"the state has only a digest of its {name}, because of the number of sources, and these differ: "

@@ -165,8 +165,9 @@ def test_what_is_proven_is_not_hashed_again(file: Path, monkeypatch: pytest.Monk
     assert segments() == 4
 
 
-def test_what_is_remembered_is_bounded() -> None:
-    proven, status = blob_file.VerifiedSegments(most_blobs=3), SimpleNamespace(st_ino=1, st_mtime_ns=2)
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blob_file, "MOST_BLOBS", 3)
+    proven, status = blob_file.VerifiedSegments(), SimpleNamespace(st_ino=1, st_mtime_ns=2)
     for number in range(5):
         proven.add(bytes([number]), status, 1)
     assert [proven.bits(bytes([number]), status) for number in range(5)] == [0, 0, 1, 1, 1]

@@ -16,6 +16,7 @@ from typing import Any
 
 import lmdb
 import pytest
+from maps import no_more_maps
 from tiers import LIMIT, data_of, key, put
 
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
@@ -195,6 +196,32 @@ def test_degraded_serves_what_it_has_and_leaves_the_disk_alone(tmp_path: Path) -
     put(tier, "x/3")
     assert tier.stats()["health"]["state"] == "normal"
     assert tier.get(key("x/3")) == data_of("x/3")
+
+
+def test_what_reports_no_result_leaves_the_attempt_of_a_pause_to_a_fill(tmp_path: Path) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", clock)
+    put(tier, "x/0")
+    tier.health.writes.failed()
+    clock.now += FIRST_PAUSE
+    with tier.key_lock(key("row group")), tier.lock_together([key("x/3")]) as locked:
+        assert locked == [False]
+        tier.discard([key("x/0")], [])
+        put(tier, "x/3")
+    assert tier.stats()["health"]["state"] == "normal"
+    assert tier.get(key("x/3")) == data_of("x/3")
+
+
+def test_the_limit_of_memory_maps_is_no_failing_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = LocalTier(tmp_path / "cache", LIMIT, "lru", Clock())
+    put(tier, "x/0")
+    with no_more_maps():
+        found = [tier.get(key("x/0")) for _ in range(4 * READ_FAILURES)]  # Another thread may free a few maps.
+        put(tier, "x/1")
+    assert found[-READ_FAILURES:] == [None] * READ_FAILURES
+    assert tier.stats()["health"]["state"] == "normal"
+    assert sum("raise vm.max_map_count" in record.getMessage() for record in caplog.records) == 1
+    assert tier.get(key("x/0")) == data_of("x/0")
 
 
 def test_off_passes_the_tier_over(tmp_path: Path) -> None:

@@ -88,6 +88,15 @@ def test_requests_come_in_turn_and_no_more_at_a_time_than_allowed() -> None:
     held.pop().__exit__(None, None, None)
 
 
+def test_a_smaller_share_counts_the_requests_in_flight() -> None:
+    limiter = limiter_of("a smaller share", 2)
+    with limiter.request():
+        with limiter.request():
+            limiter.share(2)
+        assert not limiter._budget.fits(1)
+    assert limiter._budget.fits(1)
+
+
 def test_a_limiter_goes_with_the_last_of_its_origins() -> None:
     limiter_of("the last", 6).share(3)
     gc.collect()

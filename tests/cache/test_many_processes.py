@@ -29,11 +29,11 @@ TRIALS = 100 if NIGHTLY else 12
 READ = f"""
 import hashlib, json, random, sys
 from dataload.benchmarks.origin import s3
-from dataload.cache.origin import obstore, origin
+from dataload.cache.origin import obstore, retries
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.errors import OriginError
 
-origin.FIRST_PAUSE, obstore.STALL_SECONDS = 0.001, 1
+retries.FIRST_PAUSE, obstore.STALL_SECONDS = 0.001, 1
 endpoint, cache, seed, options = sys.argv[1:]
 options = json.loads(options)
 processes, first, last = options.pop("processes", 1), options.pop("first", 0), options.pop("last", None)

@@ -405,7 +405,7 @@ def slow_store(tmp_path: Path) -> Iterator[Server]:
 def test_faults_in_passing_change_no_byte(
     slow_store: Server, tmp_path: Path, engine: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("dataload.cache.origin.retries.FIRST_PAUSE", 0.001)
     odds = dict.fromkeys(("slow_down", "reset", "short"), 0.1) if fault == "all" else {fault: 0.3}
     fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine=engine)
     fs.ls(BUCKET)
@@ -421,8 +421,8 @@ def test_faults_in_passing_change_no_byte(
 def test_an_origin_that_stays_down_is_one_error(
     slow_store: Server, tmp_path: Path, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 3)
-    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_PAUSE", 0.001)
+    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 3)
+    monkeypatch.setattr("dataload.cache.origin.retries.FIRST_PAUSE", 0.001)
     fs = open_fs(tmp_path / "c", s3.storage_options(slow_store.endpoint_url), engine=engine)
     fs.ls(BUCKET)
     slow_store.behave(reset=1.0)
@@ -551,7 +551,7 @@ def test_parts_of_any_size_come_to_lie_where_they_belong(
 def test_a_range_that_is_read_alone_is_as_long_as_asked_for(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, came: int
 ) -> None:
-    monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 1)
+    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 1)
     bucket.put("x", DATA)
     origin = open_fs(tmp_path, bucket.options).blocks.origin
     monkeypatch.setattr(origin.engine, "get", lambda *_: b"x" * came)

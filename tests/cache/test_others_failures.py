@@ -126,7 +126,7 @@ class _BrokenOnce:
 
 
 def test_nothing_is_kept_of_a_failed_fetch(memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 1)
+    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 1)
     broken = _BrokenOnce(monkeypatch)
     fs = ours(memory, tmp_path)
     with pytest.raises(OriginError, match="bytes 1000-1999"):

@@ -177,7 +177,7 @@ def test_what_passes_through_is_asked_for_before_what_stays(
     asked: list[int] = []
     monkeypatch.setattr(dataset.rowstore, "prefetch", asked.extend)
     needs = [group for _, group in loader.sampler.needs_from(1, 0)]
-    passing = [group for group in needs if dataset.rowstore.blobs.passes(group)]
+    passing = [group for group in needs if dataset.rowstore.blobs.is_transient(group)]
     assert 10 < len(passing) < 30
     batches = iter(loader)
     next(batches)

@@ -15,6 +15,7 @@ import pytest
 
 from dataload.cache import needs
 from dataload.cache.local import blob_file, fsck
+from dataload.cache.local import tier as local_tier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.room import Need
 from dataload.cache.tier import Allocate, BlobKey, group_number
@@ -50,7 +51,7 @@ def live(path: Path, seed: int, told: int) -> None:
     draw = random.Random(seed)
     limit = LIMIT + draw.choice((0, ON_DISK))
     tier = LocalTier(path, limit)
-    tier.fill_seconds = 2.0  # for a lock whose holder is stopped
+    local_tier.FILL_SECONDS = 2.0  # of this process, for a lock whose holder is stopped
     while True:
         leased = {dataset: tier.lease(need_of(dataset, draw.randint(1, 3))) for dataset in draw.sample(DATASETS, 2)}
         for number in draw.sample(range(GROUPS), GROUPS):

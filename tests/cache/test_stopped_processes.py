@@ -152,14 +152,14 @@ def test_a_process_stopped_in_an_eviction_holds_nobody_up(
 def test_a_fill_that_was_waited_for_in_vain_is_not_waited_for_again(
     tier: LocalTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier.fill_seconds = 0.01
+    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.01)
     stop = stop_at("fill: drafted", lambda other: put(other, "y/0"))
     now = [time.monotonic()]
     tier.health.writes._clock = lambda: now[0]
     with stopped(stop, tier.path):
         put(tier, "y/0")
         assert tier.health.state == "degraded"
-        tier.fill_seconds = 3600
+        monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 3600)
         for _ in range(3):
             now[0] += 1000
             put(tier, "y/0")

@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lock_waits import announcing
 from tiers import Filler
 
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
+from dataload.cache.local import key_locks
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.memory import MemoryTier
 from dataload.cache.tier import Allocate, BlobKey, Tier
@@ -86,24 +88,18 @@ def test_a_fill_allocates_exactly_once(tier: Tier) -> None:
     assert tier.get(key("a")) is None
 
 
-def test_many_threads_fill_once(tier: Tier) -> None:
-    everyone_asks = threading.Barrier(8)
-    second_fill = threading.Event()
-    calls = []
+def test_many_threads_fill_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, calls = threading.Semaphore(0), []
+    monkeypatch.setattr(key_locks, "waiting", announcing(waits.release))
 
     def fill(allocate: Allocate) -> None:
         calls.append(1)
-        if len(calls) > 1:
-            second_fill.set()
-        second_fill.wait(0.5)  # time for a second one to start, which must not
+        for _ in range(7):  # A thread that starts a second fill does not wait.
+            assert waits.acquire(timeout=30)
         allocate(3)[:] = b"one"
 
-    def ask(_: int) -> bytes:
-        everyone_asks.wait(30)
-        return bytes(tier.get_or_fill(key("a"), fill))
-
     with ThreadPoolExecutor(8) as pool:
-        assert set(pool.map(ask, range(8))) == {b"one"}
+        assert set(pool.map(lambda _: bytes(tier.get_or_fill(key("a"), fill)), range(8))) == {b"one"}
     assert len(calls) == 1
     assert tier.stats()["misses"] == 1
     assert tier.stats()["hits"] == 7

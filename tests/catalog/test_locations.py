@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dataload import CacheConfig, make_dataset
-from dataload.catalog.locations import Location
+from dataload import CacheConfig, make_dataset, mix
+from dataload.catalog.locations import Location, Locator
 from dataload.dataset import Dataset
 
 FILES = [[40, 60], [7, 0, 93], [50, 50, 1]]
@@ -49,6 +49,26 @@ def test_numbers_are_an_int_or_a_sequence_or_a_tensor(dataset: Dataset, bucket: 
         assert dataset.locate(several) == [expected] * 2
     assert dataset.locate([]) == []
     assert dataset.locate(torch.empty(0, dtype=torch.int64)) == []
+
+
+def test_a_mixture_locates_the_rows_of_each_source_together(
+    dataset: Dataset, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture, expected = mix(dataset.split([0.5, 0.5])), locations(bucket.url("data"), FILES)
+    calls, locate = list[int](), Locator.locate
+
+    def counted(locator: Locator, numbers: Any) -> list[Location]:
+        calls.append(len(numbers))
+        return locate(locator, numbers)
+
+    monkeypatch.setattr(Locator, "locate", counted)
+    numbers = np.random.default_rng(0).permutation(N)
+    found = mixture.locate(numbers)
+    assert sorted(calls) == sorted(len(each) for each in mixture.datasets)
+    assert sorted(found) == sorted(expected)
+    for number, location in zip(numbers.tolist(), found, strict=True):
+        assert mixture.locate(number) == location
+    assert mixture.locate([]) == []
 
 
 @pytest.mark.parametrize("wrong", [-1, N, [0, N], [-1, 0], torch.tensor([N]), 10**30, np.uint64(2**63)], ids=str)

@@ -29,7 +29,7 @@ def test_a_full_table_is_emptied() -> None:
     for first in (0, 40_000, 0, 100_000, 60_000):
         numbers = np.arange(first, first + 300)
         np.testing.assert_array_equal(table.rows(numbers), ROWS[numbers])
-        assert table.expanded_bytes <= 2 * 2 * 65_536
+        assert table._expanded_bytes <= 2 * 2 * 65_536
 
 
 def test_the_limit_follows_what_is_open() -> None:

@@ -76,7 +76,7 @@ def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[
         ({"filters": [("id", "~", 3)]}, "the operator one of"),
         ({"filters": [("id", "in", 3)]}, "needs a list of values"),
         ({"cache": True}, "cache=True must be a CacheConfig"),
-        ({"cache": False, "cache_dir": "x"}, "cache_dir: cache=False has no cache, leave it out"),
+        ({"cache": False, "cache_dir": "x"}, "cache_dir: not allowed with cache=False, leave it out"),
         ({"cache_dir": 3}, "cache_dir=3 must be a path"),
         ({"cache_dir": "a\0b"}, "must be a path"),
         ({"cache_bytes": "many"}, "cache_bytes='many' is not a size"),

@@ -80,20 +80,26 @@ def test_a_memory_budget_is_granted_in_request_order() -> None:
 
 def test_a_reservation_that_waits_gets_all_of_a_budget_that_became_smaller() -> None:
     budget, granted = MemoryBudget(10), threading.Event()
+    looks = threading.Semaphore(0)  # one for each time that the waiter looks whether it fits
+
+    def look() -> bool:
+        looks.release()
+        return False
 
     def reserve() -> None:
-        with budget.reserve(25):
+        with budget.reserve(25, look):
             granted.set()
 
     thread = threading.Thread(target=reserve)
     with budget.reserve(2):
         with budget.reserve(3):
             thread.start()
-            while not budget._waiters:
-                threading.Event().wait(0.001)
+            assert looks.acquire(timeout=60)
             budget.resize(4)
-            assert not granted.is_set()
-        assert not granted.wait(0.01)  # 2 of 4 are free.
+            assert looks.acquire(timeout=60)
+        assert looks.acquire(timeout=60)
+        with budget._mutex:  # It looked, and waits again.
+            assert not granted.is_set()  # 2 of 4 are free.
         budget.resize(6)
     thread.join(60)
     assert granted.is_set()
@@ -159,7 +165,7 @@ def test_the_transient_region_grows_where_that_is_negligible(groups: int, furthe
     group_bytes = blobs.num_bytes // groups
 
     def region(limit: int) -> tuple[int, int]:
-        need = need_of([(order, blobs)], limit)
+        need = need_of([(order, blobs)], limit, bytes(16))
         return need.region(limit, need.total)
 
     window = math.ceil(4 * group_bytes / FITS)

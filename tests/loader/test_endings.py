@@ -38,7 +38,7 @@ if __name__ == "__main__":
     if {filled}:
         scheduler.BACKGROUND_BYTES = 0
         dataset.rowstore.prefetch([0])
-        dataset.rowstore.scheduler.decoder.make(0)
+        dataset.rowstore.scheduler.decoder.begin()
         dataset.rowstore.scheduler.decoder._process.ready.wait()
     print("made", flush=True)
     sys.stdin.readline()

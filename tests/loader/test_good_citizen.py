@@ -221,7 +221,7 @@ def test_getting_a_file_needs_memory_for_a_few_blocks_only(memory: Any, tmp_path
 
 
 def test_a_partial_file_is_deleted(fs: TierCacheFileSystem, memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dataload.cache.origin.origin.ATTEMPTS", 1)
+    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 1)
     read = type(memory).cat_file
 
     def failing(self: Any, path: str, start: int | None = None, end: int | None = None, **rest: Any) -> bytes:

@@ -21,10 +21,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from pyarrow import feather
+from row_groups import make_in_background
 
 import dataload
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.local.tier import LocalTier
+from dataload.cache.room import Need
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture, mixture
@@ -409,6 +412,30 @@ def test_the_length_follows_new_weights(sources: Sources) -> None:
     assert before < len(loader) == len(list(loader))
 
 
+def test_the_capacity_follows_new_weights_when_an_epoch_begins(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The length, the padding and the state take no I/O, and raise nothing about the cache."""
+    mixture = mix(sources(), [1, 1, 1])
+    loader = make_loader(mixture, 1, world=World(0, 1))
+    leased, lease = list[Need](), LocalTier.lease
+
+    def counted(tier: LocalTier, need: Need) -> Any:
+        leased.append(need)
+        return lease(tier, need)
+
+    monkeypatch.setattr(LocalTier, "lease", counted)
+    mixture.set_weights([2, 1, 1])
+    state = loader.state_dict()
+    assert (len(loader), loader.padding, state["weights"]) == (len(loader), 0, [2, 1, 1])
+    loader.load_state_dict(state)
+    assert leased == []
+    list(loader)
+    assert len(leased) == 1
+    list(loader)
+    assert len(leased) == 1
+
+
 # Bytes
 
 
@@ -561,12 +588,12 @@ def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources
     mixture = mix(sources())
     blobs = mixture.rowstore.blobs
     decoder = BackgroundDecoder(blobs)
-    decoder.make(0)  # starts it
+    make_in_background(decoder, 0)  # starts it
     assert decoder._process is not None
     assert decoder._process.ready.wait(60)
     try:
         for group in [number for number, group in enumerate(mixture.row_groups) if group.rows]:
-            assert decoder.make(group)
+            assert make_in_background(decoder, group)
             assert blobs.find(group) is not None
     finally:
         decoder.end()
@@ -739,7 +766,7 @@ def test_the_cache_of_the_sources(tmp_path: Path, options: dict[str, Any]) -> No
     [
         ({"cache": True}, "cache=True must be a CacheConfig, False"),
         ({"cache": "/nvme"}, "cache='/nvme' must be"),
-        ({"cache": False, "cache_bytes": 10}, "cache_bytes: cache=False has no cache, leave it out"),
+        ({"cache": False, "cache_bytes": 10}, "cache_bytes: not allowed with cache=False, leave it out"),
         ({"cache": CacheConfig(), "cluster": "valkey://:password@x"}, r"cluster: pass it inside cache=CacheConfig"),
         ({"cache_bytes": 0}, "cache_bytes=0"),
     ],

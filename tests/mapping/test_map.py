@@ -24,11 +24,12 @@ import pytest
 import tiers
 import torch
 from clusters import until
+from row_groups import load
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError, DataError
-from dataload.mapping import row_groups
+from dataload.mapping import processes, row_groups
 from dataload.planning.plan import plan
 from dataload.planning.simulate import Files
 from dataload.planning.warm import order_of, warm
@@ -358,7 +359,7 @@ def test_the_plan_forecasts_the_bytes_of_mapped_rows(dataset: Dataset) -> None:
     blobs = mapped.rowstore.blobs
     forecast = plan([Files(mapped.manifest, blobs, mapped.blocks)], order_of(mapped.manifest), 16)
     assert forecast.is_estimate
-    exact = sum(len(blob) for number in range(len(mapped.row_groups)) for blob in blobs.load(number))
+    exact = sum(len(blob) for number in range(len(mapped.row_groups)) for blob in load(blobs, number))
     assert exact * 0.9 < forecast.decoded_bytes < exact * 1.1
     assert forecast.first_epoch.bytes > 0
 
@@ -508,8 +509,49 @@ def test_several_deaths_of_one_chunk_are_an_error(
         return {"id": batch["id"]}
 
     mapped = dataset.map(deadly, processes=1)
-    with pytest.raises(DataError, match=rf"{file} row group 0 rows 0 to 19: .*2 processes died.*3, 3"):
+    with pytest.raises(DataError, match=rf"{file} row group 0 rows 0 to 19: .*2 processes in a row ended.*status 3, 3"):
         mapped[0]
+
+
+def spoil_results(error: Exception) -> None:
+    def fails(*_: Any) -> bytearray:
+        raise error
+
+    processes.blob_of = fails
+
+
+@pytest.mark.parametrize("error", [DataError("x has too many elements"), MemoryError("64 GB"), OSError("no space")])
+def test_results_that_a_process_cannot_send_are_an_error(dataset: Dataset, error: Exception) -> None:
+    parent = os.getpid()
+
+    def spoiling(batch: dict[str, Any]) -> dict[str, Any]:
+        if os.getpid() != parent:
+            spoil_results(error)
+        return {"id": batch["id"]}
+
+    with pytest.raises(DataError, match=rf"row group 0 rows 0 to 19: .*{error}"):
+        dataset.map(spoiling, version="1", processes=1)[0]
+
+
+def loaded_in(process: int) -> Loadable:
+    if os.getpid() != process:
+        sys.exit("no such option")
+    return Loadable()
+
+
+class Loadable:
+    """A function of a script that exits when another process imports it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return loaded_in, (os.getpid(),)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"id": batch["id"]}
+
+
+def test_a_script_that_exits_when_a_process_imports_it_is_named_as_the_cause(dataset: Dataset) -> None:
+    with pytest.raises(DataError, match="cannot load the function: SystemExit: no such option"):
+        dataset.map(Loadable(), version="1", processes=1)[0]
 
 
 class Endless:

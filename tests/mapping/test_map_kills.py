@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tiers
+from row_groups import make_in_background
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cache.local import failpoints, fsck
@@ -97,8 +98,8 @@ def test_a_kill_of_the_background_decoder(file: Path, cache: CacheConfig, tmp_pa
     decoder.begin()
     process = decoder._process
     assert process.ready.wait(60)
-    assert decoder.make(0)
-    assert not decoder.make(6)
+    assert make_in_background(decoder, 0)
+    assert not make_in_background(decoder, 6)
     assert process.ended.wait(60)
     assert (tmp_path / "killed").exists()
     check(dataset)

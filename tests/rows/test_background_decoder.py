@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from row_groups import load, make_in_background
 from threads import no_more_threads
 
 from dataload import CacheConfig, make_dataset, make_loader
@@ -35,7 +38,7 @@ def dataset(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> 
 @pytest.fixture
 def decoder(dataset: Any) -> Iterator[BackgroundDecoder]:
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
-    decoder.make(0)  # starts it
+    make_in_background(decoder, 0)  # starts it
     assert decoder._process is not None
     assert decoder._process.ready.wait(60)
     yield decoder
@@ -53,14 +56,14 @@ def not_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_caches_row_groups_for_this_process(decoder: BackgroundDecoder, dataset: Any, not_here: None) -> None:
-    assert decoder.make(3)
-    assert decoder.make(3)
-    assert [len(blob) > 0 for blob in dataset.rowstore.blobs.load(3)] == [True]
+    assert make_in_background(decoder, 3)
+    assert make_in_background(decoder, 3)
+    assert [len(blob) > 0 for blob in load(dataset.rowstore.blobs, 3)] == [True]
     assert decoder.counts()["requests_origin"] >= 1
 
 
 def test_it_never_imports_torch_and_yields_to_others(decoder: BackgroundDecoder) -> None:
-    assert decoder.make(0)
+    assert make_in_background(decoder, 0)
     process = psutil.Process(decoder._process._popen.pid)
     assert process.nice() == 19
     assert not [each.path for each in process.memory_maps() if "libtorch" in each.path]
@@ -68,7 +71,7 @@ def test_it_never_imports_torch_and_yields_to_others(decoder: BackgroundDecoder)
 
 def test_it_reads_s3_without_s3fs(decoder: BackgroundDecoder) -> None:
     """It receives what this process has resolved, because the imports of s3fs take longer than a row group."""
-    assert decoder.make(1)
+    assert make_in_background(decoder, 1)
     assert decoder._process is not None
     libraries = Path(f"/proc/{decoder._process._popen.pid}/maps").read_text()
     assert "/obstore/" in libraries
@@ -80,12 +83,12 @@ def test_an_error_of_the_process_is_raised_by_the_caller(
 ) -> None:
     dataset = make_dataset(dataset_of([[5] * 3]), storage_options=bucket.options, cache=cache)
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
-    decoder.make(0)
+    make_in_background(decoder, 0)
     assert decoder._process.ready.wait(60)
     for found in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]:
         bucket.client.delete_object(Bucket=bucket.name, Key=found["Key"])
     with pytest.raises(OriginNotFound, match="does not exist"):
-        decoder.make(1)
+        make_in_background(decoder, 1)
     decoder.end()
 
 
@@ -93,11 +96,21 @@ def test_after_a_kill_the_caller_decodes_and_another_process_starts(decoder: Bac
     first = decoder._process
     first._popen.kill()
     assert first.ended.wait(60)
-    assert not decoder.make(1)
+    assert not make_in_background(decoder, 1)
     assert dataset.rowstore.gather(np.array([5])).rows["row_id"].tolist() == [5]
     assert decoder._process is not first
     assert decoder._process.ready.wait(60)
-    assert decoder.make(2)
+    assert make_in_background(decoder, 2)
+
+
+def test_a_process_that_has_ended_is_not_kept(decoder: BackgroundDecoder) -> None:
+    """The process of a long pause ends, so there may be many of them in a run."""
+    ended = weakref.ref(decoder._process)
+    decoder.end()
+    decoder.begin()
+    gc.collect()
+    assert decoder._process is not None
+    assert ended() is None
 
 
 def test_demand_ends_the_wait_for_the_process(
@@ -107,7 +120,7 @@ def test_demand_ends_the_wait_for_the_process(
     process, demand = decoder._process, DemandSignal()
     os.kill(process._popen.pid, signal.SIGSTOP)
     answers: list[bool] = []
-    asking = threading.Thread(target=lambda: answers.append(decoder.make(8, demand)))
+    asking = threading.Thread(target=lambda: answers.append(make_in_background(decoder, 8, demand)))
     asking.start()
     while 8 not in process._requests:
         threading.Event().wait(0.001)
@@ -115,12 +128,12 @@ def test_demand_ends_the_wait_for_the_process(
     with demand.waiting():
         asking.join(60)
         assert answers == [False]
-        assert not decoder.make(9, demand)
+        assert not make_in_background(decoder, 9, demand)
         assert 9 not in process._requests
     assert dataset.rowstore.gather(np.array([40])).rows["row_id"].tolist() == [40]
     os.kill(process._popen.pid, signal.SIGCONT)
-    assert decoder.make(8, demand)
-    assert decoder.make(9, demand)
+    assert make_in_background(decoder, 8, demand)
+    assert make_in_background(decoder, 9, demand)
 
 
 def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder, dataset: Any) -> None:
@@ -128,14 +141,14 @@ def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder,
     blobs = dataset.rowstore.blobs
     with demand.waiting(), blobs.memory.held.reserve(sys.maxsize):
         assert decoder._blobs is blobs
-        assert decoder.make(10, demand)
+        assert make_in_background(decoder, 10, demand)
 
 
 def test_the_kill_of_a_stopped_process_ends_the_wait(decoder: BackgroundDecoder) -> None:
     process = decoder._process
     os.kill(process._popen.pid, signal.SIGSTOP)
     answers: list[bool] = []
-    asking = threading.Thread(target=lambda: answers.append(decoder.make(7)))
+    asking = threading.Thread(target=lambda: answers.append(make_in_background(decoder, 7)))
     asking.start()
     while 7 not in process._requests:
         threading.Event().wait(0.001)
@@ -150,12 +163,12 @@ def test_row_groups_that_the_cache_has_no_space_for_pause_the_decoder(
     cache = CacheConfig(str(tmp_path / "small"), 4000)
     dataset = make_dataset(dataset_of([[50] * 4]), storage_options=bucket.options, cache=cache)
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
-    decoder.make(0)
+    make_in_background(decoder, 0)
     assert decoder._process.ready.wait(60)
-    cached = [decoder.make(group) for group in range(4)]
+    cached = [make_in_background(decoder, group) for group in range(4)]
     assert not all(cached)
     assert decoder._paused_until > 0
-    assert not decoder.make(0)
+    assert not make_in_background(decoder, 0)
     decoder.end()
 
 
@@ -176,7 +189,7 @@ def test_after_three_failures_no_process_is_started(dataset: Any, monkeypatch: p
     decoder = BackgroundDecoder(dataset.rowstore.blobs)
     seen = set()
     while True:
-        decoder.make(0)
+        make_in_background(decoder, 0)
         if decoder._process is None:
             break
         seen.add(decoder._process)
@@ -189,7 +202,7 @@ def test_a_loader_uses_it_for_row_groups_that_are_not_cached(
     dataset: Any, monkeypatch: pytest.MonkeyPatch, cache: CacheConfig
 ) -> None:
     monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
-    monkeypatch.setattr(DemandSignal, "prevails", False)
+    monkeypatch.setattr(DemandSignal, "mostly_waiting", False)
     loader = make_loader(dataset, 10)
     for _ in range(2):
         assert sorted(np.concatenate([batch["row_id"] for batch in loader]).tolist()) == list(range(200))
@@ -231,14 +244,14 @@ def test_demand_prevails_until_waits_are_less_than_half_of_the_time(monkeypatch:
     times = iter([0.0, 0.9, 1.0, 4.0, 5.9, 6.1, 7.0, 20.0, 20.1])
     monkeypatch.setattr("dataload.rows.background_decoder.client.perf_counter", lambda: next(times))
     demand = DemandSignal()  # at 0 s
-    assert demand.prevails  # too early to tell
+    assert demand.mostly_waiting  # too early to tell
     with demand.waiting():  # at 1 s
         pass  # until 4 s
-    assert demand.prevails  # 2.9 s without a wait, 3 s in waits
-    assert not demand.prevails  # 3.1 s without a wait
+    assert demand.mostly_waiting  # 2.9 s without a wait, 3 s in waits
+    assert not demand.mostly_waiting  # 3.1 s without a wait
     with demand.waiting():  # at 7 s
         pass  # until 20 s
-    assert demand.prevails
+    assert demand.mostly_waiting
 
 
 def test_a_loop_whose_workers_gather_starts_it(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +276,7 @@ def test_a_forked_child_does_not_end_it(decoder: BackgroundDecoder) -> None:
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert decoder.make(4)
+    assert make_in_background(decoder, 4)
 
 
 PROGRAM = """
@@ -272,7 +285,7 @@ PROGRAM = """
     from dataload import CacheConfig, make_dataset, make_loader
     from dataload.rows import scheduler
     scheduler.BACKGROUND_BYTES = 0
-    scheduler.DemandSignal.prevails = False
+    scheduler.DemandSignal.mostly_waiting = False
     options = {"key": "a", "secret": "b", "endpoint_url": sys.argv[1]}
     dataset = make_dataset(sys.argv[2], storage_options=options, cache=CacheConfig(sys.argv[3], "1GB"))
     loader = make_loader(dataset, 4)
@@ -312,10 +325,10 @@ def test_a_dataset_that_cannot_be_pickled_is_logged(
     monkeypatch.setattr(type(blobs), "__reduce__", fails)
     decoder = BackgroundDecoder(blobs)
     for _ in range(MAX_FAILURES):
-        assert not decoder.make(0)
+        assert not make_in_background(decoder, 0)
         assert decoder._process is not None
         assert decoder._process.ended.wait(60)
-    assert not decoder.make(0)
+    assert not make_in_background(decoder, 0)
     assert "cannot pickle a session" in caplog.text
     decoder.end()
 
@@ -323,7 +336,7 @@ def test_a_dataset_that_cannot_be_pickled_is_logged(
 def test_it_is_optional_where_no_thread_can_start(dataset: Any) -> None:
     decoder, before = BackgroundDecoder(dataset.rowstore.blobs), psutil.Process().children()
     with no_more_threads():
-        assert not decoder.make(0)
-    assert not decoder.make(0)
+        assert not make_in_background(decoder, 0)
+    assert not make_in_background(decoder, 0)
     assert psutil.Process().children() == before  # the process that was started for the thread has ended
     assert dataset.rowstore.blobs.make(0)

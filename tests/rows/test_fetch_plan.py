@@ -22,9 +22,11 @@ from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import parquet, range_stream
+from dataload.formats.range_stream import fetched_buffers
 from dataload.rows.making import bunches, row_group_maker, row_group_memory
-from dataload.rows.making.row_group_memory import MEMORY_DIVISOR, MIN_MEMORY, TRAINER_DIVISOR
+from dataload.rows.making.row_group_memory import MEMORY_DIVISOR, MIN_MEMORY, RELEASED_BYTES, TRAINER_DIVISOR
 from dataload.runtime import baton
+from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.runtime.usable_memory import usable_memory
 
 GROUPS, GROUP_BYTES = 12, 4_000_000
@@ -201,12 +203,14 @@ def test_a_wait_for_another_process_holds_no_memory(
         assert waits.result(30)
 
 
-def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(files: Path, tmp_path: Path) -> None:
+def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other row groups are published meanwhile, which tells the tier that its disk works."""
     dataset = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache")))
     blobs, tier = dataset.rowstore.blobs, dataset.blocks.tier
     assert isinstance(tier, LocalTier)
-    tier.fill_seconds = 0.2
+    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.2)
     with tier.key_lock(blobs._key(0, "row group")), ThreadPoolExecutor(1) as pool:
         waits = pool.submit(blobs.make, 0)
         others = iter([*range(1, GROUPS)])
@@ -266,6 +270,20 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
     monkeypatch.setattr(parquet.pq, "ParquetFile", noted)
     with maker.opened(0):
         assert needed / 2 < sum(taken) <= needed
+
+
+def test_bytes_that_were_never_reserved_do_not_count_as_returned(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(10)}), tmp_path / "x.parquet")
+    maker = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs.maker
+    buffer = fetched_buffers.take(1000)
+    fetched_buffers.give_back(buffer)
+    with pytest.raises(ReservationCancelled), maker.memory.hold(RELEASED_BYTES, lambda: True):
+        pass
+    assert fetched_buffers.take(1000) is buffer
+    fetched_buffers.give_back(buffer)
+    with maker.memory.hold(RELEASED_BYTES, lambda: False):
+        pass
+    assert fetched_buffers.take(1000) is not buffer
 
 
 PROGRAM = """

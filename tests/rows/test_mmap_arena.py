@@ -7,9 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pytest
+from maps import no_more_maps
 
+from dataload.errors import ConfigError
+from dataload.formats.schema import Layout, fields_of
+from dataload.mapping.running import blob_of
+from dataload.rows.arrow_decode import decode
+from dataload.rows.collate import to_batch
 from dataload.rows.mmap_arena import MmapArena
+from dataload.rows.open_row_groups import OpenRowGroups
 
 WORDS = 3  # a record of 24 bytes divides no page
 
@@ -76,6 +84,45 @@ def test_a_shorter_blob_leaves_nothing_of_the_one_before(blob: Path) -> None:
     arena.put(0, view(blob, 1000))
     arena.put(0, memoryview(b""))
     assert words(arena.take(np.array([999]))) == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_the_limit_of_memory_maps_is_named(blob: Path, *, is_file: bool) -> None:
+    arena = MmapArena(100, 1000, WORDS * 8)
+    content = view(blob, 1000) if is_file else memoryview(bytearray(records(10, 0)))
+    with no_more_maps(), pytest.raises(ConfigError, match=r"no further memory map: raise vm\.max_map_count"):
+        for slot in range(1, 100, 2):  # Another thread may free a few maps.
+            arena.put(slot, content)
+    arena.put(1, content)
+    assert words(arena.take(np.array([arena.rows_per_slot + 9]))) == [[27, 28, 29]]
+
+
+def open_row_groups() -> OpenRowGroups:
+    """Return room for two row groups of two blobs of ten rows each."""
+    layout = Layout(fields_of(pa.schema([("text", pa.string())])))
+    return OpenRowGroups(2, np.array([0, 2, 4]), np.array([0, 10, 20, 30, 40]), layout)
+
+
+def test_a_row_group_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:
+    layout, path = Layout(fields_of(pa.schema([("text", pa.string())]))), tmp_path / "blob"
+    texts = decode(pa.table({"text": [f"row {number}" for number in range(10)]}), layout.fields, None, "", None)
+    path.write_bytes(blob_of(texts, 10, layout, ""))
+    opened = open_row_groups()
+
+    def content() -> memoryview:
+        with path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+    with pytest.raises(TypeError):
+        opened.put(0, [content(), None], keep=[])  # type: ignore[list-item]
+    assert not mapped(path)
+    assert 0 not in opened
+    opened.put(0, [content(), content()], keep=[])
+    opened.put(1, [content(), content()], keep=[0])
+    rows = np.array([0, 19, 39])
+    taken = opened.take(rows, rows // 10)
+    assert taken is not None
+    assert to_batch(taken)["text"] == ["row 0", "row 9", "row 9"]
 
 
 def test_records_of_odd_sizes() -> None:

@@ -17,10 +17,10 @@ from dataload.rows.row_group_life import RowGroupLife, State
 PATHS = [
     [State.PLANNED, State.FETCHING, State.DECODING, State.CACHED, State.MAPPED],  # made here
     [State.PLANNED, State.CACHED, State.MAPPED],  # found in the cache
-    [State.PLANNED, State.RELEASED],  # cancelled
-    [State.PLANNED, State.CACHED, State.RELEASED],  # The rest of its bunch could not be loaded.
-    [State.PLANNED, State.FETCHING, State.RELEASED],  # The origin failed.
-    [State.PLANNED, State.FETCHING, State.DECODING, State.RELEASED],  # It cannot be decoded.
+    [State.PLANNED, State.FAILED],  # cancelled
+    [State.PLANNED, State.CACHED, State.FAILED],  # The rest of its bunch could not be loaded.
+    [State.PLANNED, State.FETCHING, State.FAILED],  # The origin failed.
+    [State.PLANNED, State.FETCHING, State.DECODING, State.FAILED],  # It cannot be decoded.
 ]
 STEPS = {step for path in PATHS for step in pairwise(path)}
 
@@ -78,7 +78,7 @@ def test_a_row_group_that_cannot_be_decoded_is_released(tmp_path: Any, noted: li
     store = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore
     with pytest.raises(DataError):
         store.gather(np.array([0]))
-    assert noted == [State.FETCHING, State.DECODING, State.RELEASED]
+    assert noted == [State.FETCHING, State.DECODING, State.FAILED]
     assert store.states()["mapped"] == 0
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from row_groups import load
 
 from dataload import make_dataset
 from dataload.rows import row_group_plan
@@ -31,7 +32,7 @@ def blobs_of(path: Path, column: list[Any], fill_null: Any = None, **options: An
 
 
 def made(blobs: RowGroupCache, group: int = 0) -> int:
-    return sum(map(len, blobs.load(group)))
+    return sum(map(len, load(blobs, group)))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import random
+import re
 import sys
 from collections import Counter
 from itertools import chain, islice, product
@@ -277,9 +278,20 @@ def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
     assert type(sampler.epoch) is int
 
 
-def test_numbers_named_by_errors_work():
-    ShardedSampler(LENGTHS, 8, 0, batch_size=4, num_streams=8, num_nodes=4)
-    ShardedSampler(LENGTHS, 8, 0, batch_size=4, num_streams=32, num_nodes=2)
+@pytest.mark.parametrize(("num_streams", "num_nodes"), [(3, 2), (10, 4), (64, 2), (3, 3)])
+def test_numbers_named_by_errors_work(num_streams, num_nodes):
+    """The errors name first the number of nodes that works, and then the number of streams."""
+    options = {"num_replicas": 8, "rank": 0, "batch_size": 4, "num_streams": num_streams, "num_nodes": num_nodes}
+    for name in ("num_nodes", "num_streams"):
+        if name == "num_streams" or 8 % num_nodes:
+            with pytest.raises(ConfigError) as raised:
+                ShardedSampler(LENGTHS, **options)
+            named = re.search(rf"(?:use|nearest is) {name}=(\d+)", str(raised.value))
+            options[name] = int(named[1])
+    ShardedSampler(LENGTHS, **options)
+
+
+def test_one_stream_and_file_order_work_on_any_nodes():
     ShardedSampler(LENGTHS, 8, 0, batch_size=4, num_streams=1, num_nodes=3)
     ShardedSampler(LENGTHS, 8, 0, batch_size=4, num_streams=3, num_nodes=2, shuffle=False)
 

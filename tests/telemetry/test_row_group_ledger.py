@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from row_groups import make_in_background
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.rows import scheduler
@@ -62,7 +63,7 @@ def start_decoder(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
     dataset.rowstore.prefetch([])
     decoder = dataset.rowstore.scheduler.decoder
-    decoder.make(0)
+    make_in_background(decoder, 0)
     assert decoder._process.ready.wait(60)
     return decoder
 
@@ -251,9 +252,9 @@ def test_the_reads_of_another_loop_are_not_charged_to_this_one(dataset: Any) -> 
 # Accounts
 
 
-def served_by(ledger: Ledger) -> tuple[LoaderStats, Served]:
+def served_by(ledger: Ledger, in_flight: int = 0) -> tuple[LoaderStats, Served]:
     stats = LoaderStats()
-    return stats, Served(stats, ledger, lambda _: 100)
+    return stats, Served(stats, ledger, lambda _: 100, in_flight, lambda _: None)
 
 
 def test_a_row_group_is_counted_when_its_load_has_ended() -> None:
@@ -279,8 +280,7 @@ def test_a_loop_that_ends_before_a_load_counts_by_the_entries_so_far() -> None:
 
 
 def test_a_hit_of_a_worker_waits_for_the_answers_that_may_turn_it_into_a_miss() -> None:
-    stats = LoaderStats()
-    served = Served(stats, Ledger(), lambda _: 100, in_flight=2)
+    stats, served = served_by(Ledger(), in_flight=2)
     served.use({3: {}, 4: {}})
     served.use({3: {"decoded": 1, "bytes_origin": 50}})
     assert (stats.hits, stats.misses, stats.bytes_local) == (0, 1, 0)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from row_groups import make_in_background
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
@@ -95,7 +96,7 @@ def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, backgroun
     if background:
         monkeypatch.setattr(scheduler, "BACKGROUND_BYTES", 0)
         dataset.rowstore.prefetch([])
-        dataset.rowstore.scheduler.decoder.make(0)
+        make_in_background(dataset.rowstore.scheduler.decoder, 0)
         assert dataset.rowstore.scheduler.decoder._process.ready.wait(60)
     origin.behave(latency=0.1, bytes_per_second=4e6 if background else 1e7)  # the low-priority process decodes late
     options: dict[str, Any] = {"transform": Slow(0), "num_workers": num_workers} if num_workers else {}
@@ -246,6 +247,10 @@ def test_old_changes_are_forgotten() -> None:
     assert sum(spent.values()) == pytest.approx(until - since)
 
 
-def test_without_a_timeline_nothing_is_recorded() -> None:
+def test_nothing_is_recorded_outside_of_a_timeline() -> None:
+    timeline = Timeline("collate")
+    with timeline.here():
+        pass
     with doing("origin"):
         waited(0.0, Timeline(), "disk")
+    assert len(timeline._changes) == 1

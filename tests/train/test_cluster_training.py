@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from clusters import PATIENCE, Server, ServerCluster, running_server, until  # noqa: F401
+from row_groups import make_in_background
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.cache.tier import BlobKey
@@ -498,8 +499,8 @@ def test_a_process_that_fills_shares_what_it_makes(bucket: Any, hosts: Hosts, cl
     url = write(bucket, 60)
     first, second = (hosts(url, cluster=cluster_server.url) for _ in range(2))
     decoder = BackgroundDecoder(first.rowstore.blobs)
-    until(lambda: decoder.make(0))
-    assert all(decoder.make(group) for group in range(60))
+    until(lambda: make_in_background(decoder, 0))
+    assert all(make_in_background(decoder, group) for group in range(60))
     decoder.end()
     first.blocks.settle()
     fetched(bucket)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import count, pairwise, repeat
 from typing import Any, NamedTuple
 
@@ -191,6 +191,14 @@ class Machine(nn.Module):
         return self.layer(x)
 
 
+@contextmanager
+def clock_of(model):
+    """Time the steps by the clock of the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_size, "perf_counter", lambda: model.now)
+        yield
+
+
 def found(seconds, capacity=10**9, **options):
     """Return the batch size that this rank finds, and the sizes that it tries."""
     rank = World.detect().rank
@@ -198,22 +206,16 @@ def found(seconds, capacity=10**9, **options):
         seconds[rank] if isinstance(seconds, tuple) else seconds,
         capacity[rank] if isinstance(capacity, tuple) else capacity,
     )
-    batch_size.perf_counter = lambda: model.now
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     before, drawn = parameters_of(model).clone(), torch.get_rng_state()
-    size = find_batch_size(
-        model, optimizer, {"x": Rows(8).x, "y": Rows(8).y}, squared_error, precision="fp32", **options
-    )
+    batch = {"x": Rows(8).x, "y": Rows(8).y}
+    with clock_of(model):
+        size = find_batch_size(model, optimizer, batch, squared_error, precision="fp32", **options)
     assert torch.equal(parameters_of(model), before)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert not optimizer.state
     assert all(parameter.grad is None for parameter in model.parameters())
     return size, sorted(set(model.sizes))
-
-
-@pytest.fixture(autouse=True)
-def clock(monkeypatch):
-    monkeypatch.setattr(batch_size, "perf_counter", batch_size.perf_counter)
 
 
 def overhead(rows):
@@ -305,10 +307,10 @@ class Bulky(torch.Tensor):
 
 def test_a_batch_that_does_not_even_go_to_the_device_does_not_fit():
     model = Machine(overhead)
-    batch_size.perf_counter = lambda: model.now
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     batch = {"x": Rows(8).x.as_subclass(Bulky), "y": Rows(8).y}
-    assert find_batch_size(model, optimizer, batch, squared_error, precision="fp32") == 32
+    with clock_of(model):
+        assert find_batch_size(model, optimizer, batch, squared_error, precision="fp32") == 32
 
 
 def test_ranks_find_the_same(ranks):

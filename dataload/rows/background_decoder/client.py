@@ -39,7 +39,7 @@ _program_exits = threading.Event()
 
 
 class DemandSignal:
-    """Whether a thread waits for row groups. Then none should be left to a process of low priority."""
+    """Records whether a thread waits for a row group. If so, the training process decodes it: the worker is slow."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -54,8 +54,8 @@ class DemandSignal:
         return bool(self._waiting)
 
     @property
-    def prevails(self) -> bool:
-        """Whether threads have waited more than half of the time, or too little time has passed to tell."""
+    def mostly_waiting(self) -> bool:
+        """Whether threads waited more than half of the time, or it is too early to tell."""
         with self._mutex:
             now = perf_counter()
             waited = self._waited + (now - self._last if self._waiting else 0)
@@ -106,6 +106,7 @@ class BackgroundDecoder(ForkAware):
     def __init__(self, blobs: RowGroups) -> None:
         self._blobs = blobs
         self._process: _Process | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None  # ends the process
         self.after_fork_in_child()
         super().__init__()
 
@@ -115,12 +116,13 @@ class BackgroundDecoder(ForkAware):
             self._process.disown()
         self._mutex = threading.Lock()
         self._process = None
+        self._detach_finalizer()
         self._account = Counters()
         self._failures = 0
         self._paused_until = 0.0
         self.spent = Counters()
 
-    def make(self, group: int, demand: DemandSignal | None = None, account: Counters | None = None) -> bool:
+    def make(self, group: int, demand: DemandSignal, account: Counters) -> bool:
         """Cache the row group. Return whether the process did it.
 
         Args:
@@ -135,7 +137,6 @@ class BackgroundDecoder(ForkAware):
         """
         if _program_exits.is_set():
             raise CancelledError
-        demand = demand or DemandSignal()
 
         def is_urgent() -> bool:
             return demand.now and self._blobs.has_capacity(group)
@@ -144,7 +145,7 @@ class BackgroundDecoder(ForkAware):
         if process is None or not process.ready.is_set():
             return False
         since = perf_counter()
-        done = process.make(group, demand, is_urgent, account or Counters())
+        done = process.make(group, demand, is_urgent, account)
         if done is None:
             return False
         waited(since, done.making, instead=done.making.longest())
@@ -155,7 +156,7 @@ class BackgroundDecoder(ForkAware):
         return done.cached
 
     def begin(self) -> None:
-        """Start the process if there is none, although threads wait for row groups: it is ready for later ones."""
+        """Start the process if it does not run. It makes later row groups, not those that threads wait for now."""
         if not _program_exits.is_set():
             self._running()
 
@@ -186,6 +187,7 @@ class BackgroundDecoder(ForkAware):
                         redacted(repr(self._process.error)),
                     )
                 self._process = None
+                self._detach_finalizer()
             if self._process is None and self._failures < MAX_FAILURES:
                 try:
                     self._process = _Process(self._blobs, self.spent, self._account)
@@ -196,8 +198,15 @@ class BackgroundDecoder(ForkAware):
                         error,
                     )
                 else:
-                    weakref.finalize(self, self._process.end).atexit = False
+                    self._finalizer = weakref.finalize(self, self._process.end)
+                    self._finalizer.atexit = False
             return self._process
+
+    def _detach_finalizer(self) -> None:
+        """Drop the finalizer of a process that has ended, or that belongs to the parent. It refers to the process."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
 
 
 class _Process:

@@ -1,0 +1,75 @@
+"""Tests of child processes that answer requests: what ends them, and what is left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dataload.runtime import child_process
+from dataload.runtime.child_process import ChildProcesses, ProcessDied, serve
+
+
+def echo(descriptor: int) -> None:
+    serve(descriptor, lambda hello: lambda request: hello + request)
+
+
+def fails_to_start(descriptor: int) -> None:
+    def start(hello: bytes) -> Callable[[bytes], bytes]:
+        raise OSError(hello.decode())
+
+    serve(descriptor, start)
+
+
+def fails_to_answer(descriptor: int) -> None:
+    def answer(request: bytes) -> bytes:
+        raise EOFError(request.decode())
+
+    serve(descriptor, lambda _: answer)
+
+
+def running(program: Callable[[int], None]) -> ChildProcesses:
+    return ChildProcesses(1, f"{__name__}:{program.__name__}", b"hello ")
+
+
+def test_a_request_is_answered() -> None:
+    processes = running(echo)
+    assert [processes.submit(request).result(60) for request in (b"a", b"b")] == [b"hello a", b"hello b"]
+    assert len(processes.running) == 1
+
+
+@pytest.mark.parametrize(("program", "error"), [(fails_to_start, "OSError"), (fails_to_answer, "EOFError")])
+def test_an_error_of_the_program_is_no_end_of_the_connection(
+    program: Callable[[int], None],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The process ends with a status and a traceback, not as if its parent had closed the connection."""
+    monkeypatch.setattr(child_process, "ATTEMPTS", 1)
+    monkeypatch.setattr(child_process, "EXIT_SECONDS", 60)  # A process that is killed has another status.
+    processes = running(program)
+    with pytest.raises(ProcessDied, match=r"exit status 1\)"):
+        processes.submit(b"request").result(60)
+    assert f"{error}: " in capfd.readouterr().err
+    assert processes.running == []
+
+
+def test_a_process_whose_answer_cannot_be_received_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise there would be one process more after each such call."""
+    processes, call, children = running(echo), child_process._Child.call, []
+
+    def too_large(child: Any, request: bytes) -> bytes:
+        children.append(child)
+        call(child, request)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(child_process._Child, "call", too_large)
+        with pytest.raises(MemoryError):
+            processes.submit(b"large").result(60)
+    assert processes.running == []
+    assert children[0]._popen.poll() is not None
+    assert processes.submit(b"small").result(60) == b"hello small"
+    assert len(processes.running) == 1
