@@ -135,14 +135,21 @@ def search(measure: Callable[[int], float], first: float, enough: Callable[[list
         high = min((fed.accelerators for fed in found if not fed.is_busy and fed.accelerators > low), default=None)
         if high is not None and high <= max(low + 1, CLOSE * low):
             break
-        count = _next(found[-1], low, high)
+        failures = sum(not fed.is_busy for fed in found)
+        count = _next(found[-1], low, high, failures)
     return found
 
 
-def _next(last: Fed, low: int, high: int | None) -> int:
-    """Return the number to measure next. Accelerators that wait have consumed what the loader can deliver."""
+def _next(last: Fed, low: int, high: int | None, failures: int) -> int:
+    """Return the number to measure next.
+
+    Accelerators that wait have consumed what the loader can deliver. If as many as that wait, too, the waits do not
+    come from its rate, and half of the interval is next.
+    """
     if last.is_busy:
         growth = 2 if last.utilization > NEVER_WAITS else 1.25
         return max(low + 1, floor(growth * low)) if high is None else (low + high) // 2
+    if failures > 1:
+        return max(1, (low + last.accelerators) // 2)
     delivered = floor(last.accelerators * last.utilization / LEAST_UTILIZATION)
     return min(max(low + 1, delivered), last.accelerators - 1)

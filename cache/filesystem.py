@@ -194,7 +194,7 @@ class TierCacheFileSystem(MetadataFileSystem):
                         Path(lpath).unlink()
                     raise
 
-    def prefetch(self, paths: str | list[str], *, wait: bool = False) -> None:
+    def prefetch(self, paths: str | list[str], wait: bool = False) -> None:
         """Start to fetch whole objects into the cache.
 
         Args:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dataload.cache.room import Division, Need, divide
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.instances import Instances
 
 if TYPE_CHECKING:
     from dataload.cache.local.directory import CacheFolder
@@ -159,34 +160,9 @@ def _needs_in(content: bytes) -> list[Need]:
         return []
 
 
-class _Folders(ForkAware):
-    """The needs of this process by folder."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.RLock()  # Reentrant: the forking thread holds it, and tiers of the child ask again.
-        self._needs: weakref.WeakValueDictionary[Path, HostNeeds] = weakref.WeakValueDictionary()
-        super().__init__()
-
-    def before_fork(self) -> None:
-        self._mutex.acquire()
-
-    def after_fork_in_parent(self) -> None:
-        self._mutex.release()
-
-    def after_fork_in_child(self) -> None:
-        self._mutex.release()
-
-    def of(self, path: Path) -> HostNeeds:
-        with self._mutex:
-            needs = self._needs.get(path)
-            if needs is None:
-                needs = self._needs[path] = HostNeeds()
-            return needs
-
-
-_folders = _Folders()
+_needs: Instances[Path, HostNeeds] = Instances(inherited=True)
 
 
 def needs_of(path: Path) -> HostNeeds:
     """Return the needs of this process for the cache folder at a path."""
-    return _folders.of(path.resolve())
+    return _needs.get(path.resolve(), HostNeeds)

@@ -145,17 +145,18 @@ class Dataset(MapStyle):
         return Locator(self.manifest, self.blocks.origin.url_of)
 
     def split(self, fractions: Sequence[float], seed: int = 0) -> list[Dataset]:
-        """Return disjoint datasets of whole row groups that together hold every row.
+        """Return disjoint datasets that together hold every row: of whole row groups, or of rows if these are too few.
 
         Each process gets the same splits. Each split has its own fingerprint and numbers its own rows from 0; `locate`
         of the split says where they are.
 
         Args:
-            fractions: Share of the rows for each split. Whole row groups approximate it.
-            seed: Draws the row groups of each split.
+            fractions: Share of the rows for each split. Whole row groups approximate it. With fewer row groups than
+                splits, rows are drawn, which meet it exactly.
+            seed: Draws the row groups, or the rows, of each split.
 
         Raises:
-            ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
+            ConfigError: The fractions are not positive or do not sum to 1, or there are fewer rows than splits.
         """
         return [self._of(part) for part in split_manifest(self.manifest, fractions, seed)]
 
@@ -185,7 +186,8 @@ class Dataset(MapStyle):
         """Return the dataset of some rows, in file order.
 
         Args:
-            rows: Row numbers, each at most once, in any order: integers [n]. Or which rows to keep: bool [len(self)].
+            rows: Row numbers, each at most once, in any order: integers [n]. Negative ones count from the end. Or which
+                rows to keep: bool [len(self)].
 
         Raises:
             ConfigError: There are no rows, a number comes twice, or the mask is not as long as the dataset.
@@ -196,9 +198,9 @@ class Dataset(MapStyle):
     def map(
         self,
         function: Function,
-        *,
         columns: Sequence[str] | None = None,
         version: Any = None,
+        *,
         processes: int | None = None,
     ) -> Dataset:
         """Return the dataset of the rows that a deterministic function makes. Each host runs it once for each row.
@@ -230,8 +232,9 @@ class Dataset(MapStyle):
         """
         from dataload.mapping.probe import stage_of
 
+        (own,) = self.rowstore.blobs.caches
         stage = stage_of(
-            *(function, self.rowstore.blobs, self.manifest, self.schema, self.blocks),
+            *(function, own, self.manifest, self.schema, self.blocks),
             columns=columns,
             version=version,
             processes=processes,
@@ -282,8 +285,8 @@ def make_dataset(
         columns: Names of the columns to read, in this order; None: all. The name of a struct selects all its members.
             Keys in folder names (`label=cat/…`) are columns, too.
         filters: Rows to read, in pyarrow's form. All predicates of [("label", "=", "cat"), ("year", ">=", 2020)] must
-            hold; of a list of such lists, one must hold; a null matches no predicate. Or an expression of
-            `pyarrow.compute`, such as `field("year") > 2020`. See `Dataset.filter`.
+            hold; of a list of such lists, one must hold. Or an expression of `pyarrow.compute`, such as
+            `field("year") > 2020`. See `Dataset.filter`.
         storage_options: Options of the URL's filesystem, as fsspec takes them.
         fill_null: Replacement for nulls, for all columns that can hold it or by column. Nulls of nested values stay.
             Without one, nulls of strings, bytes and nested values are None, those of floats are NaN, and those of

@@ -1,5 +1,7 @@
 """The errors of this library. Each is a `DataloadError` and also the closest standard exception type."""
 
+from __future__ import annotations
+
 
 class DataloadError(Exception):
     """The base class of every error that this library raises on purpose."""
@@ -32,22 +34,24 @@ class DataError(DataloadError, ValueError):
 class RowError(DataError):
     """A value of a column cannot be used.
 
+    A DataLoader of torch makes the exception of a worker again from its message alone.
+
     Args:
-        column: Name of the column.
-        row: Number of the row in the column.
-        reason: Says what is wrong, after the name of the row.
+        message: The message.
+        without_row: The message without the number of the row, which means nothing outside of the column.
 
     Attributes:
-        without_row: The message without the number of the row, which means nothing outside of the column.
+        without_row: As above.
     """
 
-    def __init__(self, column: str, row: int, reason: str) -> None:
-        super().__init__(column, row, reason)
-        self.without_row = f"{column} {reason}"
-        self._message = f"{column}: row {row} {reason}"
+    def __init__(self, message: str, without_row: str | None = None) -> None:
+        super().__init__(message)
+        self.without_row = message if without_row is None else without_row
 
-    def __str__(self) -> str:
-        return self._message
+    @classmethod
+    def of(cls, column: str, row: int, reason: str) -> RowError:
+        """Return the error of a row of a column. reason: says what is wrong, after the name of the row."""
+        return cls(f"{column}: row {row} {reason}", f"{column} {reason}")
 
 
 class NonFiniteLoss(DataloadError, FloatingPointError):

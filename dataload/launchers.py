@@ -80,15 +80,16 @@ def read_launcher(environ: Mapping[str, str], launcher: Launcher) -> Launched:
     """
     world_size = integer(environ, launcher.world_size) or 1
     rank, local_rank = integer(environ, launcher.rank), integer(environ, *launcher.local_rank)
-    if rank is None and environ.get("NODE_RANK", "0") == "0":
-        rank = local_rank  # Lightning's own launcher sets no RANK; on the first node it is the local rank.
+    local_size, one_host = integer(environ, *launcher.local_world_size), on_one_host(environ, world_size)
+    if rank is None and (integer(environ, "NODE_RANK") == 0 or world_size == (local_size or one_host)):
+        rank = local_rank  # Lightning's own launcher sets no RANK; on the first node, or the only one, it is this.
     if rank is None and world_size > 1:
         raise ConfigError(
             f"{launcher.name} announces {world_size} ranks ({launcher.world_size}={world_size}) but {launcher.rank} is "
             f"not set: set {launcher.rank}, start with torchrun, or pass world=World(rank, world_size)"
         )
     node, num_nodes = integer(environ, *launcher.node), integer(environ, *launcher.num_nodes)
-    local_size, sizes, here = integer(environ, *launcher.local_world_size), None, None
+    sizes, here = None, None
     if node is not None and local_size is not None and num_nodes is None and node != (rank or 0) // local_size:
         raise ConfigError(
             f"rank {rank} is on node {node} of {local_size} ranks: nodes have unequal numbers of ranks, or their ranks "
@@ -106,7 +107,7 @@ def read_launcher(environ: Mapping[str, str], launcher: Launcher) -> Launched:
             sizes = tasks
     elif local_size is not None and num_nodes is not None and local_size * num_nodes != world_size:
         sizes = _unequal(world_size, local_size, node, num_nodes)
-    return Launched(rank or 0, world_size, local_rank, local_size or on_one_host(environ, world_size), sizes, here)
+    return Launched(rank or 0, world_size, local_rank, local_size or one_host, sizes, here)
 
 
 def _tasks_per_node(environ: Mapping[str, str], world_size: int, num_nodes: int | None) -> tuple[int, ...]:

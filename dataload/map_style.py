@@ -71,7 +71,7 @@ class MapStyle(torch.utils.data.Dataset[dict[str, Any]]):
         numbers = numbers.astype(np.int64, copy=False)
         if not numbers.size or numbers.min() < 0 or numbers.max() >= len(self):
             raise IndexError(f"a batch needs at least one row, and each row must be in 0 to {len(self) - 1}")
-        return NumberedRows(self.rowstore.gather(numbers), numbers, computed=self.computed)
+        return NumberedRows(self.rowstore.gather(numbers), numbers, self.locate, computed=self.computed)
 
     @property
     def datasets(self) -> tuple[Dataset, ...]:

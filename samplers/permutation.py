@@ -8,7 +8,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from dataload.errors import ConfigError
+from dataload.arguments import whole_number
 from dataload.runtime.cached_property import cached_property
 from dataload.samplers.keys import derive_key, mix
 
@@ -60,8 +60,7 @@ class KeyedPermutation(Images):
     """The permutation of 0..n-1 that a 64-bit key draws (see `derive_key`); otherwise like `Permutation`."""
 
     def __init__(self, n: int, key: int) -> None:
-        if n < 0:
-            raise ConfigError(f"a permutation of {n} elements: n must not be negative")
+        n = whole_number("n", n, least=0)  # An integer of NumPy has a limited width, and no bit_length.
         formula = _Sorted(n, key) if n < SMALL else _Feistel(n, key)
         super().__init__(n, formula.forward)
         self.inverse = Images(n, formula.backward)
@@ -79,7 +78,7 @@ class Permutation(KeyedPermutation):
         epoch: Number of the epoch.
 
     Raises:
-        ConfigError: n is negative.
+        ConfigError: n is negative or not a whole number.
         IndexError: On indexing: an index is out of range or not an integer.
 
     Example:

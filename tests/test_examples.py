@@ -103,8 +103,8 @@ def test_ddp_on_two_nodes(folder, tmp_path):
     ("name", "expected"),
     [
         ("train_plain_ddp.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
-        ("train_accelerate.py", r"epoch 1: accuracy \d+\.\d% of 101 rows"),
-        ("train_lightning.py", r"accuracy \d+\.\d% of 101 rows"),
+        pytest.param("train_accelerate.py", r"epoch 1: accuracy \d+\.\d% of 101 rows", marks=pytest.mark.slow),
+        pytest.param("train_lightning.py", r"accuracy \d+\.\d% of 101 rows", marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_of_other_trainers(folder, tmp_path, name, expected):

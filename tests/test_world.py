@@ -29,7 +29,10 @@ OPEN_MPI = {
         ({**SLURM, **TORCHRUN}, World(5, 8, 1, 4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, World(0, 1, 0, 1)),  # a bare sbatch script: one process
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "NODE_RANK": "0"}, World(1, 2, 1, None)),  # Lightning's launcher
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, World(1, 2, 1, 2)),  # the only node
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}, World(1, 2, 1, 2)),
         ({"WORLD_SIZE": "1"}, World(0, 1, None, None)),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, World(0, 1, 0, None)),
     ],
 )
 def test_the_environment_is_read(environment: dict[str, str], world: World) -> None:
@@ -41,7 +44,12 @@ def test_the_environment_is_read(environment: dict[str, str], world: World) -> N
     [
         {"WORLD_SIZE": "2"},
         {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"},
+        {"WORLD_SIZE": "8", "LOCAL_RANK": "1"},
+        {"WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"},  # rank 1 or 5
+        {"WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
         {"SLURM_STEP_NUM_TASKS": "2"},
+        {"SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
         {"RANK": "3"},
         {"RANK": "2", "WORLD_SIZE": "2"},
         {"RANK": "one", "WORLD_SIZE": "2"},

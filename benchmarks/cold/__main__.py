@@ -23,7 +23,7 @@ from dataload.benchmarks.cold.shapes import ONE_A_FILE, SHAPES, write
 from dataload.benchmarks.cold.table import HEADER, lines
 from dataload.benchmarks.origin import Behaviour, Origin
 from dataload.benchmarks.systems.base import BUCKET
-from dataload.rows.row_group_maker import MEMORY_DIVISOR
+from dataload.rows.making.row_group_memory import MEMORY_DIVISOR
 from dataload.runtime.usable_memory import usable_memory
 
 # Arguments of `measure`, from the origin to the batch size.

@@ -110,7 +110,7 @@ class Figures:
         """Return the seconds or the origin bytes of the first epochs. Bytes are in multiples of the dataset's."""
         conversion = self.conversion_seconds(dataset, system)
         unit = self.datasets[dataset]["parquet_bytes"] if part == "origin_bytes" else 1
-        costs = [cost(run, epochs, conversion) for run in self.runs(dataset, system, ranks)]
+        costs = [cost(run, epochs, conversion) for run in self._answered(dataset, system, ranks)]
         return _over_rounds(
             Spread(value, value, value, each.measured)
             for each in costs
@@ -119,7 +119,7 @@ class Figures:
         )
 
     def memory(self, dataset: str, system: str, ranks: int) -> Spread | None:
-        runs = [run for run in self.runs(dataset, system, ranks) if run["epochs"]]
+        runs = [run for run in self._answered(dataset, system, ranks) if run["epochs"]]
         return _over_rounds(Spread(*[run["peak_bytes"]] * 3) for run in runs)
 
     def first_batch(self, dataset: str, system: str) -> Spread | None:
@@ -174,6 +174,10 @@ class Figures:
             for run in self._results.get("runs", ())
             if (run["dataset"], run["system"], run["ranks"]) == (dataset, system, ranks)
         ]
+
+    def _answered(self, dataset: str, system: str, ranks: int) -> list[Result]:
+        """Return the runs that did not end early."""
+        return [run for run in self.runs(dataset, system, ranks) if not run["error"]]
 
     def _feeds(self, dataset: str, system: str, phase: str) -> list[Result]:
         return [

@@ -76,12 +76,14 @@ class Blocks(ForkAware):
         origin: The store of the objects.
         tier: Caches the blocks.
         block_bytes: Size of a block; the last block of an object may be shorter.
+        is_aside: Whether row groups are read for data that is not needed yet. Their blocks are not cached then.
     """
 
-    def __init__(self, origin: Origin, tier: Tier, block_bytes: int) -> None:
+    def __init__(self, origin: Origin, tier: Tier, block_bytes: int, is_aside: bool = False) -> None:
         self.origin = origin
         self.tier = tier
         self.block_bytes = block_bytes
+        self._is_aside = is_aside
         self.after_fork_in_child()
         super().__init__()
 
@@ -100,8 +102,8 @@ class Blocks(ForkAware):
         origin.limiter = limiter_of(str(config.folder), config.in_flight)
         return cls(origin, tier, config.block)
 
-    def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int]]:
-        return Blocks, (self.origin, self.tier, self.block_bytes)
+    def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int, bool]]:
+        return Blocks, (self.origin, self.tier, self.block_bytes, self._is_aside)
 
     def key(self, obj: Object, what: str, group: str = "") -> BlobKey:
         """Return the cache key of a part or derivative of an object; `group` as for `BlobKey`."""
@@ -110,7 +112,11 @@ class Blocks(ForkAware):
     @property
     def retains_blocks(self) -> bool:
         """Whether a block stays cached until its neighbours are needed. False if the cache has a transient region."""
-        return not self.tier.region
+        return not (self._is_aside or self.tier.region)
+
+    def aside(self) -> Blocks:
+        """Return a reader of the same objects for data that is not needed yet. It uses cached blocks only."""
+        return Blocks(self.origin, self.tier, self.block_bytes, is_aside=True)
 
     def read(self, obj: Object, start: int, stop: int) -> memoryview:
         """Return the bytes [start, stop) of an object, clipped to its size, without a copy if they are in one block."""

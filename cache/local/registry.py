@@ -17,6 +17,7 @@ class _OpenFolders(ForkAware):
 
     def __init__(self) -> None:
         self.after_fork_in_child()
+        super().__init__()
 
     def after_fork_in_child(self) -> None:
         self._opening = threading.Lock()
@@ -25,7 +26,6 @@ class _OpenFolders(ForkAware):
 
     def open(self, path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
         """Return the open cache folder at `path`; open it if necessary. Raises as `CacheFolder` does."""
-        super().__init__()  # Not at import: forks matter from the first folder on. Repeated calls are harmless.
         with self._opening:
             folder = self._folders.get(_identity(path))
             if folder is None or folder.closed:

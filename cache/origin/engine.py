@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
@@ -16,14 +14,14 @@ from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unu
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.version import CHANGED, version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError
+from dataload.runtime.instances import Instances
 from dataload.runtime.redact import redacted
 
 # A store may ignore Range and send the whole object. Read at most this many times the bytes of the range.
 MAX_READ_RATIO = 2
 LEAST_TIME = "it uses the least CPU time"
 
-
-_engines: weakref.WeakValueDictionary[tuple[int, int, str], Engine] = weakref.WeakValueDictionary()
+_engines: Instances[tuple[int, str], Engine] = Instances(inherited=False)
 
 
 class WrongBodyError(OSError):
@@ -92,16 +90,12 @@ def shared_engine(filesystem: Any, requested: str) -> Engine:
     It lasts as long as a dataset uses it. A forked child gets another one.
     """
     same = hash(filesystem) if isinstance(filesystem, DeferredS3) else id(filesystem)  # An engine keeps its filesystem.
-    key = os.getpid(), same, requested
-    engine: Engine | None = _engines.get(key)
-    return engine or _engines.setdefault(key, engine_for(filesystem, requested))
+    return _engines.get((same, requested), lambda: engine_for(filesystem, requested))
 
 
 def received_engine(filesystem: PickledFilesystem | DeferredS3, resolved: Resolved) -> Engine:
     """Return the engine of this process for a filesystem that another process has sent with its settings."""
-    key = os.getpid(), hash(filesystem), "received"
-    engine: Engine | None = _engines.get(key)
-    return engine or _engines.setdefault(key, Obstore(filesystem.load, LEAST_TIME, resolved))
+    return _engines.get((hash(filesystem), "received"), lambda: Obstore(filesystem.load, LEAST_TIME, resolved))
 
 
 class Fsspec:

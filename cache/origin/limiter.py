@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
 
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.instances import Instances
 from dataload.runtime.memory_budget import MemoryBudget
 
 
@@ -45,14 +45,12 @@ class RequestLimiter(ForkAware):
         return self._budget.reserve(1)
 
 
-_limiters: weakref.WeakValueDictionary[tuple[str, int], RequestLimiter] = weakref.WeakValueDictionary()
+_limiters: Instances[tuple[str, int], RequestLimiter] = Instances(inherited=True)
 
 
 def limiter_of(cache: str, in_flight: int, processes: int | None = None) -> RequestLimiter:
     """Return this process's limiter for a cache folder. processes: as for `share`; None: unchanged."""
-    limiter = _limiters.get((cache, in_flight))
-    if limiter is None:
-        limiter = _limiters.setdefault((cache, in_flight), RequestLimiter(cache, in_flight))
+    limiter = _limiters.get((cache, in_flight), lambda: RequestLimiter(cache, in_flight))
     if processes is not None:
         limiter.share(processes)
     return limiter

@@ -6,6 +6,7 @@ import hashlib
 import pickle
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, eq, ge, gt, le, lt, ne, or_
@@ -38,6 +39,7 @@ Filters: TypeAlias = Sequence[Any] | pc.Expression
 expression."""
 
 _ERRORS = (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowKeyError)
+_NO_VALUE = (pa.ArrowException, TypeError, ValueError, OverflowError)  # of pyarrow: a type cannot hold a value
 _MISSING = re.compile(r"No match for FieldRef\.Name\((.+?)\) in ")  # of Arrow
 
 
@@ -122,7 +124,7 @@ def filter_of(filters: Filters, manifest: Manifest, schema: pa.Schema) -> Filter
         expression = filters
     else:
         expression = reduce(
-            or_, [reduce(and_, (_of(part, manifest, paths) for part in all_)) for all_ in _lists(filters)]
+            or_, [reduce(and_, (_of(part, manifest, schema, paths) for part in all_)) for all_ in _lists(filters)]
         )
     problem = _problem(expression, schema)
     if problem and (missing := _MISSING.match(problem)):
@@ -159,7 +161,7 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def _of(clause: Any, manifest: Manifest, paths: dict[str, tuple[str, ...]]) -> pc.Expression:
+def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tuple[str, ...]]) -> pc.Expression:
     """Return the expression of a predicate that has the right form."""
     column, sign, value = clause
     if manifest.select([column]) != [column]:
@@ -167,27 +169,36 @@ def _of(clause: Any, manifest: Manifest, paths: dict[str, tuple[str, ...]]) -> p
     kind = comparable(manifest.schema.field(column).type)
     if number(kind) is None and not is_bytes(kind):
         raise ConfigError(f"filters: column {column!r} has type {kind}, and filters compare only single values")
+    if value is None:
+        raise ConfigError(f"filters: {shown(clause)} matches no row, not even nulls: write ({column!r}, 'in', [None])")
     # 0.1 is no float32. Arrow casts it to the type of the column.
     kind = pa.float64() if pa.types.is_floating(kind) else kind
     field = pc.field(*paths[column])
+    problem: object
     try:
         if sign in COMPARISONS:
-            return COMPARISONS[sign](field, _scalar(value, kind))
-        members = pa.array([_scalar(member, kind) for member in value], kind)
-    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            expression = COMPARISONS[sign](field, _array([value], kind)[0])
+        else:
+            among = field.isin(_array(list(value), kind))
+            expression = among if sign == "in" else ~among
+        problem = _problem(expression, schema)
+    except _NO_VALUE as error:
+        problem = error
+    if problem is not None:
         raise ConfigError(
-            f"filters: {shown(clause)} cannot be compared: column {column!r} has type {kind}, give a value of it"
-        ) from error
-    # To Arrow, a null is in no list.
-    return field.isin(members) if sign == "in" else ~field.isin(members) & field.is_valid()
+            f"filters: {shown(clause)} cannot be compared: column {column!r} has type {kind}, give a value of it "
+            f"({shown(problem)})"
+        )
+    return expression
 
 
-def _scalar(value: Any, kind: pa.DataType) -> pa.Scalar:
-    """Return the value as a scalar of this type. Raise ValueError if it is no value of this type."""
-    scalar = pa.scalar(value, kind)
-    if value is None or scalar.as_py() != value:
-        raise ValueError(value)
-    return scalar
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Return values with the type of the column if that is exact, else with their own, which Arrow casts."""
+    with suppress(*_NO_VALUE):
+        array = pa.array(values, kind)
+        if array.to_pylist() == values:
+            return array
+    return pa.array(values)
 
 
 def _problem(expression: pc.Expression, schema: pa.Schema) -> str | None:

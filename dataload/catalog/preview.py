@@ -10,7 +10,6 @@ from typing import Any
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
-from dataload.cache.memory import MemoryTier
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
@@ -67,11 +66,8 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
     stored = [name for name in columns if name not in constants]
     rows: list[dict[str, Any]] = [{} for _ in range(min(count, group.rows))]
     if stored:
-        none = MemoryTier(0)
-        none.region = 1  # No block stays, so that byte ranges are fetched instead of blocks.
-        direct = Blocks(blocks.origin, none, blocks.block_bytes)
         footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
-        with footer.open_row_group(group.file, group.number, stored, direct, capacity) as reader:
+        with footer.open_row_group(group.file, group.number, stored, blocks.aside(), capacity) as reader:
             table = next(iter(reader.tables(len(rows))))
         table = flatten_table(table.slice(0, len(rows)), _struct)
         values = [[_value(scalar) for scalar in column] for column in table.columns]

@@ -1,4 +1,4 @@
-"""Splits of a dataset, such as training and validation, by whole row groups. Each process gets the same splits."""
+"""Splits of a dataset, such as training and validation. Each process gets the same splits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Iterable, Sequence
 from numbers import Real
 
 import numpy as np
+import numpy.typing as npt
 
 from dataload.catalog.manifest import Manifest
+from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
 from dataload.samplers.keys import derive_key
+from dataload.samplers.permutation import KeyedPermutation
 
 TOLERANCE = 1e-6  # of the sum of the fractions
 
@@ -21,8 +24,10 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     Row groups are sorted by a hash of (seed, path, number), and that order is cut. So the row groups of a dataset that
     grows keep their relative order. Each split has at least one row group with rows, and is in file order.
 
+    With fewer row groups than splits, each split has a random choice of rows.
+
     Raises:
-        ConfigError: The fractions are not positive or do not sum to 1, or there are fewer row groups than splits.
+        ConfigError: The fractions are not positive or do not sum to 1, or there are fewer rows than splits.
     """
     if not isinstance(fractions, Iterable) or not all(isinstance(fraction, Real) for fraction in fractions):
         raise ConfigError(f"fractions={fractions!r} must be a list of numbers, such as [0.9, 0.1]")
@@ -33,22 +38,31 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     lengths = manifest.block_lengths
     filled = np.flatnonzero(lengths).tolist()
     if len(filled) < len(fractions):
-        raise ConfigError(
-            f"fractions={fractions} need {len(fractions)} row groups with rows, and the dataset has {len(filled)}: "
-            "make fewer splits, or write smaller row groups"
-        )
+        return _split_rows(manifest, fractions, seed)
     keys = {number: derive_key("split", seed, groups[number].file.path, groups[number].number) for number in filled}
     order = sorted(filled, key=lambda number: (keys[number], number))
     # Row groups without rows go to the last split.
     order += np.flatnonzero(lengths == 0).tolist()
-    borders = _borders(lengths[order[: len(filled)]].tolist(), fractions)
+    borders = _borders(lengths[order[: len(filled)]], fractions)
     spans = zip([0, *borders], [*borders, len(order)], strict=True)
     return [manifest.only(order[start:stop]) for start, stop in spans]
 
 
-def _borders(rows: Sequence[int], fractions: Sequence[float]) -> list[int]:
+def _split_rows(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Manifest]:
+    """Return splits of random rows."""
+    total = manifest.num_rows
+    if total < len(fractions):
+        raise ConfigError(
+            f"fractions={fractions} need {len(fractions)} rows, and the dataset has {total}: make fewer splits"
+        )
+    borders = _borders(np.ones(total, np.int64), fractions)
+    rows = KeyedPermutation(total, derive_key("split rows", seed, total))[np.arange(total)]
+    return [subset(manifest, part) for part in np.split(rows, borders)]
+
+
+def _borders(rows: npt.NDArray[np.int64], fractions: Sequence[float]) -> list[int]:
     """Return the indices at which to cut a sequence of row groups into splits of at least one row group each."""
-    ends = np.cumsum([0, *rows])
+    ends = np.concatenate(([0], np.cumsum(rows)))
     borders = [0]
     for number in range(1, len(fractions)):
         first, last = borders[-1] + 1, len(rows) - (len(fractions) - number)

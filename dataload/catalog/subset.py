@@ -18,7 +18,8 @@ def subset(manifest: Manifest, rows: npt.NDArray[Any]) -> Manifest:
 
     Args:
         manifest: The dataset.
-        rows: Row numbers, each at most once: integers [n]. Or which rows to keep: bool [rows of the dataset].
+        rows: Row numbers, each at most once, negative ones from the end: integers [n]. Or which rows to keep: bool
+            [rows of the dataset].
 
     Raises:
         ConfigError: There are no rows, a number comes twice, or the mask has another length than the dataset.
@@ -38,10 +39,10 @@ def _mask(rows: npt.NDArray[Any], total: int) -> Mask:
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
         raise ConfigError(f"rows must be a list of row numbers or a mask, not {rows.dtype} of shape {rows.shape}")
     for outside in (rows.min(), rows.max()) if rows.size else ():
-        if not 0 <= outside < total:
+        if not -total <= outside < total:
             raise IndexError(f"row {outside} of a dataset of {total} rows: row numbers count from 0")
     mask = np.zeros(total, np.bool_)
-    mask[rows.astype(np.int64, copy=False)] = True
+    mask[rows.astype(np.int64, copy=False)] = True  # Negative numbers count from the end.
     if np.count_nonzero(mask) < len(rows):
         raise ConfigError("a row number comes twice: a dataset has each row once, so name each once")
     return mask

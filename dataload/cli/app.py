@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from importlib.metadata import version
 from typing import Annotated
 
@@ -20,6 +21,7 @@ from dataload.cli.console import FOUND_A_PROBLEM, WRONG_USE, show_help
 from dataload.errors import ConfigError, DataError, DataloadError, OriginNotFound
 
 INTERRUPTED = 130
+DEBUG = "--debug"
 
 app = typer.Typer(
     name="dataload",
@@ -39,7 +41,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def common(
     context: typer.Context,
-    _debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    _debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error.")] = False,
     _version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
@@ -59,11 +61,12 @@ def main() -> None:
 
     The exit codes are 0 for success, 1 for a problem, 2 for wrong use and 130 for an interrupt.
     """
+    words = [word for word in sys.argv[1:] if word != DEBUG]  # also allowed after the command
     try:
-        code = app(standalone_mode=False)
-    except Exception as error:
-        if "--debug" in sys.argv:
-            raise
+        code = app(words, standalone_mode=False)
+    except Exception as error:  # noqa: BLE001 (any error is shown in one line)
+        if DEBUG in sys.argv:
+            traceback.print_exc()
         message, code = _explain(error)
         typer.echo(f"dataload: {message}", err=True)
     except KeyboardInterrupt:

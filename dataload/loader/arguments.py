@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from dataload.arguments import did_you_mean, whole_number
 from dataload.errors import ConfigError
+from dataload.loader.transform import Transform
 from dataload.samplers.order import SHUFFLES
 from dataload.world import World
 
@@ -41,6 +42,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     for name in ("transform", "collate_fn"):
         if arguments[name] is not None and not callable(arguments[name]):
             raise ConfigError(f"{name}={arguments[name]!r} must be a function")
+    Transform(arguments["transform"])  # raises if it needs other arguments
     _check_group(arguments["group"])
     for name, kinds, expected in (
         *(("world", (World,), "a World"), ("mesh", (DeviceMesh,), "a DeviceMesh")),

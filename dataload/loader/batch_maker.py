@@ -155,7 +155,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         return self._checked(rows.shaped(**self._shape), None, self._made, "this batch")[0]
 
     def _numbered(self, records: Records, numbers: Array) -> NumberedRows:
-        return NumberedRows(records, numbers, **self._shape)
+        return NumberedRows(records, numbers, self._dataset.locate, **self._shape)
 
     def _together(self, rows: NumberedRows, sizes: Sequence[int], empty: Empty | None) -> Iterator[Batch | None]:
         """Yield the columns of several batches, which are cut from one; None for batches that are made one by one."""

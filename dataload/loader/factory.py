@@ -89,8 +89,10 @@ def make_loader(
             None: one thread. 0: the thread of the loop runs them, when it needs a batch.
         group: Name -> columns of one dtype that are returned together as one Tensor[B, k].
         ragged: "list", or "flat" for values and offsets (`dataload.rows.collate.Flat`), nested where the lists are.
-        transform: Called as transform(batch), or as transform(batch, rng=numpy Generator) if it has a parameter `rng`.
-            The generator is the same for the same batch, with any number of workers or threads and after a resume.
+        transform: Called as transform(batch), or as transform(batch, rng) with a numpy Generator if it has a parameter
+            `rng`, or a second positional parameter without a default. The signature of a torch Module is that of its
+            `forward`. The same batch always gets the same generator, with any number of workers or threads and after a
+            resume.
         collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch.
         device: Device of the batches.
         pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
@@ -202,7 +204,7 @@ def _computed(dataset: MapStyle, *, row_ids: bool) -> dict[str, Any]:
 def _share_host(dataset: MapStyle, world: World, num_workers: int) -> None:
     """Divide the host's memory for row groups and its limit of concurrent requests among its ranks."""
     ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
-    dataset.rowstore.blobs.maker.share_memory(ranks * (1 + num_workers))
+    dataset.rowstore.blobs.memory.share(ranks * (1 + num_workers))
     for each in dataset.datasets:
         limiter = each.blocks.origin.limiter
         if limiter is not None:

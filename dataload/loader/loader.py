@@ -164,7 +164,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._renew()
         epoch, cursor = self._yielded = sampler.epoch, sampler.cursor
         rowstore = self.dataset.rowstore
-        stats = self._stats = LoaderStats(epoch, memory_bytes=rowstore.blobs.maker.memory_bytes)
+        stats = self._stats = LoaderStats(epoch, memory_bytes=rowstore.blobs.memory.limit)
         in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
         served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight, self.dataset.source_of)
         needs = Needs(_needs(sampler, epoch, cursor))

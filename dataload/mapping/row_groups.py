@@ -20,12 +20,14 @@ from dataload.formats.schema import Layout
 from dataload.mapping.places import mapped_of, rows_text, where
 from dataload.mapping.stage import Stage
 from dataload.rows.columns import Column, concatenate
+from dataload.rows.making.row_group_maker import RowGroupMaker
+from dataload.rows.making.row_group_memory import MEMORY_DIVISOR, MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.rows.row_group_maker import MEMORY_DIVISOR, RowGroupMaker
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.forks import ForkAware
 from dataload.runtime.usable_cores import usable_cores
 from dataload.runtime.usable_memory import usable_memory
 from dataload.telemetry.wait_timeline import doing
@@ -90,7 +92,7 @@ class MappedRowGroups(RowGroupCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = self._source, self._stage, self._blocks, self._columns
-        return MappedRowGroups, arguments, {"rank_memory": self.maker.rank_memory}
+        return MappedRowGroups, arguments, {"rank_memory": self.memory.rank_memory}
 
     @property
     def is_estimate(self) -> bool:
@@ -142,7 +144,7 @@ class MappedPlan(RowGroupPlan):
         return f" of {self._digests[number]}"
 
 
-class MappedMaker(RowGroupMaker):
+class MappedMaker(RowGroupMaker, ForkAware):
     """Makes the blobs of mapped row groups, within the memory budget.
 
     Args:
@@ -158,42 +160,50 @@ class MappedMaker(RowGroupMaker):
     ) -> None:
         self._source, self._stage = source, stage
         super().__init__(manifest, plan, stage.schema, blocks, None)
+        source.maker.share(self.memory)
+        self.after_fork_in_child()
+        ForkAware.__init__(self)
 
     def after_fork_in_child(self) -> None:
-        """Reset the budget and threads, and leave the processes to the parent."""
-        super().after_fork_in_child()
+        """Start new threads, and leave the processes to the parent."""
         self._callers = DaemonExecutor(usable_cores(), "dataload-map")
         self._starting = threading.Lock()
         self._processes: ProcessRunner | None = None
 
     def sources(self, number: int, columns: Sequence[str] | None = None) -> tuple[list[Span], list[Span]]:
         """Return the byte ranges to fetch for a row group. See `Footer.fetched`."""
-        return self._of_source().sources(number, columns)
+        return self._source.maker.sources(number, columns)
 
     def reservation(self, number: int) -> int:
         """Return the bytes of a row group of the source that are fetched and held."""
-        return self._of_source().reservation(number)
+        return self._source.maker.reservation(number)
 
-    def _least_held(self) -> int:
-        return self._source.maker.least_held
+    def share(self, memory: RowGroupMemory) -> None:
+        """Use a memory that bounds this maker, that of the source, and others together."""
+        super().share(memory)
+        self._source.maker.share(memory)
+
+    @property
+    def need(self) -> MemoryNeed:
+        """The memory that these row groups need, their sources included."""
+        own, source = super().need, self._source.maker.need
+        return MemoryNeed(source.held, own.largest, own.decoding + 2 * CHUNK_BYTES + source.decoding)
 
     def decoding_bytes(self, number: int) -> int:
         """Return the bytes that decoding and mapping a row group take."""
-        return super().decoding_bytes(number) + 2 * CHUNK_BYTES + self._of_source().decoding_bytes(number)
-
-    def _blob_decoding_bytes(self) -> int:
-        return super()._blob_decoding_bytes() + 2 * CHUNK_BYTES + self._source.maker.blob_decoding_bytes
+        return super().decoding_bytes(number) + 2 * CHUNK_BYTES + self._source.maker.decoding_bytes(number)
 
     @contextmanager
     def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
         """Fetch a row group, and yield an iterator that maps it. See `RowGroupMaker.opened`."""
-        with self._of_source().opened(number) as columns, closing(self.mapped(columns, number)) as mapped:
+        opened = self._source.maker.opened(number)
+        with opened as columns, closing(self.mapped(columns, number)) as mapped:
             yield mapped
 
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
         chunk = ChunkSize(rows, rows)
-        return self._called(self._chunks(self._of_source().head(number, rows), number, chunk), number, chunk, 0)
+        return self._called(self._chunks(self._source.maker.head(number, rows), number, chunk), number, chunk, 0)
 
     def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Generator[dict[str, Column], None, None]:
         """Yield the columns of each mapped blob of a row group.
@@ -323,10 +333,3 @@ class MappedMaker(RowGroupMaker):
 
     def _where(self, number: int) -> str:
         return where(self._manifest.row_groups[number], self._blocks)
-
-    def _of_source(self) -> RowGroupMaker:
-        """Return the maker of the source, which has the memory budget of this one."""
-        maker = self._source.maker
-        if maker.memory is not self.memory:
-            maker.share_with(self)
-        return maker

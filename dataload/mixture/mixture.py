@@ -7,7 +7,7 @@ import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name
 from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows
-from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.plural import counted
@@ -171,8 +170,7 @@ class Mixture(MapStyle):
         if any(selection is not None for selection in selections):
             first_stored = np.cumsum([0, *(int(blobs.plan.row_starts[-1]) for blobs in caches)])
             selected = partial(MixedSelectedRows, selections, self._first_rows, first_stored)
-        blobs = cast("RowGroupCache", MixedRowGroups(caches))  # It has all methods of one that a row store uses.
-        return RowStore(blobs, 2 * sum(each.window for each in self._datasets), selected, by_use=True)
+        return RowStore(MixedRowGroups(caches), 2 * sum(each.window for each in self._datasets), selected, by_use=True)
 
     def _check_columns(self, name_column: str | None) -> None:
         """Raise ConfigError unless the batches of all sources have the same columns of the same types."""

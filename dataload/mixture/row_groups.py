@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
@@ -12,13 +12,12 @@ import numpy as np
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
 from dataload.formats.schema import Layout
-from dataload.rows.bunches.maker import Member, make_together
 from dataload.rows.columns import Array
+from dataload.rows.making.bunches import Member, make_together
+from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife
-from dataload.rows.row_group_maker import RowGroupMaker
 from dataload.runtime.baton import computing
-from dataload.runtime.memory_budget import MemoryBudget
 from dataload.samplers.interval_index import IntervalIndex
 
 
@@ -33,18 +32,13 @@ class MixedPlan:
 
 
 class MixedRowGroups:
-    """The cached row groups of several datasets with one layout. Otherwise it is like `RowGroupCache`.
+    """The cached row groups of several datasets with one layout. See `RowGroups` for attributes and methods.
 
-    So a `RowStore` over it has one set of open row groups, one scheduler, one memory budget and one background decoder,
+    A `RowStore` over it has one set of open row groups, one scheduler, one memory budget and one background decoder,
     whatever the number of datasets.
 
     Args:
         caches: The row groups of each dataset.
-
-    Attributes:
-        plan: Layout, numbers and first rows of the blobs.
-        maker: As in `RowGroupCache`.
-        is_mapped: Whether a function of the user makes rows.
     """
 
     def __init__(self, caches: Sequence[RowGroupCache]) -> None:
@@ -57,33 +51,31 @@ class MixedRowGroups:
             max(plan.most_of_a_group for plan in plans),
         )
         self._firsts = np.cumsum([0, *(len(plan.group_starts) - 1 for plan in plans)])
-        self.maker = MixedMaker([blobs.maker for blobs in caches], self._place)
+        need = MemoryNeed.of_all(blobs.maker.need for blobs in caches)
+        self.memory = RowGroupMemory(need, caches[0].memory.rank_memory)
+        for blobs in caches:
+            blobs.maker.share(self.memory)
         self.is_mapped = any(blobs.is_mapped for blobs in caches)
 
     def __reduce__(self) -> tuple[type[MixedRowGroups], tuple[tuple[RowGroupCache, ...]]]:
         return MixedRowGroups, (self.caches,)
 
     def in_order(self) -> AbstractContextManager[None]:
-        """Load a row group in the block, in the order in which blocks begin, whatever its dataset."""
         return self.caches[0].in_order()
 
     def find(self, number: int) -> list[memoryview] | None:
-        """Return the blobs of a row group, or None if this host has not cached them."""
         blobs, own = self._of(number)
         return blobs.find(own)
 
     def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
-        """Return the blobs of a row group. See `RowGroupCache.load`."""
         blobs, own = self._of(number)
         return blobs.load(own, life)
 
     def is_bunched(self, number: int) -> bool:
-        """Return whether `load_together` is faster than `load`."""
         blobs, own = self._of(number)
         return blobs.is_bunched(own)
 
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
-        """Return the blobs or the error of row groups. See `RowGroupCache.load_together`."""
         by_cache: dict[tuple[str, int], dict[int, Member]] = {}
         for number, life in lives.items():
             blobs, own = self._of(number)
@@ -99,102 +91,41 @@ class MixedRowGroups:
         return {number: member.made for number, member in every if member.made is not None}
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
-        """Cache the row group if space allows. See `RowGroupCache.make`."""
         blobs, own = self._of(number)
         return blobs.make(own, life)
 
+    def has_capacity(self, number: int) -> bool:
+        blobs, own = self._of(number)
+        return blobs.has_capacity(own)
+
     def touch(self) -> None:
-        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
         for blobs in self.caches:
             blobs.touch()
 
     def is_transient(self, number: int) -> bool:
-        """Return whether a row group is cached only in the transient region, or not at all."""
         blobs, own = self._of(number)
         return blobs.is_transient(own)
 
     def bytes_of(self, number: int) -> int:
-        """Return an estimate of the bytes of a row group's blobs."""
         blobs, own = self._of(number)
         return blobs.bytes_of(own)
 
     @property
     def shared(self) -> bool:
-        """Whether other processes can read the cached blobs of all datasets."""
         return all(blobs.shared for blobs in self.caches)
 
     @property
     def num_bytes(self) -> int:
-        """Estimate of the bytes of the blobs of all row groups."""
         return sum(blobs.num_bytes for blobs in self.caches)
 
     @property
     def row_bytes(self) -> int:
-        """Estimate of the mean bytes of a row in batches, of the dataset with the largest rows."""
         return max(blobs.row_bytes for blobs in self.caches)
 
     def _of(self, number: int) -> tuple[RowGroupCache, int]:
-        source, own = self._place(number)
-        self.maker.of(source)
-        return self.caches[source], own
-
-    def _place(self, number: int) -> tuple[int, int]:
         """Return the dataset of a row group and the row group's number in it."""
         source = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        return source, number - int(self._firsts[source])
-
-
-class MixedMaker:
-    """The makers of several datasets, which share one memory budget and one pool of threads. See `RowGroupMaker`.
-
-    Args:
-        makers: The maker of each dataset.
-        place: Returns the dataset of a row group and the row group's number in it.
-    """
-
-    def __init__(self, makers: Sequence[RowGroupMaker], place: Callable[[int], tuple[int, int]]) -> None:
-        self._makers = tuple(makers)
-        self._place = place
-        self._makers[0].enlarge_for(makers[1:])
-
-    def of(self, source: int) -> RowGroupMaker:
-        """Return the maker of a dataset."""
-        maker = self._makers[source]
-        if maker.memory is not self.memory:  # Each maker of a forked child has a budget of its own at first.
-            maker.share_with(self._makers[0])
-        return maker
-
-    @property
-    def rank_memory(self) -> int:
-        """Bytes of row groups in flight, held and being decoded, for this rank."""
-        return self._makers[0].rank_memory
-
-    @property
-    def memory_bytes(self) -> int:
-        """The most that is in use for this rank, see `RowGroupMaker`."""
-        return self._makers[0].memory_bytes
-
-    @property
-    def memory(self) -> MemoryBudget:
-        """The part of `rank_memory` for this process."""
-        return self._makers[0].memory
-
-    def share_memory(self, processes: int) -> None:
-        """Divide the host's memory for row groups among its ranks and their worker processes."""
-        self._makers[0].share_memory(processes)
-
-    def use_memory(self, size: int) -> None:
-        """Set `rank_memory`."""
-        self._makers[0].use_memory(size)
-
-    def use_decoder_share(self) -> None:
-        """Take the part of `rank_memory` that the training process leaves to its background decoder."""
-        self._makers[0].use_decoder_share()
-
-    def has_capacity(self, number: int) -> bool:
-        """Return whether the budget has room for another row group now."""
-        source, own = self._place(number)
-        return self.of(source).has_capacity(own)
+        return self.caches[source], number - int(self._firsts[source])
 
 
 class MixedSelectedRows:

@@ -119,7 +119,7 @@ def plan(
         host_ranks: Ranks of a host, which share its memory.
     """
     for files in sources:
-        files.blobs.maker.share_memory(host_ranks)
+        files.blobs.memory.share(host_ranks)
     row_groups = [group for files in sources for group in files.manifest.row_groups]
     lengths, sizes = [group.rows for group in row_groups], [group.bytes for group in row_groups]
     objects = {group.file for group in row_groups}
@@ -157,7 +157,7 @@ def plan(
         later_epoch_cost=_cost(_mean(later), price),
         trade=weigh_window(order.window, lengths, sizes, batch_size),
         held_bytes=sum(needed(*each)[1] for each in zip(order.orders, every, strict=True)),
-        memory_bytes=host_ranks * max(blobs.maker.memory_bytes for blobs in every),
+        memory_bytes=host_ranks * max(blobs.memory.limit for blobs in every),
     )
     usual = weigh_window(sum(map(usual_window, (files.manifest for files in sources))), lengths, sizes, batch_size)
     return replace(result, advice=(*too_small, *advice(result, sizes, usual)))

@@ -16,6 +16,7 @@ from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
 from dataload.rows.arrow_arrays import bounds, decoded, numbers, plain, valid
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
+_NO_VALUE = (pa.ArrowException, TypeError, ValueError, OverflowError)  # of pyarrow: a type cannot hold a value
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
 
 
@@ -158,7 +159,7 @@ class _Decoder:
         for candidate in kinds:
             try:
                 value = self._dense(_plain_column(pa.array([self._filling], candidate)))[0][0]
-            except (pa.ArrowException, TypeError, ValueError):
+            except _NO_VALUE:
                 continue
             if pa.types.is_integer(candidate) and value != self._filling:  # Arrow truncates fractions.
                 continue
@@ -213,7 +214,7 @@ class _Decoder:
             return column
         try:
             return pc.fill_null(column, pa.scalar(self._filling, column.type))
-        except (pa.ArrowException, TypeError, ValueError) as error:
+        except _NO_VALUE as error:
             if self._must_fill:
                 raise self._no_filling(column.type) from error
             return column

@@ -7,16 +7,20 @@ from typing import Any
 
 import torch
 
+from dataload.errors import DataError, RowError
 from dataload.rows.collate import Batch, Empty, Rows, columns_of, cut
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.redact import redacted
 
 ROW_ID = "row_id"
 """Name of the column of row numbers."""
 
 Computed = Mapping[str, Callable[[Array], Array]]
 """Names of columns, and for each a function from row numbers to int64 values, [B] both."""
+
+Locate = Callable[[int], tuple[str, int, int]]
 
 
 def _itself(numbers: Array) -> Array:
@@ -33,6 +37,7 @@ class NumberedRows(Rows):
     Args:
         records: The rows.
         numbers: Their numbers in the dataset, int64 [B].
+        locate: Returns the URL, the row group and the row in it of a row of the dataset, given its number.
         computed: Columns of batches that are computed from the numbers.
         **shape: Arguments of `to_batch`.
 
@@ -40,9 +45,12 @@ class NumberedRows(Rows):
         numbers: As above.
     """
 
-    def __init__(self, records: Records, numbers: Array, *, computed: Computed | None = None, **shape: Any) -> None:
+    def __init__(
+        self, records: Records, numbers: Array, locate: Locate, *, computed: Computed | None = None, **shape: Any
+    ) -> None:
         super().__init__(records, **shape)
         self.numbers = numbers
+        self._locate = locate
         self._computed = computed or {}
         self._shape = shape
 
@@ -52,8 +60,29 @@ class NumberedRows(Rows):
         return self.batch()
 
     def batch(self, empty: Empty | None = None) -> Batch:
-        """Return the rows as a batch, in memory that `empty` allocates. See `to_batch`."""
-        return next(self.batches([len(self)], empty))
+        """Return the rows as a batch, in memory that `empty` allocates. See `to_batch`.
+
+        Raises:
+            DataError: A batch cannot hold a value. It names the file, the row group and the column.
+        """
+        try:
+            return next(self.batches([len(self)], empty))
+        except DataError as error:
+            url, row_group, row = self._locate(self._first_that_fails())
+            raise RowError(f"{redacted(url)} row group {row_group} row {row}: {error}", str(error)) from error
+
+    def _first_that_fails(self) -> int:
+        """Return the number of the first row of which no batch can be made."""
+        rows = self
+        while len(rows) > 1:
+            half = rows.part(slice(len(rows) // 2))
+            try:
+                next(half.batches([len(half)]))
+            except DataError:
+                rows = half
+            else:
+                rows = rows.part(slice(len(half), len(rows)))
+        return int(rows.numbers[0])
 
     def batches(self, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
         """Return consecutive batches of these sizes. The Python objects of a batch are made when it is taken."""
@@ -68,8 +97,9 @@ class NumberedRows(Rows):
 
     def shaped(self, *, computed: Computed | None = None, **shape: Any) -> NumberedRows:
         """Return the same rows with other computed columns and other arguments of `to_batch`."""
-        return NumberedRows(self._records, self.numbers, computed=computed, **shape)
+        return NumberedRows(self._records, self.numbers, self._locate, computed=computed, **shape)
 
     def part(self, span: slice) -> NumberedRows:
         """Return some of the rows."""
-        return NumberedRows(self._records[span], self.numbers[span], computed=self._computed, **self._shape)
+        some, numbers = self._records[span], self.numbers[span]
+        return NumberedRows(some, numbers, self._locate, computed=self._computed, **self._shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,12 @@ from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
 from dataload.errors import DataError
 from dataload.formats.schema import Layout
-from dataload.rows.bunches.maker import Member, is_small, make_together
 from dataload.rows.columns import Column, concatenate
+from dataload.rows.making.bunches import Member, is_small, make_together
+from dataload.rows.making.row_group_maker import RowGroupMaker
+from dataload.rows.making.row_group_memory import RowGroupMemory
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.rows.row_group_maker import RowGroupMaker
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.baton import computing
@@ -79,11 +79,11 @@ class RowGroupCache(SizeForecast):
         return (
             RowGroupCache,
             (self._manifest, self._columns, self._blocks, self._fill_null, self._null_masks),
-            {"rank_memory": self.maker.rank_memory},
+            {"rank_memory": self.memory.rank_memory},
         )
 
     def __setstate__(self, state: dict[str, int]) -> None:
-        self.maker.use_memory(state["rank_memory"])
+        self.memory.use(state["rank_memory"])
 
     def in_order(self) -> AbstractContextManager[None]:
         """Load a row group in the block: all its byte ranges come before those of later blocks, of whatever dataset."""
@@ -160,6 +160,15 @@ class RowGroupCache(SizeForecast):
         return (self,)
 
     @property
+    def memory(self) -> RowGroupMemory:
+        """The memory in which row groups are made."""
+        return self.maker.memory
+
+    def has_capacity(self, number: int) -> bool:
+        """Return whether the memory has room for another row group now."""
+        return self.memory.held.fits(max(1, self.maker.reservation(number)))
+
+    @property
     def tier(self) -> Tier:
         """The cache of the blobs."""
         return self._blocks.tier
@@ -206,10 +215,12 @@ class RowGroupCache(SizeForecast):
             self.made(number)
             return made
 
-        lock, reserve = self.lock_key(number), partial(self.maker.reserve, number, life)
+        lock = self.lock_key(number)
         found = tier.fetch_from_cluster(keys)  # Without the lock: a transfer blocks no other.
         if found is None:
-            found = make_once(tier, lock, find, make, reserve)
+            found = make_once(
+                tier, lock, find, make, lambda: self.memory.hold(self.maker.reservation(number), life.is_cancelled)
+            )
         life.enter(State.CACHED)
         return found
 

@@ -17,8 +17,8 @@ from dataload.formats.schema import Layout
 from dataload.rows.columns import Array
 from dataload.rows.open_row_groups import OpenRowGroups
 from dataload.rows.row_block import Records
-from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_groups import RowGroups
 from dataload.rows.scheduler import RowGroupScheduler
 from dataload.runtime.filemap import max_maps
 from dataload.runtime.forks import ForkAware
@@ -63,7 +63,7 @@ class RowStore(ForkAware):
 
     def __init__(
         self,
-        blobs: RowGroupCache,
+        blobs: RowGroups,
         capacity: int,
         selected: Callable[[int], Selected] | None = None,
         *,

@@ -13,8 +13,8 @@ from typing import Any
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
-from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_groups import RowGroups
 from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import ReservationCancelled
@@ -34,7 +34,7 @@ class RowGroupScheduler:
 
     A planned row group is looked up in the cache. If it is missing, the background decoder makes it, unless a thread
     waits for row groups and this process has memory for one. This process makes the remaining row groups
-    (`RowGroupCache.load`), in the order of the requests. A row group reserves memory while it is fetched and decoded.
+    (`RowGroups.load`), in the order of the requests. A row group reserves memory while it is fetched and decoded.
     One process of the host makes it, and the others wait.
 
     Args:
@@ -49,7 +49,7 @@ class RowGroupScheduler:
         One thread at a time may call `start`, `request`, `opened` and `cancel`. Any thread may call the others.
     """
 
-    def __init__(self, blobs: RowGroupCache) -> None:
+    def __init__(self, blobs: RowGroups) -> None:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")

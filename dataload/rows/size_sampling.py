@@ -61,7 +61,7 @@ class ValueSizes:
         self._blocks = blocks
         self._blob_rows = [blob_rows[number] for number in self.samples]
         self._fill_null = fill_null
-        self._uncached_blocks = Aside.of(blocks)
+        self._uncached_blocks = blocks.aside()
 
     @property
     def coded(self) -> list[str]:
@@ -169,16 +169,3 @@ class SizeForecast:
         """Estimate of the mean bytes of a row in batches, at least 1."""
         rows = max(1, int(self.plan.row_starts[-1]))
         return max(1, int(self.num_bytes / rows + self._shared_bytes))
-
-
-class Aside(Blocks):
-    """A reader that uses cached blocks and caches no others, for data that is not needed yet."""
-
-    @classmethod
-    def of(cls, blocks: Blocks) -> Aside:
-        """Return such a reader of the same objects."""
-        return cls(blocks.origin, blocks.tier, blocks.block_bytes)
-
-    @property
-    def retains_blocks(self) -> bool:
-        return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import os
 import queue
 import threading
 import weakref
@@ -16,6 +15,7 @@ from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.instances import Instances
 
 PATIENCE_SECONDS = 0.5  # for running calls, at the exit of the program
 LOOK_SECONDS = 0.2  # between two checks for signals
@@ -26,7 +26,7 @@ _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 _turn: ContextVar[int] = ContextVar("turn", default=0)
 _turns = itertools.count(1)
-_shared: weakref.WeakValueDictionary[tuple[int, str, int], DaemonExecutor] = weakref.WeakValueDictionary()
+_shared: Instances[tuple[str, int], DaemonExecutor] = Instances(inherited=False)
 
 
 @contextmanager
@@ -51,9 +51,7 @@ def current_turn() -> int:
 
 def shared_executor(count: int, name: str) -> DaemonExecutor:
     """Return the pool of this name that all its users in this process share. It ends with the last of them."""
-    key = os.getpid(), name, count  # A forked child has other threads.
-    found = _shared.get(key)
-    return _shared.setdefault(key, DaemonExecutor(count, name)) if found is None else found
+    return _shared.get((name, count), lambda: DaemonExecutor(count, name))
 
 
 class DaemonExecutor:

@@ -76,6 +76,14 @@ def test_a_search_ends_near_the_largest_number_that_is_busy(first: int) -> None:
     assert len(found) < 30
 
 
+def test_waits_that_do_not_come_from_the_rate_do_not_hold_a_search_up() -> None:
+    def measure(accelerators: int) -> float:
+        return 10 / (10 + 0.02 * accelerators)  # a fixed time is lost: 55 accelerators have 90 %
+
+    found = search(measure, 86, lambda tries: len(tries) >= 6)
+    assert 50 <= max(fed.accelerators for fed in found if fed.is_busy) <= 55
+
+
 def test_a_search_that_must_end_has_measured_once() -> None:
     assert search(lambda _: 0.5, 10, lambda _: True) == [Fed(10, 0.5)]
 

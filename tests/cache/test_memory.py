@@ -23,9 +23,9 @@ import json, sys, threading
 import psutil, pyarrow.parquet, s3fs, torch
 from dataload import make_loader
 import dataload.loader.loader
-from dataload.rows import row_group_maker
+from dataload.rows.making import row_group_memory
 
-row_group_maker.usable_memory = lambda: 2 << 30
+row_group_memory.usable_memory = lambda: 2 << 30
 
 def private():
     memory = psutil.Process().memory_info()

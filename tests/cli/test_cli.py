@@ -22,7 +22,7 @@ from clusters import until
 from rich.console import Console
 
 import dataload
-from dataload import CacheConfig, ConfigError, make_dataset, make_loader
+from dataload import CacheConfig, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import Object
 from dataload.cache.local import fsck
@@ -372,10 +372,22 @@ def test_version(run: Run) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"dataload {dataload.__version__}\n", "")
 
 
-def test_debug_shows_the_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["dataload", "--debug", "cache", "stats", "--cache-dir", "/nowhere"])
-    with pytest.raises(ConfigError, match="no cache at /nowhere"):
-        app.main()
+@pytest.mark.parametrize(
+    "words", [["--debug", "cache", "stats"], ["cache", "--debug", "stats"], ["cache", "stats", "--debug"]]
+)
+def test_debug_shows_the_traceback_and_changes_nothing_else(run: Run, words: list[str]) -> None:
+    plain, done = (run(*some, "--cache-dir", "/nowhere") for some in (["cache", "stats"], words))
+    assert (done.returncode, done.stdout) == (plain.returncode, plain.stdout) == (2, "")
+    assert done.stderr.startswith("Traceback")
+    assert "ConfigError" in done.stderr
+    assert done.stderr.endswith(plain.stderr)
+    assert "Traceback" not in plain.stderr
+
+
+def test_debug_of_a_wrong_option(run: Run) -> None:
+    done = run("cache", "stats", "--debug", "--none")
+    assert done.returncode == 2
+    assert "no such option: --none" in done.stderr.lower()
 
 
 COMMANDS = ["head", "plan", "warm", "doctor", "report", "demo", "bench", "cache"]
@@ -689,13 +701,45 @@ def test_head_of_a_large_row_group_fetches_its_start(at_bucket: Run, bucket: Any
     assert bucket.server.stats()["get_bytes"] <= 3 << 20
 
 
-def test_head_imports_no_torch(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"x": [5]}), tmp_path / "x.parquet")
-    words = f'"head", "{tmp_path}", "--cache-dir", "{tmp_path / "cache"}"'
-    program = LIGHT.format(words=words).replace(
-        '{"torch", "pyarrow", "numpy", "fsspec", "lmdb", "pandas"}', '{"torch"}'
-    )
-    assert '{"torch"}' in program
+def test_doctor_takes_the_ranks_of_a_host(run: Run, tmp_path: Path) -> None:
+    """Before the launch, the environment says nothing about them."""
+    words = ("doctor", "--cache-dir", str(tmp_path), "--num-workers", "3", "--json")
+    found = [json.loads(run(*words, *more).stdout)["checks"]["processors"] for more in ((), ("--world-size", "1000"))]
+    assert "1000 ranks" not in found[0]["what"]
+    assert "for 1000 ranks of 3 workers each: 4000 processes" in found[1]["what"]
+    assert run(*words, "--world-size", "0").returncode == 2
+
+
+WITHOUT_TORCH = """
+import sys
+from dataload.cli.app import main
+for words in {commands}:
+    sys.argv = ["dataload", *words]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code == 0 or (words[0] == "doctor" and end.code == 1), words
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_commands_import_no_torch(tmp_path: Path) -> None:
+    """All but `demo` and `bench`. The doctor may find a problem of the machine that runs the tests."""
+    data, stats, cache = tmp_path / "data", tmp_path / "stats", ["--cache-dir", str(tmp_path / "cache")]
+    data.mkdir()
+    pq.write_table(pa.table({"x": range(100), "text": ["a"] * 100}), data / "x.parquet")
+    list(make_loader(data, 10, cache=False, stats_dir=stats))
+    commands = [
+        ["head", str(data), *cache],
+        ["plan", str(data), "--filters", '[["x", ">", 5]]', *cache],
+        ["warm", str(data), *cache],
+        ["doctor", str(data), *cache],
+        *(["cache", command, *cache] for command in ("stats", "verify")),
+        ["cache", "evict", "--all", *cache],
+        ["report", str(stats)],
+        ["report", str(stats), "--metrics", str(tmp_path / "metrics.prom")],
+    ]
+    program = WITHOUT_TORCH.format(commands=commands)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "x=5" in done.stdout
+    assert "x=0" in done.stdout

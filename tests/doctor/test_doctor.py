@@ -326,10 +326,12 @@ def test_few_processors(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         found = line(limits.processors(Case(case.folder, num_workers=3)))
         set_ranks(monkeypatch, 2)
         too_many = line(limits.processors(Case(case.folder)))
+        planned = line(limits.processors(Case(case.folder, world_size=3)))
     finally:
         os.sched_setaffinity(0, before)
     assert "1 processors for 1 ranks of 3 workers each: 4 processes -> num_workers=0, or" in found
     assert "1 processors for 2 ranks of 0 workers each: 2 processes -> at most 1 rank on this host" in too_many
+    assert "1 processors for 3 ranks of 0 workers each: 3 processes" in planned
 
 
 def test_workers_that_are_forked(case: Case) -> None:

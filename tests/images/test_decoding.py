@@ -220,6 +220,22 @@ def test_a_damaged_image_is_named(damaged: Any, reason: str) -> None:
     assert " at 0x" not in str(error.value)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_threads": 2}], ids=str)
+def test_a_loader_raises_the_error_of_a_damaged_image(tmp_path: Path, options: Any) -> None:
+    pq.write_table(pa.table({"photo": [encoded(picture()), b"no image"]}), tmp_path / "photos.parquet")
+    dataset, transform = make_dataset(tmp_path, cache=False), images.decode("photo", size=8)
+    loader = make_loader(dataset, 2, shuffle=False, transform=transform, **options)
+    with pytest.raises(DataError, match=r"photo: row 1 cannot be decoded: .*(\n.*)*2 rows of the dataset: 0-1"):
+        list(loader)
+
+
+def test_an_error_of_a_row_is_pickled_whole() -> None:
+    error = RowError.of("photo", 3, "cannot be decoded")
+    error.add_note("note")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.without_row, copy.__notes__) == (str(error), "photo cannot be decoded", ["note"])
+
+
 def test_map_names_the_row_of_a_damaged_image_in_its_file(tmp_path: Path) -> None:
     file, pictures = tmp_path / "photos.parquet", [encoded(picture())] * 100
     pictures[77] = b"no image"

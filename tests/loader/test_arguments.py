@@ -78,6 +78,7 @@ def test_an_argument_that_cannot_work_raises_before_any_request(arguments: dict[
         ({"cache": True}, "cache=True must be a CacheConfig"),
         ({"cache": False, "cache_dir": "x"}, "cache_dir: not allowed with cache=False, leave it out"),
         ({"cache_dir": 3}, "cache_dir=3 must be a path"),
+        ({"cache_dir": "a\0b"}, "must be a path"),
         ({"cache_bytes": "many"}, "cache_bytes='many' is not a size"),
         ({"cluster": "10.0.0.1"}, "cluster: must be valkey://"),
         ({"source": None}, "the source is of type NoneType: use a URL"),

@@ -21,7 +21,7 @@ from torch import nn
 
 from dataload import World, fit, make_dataset, make_loader
 from dataload.dataset import Dataset
-from dataload.errors import ConfigError, RowError
+from dataload.errors import ConfigError, DataError, RowError
 from dataload.loader.bad_rows import MOST_SUBSTITUTES, replacements
 from dataload.telemetry.loader_stats import MOST_ROW_IDS
 from dataload.telemetry.stats_log import read
@@ -68,6 +68,22 @@ def x_of(batches: Any) -> list[list[int]]:
 @pytest.fixture
 def numbers(dataset: Dataset, tmp_path: Path) -> Dataset:
     return make_dataset(tmp_path, columns=["x"], cache=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "transform": dict}], ids=str)
+def test_a_value_that_no_batch_can_hold_names_its_file_and_row_group(tmp_path: Path, options: Any) -> None:
+    lists: list[Any] = [[[row]] for row in range(30)]
+    lists[17][0][0] = lists[25][0][0] = None
+    texts = pa.array([b"\xff" if row == 12 else b"%d" % row for row in range(30)]).view(pa.string())
+    pq.write_table(pa.table({"x": lists, "text": texts}), tmp_path / "a.parquet", row_group_size=10)
+    for column, row, says in (("x", 7, "has nulls of int64 inside"), ("text", 2, "has a string that is not UTF-8")):
+        dataset = make_dataset(tmp_path, columns=[column], cache=False)
+        place = rf"{tmp_path}/a\.parquet row group 1 row {row}: column '{column}' {says}"
+        with pytest.raises(DataError, match=place):
+            list(make_loader(dataset, 30, shuffle=False, ragged="flat", **options))
+        if column == "text":
+            with pytest.raises(DataError, match=place):
+                dataset.__getitems__(range(30)).columns  # noqa: B018
 
 
 # Rows in real batches
@@ -209,7 +225,7 @@ def test_the_first_row_is_logged(numbers: Dataset, caplog: pytest.LogCaptureFixt
 def test_the_log_names_no_row_of_the_batch(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     def checked(batch: dict[str, Any]) -> dict[str, Any]:
         if 120 in batch["row_id"]:
-            raise RowError("x", int((batch["row_id"] == 120).nonzero()), "cannot be decoded")
+            raise RowError.of("x", int((batch["row_id"] == 120).nonzero()), "cannot be decoded")
         return batch
 
     for _ in make_loader(numbers, 50, transform=checked, row_ids=True, on_error="skip"):

@@ -91,17 +91,25 @@ def test_subsets_of_subsets(even: Dataset) -> None:
         ([], ConfigError, "no row is selected"),
         ([3, 3], ConfigError, "comes twice"),
         ([151], IndexError, "row 151 of a dataset of 151 rows"),
-        ([-1], IndexError, "row -1"),
+        ([-152], IndexError, "row -152"),
+        ([150, -1], ConfigError, "comes twice"),
         ([0.5], ConfigError, "float64"),
         ([[1, 2]], ConfigError, "shape"),
         ([True], ConfigError, r"\(1,\).*151 rows"),
         (np.zeros(151, bool), ConfigError, "no row is selected"),
     ],
-    ids=["none", "twice", "high", "negative", "float", "nested", "short", "all false"],
+    ids=["none", "twice", "high", "negative", "twice from the end", "float", "nested", "short", "all false"],
 )
 def test_selections_that_cannot_work(even: Dataset, rows: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         even.select(rows)
+
+
+def test_rows_are_selected_from_the_end(even: Dataset) -> None:
+    last = even.select([-1])
+    assert len(last) == 1
+    assert rows_of([last.__getitems__([0]).columns]) == rows_of([even.__getitems__([150]).columns])
+    assert even.select([3, -1, -151]).fingerprint == even.select([0, 3, 150]).fingerprint
 
 
 # Bytes

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+import torch
 
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.errors import ConfigError
@@ -243,6 +244,19 @@ def test_meshes_are_searched_for_once_there_is_a_process_group(monkeypatch: pyte
     for name, value in torchrun((2,))[0].items():
         monkeypatch.setenv(name, str(value))
     assert ranks.world_of(None, None) == World(0, 2, 0, 2)
+
+
+def test_a_rank_finishes_alone_and_starts_no_process_group(
+    dataset_of: Any, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in torchrun((2,))[0].items():
+        monkeypatch.setenv(name, str(value))
+    loader = make_loader(dataset_of([[8, 8]]), 3, storage_options=bucket.options, cache=False)
+    assert loader.sampler.num_replicas == 2
+    for _ in range(2):
+        assert [len(batch["row_id"]) for batch in loader] == [3, 3, 2]
+    loader.load_state_dict(loader.state_dict())
+    assert not torch.distributed.is_initialized()
 
 
 # The bytes of a cluster, counted at the origin.

@@ -564,15 +564,15 @@ def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:
     make_loader(mixture, 16, world=World(0, 4))
 
     def free() -> set[bool]:
-        return {mixture.rowstore.blobs.maker.has_capacity(group) for group in range(len(mixture.row_groups))}
+        return {mixture.rowstore.blobs.has_capacity(group) for group in range(len(mixture.row_groups))}
 
     for first in mixture.rowstore.blobs.caches:
         assert free() == {True}
-        with first.maker.memory.reserve(sys.maxsize):
+        with first.memory.held.reserve(sys.maxsize):
             assert free() == {False}
     child = os.fork()
     if not child:  # The budgets of a forked child are new, and one again.
-        with mixture.rowstore.blobs.maker.memory.reserve(sys.maxsize):
+        with mixture.rowstore.blobs.memory.held.reserve(sys.maxsize):
             os._exit(7 if free() == {False} else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
@@ -581,7 +581,7 @@ def test_loads_of_all_sources_use_that_budget(sources: Sources) -> None:
     mixture = mix(sources())
     list(make_loader(mixture, 16, world=World(0, 1)))
     blobs = mixture.rowstore.blobs
-    assert {id(each.maker.memory) for each in blobs.caches} == {id(blobs.maker.memory)}
+    assert {id(each.memory) for each in blobs.caches} == {id(blobs.memory)}
 
 
 def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources) -> None:

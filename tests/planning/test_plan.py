@@ -31,7 +31,7 @@ from dataload.planning.plan import plan as foretell
 from dataload.planning.simulate import Costs, Fetched, Files, Reader
 from dataload.planning.warm import order_of, order_of_mixture, warm
 from dataload.rows import scheduler
-from dataload.rows.row_group_maker import UNSHARED_MEMORY
+from dataload.rows.making.row_group_memory import UNSHARED_MEMORY
 from dataload.samplers.window_size import default_window, weigh_window
 
 noise = np.random.default_rng(0)

@@ -139,7 +139,7 @@ def test_demand_ends_the_wait_for_the_process(
 def test_demand_without_memory_does_not_end_the_wait(decoder: BackgroundDecoder, dataset: Any) -> None:
     demand = DemandSignal()
     blobs = dataset.rowstore.blobs
-    with demand.waiting(), blobs.maker.memory.reserve(sys.maxsize):
+    with demand.waiting(), blobs.memory.held.reserve(sys.maxsize):
         assert decoder._blobs is blobs
         assert make_in_background(decoder, 10, demand)
 
@@ -240,7 +240,7 @@ def test_an_interrupted_wait_leaves_the_signal_to_later_ones(monkeypatch: pytest
     assert not demand.now
 
 
-def test_demand_prevails_until_waits_are_less_than_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_is_mostly_waiting_until_waits_are_less_than_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.9, 1.0, 4.0, 5.9, 6.1, 7.0, 20.0, 20.1])
     monkeypatch.setattr("dataload.rows.background_decoder.client.perf_counter", lambda: next(times))
     demand = DemandSignal()  # at 0 s

@@ -22,7 +22,7 @@ from dataload.cache.tier import BlobKey
 from dataload.dataset import Dataset
 from dataload.errors import DataError, OriginError
 from dataload.rows import scheduler
-from dataload.rows.bunches import maker as bunches
+from dataload.rows.making import bunches
 from dataload.rows.row_group_life import RowGroupLife, State
 
 FILES, ROWS = 40, 7

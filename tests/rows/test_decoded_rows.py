@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from dataload import CacheConfig, make_dataset
 from dataload.dataset import Dataset
 from dataload.formats import parquet, range_stream
-from dataload.rows import row_group_maker, row_group_plan
+from dataload.rows import row_group_plan
+from dataload.rows.making import row_group_maker, row_group_memory
 
 TYPES: list[pa.DataType] = [
     pa.bool_(),
@@ -167,12 +168,12 @@ def test_a_row_group_is_held_or_streamed(
     for name, value in (("SHARED_BYTES", 0), ("BUFFER_BYTES", 1000)):
         monkeypatch.setattr(parquet, name, value)
     monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 1000)
-    monkeypatch.setattr(row_group_maker, "MIN_MEMORY", 0)
+    monkeypatch.setattr(row_group_memory, "MIN_MEMORY", 0)
     monkeypatch.setattr(range_stream, "SMALLEST_PIECE", 1000)
     table = pa.table({f"c{number}": np.random.default_rng(number).random(rows) for number in range(columns)})
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "cache"), "1GB"))
-    dataset.rowstore.blobs.maker.use_memory(memory)
+    dataset.rowstore.blobs.memory.use(memory)
     footer = dataset.blocks.stats()["requests_origin"]
     needed = [rows - 1, 0, 7]
     assert found(dataset, needed) == expected(table.take(needed))

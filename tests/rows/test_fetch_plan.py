@@ -23,9 +23,8 @@ from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import parquet, range_stream
 from dataload.formats.range_stream import fetched_buffers
-from dataload.rows import row_group_maker
-from dataload.rows.bunches import maker as bunches
-from dataload.rows.row_group_maker import MEMORY_DIVISOR, MIN_MEMORY, RELEASED_BYTES, TRAINER_DIVISOR
+from dataload.rows.making import bunches, row_group_maker, row_group_memory
+from dataload.rows.making.row_group_memory import MEMORY_DIVISOR, MIN_MEMORY, RELEASED_BYTES, TRAINER_DIVISOR
 from dataload.runtime import baton
 from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.runtime.usable_memory import usable_memory
@@ -148,20 +147,20 @@ def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(
     """The requests go on while decoding is the bottleneck, until the budget is full of fetched bytes."""
     blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
     maker, fetched = blobs.maker, threading.Semaphore(0)
-    maker.use_memory(TRAINER_DIVISOR * 15 * GROUP_BYTES)
+    maker.memory.use(TRAINER_DIVISOR * 15 * GROUP_BYTES)
     pack = maker.pack
     monkeypatch.setattr(maker, "pack", lambda *args: [fetched.release(), pack(*args)][1])
-    together = maker.memory.total // maker.reservation(0)
-    assert together > maker.memory.total // (maker.reservation(0) + maker.decoding_bytes(0))
+    together = maker.memory.held.total // maker.reservation(0)
+    assert together > maker.memory.held.total // (maker.reservation(0) + maker.decoding_bytes(0))
     with ThreadPoolExecutor(GROUPS) as pool:
-        with maker.decoding.reserve(sys.maxsize):  # The decoders are busy.
+        with maker.memory.decoding.reserve(sys.maxsize):  # The decoders are busy.
             made = [pool.submit(blobs.make, group) for group in range(GROUPS)]
             for _ in range(together):
                 assert fetched.acquire(timeout=30)
             assert not any(future.done() for future in made)
         assert all(future.result(30) for future in made)
-    assert maker.memory.idle
-    assert maker.decoding.idle
+    assert maker.memory.held.idle
+    assert maker.memory.decoding.idle
 
 
 @pytest.mark.parametrize("sources", [1, 2])
@@ -172,15 +171,16 @@ def test_a_second_loader_keeps_what_the_first_has_reserved(tmp_path: Path, sourc
     cache = CacheConfig(str(tmp_path / "cache"))
     parts = [make_dataset(str(tmp_path / name), cache=cache) for name in ("small", "large")]
     data = parts[0] if sources == 1 else mix(parts)
-    maker = data.rowstore.blobs.caches[0].maker
-    maker.use_memory(1 << 40)
-    with maker.memory.reserve(sys.maxsize), maker.decoding.reserve(sys.maxsize):  # as a loader that reads `data`
+    cached = data.rowstore.blobs.caches[0]
+    cached.memory.use(1 << 40)
+    # As a loader that reads `data`:
+    with cached.memory.held.reserve(sys.maxsize), cached.memory.decoding.reserve(sys.maxsize):
         make_loader(data, 4, world=World(0, 1), num_workers=1)  # less memory for each process
-        assert not maker.has_capacity(0)
-        assert not maker.decoding.fits(1)
-    assert maker.has_capacity(0)
-    assert maker.memory.idle
-    assert maker.decoding.idle
+        assert not cached.has_capacity(0)
+        assert not cached.memory.decoding.fits(1)
+    assert cached.has_capacity(0)
+    assert cached.memory.held.idle
+    assert cached.memory.decoding.idle
 
 
 def test_a_wait_for_another_process_holds_no_memory(
@@ -197,7 +197,7 @@ def test_a_wait_for_another_process_holds_no_memory(
             assert busy is None
             waits = pool.submit(blobs.make, 0)
             assert waiting.wait(30)
-            assert blobs.maker.memory.idle
+            assert blobs.maker.memory.held.idle
             assert blobs.make(1), "another row group meanwhile"
             assert not waits.done()
         assert waits.result(30)
@@ -221,12 +221,12 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
 
 def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
     dataset = make_dataset(str(files / "bucket"), cache=False)
-    dataset.rowstore.blobs.maker.use_memory(123 << 20)
+    dataset.rowstore.blobs.memory.use(123 << 20)
     copy = pickle.loads(pickle.dumps(dataset))
-    assert copy.rowstore.blobs.maker.rank_memory == 123 << 20
-    assert copy.rowstore.blobs.maker.memory.total == dataset.rowstore.blobs.maker.memory.total < 123 << 20
+    assert copy.rowstore.blobs.memory.rank_memory == 123 << 20
+    assert copy.rowstore.blobs.memory.held.total == dataset.rowstore.blobs.memory.held.total < 123 << 20
     maker = pickle.loads(pickle.dumps(dataset.rowstore.blobs)).maker
-    assert maker.memory.total == dataset.rowstore.blobs.maker.memory.total
+    assert maker.memory.held.total == dataset.rowstore.blobs.memory.held.total
 
 
 def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path: Path) -> None:
@@ -238,17 +238,17 @@ def test_the_ranks_of_a_host_divide_its_memory_and_say_so(files: Path, tmp_path:
         next(iter(loader))
         share = max(MIN_MEMORY, whole // (ranks * (1 + workers)))
         maker = loader.dataset.rowstore.blobs.maker
-        assert maker.rank_memory == share
-        assert 0 < loader.stats().memory_bytes == maker.memory_bytes <= share
+        assert maker.memory.rank_memory == share
+        assert 0 < loader.stats().memory_bytes == maker.memory.limit <= share
         assert set(loader.row_group_states()) == {"planned", "fetching", "decoding", "cached", "mapped"}
 
 
 def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrow needs a part of each column at a time. The memory that is stated has room for these parts."""
     columns, rows = 400, 2000
-    monkeypatch.setattr(row_group_maker, "MIN_MEMORY", 0)
+    monkeypatch.setattr(row_group_memory, "MIN_MEMORY", 0)
     monkeypatch.setattr(row_group_maker, "COLUMN_BYTES", 4 * rows // 2)
-    monkeypatch.setattr(row_group_maker, "MEMORY_DIVISOR", usable_memory() // 100_000)
+    monkeypatch.setattr(row_group_memory, "MEMORY_DIVISOR", usable_memory() // 100_000)
     table = pa.table({f"c{number}": np.zeros(rows, np.float32) for number in range(columns)})
     pq.write_table(table, tmp_path / "x.parquet", use_dictionary=False, compression="none")
     needed = row_group_maker.COLUMN_BYTES * columns
@@ -264,8 +264,8 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
     maker = dataset.rowstore.blobs.maker
     loader = make_loader(dataset, 8)
     next(iter(loader))
-    assert maker.memory.total == maker.reservation(0) == needed
-    assert 2 * needed <= loader.stats().memory_bytes == maker.memory_bytes < 2.2 * needed
+    assert maker.memory.held.total == maker.reservation(0) == needed
+    assert 2 * needed <= loader.stats().memory_bytes == maker.memory.limit < 2.2 * needed
     taken.clear()
     monkeypatch.setattr(parquet.pq, "ParquetFile", noted)
     with maker.opened(0):
@@ -274,14 +274,14 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
 
 def test_bytes_that_were_never_reserved_do_not_count_as_returned(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(10)}), tmp_path / "x.parquet")
-    maker = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs.maker
+    memory = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs.maker.memory
     buffer = fetched_buffers.take(1000)
     fetched_buffers.give_back(buffer)
-    with pytest.raises(ReservationCancelled), maker.reserve_bytes(RELEASED_BYTES, lambda: True):
+    with pytest.raises(ReservationCancelled), memory.hold(RELEASED_BYTES, lambda: True):
         pass
     assert fetched_buffers.take(1000) is buffer
     fetched_buffers.give_back(buffer)
-    with maker.reserve_bytes(RELEASED_BYTES, lambda: False):
+    with memory.hold(RELEASED_BYTES, lambda: False):
         pass
     assert fetched_buffers.take(1000) is not buffer
 
@@ -299,8 +299,8 @@ def anonymous():
 
 blobs = make_dataset(sys.argv[1], cache=CacheConfig(sys.argv[2])).rowstore.blobs
 blobs.make(0)  # loads all modules
-blobs.maker.rank_memory = int(sys.argv[3])
-blobs.maker.after_fork_in_child()
+blobs.memory.rank_memory = int(sys.argv[3])
+blobs.memory.after_fork_in_child()
 before, peak, end = anonymous(), 0, threading.Event()
 
 def watch():

@@ -218,10 +218,21 @@ def test_the_error_of_a_replacement_names_the_way_out() -> None:
     assert whole(table, {"c": False})["c"].tolist() == [False]
 
 
-@pytest.mark.parametrize(("kind", "filling"), [(pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")])
+@pytest.mark.parametrize(
+    ("kind", "filling"),
+    [
+        *((pa.int32(), 1.5), (pa.uint8(), 300), (pa.bool_(), "x")),
+        *((pa.uint8(), -1), (pa.int32(), 2**70), (pa.int64(), math.inf), (pa.list_(pa.uint8()), [-1])),
+    ],
+)
 def test_a_null_replacement_that_would_be_changed(kind: pa.DataType, filling: Any) -> None:
+    table = pa.table({"c": pa.array([None], kind)})
     with pytest.raises(DataError, match=r"fill_null=.* is no"):
-        whole(pa.table({"c": pa.array([None], kind)}), filling)
+        whole(table, {"c": filling})
+    if not pa.types.is_list(kind):  # whose nulls need no replacement
+        with pytest.raises(DataError, match=r"fill_null=.* is no"):
+            whole(table, filling)
+    assert whole(table, filling, null_masks=True)["c.is_null"].tolist() == [True]
 
 
 def test_a_replacement_keeps_the_mask() -> None:

@@ -176,7 +176,7 @@ def test_a_load_that_waits_for_memory_is_cancelled_by_forget_and_restarted_by_a_
 ) -> None:
     store = dataset.rowstore
     store.capacity = 200
-    with store.blobs.maker.memory.reserve(sys.maxsize):
+    with store.blobs.memory.held.reserve(sys.maxsize):
         store.prefetch(range(20))
         cancelled = [load for group, load in store.scheduler._lives.items() if group != 7]
         store.forget()
@@ -311,7 +311,7 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
     dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, loads = dataset.rowstore, Counter[int]()
-    load, budget = store.blobs.load, store.blobs.maker.memory
+    load, budget = store.blobs.load, store.blobs.memory.held
 
     def counting(group: int, *rest: Any) -> Any:
         loads[group] += 1
@@ -333,7 +333,7 @@ def test_a_load_that_a_gather_waits_for_keeps_its_place_in_the_budget_when_anoth
 
 def test_a_loop_that_ends_does_not_restart_the_loads_that_it_cancels(dataset: Any, gathering: Any) -> None:
     store = dataset.rowstore
-    with store.blobs.maker.memory.reserve(sys.maxsize):
+    with store.blobs.memory.held.reserve(sys.maxsize):
         waiting = gathering.gather([35])
         gathering.waits.acquire()
         gathering.stop.set_result(None)

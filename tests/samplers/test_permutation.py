@@ -156,8 +156,19 @@ def test_out_of_range(n):
 def test_empty_and_negative():
     assert len(Permutation(0, 0, 0)) == 0
     assert Permutation(0, 0, 0)[:].tolist() == []
-    with pytest.raises(ConfigError):
-        Permutation(-1, 0, 0)
+    for n in (-1, np.int64(-1), 2.5):
+        with pytest.raises(ConfigError, match="n="):
+            Permutation(n, 0, 0)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint64])
+@pytest.mark.parametrize("n", [65_535, 65_536, 80_000, 2**31 - 1])
+def test_integers_of_numpy(n, kind):
+    found, expected = Permutation(kind(n), 0, 0), Permutation(n, 0, 0)
+    numbers = [0, 1, n // 2, n - 1]
+    assert found[numbers].tolist() == expected[numbers].tolist()
+    assert found.inverse[numbers].tolist() == expected.inverse[numbers].tolist()
+    assert len(found) == n
 
 
 @pytest.mark.parametrize("n", [1000, 10**6])

@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from itertools import chain, islice, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -257,11 +258,24 @@ def test_owners_move_only_the_surplus(num_streams):
         ({"rank": 8}, "rank=8"),
         ({"window": 0}, "window=0"),
         ({"shuffle": "random"}, "shuffle='random'"),
+        ({"rank": "0"}, "rank='0' must be a whole number"),
+        ({"num_replicas": 8.0}, r"num_replicas=8\.0 must be a whole number"),
+        ({"seed": None}, "seed=None must be a whole number"),
     ],
 )
 def test_arguments_that_cannot_work(arguments, message):
     with pytest.raises(ConfigError, match=message):
         ShardedSampler(**{"block_lengths": LENGTHS, "num_replicas": 8, "rank": 0, "batch_size": 4, **arguments})
+
+
+@pytest.mark.parametrize("epoch", ["a", 1.5, None])
+def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
+    sampler = ShardedSampler(LENGTHS, 8, 0)
+    with pytest.raises(ConfigError, match=f"epoch={epoch!r} must be a whole number"):
+        sampler.set_epoch(epoch)
+    sampler.set_epoch(np.int16(3))
+    assert sampler.state_dict()["epoch"] == 3
+    assert type(sampler.epoch) is int
 
 
 @pytest.mark.parametrize(("num_streams", "num_nodes"), [(3, 2), (10, 4), (64, 2), (3, 3)])

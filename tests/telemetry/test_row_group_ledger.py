@@ -92,7 +92,7 @@ def test_a_row_group_that_the_background_process_decodes_is_a_miss(
 ) -> None:
     decoder = start_decoder(dataset, monkeypatch)
     loader = make_loader(dataset, 8, num_workers=workers, transform=same)
-    with dataset.rowstore.blobs.maker.memory.reserve(sys.maxsize):  # This process has no memory to decode by itself.
+    with dataset.rowstore.blobs.memory.held.reserve(sys.maxsize):  # This process has no memory to decode by itself.
         for hits in (0, GROUPS):
             assert rows_of(loader) == 5 * GROUPS
             assert (loader.stats().hits, loader.stats().misses) == (hits, GROUPS - hits)

@@ -19,7 +19,8 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
 from dataload.cache.local import blob_file
 from dataload.loader import device_copy
-from dataload.rows import row_group_maker, scheduler
+from dataload.rows import scheduler
+from dataload.rows.making import row_group_maker, row_group_memory
 from dataload.telemetry.loader_stats import ADVICE, MIN_STALL, LoaderStats
 from dataload.telemetry.spans import recorded_by
 from dataload.telemetry.wait_timeline import CAUSES, CHANGES_KEPT, IDLE, Timeline, doing, waited
@@ -111,16 +112,16 @@ def test_a_wait_for_memory_is_charged_to_the_cause_that_holds_it(
 ) -> None:
     """The budget has memory for one row group at a time, and decoder threads decode it."""
     monkeypatch.setattr(row_group_maker, "INLINE_BYTES", 0)
-    monkeypatch.setattr(row_group_maker, "MIN_MEMORY", 1)
-    memory = 2 * row_group_maker.TRAINER_DIVISOR * row_group_maker.MEMORY_DIVISOR * ROWS * 60_000
-    monkeypatch.setattr(row_group_maker, "usable_memory", lambda: memory)
+    monkeypatch.setattr(row_group_memory, "MIN_MEMORY", 1)
+    memory = 2 * row_group_memory.TRAINER_DIVISOR * row_group_memory.MEMORY_DIVISOR * ROWS * 60_000
+    monkeypatch.setattr(row_group_memory, "usable_memory", lambda: memory)
     if cause == "origin":
         origin.behave(latency=0.05, bytes_per_second=6e6)
     else:
         monkeypatch.setattr(row_group_maker, "decode", slowly(row_group_maker.decode, 0.1))
     loader = make_loader(dataset, 4, window=2, num_threads=1)
     maker = dataset.rowstore.blobs.maker
-    assert maker.memory.total < 2 * maker.reservation(0)
+    assert maker.memory.held.total < 2 * maker.reservation(0)
     waits = epoch(loader).waits
     assert waits[cause] == max(waits["origin"], waits["decode"])
 

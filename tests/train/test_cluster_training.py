@@ -240,7 +240,7 @@ def test_waiting_for_another_host_holds_no_memory(bucket: Any, hosts: Hosts, clu
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(blobs.make, 0)
         until(lambda: blobs._blocks.tier.stats()["cluster"]["waits"])
-        until(lambda: blobs.maker.memory.idle)
+        until(lambda: blobs.memory.held.idle)
         assert not waits.done()
         assert blobs.make(1), "others go on meanwhile"
         cluster_server.ask("DEL", lease)

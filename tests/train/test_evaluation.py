@@ -80,6 +80,25 @@ def test_what_is_left_of_an_epoch(ranks, folder):
         assert (found["rows"], found["odd"]) == (N - 65, 118 / (N - 65))
 
 
+def of_few_rows(path):
+    with process_group(World.detect(), torch.device("cpu")):
+        loader = make_loader(path, 4, shuffle=False, row_ids=True, cache=False)
+        batches, size, padding = list(loader), len(loader), loader.padding
+        again = make_loader(path, 4, shuffle=False, cache=False)
+        found = evaluate_over(nn.Identity(), again, lambda model, batch: {"x": batch["x"]})
+    return [batch["row_id"].tolist() for batch in batches], size, padding, found
+
+
+def test_fewer_rows_than_ranks(ranks, tmp_path):
+    pq.write_table(pa.table({"x": [5, 7, 9]}), tmp_path / "a.parquet")
+    answers = ranks(5, of_few_rows, str(tmp_path))
+    assert [rows for rows, *_ in answers[:3]] == [[[0]], [[1]], [[2]]]
+    assert all(len(row) == 1 and row[0] in range(3) for (row,), *_ in answers)
+    assert [size for _, size, *_ in answers] == [1] * 5
+    assert [padding for *_, padding, _ in answers] == [0, 0, 0, 1, 1]
+    assert [found for *_, found in answers] == [{"x": 7.0, "rows": 3}] * 5
+
+
 def unevenly(batches):
     with process_group(World.detect(), torch.device("cpu")):
         own = [torch.ones(4)] * batches[World.detect().rank]

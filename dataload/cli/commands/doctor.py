@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 def doctor(
     url: Annotated[str | None, typer.Argument(help="The dataset; default: check this machine only.")] = None,
     batch_size: BatchSize = 256,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks on this host; default: as the launcher says, or 1.")
+    ] = None,
     num_workers: Annotated[int, typer.Option(min=0, help="Worker processes of each rank's loader.")] = 0,
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,
     pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Check for pinned batches, as for a GPU.")] = False,
@@ -52,6 +55,7 @@ def doctor(
         cache_config.folder,
         cache_config.limit,
         batch_size=batch_size,
+        world_size=world_size,
         num_workers=num_workers,
         prefetch=prefetch,
         pin_memory=pin_memory,

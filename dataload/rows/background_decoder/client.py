@@ -20,7 +20,7 @@ from typing import Any
 from dataload.cache.origin.obstore import handing_over
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
-from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.row_groups import RowGroups
 from dataload.runtime.child_process import start_process
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
@@ -103,7 +103,7 @@ class BackgroundDecoder(ForkAware):
         does not outlive this process, however that ends.
     """
 
-    def __init__(self, blobs: RowGroupCache) -> None:
+    def __init__(self, blobs: RowGroups) -> None:
         self._blobs = blobs
         self._process: _Process | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None  # ends the process
@@ -139,7 +139,7 @@ class BackgroundDecoder(ForkAware):
             raise CancelledError
 
         def is_urgent() -> bool:
-            return demand.now and self._blobs.maker.has_capacity(group)
+            return demand.now and self._blobs.has_capacity(group)
 
         process = None if is_urgent() or monotonic() < self._paused_until else self._running()
         if process is None or not process.ready.is_set():
@@ -223,7 +223,7 @@ class _Process:
         error: Why it ended.
     """
 
-    def __init__(self, blobs: RowGroupCache, spent: Counters, account: Counters) -> None:
+    def __init__(self, blobs: RowGroups, spent: Counters, account: Counters) -> None:
         self._spent, self._account = spent, account
         self._mutex = threading.Lock()
         self._requests: dict[int, tuple[Future[Done | None], Counters]] = {}  # with the row groups' accounts
@@ -290,7 +290,7 @@ class _Process:
         _program_exits.set()
         self.end()
 
-    def _listen(self, blobs: RowGroupCache) -> None:
+    def _listen(self, blobs: RowGroups) -> None:
         try:
             with handing_over():
                 self._connection.send(blobs)

@@ -10,8 +10,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
-from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife
+from dataload.rows.row_groups import RowGroups
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.filemap import libc
 from dataload.telemetry.wait_timeline import Timeline
@@ -47,13 +47,13 @@ def run(descriptor: int) -> None:
     """Run the background process until the parent dies, closes the connection, or requests nothing for a while.
 
     Args:
-        descriptor: A socket. The client sends a pickled `RowGroupCache` through it first, then row groups.
+        descriptor: A socket. The client sends a pickled `RowGroups` through it first, then row groups.
     """
     os.nice(NICENESS)  # before the imports of a function, which are most of the start
     _keep_freed_memory()
     connection, sending, parent = Connection(descriptor), threading.Lock(), os.getppid()
-    blobs: RowGroupCache = connection.recv()
-    blobs.maker.use_decoder_share()
+    blobs: RowGroups = connection.recv()
+    blobs.memory.use_decoder_share()
     threads = DaemonExecutor(ROW_GROUPS_IN_FLIGHT, "dataload-decode")
 
     def make(group: int) -> None:

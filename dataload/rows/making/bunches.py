@@ -16,8 +16,8 @@ from dataload.errors import DataError, DataloadError
 from dataload.formats.base import SHARED_BYTES, RowGroupReader
 from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
+from dataload.rows.making.row_group_maker import DECODED_COPIES
 from dataload.rows.row_group_life import RowGroupLife, State
-from dataload.rows.row_group_maker import DECODED_COPIES
 from dataload.runtime.counters import charged_to
 from dataload.telemetry.wait_timeline import doing
 
@@ -97,7 +97,7 @@ def is_small(blobs: RowGroupCache, group: RowGroup, blocks: Blocks, number: int)
 def make_together(members: Sequence[Member]) -> None:
     """Make row groups that are not cached, each with a blob of its own, and set what is `made` of each.
 
-    They may be of several datasets in one cache, whose makers share one memory budget. The blobs have the same values
+    They may be of several datasets in one cache, whose makers share one memory. The blobs have the same values
     as those that `RowGroupCache.load` makes.
 
     Raises:
@@ -106,7 +106,7 @@ def make_together(members: Sequence[Member]) -> None:
     tier = members[0].tier
     size = sum(member.reserved_bytes for member in members)
     with (
-        members[0].blobs.maker.reserve_bytes(size, lambda: all(member.life.is_cancelled() for member in members)),
+        members[0].blobs.memory.hold(size, lambda: all(member.life.is_cancelled() for member in members)),
         tier.lock_together([member.blobs.lock_key(member.number) for member in members]) as locked,
     ):
         free = [member for member, is_locked in zip(members, locked, strict=True) if is_locked]

@@ -1,1 +1,0 @@
-"""Small row groups, made many at a time."""

@@ -1,0 +1,158 @@
+"""The memory in which the row groups of one or several datasets are made, and the threads that decode them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import NamedTuple, Self
+
+import pyarrow as pa
+
+from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.formats.range_stream import LARGEST_PIECE, fetched_buffers
+from dataload.runtime.baton import waiting
+from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.forks import ForkAware
+from dataload.runtime.memory_budget import MemoryBudget
+from dataload.runtime.usable_cores import usable_cores
+from dataload.runtime.usable_memory import usable_memory
+
+MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
+TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.
+MIN_MEMORY = 64 << 20
+UNSHARED_MEMORY = 512 << 20  # at most, for a dataset without a loader that knows the ranks of the host
+RELEASED_BYTES = 16 << 20  # at least, of row groups, between two returns of Arrow's unused memory
+
+
+class MemoryNeed(NamedTuple):
+    """The memory that the row groups of a dataset need.
+
+    Attributes:
+        held: Bytes of fetched row groups that must fit, whatever the memory of the rank.
+        largest: Stored bytes of the largest row group.
+        decoding: Bytes that a decoder thread takes.
+    """
+
+    held: int
+    largest: int
+    decoding: int
+
+    @classmethod
+    def of_all(cls, needs: Iterable[Self]) -> Self:
+        """Return the need of several datasets in one memory."""
+        return cls(*map(max, zip(*needs, strict=True)))
+
+
+class RowGroupMemory(ForkAware):
+    """The memory of one rank for row groups that are made, of which this process has a part.
+
+    The other part is that of its background decoder.
+
+    Args:
+        need: The need of the row groups.
+        rank_memory: Bytes for this rank: this process and its background decoder. None: a default, until `share`.
+
+    Attributes:
+        rank_memory: Bytes for this rank. `limit` may be more.
+        held: The budget of this process for row groups that it fetches and holds.
+        decoding: The budget of this process for row groups that it decodes. One that waits for a decoder reserves
+            nothing of it.
+        decoders: The threads that decode. Few, apart from those that wait for the origin: Arrow keeps memory for each
+            thread that decodes.
+
+    Notes:
+        Any thread may call it.
+    """
+
+    held: MemoryBudget
+    decoding: MemoryBudget
+    decoders: DaemonExecutor
+
+    def __init__(self, need: MemoryNeed, rank_memory: int | None = None) -> None:
+        self._need = need
+        default = min(UNSHARED_MEMORY, usable_memory() // MEMORY_DIVISOR)
+        self.rank_memory = max(MIN_MEMORY, default if rank_memory is None else rank_memory)
+        self.after_fork_in_child()
+        super().__init__()
+
+    def after_fork_in_child(self) -> None:
+        """Start with empty budgets and new threads."""
+        held, decoding = self._parts(self._of_trainer)
+        self.held, self.decoding = MemoryBudget(held), MemoryBudget(decoding)
+        self.decoders = DaemonExecutor(usable_cores(), "dataload-decode")
+        self._unreleased = 0  # bytes that Arrow may have kept since it last returned its unused memory
+
+    def share(self, processes: int) -> None:
+        """Divide the host's memory for row groups among its ranks and their worker processes."""
+        self.use(usable_memory() // MEMORY_DIVISOR // processes)
+
+    def use(self, rank_memory: int) -> None:
+        """Set `rank_memory`."""
+        rank_memory = max(MIN_MEMORY, rank_memory)
+        if rank_memory != self.rank_memory:
+            self.rank_memory = rank_memory
+            self._divide(self._of_trainer)
+
+    def use_decoder_share(self) -> None:
+        """Take the part of `rank_memory` that the training process leaves to its background decoder."""
+        self._divide(self.rank_memory - self._of_trainer)
+
+    @property
+    def limit(self) -> int:
+        """The most that is in use for this rank: up to `rank_memory`, or more if row groups have very many columns."""
+        return sum(self._parts(self._of_trainer)) + sum(self._parts(self.rank_memory - self._of_trainer))
+
+    @contextmanager
+    def hold(self, size: int, is_cancelled: Callable[[], bool]) -> Iterator[None]:
+        """Hold memory for the bytes of row groups for the duration of the block.
+
+        Raises:
+            ReservationCancelled: `is_cancelled()` became true before the memory was reserved.
+        """
+        try:
+            with _reserved(self.held, size, is_cancelled):
+                self._unreleased += size
+                yield
+        finally:
+            self._release_unused()
+
+    @contextmanager
+    def decode(self, size: int) -> Iterator[None]:
+        """Reserve memory for decoding for the duration of the block."""
+        with _reserved(self.decoding, size, lambda: False):
+            yield
+
+    @property
+    def _of_trainer(self) -> int:
+        return self.rank_memory // TRAINER_DIVISOR
+
+    def _divide(self, size: int) -> None:
+        held, decoding = self._parts(size)
+        self.held.resize(held)  # Other loaders may have reserved parts of it.
+        self.decoding.resize(decoding)
+
+    def _parts(self, size: int) -> tuple[int, int]:
+        """Return the bytes for fetched row groups, and those for decoding, which has a part for each decoder thread.
+
+        Fetched bytes fill all requests, or a row group for each decoder thread and the next one. More of them would
+        only wait for a decoder, in fresh memory, which is slow.
+        """
+        decoding = min(size // 2, self._need.decoding * usable_cores())
+        useful = max(IN_FLIGHT * LARGEST_PIECE, (usable_cores() + 1) * self._need.largest)
+        return max(min(size - decoding, useful), self._need.held), decoding
+
+    def _release_unused(self) -> None:
+        """Return unused memory once no row group is held. Not between row groups: fresh memory is slow."""
+        if self._unreleased >= RELEASED_BYTES and self.held.idle:
+            self._unreleased = 0
+            fetched_buffers.clear()
+            pa.default_memory_pool().release_unused()
+
+
+@contextmanager
+def _reserved(budget: MemoryBudget, size: int, is_cancelled: Callable[[], bool]) -> Iterator[None]:
+    """Reserve memory for the duration of the block. A wait for it leaves the baton to other threads."""
+    with ExitStack() as stack:
+        with nullcontext() if budget.fits(size) else waiting():
+            stack.enter_context(budget.reserve(size, is_cancelled))
+        yield

@@ -1,0 +1,111 @@
+"""The interface of the cached row groups behind a row store: those of one dataset, or of several in a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+from dataload.formats.schema import Layout
+from dataload.rows.columns import Array
+from dataload.rows.making.row_group_memory import RowGroupMemory
+from dataload.rows.row_group_life import RowGroupLife
+
+if TYPE_CHECKING:
+    from dataload.rows.row_group_cache import RowGroupCache
+
+
+class BlobPlan(Protocol):
+    """The blobs of row groups. See `RowGroupPlan`."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def group_starts(self) -> Array: ...
+
+    @property
+    def row_starts(self) -> Array: ...
+
+    @property
+    def most_of_a_group(self) -> int: ...
+
+
+class RowGroups(Protocol):
+    """Row groups by number, as blobs of records in the cache. Any thread may call it.
+
+    Attributes:
+        plan: Layout, numbers and first rows of the blobs.
+        caches: The row groups of each dataset.
+        memory: The memory in which row groups are made.
+        is_mapped: Whether a function of the user makes rows.
+        shared: Whether other processes can read the cached blobs.
+        num_bytes: Estimate of the bytes of the blobs of all row groups.
+        row_bytes: Estimate of the mean bytes of a row in batches, at least 1.
+    """
+
+    @property
+    def plan(self) -> BlobPlan: ...
+
+    @property
+    def caches(self) -> tuple[RowGroupCache, ...]: ...
+
+    @property
+    def memory(self) -> RowGroupMemory: ...
+
+    @property
+    def is_mapped(self) -> bool: ...
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    def in_order(self) -> AbstractContextManager[None]:
+        """Load a row group in the block: all its byte ranges come before those of later blocks, of whatever dataset."""
+
+    def find(self, number: int) -> list[memoryview] | None:
+        """Return the blobs of a row group, or None if this host has not cached them."""
+
+    def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
+        """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
+
+        Args:
+            number: The row group.
+            life: Its life in this process, which can be cancelled while it is planned.
+
+        Raises:
+            OriginError: The origin does not answer, or the file does not exist.
+            DataError: The row group cannot be decoded.
+            ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
+        """
+
+    def is_bunched(self, number: int) -> bool:
+        """Return whether `load_together` is faster than `load`."""
+
+    def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
+        """Return the blobs or the error of row groups, except those that other processes make. See `load`."""
+
+    def make(self, number: int, life: RowGroupLife | None = None) -> bool:
+        """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
+
+        Raises:
+            OriginError: The origin does not answer, or the file does not exist.
+            DataError: The row group cannot be decoded.
+        """
+
+    def has_capacity(self, number: int) -> bool:
+        """Return whether the memory has room for another row group now."""
+
+    def touch(self) -> None:
+        """Protect the cached blobs of all row groups from eviction as long as this process runs."""
+
+    def passes(self, number: int) -> bool:
+        """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
+
+    def bytes_of(self, number: int) -> int:
+        """Return an estimate of the bytes of a row group's blobs."""
