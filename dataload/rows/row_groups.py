@@ -71,7 +71,7 @@ class RowGroups(Protocol):
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
 
-    def load(self, number: int, life: RowGroupLife | None = None) -> list[memoryview]:
+    def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
 
         Args:
@@ -104,8 +104,8 @@ class RowGroups(Protocol):
     def touch(self) -> None:
         """Protect the cached blobs of all row groups from eviction as long as this process runs."""
 
-    def passes(self, number: int) -> bool:
-        """Return whether the cache may evict a row group soon after its use, or has not cached it yet."""
+    def is_transient(self, number: int) -> bool:
+        """Return whether a row group is cached only in the transient region, or not at all."""
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs."""
