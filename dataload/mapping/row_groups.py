@@ -196,7 +196,8 @@ class MappedMaker(RowGroupMaker, ForkAware):
     @contextmanager
     def opened(self, number: int) -> Iterator[Iterator[dict[str, Column]]]:
         """Fetch a row group, and yield an iterator that maps it. See `RowGroupMaker.opened`."""
-        with self._source.maker.opened(number) as columns, closing(self.mapped(columns, number)) as mapped:
+        opened = self._source.maker.opened(number)
+        with opened as columns, closing(self.mapped(columns, number)) as mapped:
             yield mapped
 
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:

@@ -560,7 +560,7 @@ def test_workers_run_only_user_code(dataset: Any, transform: Any, workers: int) 
 def test_an_error_for_an_argument_of_make_dataset_omits_the_value(dataset: Any) -> None:
     """The value may contain a password."""
     for wrong in ({"cluster": "valkey://user:hunter2@host"}, {"storage_options": {"secret": "hunter2"}}):
-        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}: pass it to make_dataset") as raised:
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} cannot be combined with a dataset") as raised:
             make_loader(dataset, 4, **wrong)
         assert "hunter2" not in str(raised.value)
 

@@ -663,7 +663,7 @@ def test_wrong_weights(sources: Sources, weights: Any, says: str) -> None:
         ({"name_column": "row_id.is_null"}, "is the name of a mask of nulls"),
         ({"name_column": ""}, "name_column='' must be a string"),
         ({"name_column": 1}, "name_column=1 must be a string"),
-        ({"columns": ["half"]}, "columns: pass it to make_dataset"),
+        ({"columns": ["half"]}, "columns cannot be combined with datasets"),
     ],
 )
 def test_wrong_arguments(sources: Sources, options: Any, says: str) -> None:
@@ -780,7 +780,7 @@ def test_wrong_caches(tmp_path: Path, options: dict[str, Any], says: str) -> Non
 
 
 def test_arguments_of_datasets_do_not_go_with_a_mixture(sources: Sources) -> None:
-    with pytest.raises(ConfigError, match="columns: pass it to make_dataset or mix"):
+    with pytest.raises(ConfigError, match="columns cannot be combined with a dataset"):
         make_loader(mix(sources()), 8, columns=["half"])
 
 

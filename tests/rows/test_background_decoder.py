@@ -240,7 +240,7 @@ def test_an_interrupted_wait_leaves_the_signal_to_later_ones(monkeypatch: pytest
     assert not demand.now
 
 
-def test_demand_prevails_until_waits_are_less_than_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_is_mostly_waiting_until_waits_are_less_than_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.9, 1.0, 4.0, 5.9, 6.1, 7.0, 20.0, 20.1])
     monkeypatch.setattr("dataload.rows.background_decoder.client.perf_counter", lambda: next(times))
     demand = DemandSignal()  # at 0 s

@@ -274,14 +274,14 @@ def test_the_budget_holds_for_row_groups_of_very_many_columns(tmp_path: Path, mo
 
 def test_bytes_that_were_never_reserved_do_not_count_as_returned(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": range(10)}), tmp_path / "x.parquet")
-    maker = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs.maker
+    memory = make_dataset(str(tmp_path / "x.parquet"), cache=False).rowstore.blobs.maker.memory
     buffer = fetched_buffers.take(1000)
     fetched_buffers.give_back(buffer)
-    with pytest.raises(ReservationCancelled), maker.memory.hold(RELEASED_BYTES, lambda: True):
+    with pytest.raises(ReservationCancelled), memory.hold(RELEASED_BYTES, lambda: True):
         pass
     assert fetched_buffers.take(1000) is buffer
     fetched_buffers.give_back(buffer)
-    with maker.memory.hold(RELEASED_BYTES, lambda: False):
+    with memory.hold(RELEASED_BYTES, lambda: False):
         pass
     assert fetched_buffers.take(1000) is not buffer
 
