@@ -230,7 +230,7 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["plan", "a", "--bandwidth", "fast"], "bandwidth='fast'"),
         (["warm", "a", "--shard", "first"], "--shard=first"),
         (["warm", "{bucket}/differ/0.parquet", "--shard", "4/4"], "node 4 of 4: nodes count from 0"),
-        (["warm", "{bucket}/differ/0.parquet", "--shard", "0/2", "--num-streams", "3"], "no multiple of 2 nodes"),
+        (["warm", "{bucket}/differ/0.parquet", "--shard", "0/2", "--num-streams", "3"], "not a multiple of 2 nodes"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(
