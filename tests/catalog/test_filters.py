@@ -343,7 +343,9 @@ def test_values_that_are_not_of_the_type_of_the_column(
         }
     )
     groups = [table[:2], table[2:3], table[3:]]
-    assert kept(*stored(groups), [predicate]) == read_by_pyarrow(groups, [predicate]) == left
+    assert kept(*stored(groups), [predicate]) == left
+    if not (isinstance(predicate[2], Decimal) and pa.__version__.startswith("18.")):  # It compares their integers.
+        assert read_by_pyarrow(groups, [predicate]) == left
 
 
 def test_a_null_key_in_a_folder_name_matches_as_in_pyarrow(tmp_path: Path) -> None:
