@@ -19,6 +19,7 @@ from dataload.rows import row_block
 from dataload.rows.collate import to_batch
 from dataload.rows.columns import Coded, Column, Dense, Nested, Ragged, spans_of
 from dataload.rows.row_block import Blob, Records
+from dataload.runtime.bisection import bisected
 from dataload.runtime.executor import DaemonExecutor, awaited
 
 T = TypeVar("T")
@@ -207,12 +208,9 @@ def column_of(records: Records, field: Field) -> Column:
 
 def _failing(call: Callable[[Records], Any], records: Records) -> tuple[int, BaseException] | None:
     """Return the number of a row with which a call fails, by bisection, and its error. None: each half works."""
-    start, stop = 0, len(records)
-    while stop - start > 1:
-        middle = (start + stop) // 2
-        start, stop = (start, middle) if _error_of(call, records[start:middle]) else (middle, stop)
-    error = _error_of(call, records[start:stop])
-    return None if error is None else (start, error)
+    row = bisected(len(records), lambda rows: _error_of(call, records[rows]))
+    error = _error_of(call, records[row : row + 1])
+    return None if error is None else (row, error)
 
 
 def _error_of(call: Callable[[Records], Any], records: Records) -> BaseException | None:

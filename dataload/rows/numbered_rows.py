@@ -11,6 +11,7 @@ from dataload.errors import DataError, RowError
 from dataload.rows.collate import Batch, Empty, Rows, columns_of, cut
 from dataload.rows.columns import Array
 from dataload.rows.row_block import Records
+from dataload.runtime.bisection import bisected
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
@@ -68,21 +69,17 @@ class NumberedRows(Rows):
         try:
             return next(self.batches([len(self)], empty))
         except DataError as error:
-            url, row_group, row = self._locate(self._first_that_fails())
+            url, row_group, row = self._locate(int(self.numbers[bisected(len(self), self._fails)]))
             raise RowError(f"{redacted(url)} row group {row_group} row {row}: {error}", str(error)) from error
 
-    def _first_that_fails(self) -> int:
-        """Return the number of the first row of which no batch can be made."""
-        rows = self
-        while len(rows) > 1:
-            half = rows.part(slice(len(rows) // 2))
-            try:
-                next(half.batches([len(half)]))
-            except DataError:
-                rows = half
-            else:
-                rows = rows.part(slice(len(half), len(rows)))
-        return int(rows.numbers[0])
+    def _fails(self, span: slice) -> bool:
+        """Return whether no batch can be made of some of the rows."""
+        some = self.part(span)
+        try:
+            next(some.batches([len(some)]))
+        except DataError:
+            return True
+        return False
 
     def batches(self, sizes: Sequence[int], empty: Empty | None = None) -> Iterator[Batch]:
         """Return consecutive batches of these sizes. The Python objects of a batch are made when it is taken."""
