@@ -20,7 +20,7 @@ import pyarrow.dataset as pads
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
-from dataload.formats.arrow_types import has_members, is_bytes, number, storage, unsupported
+from dataload.formats.arrow_types import NO_VALUE, has_members, is_bytes, number, storage, unsupported
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "=": eq,
@@ -39,7 +39,6 @@ Filters: TypeAlias = Sequence[Any] | pc.Expression
 expression."""
 
 _ERRORS = (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError, pa.ArrowKeyError)
-_NO_VALUE = (pa.ArrowException, TypeError, ValueError, OverflowError)  # of pyarrow: a type cannot hold a value
 _MISSING = re.compile(r"No match for FieldRef\.Name\((.+?)\) in ")  # of Arrow
 
 
@@ -182,7 +181,7 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
             among = field.isin(_array(list(value), kind))
             expression = among if sign == "in" else ~among
         problem = _problem(expression, schema)
-    except _NO_VALUE as error:
+    except NO_VALUE as error:
         problem = error
     if problem is not None:
         raise ConfigError(
@@ -194,7 +193,7 @@ def _of(clause: Any, manifest: Manifest, schema: pa.Schema, paths: dict[str, tup
 
 def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
     """Return values with the type of the column if that is exact, else with their own, which Arrow casts."""
-    with suppress(*_NO_VALUE):
+    with suppress(*NO_VALUE):
         array = pa.array(values, kind)
         if array.to_pylist() == values:
             return array

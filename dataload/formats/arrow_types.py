@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+NO_VALUE = (pa.ArrowException, TypeError, ValueError, OverflowError)
+"""What pyarrow raises if a type cannot hold a value."""
 _FLOATS = {"halffloat": "float16", "float": "float32", "double": "float64"}  # other names are the same in numpy
 _TENSOR_OF_DATASETS = re.compile(r"datasets\..*Array[2-5]DExtensionType")
 

@@ -10,13 +10,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.arrow_types import is_bytes, is_list, is_text, storage
+from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, is_text, storage
 from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
 from dataload.rows.arrow_arrays import bounds, decoded, numbers, plain, valid
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
-_NO_VALUE = (pa.ArrowException, TypeError, ValueError, OverflowError)  # of pyarrow: a type cannot hold a value
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
 
 
@@ -159,7 +158,7 @@ class _Decoder:
         for candidate in kinds:
             try:
                 value = self._dense(_plain_column(pa.array([self._filling], candidate)))[0][0]
-            except _NO_VALUE:
+            except NO_VALUE:
                 continue
             if pa.types.is_integer(candidate) and value != self._filling:  # Arrow truncates fractions.
                 continue
@@ -214,7 +213,7 @@ class _Decoder:
             return column
         try:
             return pc.fill_null(column, pa.scalar(self._filling, column.type))
-        except _NO_VALUE as error:
+        except NO_VALUE as error:
             if self._must_fill:
                 raise self._no_filling(column.type) from error
             return column

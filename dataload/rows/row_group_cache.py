@@ -90,17 +90,7 @@ class RowGroupCache(SizeForecast):
         return next_turn()
 
     def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
-        """Return the blobs of a row group that `find` did not find: fetch and decode it, unless another process does.
-
-        Args:
-            number: The row group.
-            life: Its life in this process, which can be cancelled while it is planned.
-
-        Raises:
-            OriginError: The origin does not answer, or the file does not exist.
-            DataError: The row group cannot be decoded.
-            ReservationCancelled: The life was cancelled before the memory for the row group was reserved.
-        """
+        """Return the blobs of a row group that `find` did not find. See `RowGroups.load`."""
         with computing():
             return self._made_once(number, self.keys(number), None, life)
 
