@@ -25,7 +25,7 @@ from dataload.cache.local.index import Index, Row, RowExistsError
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.recovery import recover
-from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, drafts, living, oldest_start, remove
+from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove
 from dataload.cache.room import Division
 from dataload.cache.surplus import Surplus, TransientRows
 from dataload.errors import ConfigError
@@ -277,10 +277,8 @@ class CacheFolder:
                 remove(mark)
         return freed
 
-    def _clear_drafts(self, digest: bytes, own: str) -> None:
-        for draft in drafts(self.path / "tmp", digest):
-            if draft != own:
-                remove(draft)
+    def _clear_drafts(self, digest: bytes, keep: str) -> None:
+        clear_drafts(self.path / "tmp", digest, keep)
 
     def oldest_process(self) -> int:
         """Return the start time of the oldest running process in this folder, in ns since the Unix epoch."""

@@ -28,7 +28,7 @@ from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import DAMAGED
-from dataload.cache.local.staging import living, sweep
+from dataload.cache.local.staging import clear_drafts, living, sweep, swept_mark
 from dataload.errors import CorruptEntry
 
 _CLOSED = "closed"
@@ -97,15 +97,16 @@ def _forget(path: Path, index: Index, locks: KeyLocks, swept: dict[Path, set[byt
     done: list[Path] = []
     with suppress(TimeoutError):
         for dead, digests in swept.items():
-            if all(_forget_one(path, index, locks, digest) for digest in digests):
+            if all(_forget_one(path, index, locks, digest, swept_mark(dead, digest)) for digest in digests):
                 done.append(dead)
     return done
 
 
-def _forget_one(path: Path, index: Index, locks: KeyLocks, digest: bytes) -> bool:
+def _forget_one(path: Path, index: Index, locks: KeyLocks, digest: bytes, mark: str) -> bool:
     """Drop the row of a blob that has no file. Return False while another process fills or evicts the blob."""
     with locks.hold(digest, timeout=0) as held:
         if held and not Path(blob_file.path_in(path / "blobs", digest)).exists():
+            clear_drafts(path / "tmp", digest, keep=mark)  # Of a process that was killed after the sweep.
             index.drop(digest)
         return held
 

@@ -119,10 +119,17 @@ class StagingFolder(ForkAware):
         return path
 
 
-def drafts(parent: Path, digest: bytes) -> list[str]:
-    """Return the staged files of all processes, running or dead, for one blob."""
+def clear_drafts(parent: Path, digest: bytes, keep: str) -> None:
+    """Remove the staged files for one blob, except `keep`.
+
+    The caller holds the lock of the blob, so the other files are those of dead processes. `keep` leads a sweep to the
+    row of the blob until the caller has dropped the row.
+    """
     prefix = f"{digest.hex()}-"
-    return [str(file) for folder in _listed(parent) for file in _listed(folder) if file.name.startswith(prefix)]
+    for folder in _listed(parent):
+        for file in _listed(folder):
+            if file.name.startswith(prefix) and str(file) != keep:
+                remove(str(file))
 
 
 def remove(path: str) -> bool:
@@ -140,6 +147,11 @@ def oldest_start(parent: Path) -> int:
     return min((int(start) for start in starts if start.isdecimal()), default=time.time_ns())
 
 
+def swept_mark(folder: Path, digest: bytes) -> str:
+    """Return the path of the empty file that replaces the swept files of a blob in the folder of a dead process."""
+    return f"{folder}/{digest.hex()}{_SWEPT}"
+
+
 def sweep(parent: Path) -> dict[Path, set[bytes]]:
     """Replace the staged files of dead processes by empty ones. Return their folders, with the digests in each.
 
@@ -154,7 +166,7 @@ def sweep(parent: Path) -> dict[Path, set[bytes]]:
                 found[folder] = {bytes.fromhex(draft.name.partition("-")[0]) for draft in drafts}
                 for digest in found[folder]:
                     with suppress(OSError):  # The disk may be full; the unlinks below free space.
-                        (folder / f"{digest.hex()}{_SWEPT}").touch(mode=0o600)
+                        Path(swept_mark(folder, digest)).touch(mode=0o600)
                 for draft in drafts:
                     if not draft.name.endswith(_SWEPT):
                         draft.unlink(missing_ok=True)  # A running writer of this blob may remove it first.

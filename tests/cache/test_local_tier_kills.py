@@ -347,6 +347,39 @@ def test_who_takes_over_keeps_the_limit(tmp_path: Path) -> None:
     assert_within(tier, LIMIT)
 
 
+def test_a_writer_killed_while_another_process_recovers_leaves_nothing(tmp_path: Path) -> None:
+    """It fills the blob of a dead writer after the sweep, and is killed before the row of that writer is dropped."""
+    path = tmp_path / "c"
+    ours, theirs = FORKSERVER.Pipe()
+    with ours, theirs:
+        late = tiers.start(fill_on_demand_and_die, path, "x/0", theirs)
+        assert ours.recv() == "open"
+        assert tiers.run(die_in_fill, path, "x/0") == -signal.SIGKILL
+
+        def at(step: str) -> None:
+            if step == "recover: swept":
+                ours.send("fill")
+                assert tiers.end(late) == -signal.SIGKILL
+
+        failpoints.watch(at)
+        try:
+            tier = LocalTier(path, LIMIT, "lru")
+            assert_within(tier, LIMIT)
+        finally:
+            failpoints.watch(None)
+    del tier
+    assert assert_sound(path, LIMIT) == set()
+
+
+def fill_on_demand_and_die(path: Path, name: str, dialogue: Connection) -> None:
+    tier = LocalTier(path, LIMIT, "lru")
+    assert tier.folder
+    tiers.die_at(1, "fill: filled")
+    dialogue.send("open")
+    dialogue.recv()
+    put(tier, name)
+
+
 def test_two_may_clear_what_a_dead_process_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that opens the cache sweeps files that the next writer of the blob removes at the same time."""
     path = tmp_path / "c"
