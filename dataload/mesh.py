@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 # The usual names of dimensions along which ranks need equal batches: tensor, context, sequence and pipeline parallel.
-MODEL_PARALLEL = {"tp", "cp", "sp", "pp"} | {
-    f"{kind}{suffix}" for kind in ("tensor", "context", "sequence", "pipeline") for suffix in ("", "_parallel")
+MODEL_PARALLEL = {"tp", "cp", "sp", "pp", "mp", "ulysses", "ring"} | {
+    f"{kind}{suffix}"
+    for kind in ("tensor", "context", "sequence", "pipeline", "model", "tensor_model", "pipeline_model")
+    for suffix in ("", "_parallel")
 }
 
 

@@ -6,7 +6,6 @@ on the host, in the training thread.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ class HostMemory(NamedTuple):
         return map_tensors(batch, self._prepare_tensor)
 
     def _prepare_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.device.type != "cpu" or not _is_strided(tensor):
             return tensor
         if tensor.is_contiguous() and (not self.pinned or tensor.is_pinned()):
             return tensor
@@ -70,13 +69,19 @@ class DeviceCopy:
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch with its tensors on the device."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            copied = map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            map_tensors(copied, lambda tensor: _record_use(current, tensor))
-        return copied
+        if self._stream is None:
+            return map_tensors(batch, self._copied)
+        with torch.cuda.stream(self._stream):
+            copied = map_tensors(batch, lambda tensor: self._copied(tensor) if _is_strided(tensor) else tensor)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        # Sparse tensors are copied by the stream that uses them: torch cannot record the use by another one.
+        return map_tensors(
+            copied, lambda tensor: _used(tensor, current) if _is_strided(tensor) else self._copied(tensor)
+        )
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
 
 
 @cache
@@ -85,6 +90,11 @@ def _stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _record_use(stream: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _used(tensor: torch.Tensor, stream: Any) -> torch.Tensor:
+    """Record that a stream uses the tensor, whose memory then stays until the stream has done so. Return the tensor."""
     tensor.record_stream(stream)
     return tensor

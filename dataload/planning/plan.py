@@ -39,10 +39,12 @@ TWICE = 2.0  # a variance ratio this many times the goal is bad
 class Plan:
     """The predicted cost of reading a dataset, or a mixture of several.
 
-    Epochs are None if the cache is too small for the window. Seconds include the footers: concurrent requests wait
-    `latency` together, and all bytes share `bandwidth`. Costs are in the currency of the price, or None without one.
+    Epochs are None if the cache is too small for the window. Bytes, requests, cache and memory are those of one node,
+    costs those of all. Seconds include the footers: concurrent requests wait `latency` together, and all bytes
+    share `bandwidth`. Costs are in the currency of the price, or None without one.
 
     Args:
+        nodes: Nodes that share the dataset, one for each stream of the order.
         objects: Number of objects.
         bytes: Bytes of the objects.
         rows: Number of rows.
@@ -71,6 +73,7 @@ class Plan:
         advice: Recommendations, a line each.
     """
 
+    nodes: int
     objects: int
     bytes: int
     rows: int
@@ -113,7 +116,7 @@ def plan(
         sources: The dataset, or each dataset of a mixture.
         order: The order of the epochs.
         batch_size: Rows of one batch of all ranks together.
-        bandwidth: Bytes a second from the origin.
+        bandwidth: Bytes a second from the origin, for each node.
         latency: Seconds that a request waits.
         price: Price of 10**9 bytes.
         host_ranks: Ranks of a host, which share its memory.
@@ -129,12 +132,13 @@ def plan(
     unlimited = Reader(costs, order, UNLIMITED)
     everything = unlimited.all_rows()
     decoded_bytes = sum(blobs.num_bytes for blobs in every)
-    needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded_bytes / FITS))
+    needed_bytes = max(unlimited.kept_bytes, math.ceil(decoded_bytes / FITS / order.num_streams))
     fits = limit >= needed_bytes and _reads_everything(order)
     first, later, too_small = (everything, [Fetched()], []) if fits else _epochs(costs, order, limit, batch_size)
     first_batch = Reader(costs, order, UNLIMITED).first_rows(batch_size)
     all_footers = footers(sources)
     result = Plan(
+        nodes=order.num_streams,
         objects=len(objects),
         bytes=sum(file.size for file in objects),
         rows=sum(lengths),
@@ -153,10 +157,10 @@ def plan(
         latency=latency,
         first_batch_seconds=_seconds(all_footers, first_batch, bandwidth, latency),
         first_epoch_seconds=None if first is None else _seconds(all_footers, first, bandwidth, latency),
-        first_epoch_cost=None if first is None else _cost(all_footers + first, price),
-        later_epoch_cost=_cost(_mean(later), price),
+        first_epoch_cost=None if first is None else _cost(all_footers + first, price, order.num_streams),
+        later_epoch_cost=_cost(_mean(later), price, order.num_streams),
         trade=weigh_window(order.window, lengths, sizes, batch_size),
-        held_bytes=sum(needed(*each)[1] for each in zip(order.orders, every, strict=True)),
+        held_bytes=sum(needed(*each, 1 / order.num_streams)[1] for each in zip(order.orders, every, strict=True)),
         memory_bytes=host_ranks * max(blobs.memory.limit for blobs in every),
     )
     usual = weigh_window(sum(map(usual_window, (files.manifest for files in sources))), lengths, sizes, batch_size)
@@ -213,5 +217,5 @@ def _mean(epochs: Sequence[Fetched]) -> Fetched | None:
     return Fetched(round(total.bytes / len(epochs)), round(total.requests / len(epochs)))
 
 
-def _cost(fetched: Fetched | None, price: float | None) -> float | None:
-    return None if price is None or fetched is None else fetched.bytes / 10**9 * price
+def _cost(fetched: Fetched | None, price: float | None, nodes: int) -> float | None:
+    return None if price is None or fetched is None else nodes * fetched.bytes / 10**9 * price

@@ -93,6 +93,8 @@ class Costs:
 class Reader:
     """A simulated loader that reads row groups through an initially empty cache of `limit` bytes.
 
+    An order of several streams has a node for each. The loader is that of the first node.
+
     Row groups that do not fit are cached in a transient region. The result is an upper bound for Arrow files whose
     small record batches were already fetched with the messages.
 
@@ -102,21 +104,24 @@ class Reader:
 
     def __init__(self, costs: Costs, order: Order | MixtureOrder, limit: int) -> None:
         self._costs, self._order = costs, order
-        need = need_of(list(zip(order.orders, costs.blobs, strict=True)), limit, name=bytes(16))
+        sources = list(zip(order.orders, costs.blobs, strict=True))
+        need = need_of(sources, limit, name=bytes(16), node_share=1 / order.num_streams)
         region, self._further = need.region(limit, need.total)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
-        self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch)))  # visits each row
+        self._streams = None if order.num_streams == 1 else [0]
+        self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch, streams=self._streams)))
 
     def all_rows(self) -> Fetched:
-        """Return what reading each row group once fetches."""
-        for number in range(len(self._costs.groups)):
+        """Return what reading each row group of the node once fetches."""
+        own = {group for _, group in self._needs_of(0)} if self._streams else range(len(self._costs.groups))
+        for number in sorted(own):
             self._read(number)
         return self._fetched
 
     def first_rows(self, rows: int) -> Fetched:
         """Return what the first `rows` rows of the first epoch fetch."""
-        for _, group in takewhile(lambda need: need[0] < rows, self._order.needs_from(0)):
+        for _, group in takewhile(lambda need: need[0] < rows, self._order.needs_from(0, streams=self._streams)):
             self._read(group)
         return self._fetched
 

@@ -18,8 +18,11 @@ from dataload.train.distributed import device_of, gather, process_group
 from dataload.train.modules import begin_training, modes_kept
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.rank_batches import num_rows
+from dataload.train.sharded import is_sharded, move
 from dataload.world import World
 
+# What cuBLAS, cuDNN and NCCL say if memory is full. Their errors are not OutOfMemoryError.
+FULL_MEMORY = ("out of memory", "ALLOC_FAILED")
 REPEATS = 5  # steps of each size; the first one is a warm-up and is not timed
 
 
@@ -56,15 +59,19 @@ def find_batch_size(
         device: As in `fit`.
 
     Raises:
-        ConfigError: `start` rows do not fit, it is not from 1 to `limit`, or `batch` has no rows.
-        Exception: Any exception of a step, other than torch.OutOfMemoryError.
+        ConfigError: `start` rows do not fit, it is not from 1 to `limit`, `batch` has no rows, or several ranks share a
+            sharded model.
+        Exception: Any exception of a step that does not mean full memory.
     """
     if not 1 <= start <= limit:
         raise ConfigError(f"start={start} must be from 1 to limit={limit}")
     world = World.detect()
     device = device_of(world, device)
     best, fastest, size = 0, 0.0, start
-    with process_group(world, device), _restored(model.to(device), optimizer):
+    if world.world_size > 1 and is_sharded(model):
+        raise ConfigError("find_batch_size of a sharded model would hang once the memory of one rank is full: use fit")
+    move(model, optimizer, device)
+    with process_group(world, device), _restored(model, optimizer):
         begin_training(model)
         steps = OptimizerStep(model, optimizer, loss_fn, device, precision)
         while size <= limit:
@@ -106,8 +113,9 @@ def _time_step(steps: OptimizerStep, batch: Any, rows: int) -> float | None:
             if steps.device.type == "cuda":
                 torch.cuda.synchronize(steps.device)
             seconds.append(perf_counter() - started)
-    except torch.OutOfMemoryError:
-        pass
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(text in str(error) for text in FULL_MEMORY):
+            raise
     if len(seconds) == REPEATS:
         return median(seconds[1:])
     # Outside the except block, because the traceback of the error keeps the tensors alive.

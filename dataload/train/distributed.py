@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
@@ -24,10 +26,12 @@ from dataload.errors import ConfigError, DataloadError
 from dataload.world import World
 
 COMM_HOOKS = ("bf16", "fp16", "powersgd")
+ENDING_SECONDS = 5.0  # after an error, how long a rank waits for the end of its process group
 
 T = TypeVar("T")
 
 _GROUPS = itertools.count()  # process groups started so far; the same number on every rank
+_STORES: dict[World, Any] = {}  # where the ranks of a world meet
 
 
 @contextmanager
@@ -39,7 +43,8 @@ def process_group(world: World, device: torch.device, timeout: float | None = No
     Args:
         world: This rank, and the number of ranks.
         device: The device of this rank.
-        timeout: Seconds after which an operation that waits for another rank fails; None for torch's default.
+        timeout: Seconds after which an operation that waits for another rank fails; None for torch's default. Over
+            NCCL, torch then ends the process.
 
     Raises:
         ConfigError: `timeout` is given, but the caller has started the process group. Or no address is known at which
@@ -55,20 +60,36 @@ def process_group(world: World, device: torch.device, timeout: float | None = No
     # Host values use gloo: over NCCL each exchange would wait for the work that is queued on the GPU.
     backend, only = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
     waits: dict[str, Any] = {} if timeout is None else {"timeout": timedelta(seconds=timeout)}
-    try:
-        store, rank, world_size = next(rendezvous("env://", world.rank, world.world_size, **waits))
-    except ValueError as error:
-        raise ConfigError(
-            f"the {world.world_size} ranks do not know where to meet: start with torchrun, or export MASTER_ADDR, the "
-            f"host of rank 0, and MASTER_PORT before srun or mpirun ({error})"
-        ) from None
-    # torchrun's store outlives a group, and the keys of an earlier group point to closed connections.
-    store = dist.PrefixStore(f"fit-{next(_GROUPS)}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=only, **waits)
+    # The store outlives a group, and the keys of an earlier group point to closed connections.
+    store = dist.PrefixStore(f"fit-{next(_GROUPS)}", _store_of(world, **waits))  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.world_size, device_id=only, **waits)
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # NCCL may wait for ranks that wait for this one. The error, once it ends this process, ends their wait.
+        end = Thread(target=dist.destroy_process_group, daemon=True)
+        end.start()
+        end.join(ENDING_SECONDS)
+        raise
+    dist.destroy_process_group()
+
+
+def _store_of(world: World, timeout: timedelta = default_pg_timeout) -> Any:
+    """Return the store where the ranks meet, which lives as long as the process.
+
+    Rank 0 may be its server. If it ended with a process group, another rank could start its next group by a store that
+    is about to end.
+    """
+    if world not in _STORES:
+        try:
+            _STORES[world], *_ = next(rendezvous("env://", world.rank, world.world_size, timeout=timeout))
+        except ValueError as error:
+            raise ConfigError(
+                f"the {world.world_size} ranks do not know where to meet: start with torchrun, or export MASTER_ADDR, "
+                f"the host of rank 0, and MASTER_PORT before srun or mpirun ({error})"
+            ) from None
+    _STORES[world].set_timeout(timeout)
+    return _STORES[world]
 
 
 def device_of(world: World, device: torch.device | str | None) -> torch.device:
@@ -84,14 +105,17 @@ def device_of(world: World, device: torch.device | str | None) -> torch.device:
     if not gpus:
         raise ConfigError(f"device={str(device)!r}: torch finds no GPU here; leave device out to train on the CPU")
     if own.index is None:
-        if world.local_rank is None and world.world_size > 1 and gpus > 1:
+        if dist.is_initialized() and dist.group.WORLD.bound_device_id is not None:
+            own = dist.group.WORLD.bound_device_id
+        elif world.local_rank is None and world.world_size > 1 and gpus > 1:
             raise ConfigError(
                 f"rank {world.rank} of {world.world_size} cannot tell which of the {gpus} GPUs here is its own: start "
                 "the ranks with torchrun, which sets LOCAL_RANK, or pass device='cuda:N' with a different N on each "
                 "rank of a host"
             )
-        # Some launchers make only its own GPU visible to each rank. That GPU has index 0 on all ranks.
-        own = torch.device("cuda", (world.local_rank or 0) % gpus)
+        else:
+            # Some launchers make only its own GPU visible to each rank. That GPU has index 0 on all ranks.
+            own = torch.device("cuda", (world.local_rank or 0) % gpus)
     torch.cuda.set_device(own)
     return own
 
@@ -120,8 +144,7 @@ def replicate(
     if comm_hook == "bf16" and device.type != "cuda":
         raise ConfigError("comm_hook='bf16' needs GPUs: between CPUs use 'fp16' or 'powersgd'")
     replica = DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
+        model,  # without device_ids, by which DDP would move batches that are on the device already
         process_group=group,
         gradient_as_bucket_view=True,  # keeps one copy of the gradients instead of two
         static_graph=static_graph,
@@ -130,10 +153,10 @@ def replicate(
     if not static_graph:  # DDP would take the graph of this backward for the static one.
         _settle_buckets(replica)
     if comm_hook == "powersgd":
-        replica.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+        replica.register_comm_hook(powerSGD_hook.PowerSGDState(group), powerSGD_hook.powerSGD_hook)
     elif comm_hook is not None:
         hook = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}[comm_hook]
-        replica.register_comm_hook(None, hook)
+        replica.register_comm_hook(group, hook)
     # Attributes are freed in order. If DDP's reducer freed the group last, it would join gloo's threads while it holds
     # the GIL that they need: a deadlock.
     replica.group = group  # type: ignore[assignment]
@@ -194,7 +217,10 @@ def share_buffers(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
         groups = [dist.group.WORLD] if mesh is None else mesh.get_all_groups()
         for group, buffer in itertools.product(groups, model.buffers()):
             if not isinstance(buffer, DTensor):  # each of whose ranks has its own part
-                dist.broadcast(buffer, group=group, group_src=0)
+                dense = buffer.contiguous()  # as NCCL requires
+                dist.broadcast(dense, group=group, group_src=0)
+                if dense is not buffer:
+                    buffer.copy_(dense)
 
 
 def is_first() -> bool:
@@ -250,7 +276,7 @@ def gather(value: Any, mesh: DeviceMesh | None = None) -> list[Any]:
 
 def gather_count(count: int, mesh: DeviceMesh | None = None) -> list[int]:
     """Return the `count` of each rank, in rank order, in half the time that `gather` takes."""
-    if mesh is not None or not dist.is_initialized() or dist.get_backend() == "nccl":
+    if mesh is not None or not dist.is_initialized() or "cpu:" not in dist.get_backend_config():
         return gather(count, mesh)  # A group of the caller may have no CPU backend.
     own = torch.tensor([count])
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]

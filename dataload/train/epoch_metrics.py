@@ -53,7 +53,8 @@ class EpochMetrics:
         if not rows:
             return
         for name, value in scalars.items():
-            self.sums[name] += torch.as_tensor(value).detach().double() * rows
+            # A number on the host may follow one on the device.
+            self.sums[name] = self.sums[name] + torch.as_tensor(value).detach().double() * rows
             self.rows[name] += rows
         self.counts["rows"] += rows
 

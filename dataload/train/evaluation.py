@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DistributedSampler
 
 from dataload.errors import ConfigError
 from dataload.rows.collate import map_tensors
@@ -24,9 +26,10 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
     """Return the mean of each metric over the rows of all ranks, and their number as "rows".
 
     Every rank returns the same values. Loaders may have different lengths on different ranks. The last `loader.padding`
-    rows of a loader repeat other rows and are left out. All modules are in eval mode during the evaluation. Afterwards,
-    also after an exception, each module is in its previous mode. With a loader of `make_loader(..., mesh=mesh)` all
-    ranks are those of the mesh. A model that is sharded (FSDP) needs loaders of equal lengths.
+    rows of a loader repeat other rows and are left out, and so is the row that torch's DistributedSampler may repeat.
+    All modules are in eval mode during the evaluation. Afterwards, also after an exception, each module is in its
+    previous mode. With a loader of `make_loader(..., mesh=mesh)` all ranks are those of the mesh. A model that is
+    sharded (FSDP) needs loaders of equal lengths.
 
     Args:
         model: The model. Batches are moved to the device of its parameters.
@@ -46,8 +49,8 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         >>> evaluate_over(torch.nn.Identity(), batches, lambda model, batch: {"mean": model(batch)})
         {'mean': 3.0, 'rows': 3}
     """
-    padding = getattr(loader, "padding", 0)  # read before the loop, because iterating changes it
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    padding = _padding(loader)  # read before the loop, because iterating changes it
+    device = _device_of(next(model.parameters(), torch.empty(0)))
     own: dict[str, _Sum] = {}
     with evaluating(model):
         for batch in batches_on(loader, device):
@@ -68,6 +71,20 @@ def evaluate_over(model: nn.Module, loader: Iterable[Any], metric_fn: MetricFn) 
         raise ConfigError(f"metrics of unequal numbers of rows: {rows}")
     means = {name: sum(total for total, _ in parts) / rows[name] for name, parts in sums.items()}
     return {**means, "rows": next(iter(rows.values()))}
+
+
+def _padding(loader: Any) -> int:
+    """Return how many rows at the end of this rank's batches repeat other rows."""
+    sampler = getattr(loader, "sampler", None)
+    if hasattr(loader, "padding") or not isinstance(sampler, DistributedSampler):
+        return getattr(loader, "padding", 0)
+    repeated = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
+    return int(sampler.rank >= sampler.num_replicas - repeated)
+
+
+def _device_of(parameter: Tensor) -> torch.device:
+    """Return where a parameter computes: FSDP may keep shards on the host and move them for each forward."""
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 class _Sum:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from dataload.arguments import known_keywords, whole_number
 from dataload.errors import ConfigError
@@ -23,7 +25,7 @@ from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import ModuleSelector, begin_training, recomputed
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.profiling import traced
-from dataload.train.sharded import check_sharded, is_sharded
+from dataload.train.sharded import check_sharded, is_sharded, move
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
@@ -97,11 +99,13 @@ def fit(
         checkpoint_every: Optimizer steps between further checkpoints within an epoch. The loader needs a state_dict.
         keep: Number of latest checkpoints to keep.
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
-            beginning; a path must exist. With the same number of ranks, the result has the same bits as that of an
-            uninterrupted run. With another number of ranks, the loader states of all ranks must have been equal.
+            beginning; a path must exist, and counts again after each restart by torchrun. With the same number of
+            ranks, the result has the same bits as that of an uninterrupted run. With another number of ranks, the
+            loader states of all ranks must have been equal.
         check_finite: Stop at a loss that is NaN or infinite. On a GPU this happens a few steps later, because no step
             waits for its loss. Parameters are checked before each checkpoint and at the end of each epoch.
-        timeout: Seconds after which an operation that waits for another rank fails; None for torch's default.
+        timeout: Seconds after which an operation that waits for another rank fails; None for torch's default. Between
+            GPUs, NCCL waits, and torch then ends the process with a message of its own.
         log_dir: A folder for TensorBoard. It gets loss, rows per second, stall fraction, peak memory in bytes and
             learning rate every `log_every` optimizer steps, and each epoch's dict. A loader of `make_loader` without a
             `stats_dir` writes its stats there, too, for `dataload report`.
@@ -123,7 +127,7 @@ def fit(
     Raises:
         ConfigError: An argument is invalid, ranks see different data or checkpoints, or a state is not plain data.
         NonFiniteLoss: A loss or a parameter is NaN or infinite.
-        RuntimeError: Another rank was lost. As in all errors of a step, a note names rank, epoch and step.
+        RuntimeError: Another rank was lost (on CPUs). As in all errors of a step, a note names rank, epoch and step.
 
     Example:
         >>> import torch
@@ -138,6 +142,7 @@ def fit(
         [32, 32]
     """
     _check_arguments(comm_hook, checkpoint_every, log_every, loader)
+    _check_model(model, optimizer)
     mesh = loader.mesh if mesh is None and isinstance(loader, Loader) else mesh
     world = World.detect() if mesh is None else World.from_mesh(mesh)
     device = device_of(World.detect(), device)
@@ -145,8 +150,9 @@ def fit(
     with ExitStack() as stack:
         stack.enter_context(process_group(world, device, timeout))
         _check_ranks(loader, world, mesh)
+        move(model, optimizer, device)
         loop = TrainingLoop(
-            model.to(device),
+            model,
             loader,
             steps,
             world,
@@ -164,7 +170,8 @@ def fit(
         if log_dir is not None:
             stack.enter_context(_stats_in(Path(log_dir), loader))
             if is_first():
-                loop.tensorboard = stack.enter_context(closing(TensorBoardWriter(log_dir, log_every, device)))
+                writer = closing(TensorBoardWriter(log_dir, log_every, device, loop.step))
+                loop.tensorboard = stack.enter_context(writer)
         loop.traced = stack.enter_context(traced(profile, World.detect().rank))
         loop.run(epochs, show_progress=progress and is_first())
     return loop.history
@@ -179,6 +186,20 @@ def _check_arguments(comm_hook: str | None, checkpoint_every: int | None, log_ev
     if checkpoint_every is not None and not hasattr(loader, "load_state_dict"):
         raise ConfigError(
             "checkpoint_every: this loader has no state_dict, so it can be resumed only at the end of an epoch"
+        )
+
+
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    if any(isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)) for module in model.modules()):
+        raise ConfigError(
+            "the model is in DistributedDataParallel or FullyShardedDataParallel: pass the module inside, which fit "
+            "replicates, or shard it by fully_shard"
+        )
+    own = set(model.parameters())
+    if own and not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise ConfigError(
+            "the optimizer has none of the model's parameters, so it would train nothing: make it from "
+            "model.parameters(), after fully_shard or any other change that replaces them"
         )
 
 

@@ -19,8 +19,8 @@ from dataload.rows.collate import map_tensors
 from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
 from dataload.train.checkpoint.checkpoints import Checkpoints, load
-from dataload.train.checkpoint.state import all_equal, rng_state, set_rng_state
-from dataload.train.distributed import agree, gather, process_number, share_buffers
+from dataload.train.checkpoint.state import all_equal, check_plain, map_leaves, rng_state, set_rng_state, to_meta
+from dataload.train.distributed import agree, gather, on_first, process_number, share_buffers
 from dataload.train.epoch_metrics import AVERAGED, EpochMetrics, first_of_each, progress_bar, reserved_names, sum_ranks
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import evaluating
@@ -84,13 +84,13 @@ class TrainingLoop:
         self._stateful = hasattr(self.loader, "load_state_dict")
 
     def resume(self, path: Path | None) -> None:
-        """Resume from the checkpoint at `path`, which is the same on all ranks. Do nothing if it is None.
+        """Resume from the checkpoint at `path`, the same one on all ranks. Do nothing if it is None.
 
         Raises:
             ConfigError: The checkpoint does not fit this run.
         """
         reshard(self.model)
-        agree("the checkpoint to resume from", None if path is None else str(path))
+        agree("the checkpoint to resume from", path and path.name)  # Ranks may have paths of their own to its folder.
         if path is None:
             return
         rest = load(path, self._parts)
@@ -127,6 +127,9 @@ class TrainingLoop:
 
     def run(self, epochs: int, *, show_progress: bool) -> None:
         """Train until `epochs` epochs are done, those before a resume included."""
+        if self.checkpoints.enabled:  # An error now is better than one at the end of the first epoch.
+            states = map_leaves(self._states(), to_meta)
+            on_first(lambda: check_plain(states))
         self._finish_epoch()  # The resumed run may have been killed before it evaluated its last epoch.
         for number in range(len(self.history), epochs):
             target: Any = self.loader if hasattr(self.loader, "set_epoch") else getattr(self.loader, "sampler", None)
@@ -224,7 +227,9 @@ class TrainingLoop:
         if not self.checkpoints.enabled:
             return
         with stage("checkpoint"):
-            states = {name: part.state_dict() for name, part in self._parts.items()}
             own = {"generators": rng_state(), "so far": metrics, "loader": loader_state}
             rest = {"history": self.history, "step": self.step, "processes": gather((self.world.rank, own))}
-            self.checkpoints.save(states, rest)
+            self.checkpoints.save(self._states(), rest)
+
+    def _states(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts.items()}

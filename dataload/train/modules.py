@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dataload.errors import ConfigError
 from dataload.train.sharded import reshard
 
-ModuleSelector = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool]
+ModuleSelector = type[nn.Module] | Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 
 
 def begin_training(model: nn.Module) -> None:
@@ -81,4 +81,6 @@ def recomputed(model: nn.Module, selector: ModuleSelector | None) -> Iterator[No
 
 
 def _matches(module: nn.Module, selector: ModuleSelector) -> bool:
-    return isinstance(module, selector) if isinstance(selector, (type, tuple)) else selector(module)
+    if isinstance(selector, (type, Sequence)):
+        return isinstance(module, selector if isinstance(selector, type) else tuple(selector))
+    return selector(module)

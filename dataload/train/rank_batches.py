@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.rnn import PackedSequence
 
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
@@ -92,12 +94,15 @@ def batches_on(loader: Iterable[Any], device: torch.device) -> Iterable[Any]:
 def num_rows(batch: Any) -> int:
     """Return the number of rows of a batch; 0 if it has no columns.
 
-    A batch is one tensor, or a tuple, list or (nested) dict of columns. The smallest first dimension of its tensors and
-    arrays counts. The length of a list counts only if there are none, because a list may also hold columns.
+    A batch is one tensor, or a tuple, list or (nested) dict of columns. The first dimension that most of its tensors
+    and arrays have counts; if as many have another one, that of the first column. The length of a list counts only if
+    there are none, because a list may also hold columns.
 
     Raises:
         ConfigError: No column has a length.
     """
+    if isinstance(batch, PackedSequence):
+        return int(batch.batch_sizes[0])
     columns: list[Any] = []
 
     def collect(column: Any) -> Any:
@@ -117,4 +122,5 @@ def num_rows(batch: Any) -> int:
             f"the rows of a batch of type {type(batch).__name__} cannot be counted: give a dict, tuple or list in "
             "which a tensor or a list has one entry per row"
         )
-    return min(sizes, default=0)
+    counted: list[tuple[int, int]] = Counter(sizes).most_common(1) or [(0, 0)]
+    return counted[0][0]

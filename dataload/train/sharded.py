@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ def reshard(model: nn.Module) -> None:
     """Free the whole parameters that FSDP keeps after a forward without a backward, such as that of an evaluation."""
     for module in _fsdp_modules(model):
         module.reshard()
+
+
+def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Move a model to a device, with the state that its optimizer has. `fully_shard` has placed its own models."""
+    if _fsdp_modules(model):
+        return
+    before = [parameter.device for parameter in model.parameters()]
+    model.to(device)
+    if optimizer.state and before != [parameter.device for parameter in model.parameters()]:
+        optimizer.load_state_dict(optimizer.state_dict())  # moves each state to the device of its parameter
 
 
 def check_sharded(model: nn.Module, comm_hook: str | None, mesh: DeviceMesh | None, world_size: int) -> None:
@@ -69,6 +79,12 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers under each of their names, of which shared ones have several."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return a plain tensor. For a sharded one, all ranks of its mesh must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -101,7 +117,7 @@ def allocator(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) 
         optimizer: The optimizer that is loaded, if one is.
     """
     targets: dict[str, Tensor] = (
-        {f"model.{name}": each for name, each in model.named_parameters()} if model is not None else {}
+        {} if model is None else {f"model.{name}": each for name, each in _named_tensors(model)}
     )
     parameters = [each for group in optimizer.param_groups for each in group["params"]] if optimizer is not None else []
 

@@ -20,17 +20,18 @@ class TensorBoardWriter:
         folder: Where the event files are written.
         every: Optimizer steps between two points.
         device: Where the model trains. Its peak memory is one of the metrics.
+        after: The step that is resumed after: later points of the earlier run are hidden. 0: nothing is resumed.
 
     Raises:
         ConfigError: TensorBoard is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every: int, device: torch.device) -> None:
+    def __init__(self, folder: str | os.PathLike[str], every: int, device: torch.device, after: int = 0) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("log_dir needs TensorBoard: pip install 'dataload[tensorboard]'") from error
-        self._writer = SummaryWriter(os.fspath(folder))
+        self._writer = SummaryWriter(os.fspath(folder), purge_step=after + 1 if after else None)
         self._every = every
         self._device = device
         self._rows = 0  # since the last point

@@ -193,6 +193,36 @@ def test_what_is_foretold_happens(origin: Origin, name: str, tmp_path: Path, mon
     assert any("later epochs fetch nothing" in line for line in found.advice)
 
 
+@pytest.mark.parametrize(("name", "part"), [("images", 0.5), ("tabular", 1.0)])
+def test_the_part_of_a_node_is_foretold(origin: Origin, name: str, part: float, tmp_path: Path) -> None:
+    """Of two nodes, each reads half of the row groups; of small ones, the blocks in which they are with others."""
+    _, _, _, batch, window = DATASETS[name]
+    dataset = make_dataset(
+        f"s3://bucket/{name}",
+        storage_options=origin.storage_options,
+        cache=CacheConfig(str(tmp_path / "node"), "1GB"),
+    )
+    whole, half = (
+        foretell(
+            [files_of(dataset)], order_of(dataset.manifest, window=window, num_streams=nodes), 2 * batch, price=1.0
+        )
+        for nodes in (1, 2)
+    )
+    assert (whole.nodes, half.nodes) == (1, 2)
+    assert half.first_epoch is not None
+    assert whole.first_epoch is not None
+    assert half.cache_bytes_needed < 0.8 * whole.cache_bytes_needed
+    assert half.first_epoch.bytes == pytest.approx(whole.first_epoch.bytes * part, rel=0.1)
+    assert half.first_epoch_cost == pytest.approx(whole.first_epoch_cost * 2 * part, rel=0.1)
+    dataset.blocks.tier._limit = half.cache_bytes_needed
+    loader = make_loader(dataset, batch, window=window, num_streams=2, world=World(0, 2, 0, 1))
+    counted(origin)
+    for fetched in (half.first_epoch, Fetched()):
+        list(loader)
+        settled(dataset)
+        assert counted(origin) == fetched
+
+
 @pytest.mark.parametrize("name", ["small", "tiny"])
 def test_of_many_row_groups_it_happens_by_and_large(origin: Origin, name: str, tmp_path: Path) -> None:
     """The thread schedule changes the result by at most 1 %, as docs/commands.md says, for small datasets, too."""

@@ -16,6 +16,7 @@ import torch
 from ranks import forked_ranks, nothing_left_behind  # noqa: F401 - fixtures
 from regression import Rows, parameters_of, squared_error
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
@@ -111,6 +112,20 @@ def test_ranks_may_have_more_or_nothing(ranks):
     assert all("no rows" in str(error) for error in ranks(2, unevenly, (0, 0)))
 
 
+def with_the_sampler_of_torch(rows):
+    """Evaluate over a DataLoader of torch, whose sampler repeats rows until each rank has as many."""
+    world = World.detect()
+    with process_group(world, torch.device("cpu")):
+        sampler = DistributedSampler(range(rows), world.world_size, world.rank, shuffle=False)
+        loader = DataLoader(torch.arange(rows), 2, sampler=sampler)
+        return evaluate_over(nn.Identity(), loader, lambda model, batch: {"x": batch})
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8])
+def test_rows_that_the_sampler_of_torch_repeats_do_not_count(ranks, rows):
+    assert ranks(3, with_the_sampler_of_torch, rows) == [{"x": (rows - 1) / 2, "rows": rows}] * 3
+
+
 class Batches(list):
     """Batches whose last `padding` rows repeat other rows."""
 
@@ -182,11 +197,12 @@ class Machine(nn.Module):
         self.seconds, self.capacity = seconds, capacity
         self.now = 0.0
         self.sizes = []
+        self.full = torch.OutOfMemoryError("full")
 
     def forward(self, x):
         self.sizes.append(len(x))
         if len(x) > self.capacity:
-            raise torch.OutOfMemoryError("full")
+            raise self.full
         self.now += self.seconds(len(x))
         return self.layer(x)
 
@@ -288,6 +304,16 @@ def test_it_stops_at_what_fits_and_at_the_limit():
     assert found(overhead, start=3, limit=20) == (12, [3, 6, 12])
     with pytest.raises(ConfigError, match="a batch of 8 rows does not fit"):
         found(overhead, capacity=7, start=8)
+
+
+@pytest.mark.parametrize("text", ["CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate", "NCCL: out of memory"])
+def test_libraries_of_the_gpu_may_find_memory_full(text):
+    model = Machine(overhead, capacity=32)
+    model.full = RuntimeError(text)
+    batch = {"x": Rows(8).x, "y": Rows(8).y}
+    with clock_of(model):
+        size = find_batch_size(model, torch.optim.SGD(model.parameters(), 0.1), batch, squared_error, precision="fp32")
+    assert size == 32
 
 
 @pytest.mark.parametrize(("start", "limit"), [(0, 8), (-1, 8), (9, 8)])

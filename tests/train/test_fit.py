@@ -135,7 +135,9 @@ class Checked(Columns):
     ("batch", "rows"),
     [
         (Checked(torch.zeros(3, 2), torch.zeros(3)), 3),
-        (nn.utils.rnn.pack_sequence([torch.zeros(4)] * 4), 4),
+        (nn.utils.rnn.pack_sequence([torch.zeros(5), torch.zeros(4), torch.zeros(1)]), 3),
+        ({"x": torch.zeros(8, 4), "mask": torch.zeros(1, 1, 4, 4)}, 8),
+        ({"positions": torch.zeros(4), "x": torch.zeros(8, 4), "label": torch.zeros(8)}, 8),
         (torch.zeros(3, 2), 3),
         ([torch.zeros(3, 2), ["a", "b", "c"]], 3),
         ({"x": {"image": torch.zeros(5, 2), "scale": torch.tensor(1.0)}, "label": torch.zeros(5)}, 5),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pyarrow as pa
@@ -139,7 +140,7 @@ class Block(nn.Module):
         return x + self.layers(x)
 
 
-@pytest.mark.parametrize("which", [Block, (Block, nn.Conv2d), lambda module: isinstance(module, Block)])
+@pytest.mark.parametrize("which", [Block, (Block, nn.Conv2d), [Block], lambda module: isinstance(module, Block)])
 def test_activations_are_computed_twice(which):
     kept, calls, expected = kept_for_backward(None)
     less, more, actual = kept_for_backward(which)
@@ -263,6 +264,31 @@ def test_tensorboard_gets_the_figures(tmp_path):
     assert points["epoch/rows"] == [(10, 40), (20, 40)]
     for name in ("loss", "rows per second", "stall fraction", "memory"):
         assert [step for step, value in points[f"step/{name}"] if value >= 0] == list(range(2, 21, 2)), name
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+    """The steps after the checkpoint, which the resumed run repeats, are hidden."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model, optimizer = build()
+    trained, options = [], {"checkpoint_dir": tmp_path / "c", "log_dir": tmp_path / "log", "log_every": 1}
+
+    def loss(model, batch):
+        trained.append(batch)
+        if len(trained) == 15:
+            raise CrashError
+        return squared_error(model, batch)
+
+    for error in (pytest.raises(CrashError), nullcontext()):
+        with error:
+            fit(model, optimizer, in_order(4), loss, epochs=2, precision="fp32", progress=False, **options)
+    events = EventAccumulator(str(tmp_path / "log"))
+    events.Reload()
+    assert [point.step for point in events.Scalars("step/learning rate")] == list(range(1, 21))
+
+
+class CrashError(Exception):
+    """An error of the training."""
 
 
 def test_rows_per_second_are_of_all_batches(tmp_path, monkeypatch):

@@ -329,6 +329,50 @@ def test_a_killed_run_resumes_on_two_ranks(ranks, folder, tmp_path, shape, names
     torch.testing.assert_close(resumed[0][3], whole[0][3], rtol=0, atol=1e-5)
 
 
+class Tied(nn.Module):
+    """A model whose output layer has the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Embedding(4, 3)
+        self.second = nn.Linear(3, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def train_tied(folder, checkpoints):
+    def run():
+        model = Tied()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        loader = make_loader(make_dataset(folder, columns=["row_id"], cache=False), BATCH)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1)
+
+        def loss(model, batch):
+            return model(batch["row_id"] % 4).square().mean()
+
+        for epochs in (1, 2):
+            history = fit(
+                model,
+                optimizer,
+                loader,
+                loss,
+                epochs=epochs,
+                checkpoint_dir=checkpoints,
+                precision="fp32",
+                progress=False,
+            )
+        return [record["epoch"] for record in history]
+
+    return group_ended(run)
+
+
+@NEEDS_FSDP
+def test_a_sharded_model_with_tied_weights_resumes(ranks, folder, tmp_path):
+    assert ranks(2, train_tied, folder, tmp_path) == [[0, 1]] * 2
+
+
 class CrashError(Exception):
     pass
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import random
+import shutil
 from collections import defaultdict
 from itertools import count
 
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader import make_loader
-from dataload.train.checkpoint import state
+from dataload.train.checkpoint import checkpoints, state
 from dataload.train.checkpoint.checkpoints import REST, Checkpoints, load
 from dataload.train.harness import fit
 from dataload.world import World
@@ -301,10 +303,16 @@ def test_checkpoint_of_another_setup_is_refused(tmp_path):
 
 
 class Odd(nn.Linear):
-    """A layer whose state can be pickled, but not loaded without running code."""
+    """A layer whose state can be pickled, but from its first forward on not loaded without running code."""
+
+    seen = None
+
+    def forward(self, x):
+        self.seen = defaultdict(int)
+        return super().forward(x)
 
     def get_extra_state(self):
-        return {"seen": [defaultdict(int)]}
+        return {"seen": [self.seen]}
 
 
 def save_odd(folder):
@@ -421,3 +429,74 @@ def test_the_scale_of_sixteen_bit_losses_is_resumed(tmp_path):
     assert saved["parts"]["scaler"]["_growth_tracker"] > 0
     again, _ = run(4, tmp_path)
     assert torch.equal(again, weight)
+
+
+def test_two_runs_in_one_folder_do_not_mix(tmp_path):
+    """A requeued job may start while its predecessor still saves. The second to publish a number raises an error."""
+    first, second = Checkpoints(tmp_path, 2), Checkpoints(tmp_path, 2)
+    first.save({"model": {"x": torch.tensor(1)}}, {})
+    with pytest.raises(ConfigError, match="checkpoint-000001 is the checkpoint of another run"):
+        second.save({"model": {"x": torch.tensor(2)}}, {})
+    model = nn.Module()
+    model.register_buffer("x", torch.tensor(0))
+    load(tmp_path / "checkpoint-000001", {"model": model})
+    assert model.x == 1
+
+
+def test_drafts_of_two_runs_are_apart(tmp_path, monkeypatch):
+    first, second = Checkpoints(tmp_path, 2), Checkpoints(tmp_path, 2)
+    drafts = []
+    monkeypatch.setattr(checkpoints, "dcp_save", lambda _, storage_writer: drafts.append(storage_writer.path))
+    for run in (first, second):
+        with pytest.raises(ConfigError, match="not published"):
+            run.save({"model": {"x": torch.tensor(1)}}, {})
+    assert len(set(drafts)) == 2
+
+
+def test_old_checkpoints_that_cannot_be_removed_wait(tmp_path, monkeypatch):
+    """On NFS, a file that another process reads keeps its folder."""
+    kept = Checkpoints(tmp_path, 1)
+
+    def busy(folder):
+        raise OSError(errno.ENOTEMPTY, "busy", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        for number in range(3):
+            kept.save({"model": {"x": torch.tensor(number)}}, {})
+        assert Checkpoints(tmp_path, 1).enabled
+    kept.save({"model": {"x": torch.tensor(3)}}, {})
+    assert names(tmp_path) == ["checkpoint-000004"]
+
+
+def test_a_state_that_could_not_be_read_back_stops_the_run_before_it_trains(tmp_path):
+    model = Odd(3, 1)
+    model(torch.ones(3))
+
+    def never(model, batch):
+        raise AssertionError("it trains")
+
+    with pytest.raises(ConfigError, match=r"convert to plain data model\._extra_state"):
+        fit(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            in_order(4),
+            never,
+            epochs=1,
+            checkpoint_dir=tmp_path,
+            progress=False,
+        )
+
+
+def resumed_by_own_paths(folders):
+    """Resume from a folder that each rank reaches by a path of its own."""
+    return train_with_noise(folders[World.detect().rank], 2)[1]
+
+
+def test_ranks_may_have_paths_of_their_own(ranks, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").symlink_to(tmp_path / "there")
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for _ in range(2):
+        for figures in ranks(2, resumed_by_own_paths, folders):
+            assert len(figures) == 2

@@ -125,6 +125,7 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
     trade, rate = plan.trade, f"{decimal(plan.bandwidth)}/s and {plan.latency:g} s a request"
     rows = f"{counted(plan.rows, 'row')} in {counted(plan.row_groups, 'row group')}"
     about = "about " if plan.is_estimate else ""
+    part = "all of it" if plan.nodes == 1 else "the part of a node"
     window_bytes = f"{decimal(trade.bytes)} as stored and {about}{decimal(plan.held_bytes)} decoded"
     first = f"waits for {_fetched(plan.first_batch)}, {duration(plan.first_batch_seconds)} with the footers"
     return [
@@ -133,8 +134,9 @@ def lines(plan: Plan) -> list[tuple[str, str]]:
         ("decoded", f"{about}{decimal(plan.decoded_bytes)}"),
         (
             "cache",
-            f"{about}{decimal(plan.cache_bytes_needed)} hold all of it; the limit is {decimal(plan.cache_bytes)}",
+            f"{about}{decimal(plan.cache_bytes_needed)} hold {part}; the limit is {decimal(plan.cache_bytes)}",
         ),
+        *([] if plan.nodes == 1 else [("nodes", f"{plan.nodes}; the lines below are for each, costs for all of them")]),
         ("footers", _fetched(plan.footers)),
         ("first batch", first if plan.rows else "none: there are no rows"),
         ("first epoch", _first_epoch(plan, rate)),

@@ -8,6 +8,8 @@ unpickles only plain data.
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import shutil
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -43,6 +46,8 @@ REST = "rest.pt"
 NAME = re.compile(r"checkpoint-(\d+)")
 UNFINISHED = ".checkpoint-"  # prefix of folders that a killed process may have left half written or half removed
 
+log = logging.getLogger(__name__)
+
 
 class Checkpoints:
     """The checkpoints of a run in a folder that all ranks see.
@@ -66,7 +71,9 @@ class Checkpoints:
         numbers = _numbers(self._folder)
         agree("the checkpoints in checkpoint_dir", tuple(numbers))
         self._latest = numbers[-1] if numbers else 0
-        on_first(self._remove_unfinished)
+        # Names the drafts of this run: another one may still save into the folder, such as that of a requeued job.
+        self._run: str = on_first(lambda: uuid4().hex)
+        on_first(partial(self._remove, f"{UNFINISHED}*"))
 
     @property
     def enabled(self) -> bool:
@@ -101,11 +108,12 @@ class Checkpoints:
 
         Raises:
             ConfigError: A value is neither a tensor nor plain data, or a file is missing.
+            ConfigError: Another run has saved a checkpoint of the same number.
             OSError: A rank cannot write or rename a file. As all errors of this method, every rank raises it.
         """
         assert self._folder is not None
         self._latest += 1
-        unfinished = self._folder / f".{_name(self._latest)}"
+        unfinished = self._folder / f".{_name(self._latest)}-{self._run}"
         with _dcp_errors():
             dcp_save(tensors(states), storage_writer=FileSystemWriter(unfinished))
         # Rank 0 reads the metadata back: a later version of torch may write what MetadataUnpickler does not allow.
@@ -117,16 +125,27 @@ class Checkpoints:
         """Complete the folder and rename it into place. Remove the checkpoints that are no longer kept."""
         assert self._folder is not None
         save_plain(unfinished / REST, {"parts": map_leaves(states, to_meta), **map_leaves(rest, to_plain)})
-        unfinished.rename(self._folder / _name(self._latest))
+        published = self._folder / _name(self._latest)
+        try:
+            unfinished.rename(published)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise ConfigError(
+                f"{published} is the checkpoint of another run: end that run, or give each a checkpoint_dir of its own"
+            ) from None
         sync_folder(self._folder)
         for number in _numbers(self._folder)[: -self._keep]:
-            leaving = self._folder / f"{UNFINISHED}{number}-leaving"
-            (self._folder / _name(number)).rename(leaving)
-            shutil.rmtree(leaving)
+            (self._folder / _name(number)).rename(self._folder / f"{UNFINISHED}{number}-leaving")
+        self._remove(f"{UNFINISHED}*-leaving")
 
-    def _remove_unfinished(self) -> None:
-        for unfinished in self._folder.glob(f"{UNFINISHED}*") if self._folder else ():
-            shutil.rmtree(unfinished)
+    def _remove(self, pattern: str) -> None:
+        """Remove folders that hold no checkpoint of the run. On NFS, files that are open elsewhere stay until later."""
+        for folder in self._folder.glob(pattern) if self._folder else ():
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                log.info("%s cannot be removed yet: %s", folder, error)
 
 
 def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:

@@ -102,11 +102,21 @@ def save_plain(path: Path, content: dict[str, Any]) -> None:
             os.fsync(file.fileno())
         load_plain(path)
     except NOT_PLAIN as error:
-        unsafe = [f"{name} ({type(leaf).__qualname__})" for name, leaf in leaves(content).items() if not _loads(leaf)]
-        raise ConfigError(
-            "a checkpoint holds tensors, numbers, strings, and dicts, lists and tuples of them, because no other type "
-            f"can be read back safely: convert to plain data {', '.join(unsafe) or error}"
-        ) from error
+        raise _not_plain(content, error) from error
+
+
+def check_plain(content: dict[str, Any]) -> None:
+    """Raise ConfigError, which names the leaves, if `content` could not be read back after `save_plain`."""
+    if error := _load_error(content):
+        raise _not_plain(content, error) from error
+
+
+def _not_plain(content: dict[str, Any], error: Exception) -> ConfigError:
+    unsafe = [f"{name} ({type(leaf).__qualname__})" for name, leaf in leaves(content).items() if _load_error(leaf)]
+    return ConfigError(
+        "a checkpoint holds tensors, numbers, strings, and dicts, lists and tuples of them, because no other type can "
+        f"be read back safely: convert to plain data {', '.join(unsafe) or error}"
+    )
 
 
 def load_plain(file: Path | BytesIO) -> dict[str, Any]:
@@ -119,16 +129,16 @@ def load_plain(file: Path | BytesIO) -> dict[str, Any]:
     return content
 
 
-def _loads(leaf: Any) -> bool:
-    """Return whether `leaf` survives a round trip through `torch.save` and `load_plain`."""
+def _load_error(content: Any) -> Exception | None:
+    """Return the error of a round trip through `torch.save` and `load_plain`; None if there is none."""
     file = BytesIO()
     try:
-        torch.save(leaf, file)
+        torch.save(content, file)
         file.seek(0)
         load_plain(file)
-    except NOT_PLAIN:
-        return False
-    return True
+    except NOT_PLAIN as error:
+        return error
+    return None
 
 
 class MetadataUnpickler(pickle.Unpickler):
