@@ -34,7 +34,7 @@ from dataload.mixture import Mixture, mixture
 from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.runtime.executor import current_turn
+from dataload.runtime.turns import current_turn
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import Source
 from dataload.telemetry.stats_log import read
