@@ -31,7 +31,7 @@ def _filled(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def _are_alike(kind: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether both are lists, or maps, or structs with the same members. The other lists may have a fixed size."""
+    """Return whether both are lists, or maps, or structs with the same members. Others' lists may have a fixed size."""
     types = pa.types
     if types.is_struct(kind) and types.is_struct(other):
         return [field.name for field in kind] == [field.name for field in other]

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from row_groups import make_in_background
+from timed_epoch import timed_epoch as epoch
 
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
@@ -70,20 +71,6 @@ def dataset(origin: Origin, tmp_path: Path) -> Any:
 def one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread loads row groups, so that the seconds of their loads add up."""
     monkeypatch.setattr(scheduler, "LOADERS", 1)
-
-
-def epoch(loader: Any) -> LoaderStats:
-    """Run an epoch and return its statistics, checked against an independent clock."""
-    waits, requested = 0.0, time.perf_counter()
-    for _ in loader:
-        waits += time.perf_counter() - requested
-        requested = time.perf_counter()
-    waits += time.perf_counter() - requested
-    stats = loader.stats()
-    assert set(stats.waits) == set(CAUSES)
-    assert sum(stats.waits.values()) == pytest.approx(stats.wait_seconds, rel=1e-6)
-    assert stats.wait_seconds <= waits
-    return stats
 
 
 # The loop waits for many slow calls. However busy the machine is, it waits for one of them from its start to its end.
