@@ -26,7 +26,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from dataload.runtime.duration import duration
+from dataload.runtime.text import duration
 
 WRONG_USE = 2
 FOUND_A_PROBLEM = 1  # exit code of a command that ran and found a problem

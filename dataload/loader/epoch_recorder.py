@@ -1,4 +1,4 @@
-"""What the batches of an epoch cost: their statistics, waits and row groups, and the log of them."""
+"""The record of an epoch: the statistics of its batches, waits and row groups, and the log of them."""
 
 from __future__ import annotations
 

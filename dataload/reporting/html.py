@@ -14,8 +14,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from dataload.reporting.aggregate import Epoch, epochs
-from dataload.runtime.duration import duration
-from dataload.runtime.plural import counted
+from dataload.runtime.text import counted, duration
 from dataload.telemetry.loader_stats import TIERS
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES

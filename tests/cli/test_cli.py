@@ -31,7 +31,7 @@ from dataload.cli import app
 from dataload.cli.console import Lines, bar, table
 from dataload.formats.detect import tail_bytes
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.runtime.duration import duration
+from dataload.runtime.text import duration
 
 Run = Callable[..., CompletedProcess[str]]
 

@@ -28,8 +28,7 @@ from dataload.cli.commands.options import (
 )
 from dataload.cli.console import FOUND_A_PROBLEM, show, table
 from dataload.errors import ConfigError
-from dataload.runtime.duration import duration
-from dataload.runtime.plural import counted
+from dataload.runtime.text import counted, duration
 
 if TYPE_CHECKING:
     from dataload.planning.plan import Plan
