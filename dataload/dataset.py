@@ -30,7 +30,7 @@ from dataload.mapping.stage import Stage, fingerprint_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.plural import counted
+from dataload.runtime.text import counted
 from dataload.samplers.window_size import default_window
 
 if TYPE_CHECKING:

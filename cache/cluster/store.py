@@ -32,8 +32,9 @@ from dataload.cache.local import blob_file
 from dataload.cache.tier import BlobKey, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters, charge
-from dataload.runtime.executor import PATIENCE_SECONDS, DaemonExecutor, in_turn
+from dataload.runtime.executor import PATIENCE_SECONDS, DaemonExecutor
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.turns import in_turn
 from dataload.telemetry.wait_timeline import doing
 
 PART_BYTES = 8 << 20

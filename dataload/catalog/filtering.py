@@ -90,59 +90,68 @@ def _selection(manifest: Manifest, blocks: Blocks, chosen: Filter) -> Selection:
     """Return the matching rows of each row group."""
     decisions = decide(manifest, blocks, chosen)
     unknown = [number for number, decision in enumerate(decisions) if decision is None]
-    scanned = _scan(manifest, unknown, blocks, chosen)
+    scanned = _Scan(manifest, blocks, chosen).masks(unknown)
     every = zip(manifest.row_groups, decisions, strict=True)
     return Selection.of(
         next(scanned) if decision is None else np.full(group.rows, decision) for group, decision in every
     )
 
 
-def _scan(manifest: Manifest, numbers: Sequence[int], blocks: Blocks, chosen: Filter) -> Iterator[Mask]:
-    """Yield which rows of each of these row groups match.
+class _Scan:
+    """Finds the rows of a dataset that match a filter, by reading the filter's columns.
 
     The result is cached for every few row groups of a run of files, for all datasets. The filter may raise for a row
     that the dataset does not have. Then only those that it has are tried.
     """
-    groups, selection = manifest.row_groups, manifest.selection
-    ended = threading.Event()
-    budget = MemoryBudget(usable_memory() // MEMORY_DIVISOR)
-    footers = FooterReader(blocks)
-    scans = DaemonExecutor(ROW_GROUPS_AT_ONCE, "dataload-filter")
 
-    def matches(number: int, tried: Selection | None = None) -> Mask:
-        group = groups[number]
-        if ended.is_set():  # The caller was interrupted, or another row group cannot be read.
-            raise CancelledError
-        footer = footers.read(group.file, group.footer_at)
-        stored = [name for name in chosen.columns if name not in dict(group.constants)]
-        with budget.reserve(HELD_BYTES + 2 * sum(footer.decoded_bytes(group.number, stored))):
-            return _matches(group, footer, stored, blocks, chosen, None if tried is None else tried.mask(number))
+    def __init__(self, manifest: Manifest, blocks: Blocks, chosen: Filter) -> None:
+        self._groups, self._selection = manifest.row_groups, manifest.selection
+        self._blocks = blocks
+        self._filter = chosen
+        self._footers = FooterReader(blocks)
+        self._budget = MemoryBudget(usable_memory() // MEMORY_DIVISOR)
+        self._threads = DaemonExecutor(ROW_GROUPS_AT_ONCE, "dataload-filter")
+        self._ended = threading.Event()  # The caller was interrupted, or a row group cannot be read.
 
-    def matches_of(part: Sequence[int], tried: Selection | None = None) -> Selection:
+    def masks(self, numbers: Sequence[int]) -> Iterator[Mask]:
+        """Yield which rows of each of these row groups match."""
+        runs = [list(run) for _, run in groupby(numbers, lambda number: self._groups[number].footer_at.run)]
+        parts = [run[first : first + CACHED_TOGETHER] for run in runs for first in range(0, len(run), CACHED_TOGETHER)]
+        try:
+            found = DaemonExecutor(PARTS_AT_ONCE, "dataload-filter-parts").map(self._part, parts)
+        finally:
+            self._ended.set()
+        for part, selection in zip(parts, found, strict=True):
+            yield from map(selection.mask, range(len(part)))
+
+    def _part(self, part: Sequence[int]) -> Selection:
+        try:
+            return self._tried(part, None)
+        except ConfigError:
+            if self._selection is None:
+                raise
+            return self._tried(part, self._selection)
+
+    def _tried(self, part: Sequence[int], tried: Selection | None) -> Selection:
+        """Return the matching ones of the rows of some row groups that are tried. None tries all."""
+        groups, chosen = [self._groups[number] for number in part], self._filter
         content = [VERSION, chosen.digest, str(chosen.schema), *([] if tried is None else [tried.only(part).digest])]
-        content += [[groups[number].file.path, groups[number].number, groups[number].constants] for number in part]
+        content += [[group.file.path, group.number, group.constants] for group in groups]
         digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"matches").hexdigest()
-        key = blocks.key(groups[part[0]].footer_at.run, f"matches {digest}")
-        each = partial(matches, tried=tried)
-        found = get_or_make(blocks, key, lambda: Selection.of(scans.map(each, part)).to_bytes())
+        key = self._blocks.key(groups[0].footer_at.run, f"matches {digest}")
+        each = partial(self._mask, tried=tried)
+        found = get_or_make(self._blocks, key, lambda: Selection.of(self._threads.map(each, part)).to_bytes())
         return Selection.from_bytes(found)
 
-    def scan(part: Sequence[int]) -> Selection:
-        try:
-            return matches_of(part)
-        except ConfigError:
-            if selection is None:
-                raise
-            return matches_of(part, selection)
-
-    runs = [list(run) for _, run in groupby(numbers, lambda number: groups[number].footer_at.run)]
-    parts = [run[first : first + CACHED_TOGETHER] for run in runs for first in range(0, len(run), CACHED_TOGETHER)]
-    try:
-        found = DaemonExecutor(PARTS_AT_ONCE, "dataload-filter-parts").map(scan, parts)
-    finally:
-        ended.set()
-    for part, selection in zip(parts, found, strict=True):
-        yield from map(selection.mask, range(len(part)))
+    def _mask(self, number: int, tried: Selection | None) -> Mask:
+        if self._ended.is_set():
+            raise CancelledError
+        group = self._groups[number]
+        footer = self._footers.read(group.file, group.footer_at)
+        stored = [name for name in self._filter.columns if name not in dict(group.constants)]
+        with self._budget.reserve(HELD_BYTES + 2 * sum(footer.decoded_bytes(group.number, stored))):
+            mask = None if tried is None else tried.mask(number)
+            return _matches(group, footer, stored, self._blocks, self._filter, mask)
 
 
 def _matches(

@@ -13,7 +13,6 @@ from dataload.cache.blocks.reader import Blocks
 from dataload.catalog.footer_cache import read_footer
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
-from dataload.formats.arrow_types import storage
 from dataload.formats.schema import Field, fields_of, flatten_table
 
 COLUMN_BYTES = 1 << 20  # to fetch of each column at first: a large row group is not fetched for its first rows
@@ -69,19 +68,10 @@ def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count
         footer, capacity = read_footer(group.file, group.footer_at, blocks), len(stored) * COLUMN_BYTES
         with footer.open_row_group(group.file, group.number, stored, blocks.aside(), capacity) as reader:
             table = next(iter(reader.tables(len(rows))))
-        table = flatten_table(table.slice(0, len(rows)), _struct)
+        table = flatten_table(table.slice(0, len(rows)))
         values = [[_value(scalar) for scalar in column] for column in table.columns]
         rows = [dict(zip(table.column_names, row, strict=True)) for row in zip(*values, strict=True)]
     return [{name: constants.get(name, row.get(name)) for name in columns} for row in rows]
-
-
-def _struct(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column of structs without the extension types and dictionaries around it; others as they are."""
-    while column.type != (kind := storage(column.type)) and pa.types.is_struct(kind):
-        is_coded = pa.types.is_dictionary(column.type)
-        chunks = [chunk.dictionary.take(chunk.indices) if is_coded else chunk.storage for chunk in column.chunks]
-        column = pa.chunked_array(chunks, column.type.value_type if is_coded else column.type.storage_type)
-    return column
 
 
 def _value(scalar: pa.Scalar) -> Any:

@@ -26,6 +26,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from dataload.runtime.text import duration
+
 WRONG_USE = 2
 FOUND_A_PROBLEM = 1  # exit code of a command that ran and found a problem
 FIRST_LINE, NEXT_LINES = 1.0, 10.0  # seconds until the first line of progress, and between lines
@@ -126,12 +128,3 @@ class Lines:
 
     def _format(self, amount: int) -> str:
         return f"{amount:,} {self._unit}" if self._unit else decimal(amount)
-
-
-def duration(seconds: float) -> str:
-    """Format a time for people: "under 0.1 s", "0.2 s", "45 s", "3 min", "2.5 h"."""
-    if seconds < 0.1:
-        return "under 0.1 s"
-    if seconds < 90:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -26,13 +26,15 @@ def _filled(kind: pa.DataType, other: pa.DataType) -> pa.DataType:
     if not has_null_type(kind) or not _are_alike(kind, other):
         return kind
     pairs = zip(children(kind), children(other), strict=True)
-    # Offsets of 32 or 64 bits: those of the other.
+    # Offsets of 32 or 64 bits, or a fixed size: those of the other.
     return with_members(other, [mine.with_type(_filled(mine.type, theirs.type)) for mine, theirs in pairs])
 
 
 def _are_alike(kind: pa.DataType, other: pa.DataType) -> bool:
-    """Return whether both are lists, or maps, or structs with the same members."""
+    """Return whether both are lists, or maps, or structs with the same members. Others' lists may have a fixed size."""
     types = pa.types
     if types.is_struct(kind) and types.is_struct(other):
         return [field.name for field in kind] == [field.name for field in other]
-    return (is_list(kind) and is_list(other)) or (types.is_map(kind) and types.is_map(other))
+    if types.is_map(kind):
+        return bool(types.is_map(other))
+    return is_list(kind) and (is_list(other) or bool(types.is_fixed_size_list(other)))

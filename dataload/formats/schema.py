@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.errors import DataError
+from dataload.formats.arrow_arrays import unwrapped
 from dataload.formats.arrow_types import (
     fixed_shape,
     has_members,
@@ -141,18 +142,13 @@ def flatten(schema: pa.Schema, where: str = "") -> pa.Schema:
     return pa.schema(fields)
 
 
-def flatten_table(table: pa.Table, plain: Callable[[pa.ChunkedArray], pa.ChunkedArray]) -> pa.Table:
-    """Return the table with the members of structs as dotted columns, see `flatten`.
-
-    Args:
-        table: The table.
-        plain: Returns a column of structs without the extension types, dictionaries and runs around them.
-    """
+def flatten_table(table: pa.Table) -> pa.Table:
+    """Return the table with the members of structs as dotted columns, see `flatten`."""
     while any(map(has_members, table.schema.types)):
         columns: list[tuple[str, pa.ChunkedArray]] = []
         for name, column in zip(table.column_names, table.columns, strict=True):
             if has_members(column.type):
-                members = plain(column)
+                members = unwrapped(column)
                 names = [f"{name}.{member.name}" for member in members.type]
                 columns += zip(names, members.flatten(), strict=True)
             else:

@@ -21,17 +21,16 @@ from dataload.loader.background_iterator import run_ahead
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
+from dataload.loader.epoch_recorder import recorded
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
 from dataload.loader.lookahead import Lookahead, Needs
-from dataload.loader.ranks import check_data_parallel, process_among
+from dataload.loader.ranks import check_data_parallel
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
 from dataload.rows.row_store import RowStore
 from dataload.samplers.rank_sampler import RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
-from dataload.telemetry.row_group_ledger import Served
-from dataload.telemetry.stats_log import Samples
 from dataload.telemetry.wait_timeline import Timeline, doing
 
 BATCHES_AHEAD = 8
@@ -147,12 +146,47 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]  # noqa: PYI058 (callers close it)
         return self.batches_on()
 
-    def batches_on(self, device: torch.device | None = None) -> Generator[Any, None, None]:
+    def batches_on(
+        self, device: torch.device | None = None, stats_dir: Path | None = None
+    ) -> Generator[Any, None, None]:
         """Yield the batches of an epoch on `device`; otherwise the same as iterating the loader.
 
         Args:
             device: Device of the batches. The loader's own `device` has precedence over it.
+            stats_dir: Folder of the statistics' log. The loader's own `stats_dir` has precedence over it.
+
+        Raises:
+            RuntimeError: The workers are persistent, and a later iterator has begun.
         """
+        epoch, cursor = self._yielded = self._begin_epoch()
+        sampler, rows, step = self.sampler, self.sampler.num_rows, self.sampler.global_batch_size
+        tail = (rows - cursor) % step
+        # Without padding, accelerate must not cut anything off the last batch.
+        remainder, end = (0, rows - tail) if sampler.drop_last else (tail, rows)
+        stats = self._stats = LoaderStats(epoch, memory_bytes=self.dataset.rowstore.blobs.memory.limit)
+        needs = Needs(_needs(sampler, epoch, cursor))
+        in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
+        device = self.device or device or trainer_device()
+        with (
+            recorded(self.dataset, sampler, stats, needs, in_flight, self.stats_dir or stats_dir) as recorder,
+            closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
+            accelerate_iteration(remainder) as announce_last,
+        ):
+            for answer in recorder.timed(answers):
+                used = min(answer.cursor + step, rows)
+                if self._stats is stats:  # This is the latest iterator.
+                    self._yielded = epoch, used
+                if used >= end:
+                    announce_last()
+                recorder.hand_out(answer, used, last=used >= end)
+                yield answer.batch
+                if self.persistent_workers and self._stats is not stats:
+                    raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
+        if sampler.epoch == epoch:  # The loop may have called set_epoch.
+            self.set_epoch(epoch + 1)
+
+    def _begin_epoch(self) -> tuple[int, int]:
+        """Return the epoch that begins or goes on, and the rows of it before the first batch."""
         sampler = self.sampler
         if self.detected:
             check_data_parallel(sampler.num_replicas, search=not self._checked)
@@ -162,43 +196,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         if not sampler.cursor:
             self._yielded = None  # The epoch begins, perhaps for a second time.
         self._renew()
-        epoch, cursor = self._yielded = sampler.epoch, sampler.cursor
-        rowstore = self.dataset.rowstore
-        stats = self._stats = LoaderStats(epoch, memory_bytes=rowstore.blobs.memory.limit)
-        in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
-        served = Served(stats, rowstore.scheduler.ledger, rowstore.size_of, in_flight, self.dataset.source_of)
-        needs = Needs(_needs(sampler, epoch, cursor))
-        process = None if self.stats_dir is None else process_among(sampler.num_replicas)
-        samples = Samples(self.stats_dir, sampler.rank, stats, sampler.num_replicas, process)
-        step, tail = sampler.global_batch_size, (sampler.num_rows - cursor) % sampler.global_batch_size
-        # Without padding, accelerate must not cut anything off the last batch.
-        remainder, end = (0, sampler.num_rows - tail) if sampler.drop_last else (tail, sampler.num_rows)
-        started, waiting = perf_counter(), Timeline()
-        iteration = closing(self._answers(epoch, cursor, needs, waiting, self.device or device or trainer_device()))
-        with samples, closing(served), iteration as answers, accelerate_iteration(remainder) as announce_last:
-            while True:
-                latest = self._stats is stats
-                if self.persistent_workers and not latest:
-                    raise RuntimeError("with persistent_workers a loader has one iterator at a time; a later one began")
-                requested = perf_counter()
-                answer = next(answers, None)
-                now = perf_counter()
-                loading = stats.waited(waiting.take(requested, now), rowstore.scheduler.usual_cause)
-                stats.seconds = now - started
-                if answer is None:
-                    break
-                stats.count(answer.rows, answer.by_source, answer.skipped)
-                stats.waited_for(loading, answer.loading)
-                used = min(answer.cursor + step, sampler.num_rows)
-                if latest:
-                    self._yielded = epoch, used
-                if used >= end:
-                    announce_last()
-                served.use(answer.row_groups, needs.before(used))
-                samples.take(last=used >= end)
-                yield answer.batch
-        if sampler.epoch == epoch:  # The loop may have called set_epoch.
-            self.set_epoch(epoch + 1)
+        return sampler.epoch, sampler.cursor
 
     def _answers(
         self, epoch: int, cursor: int, needs: Needs, waiting: Timeline, device: torch.device | None

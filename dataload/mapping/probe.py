@@ -20,13 +20,13 @@ from dataload.mapping.places import mapped_of, rows_text, where
 from dataload.mapping.running import ChunkError, Function, Runner, blob_of, records_of
 from dataload.mapping.stage import Stage, UserFunction, given_and_kept, key_of, schema_of
 from dataload.rows.row_group_cache import RowGroupCache
+from dataload.rows.size_sampling import spread
 
 if TYPE_CHECKING:
     from dataload.rows.row_block import Records
 
 VERSION = 1
-SAMPLES = 4  # row groups
-SAMPLE_ROWS = 32  # of each
+SAMPLE_ROWS = 32  # of each sampled row group
 
 
 def stage_of(
@@ -88,7 +88,8 @@ def _sampled(
     given, kept = given_and_kept(layout.fields, columns)
     runner = Runner(user.call, given, kept)
     samples, row_bytes = [], dict[str, float]()
-    for number in _samples(manifest):
+    filled = np.flatnonzero(manifest.block_lengths).tolist()
+    for number in (filled[position] for position in spread(len(filled))):
         records = _head(source, manifest, number, where(manifest.row_groups[number], blocks))
         try:
             forms = runner.forms(records)
@@ -113,13 +114,6 @@ def _sampled(
         raise DataError(f"map {user.name}: {error}") from error
     encoded = base64.b64encode(mapped.serialize()).decode()
     return json.dumps({"schema": encoded, "made": list(types), "row_bytes": row_bytes}).encode()
-
-
-def _samples(manifest: Manifest) -> list[int]:
-    """Return the numbers of the sampled row groups, the same on every host."""
-    filled = np.flatnonzero(manifest.block_lengths).tolist()
-    count = min(SAMPLES, len(filled))
-    return [filled[(2 * sample + 1) * len(filled) // (2 * count)] for sample in range(count)]
 
 
 def _head(source: RowGroupCache, manifest: Manifest, number: int, place: str) -> Records:

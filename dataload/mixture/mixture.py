@@ -25,7 +25,7 @@ from dataload.map_style import MapStyle
 from dataload.mixture.row_groups import MixedRowGroups, MixedSelectedRows
 from dataload.rows.row_store import RowStore
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.plural import counted
+from dataload.runtime.text import counted
 from dataload.samplers.interval_index import IntervalIndex
 from dataload.samplers.mixture.order import Batching, MixtureOrder, Stop, check_choices
 from dataload.samplers.mixture.source import Source

@@ -14,7 +14,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from dataload.reporting.aggregate import Epoch, epochs
-from dataload.runtime.plural import counted
+from dataload.runtime.text import counted, duration
 from dataload.telemetry.loader_stats import TIERS
 from dataload.telemetry.stats_log import Pass
 from dataload.telemetry.wait_timeline import CAUSES
@@ -81,7 +81,7 @@ def notes(passes: Sequence[Pass], found: Sequence[Epoch]) -> list[str]:
     if gap > LONG:
         again = " again" if after.restarts else ""
         lines.append(
-            f"nothing ran for {_duration(gap)} before epoch {after.number} was begun{again}: if these are two runs, "
+            f"nothing ran for {duration(gap)} before epoch {after.number} was begun{again}: if these are two runs, "
             "give each its own folder"
         )
     return lines
@@ -112,7 +112,7 @@ def html(passes: Sequence[Pass], title: str) -> str:
 </head>
 <body>
 <h1>{escape(title)}</h1>
-<p>{number} on {counted(ranks, "rank")} in {_duration(seconds)}. The last one:</p>
+<p>{number} on {counted(ranks, "rank")} in {duration(seconds)}. The last one:</p>
 <p class="advice">{escape(str(found[-1].total))}</p>
 {_late(found[-1])}
 {"".join(f'<p class="advice">{escape(note)}</p>' for note in notes(passes, found))}
@@ -179,12 +179,6 @@ def _late(epoch: Epoch) -> str:
     late = epoch.late()
     more = f"<p>And {counted(len(late) - MOST_NAMED, 'more straggler')}.</p>" if len(late) > MOST_NAMED else ""
     return "".join(f"<p>Straggler: {escape(line)}</p>\n" for line in late[:MOST_NAMED]) + more
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def write(passes: Sequence[Pass], path: Path, title: str) -> None:

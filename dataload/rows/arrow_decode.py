@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dataload.errors import DataError
-from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, is_text, storage
+from dataload.formats.arrow_arrays import bounds, numbers, plain, unwrapped, valid
+from dataload.formats.arrow_types import NO_VALUE, is_bytes, is_list, storage
 from dataload.formats.null_types import has_null_type
 from dataload.formats.schema import Field, flatten_table, mask_name, needs_mask
-from dataload.rows.arrow_arrays import bounds, decoded, numbers, plain, valid
 from dataload.rows.columns import Array, Coded, Column, Dense, Nested, Ragged, concatenate, spans_of, whole_bytes
 
 MIN_SHARING = 2  # A dictionary is kept if it has at most one byte for so many bytes of the rows, spans included.
@@ -37,7 +37,7 @@ def decode(
         DataError: A column has nulls that batches cannot represent, or the replacement has the wrong type. It names
             `where` and the column.
     """
-    table = flatten_table(table, _plain_column)
+    table = flatten_table(table)
     stored = dict(zip(table.column_names, table.itercolumns(), strict=True))
     columns: dict[str, Column] = {}
     names = {field.name for field in fields}
@@ -91,7 +91,7 @@ class _Decoder:
 
     def _fixed(self, chunks: pa.ChunkedArray) -> tuple[Dense, Array | None]:
         kind = chunks.type
-        column = _whole(_plain_column(chunks))
+        column = _whole(unwrapped(chunks))
         if is_list(column.type):  # an array of Hugging Face datasets
             column = column.cast(_fixed_lists(column.type, self._field.shape))
         values, nulls = self._dense(column)
@@ -109,7 +109,7 @@ class _Decoder:
         if not pa.types.is_fixed_size_list(column.type):
             return numbers(column), ~valid(column) if column.null_count else None
         size, count = column.type.list_size, len(column)
-        inner = _plain_column(column.values.slice(column.offset * size, count * size))
+        inner = unwrapped(column.values.slice(column.offset * size, count * size))
         values, nulls = self._dense(inner)
         values = values.reshape(count, size, *values.shape[1:])
         if nulls is not None:
@@ -157,7 +157,7 @@ class _Decoder:
             kinds.append(pa.float64())
         for candidate in kinds:
             try:
-                value = self._dense(_plain_column(pa.array([self._filling], candidate)))[0][0]
+                value = self._dense(unwrapped(pa.array([self._filling], candidate)))[0][0]
             except NO_VALUE:
                 continue
             if pa.types.is_integer(candidate) and value != self._filling:  # Arrow truncates fractions.
@@ -170,7 +170,7 @@ class _Decoder:
     def _ragged(self, chunks: pa.ChunkedArray) -> tuple[Column, Array | None]:
         if (coded := self._coded(chunks)) is not None:
             return coded, None
-        column = _whole(_plain_column(chunks))
+        column = _whole(unwrapped(chunks))
         rows = ~valid(column) if column.null_count else None
         found = None
         if rows is not None:
@@ -180,7 +180,7 @@ class _Decoder:
         if is_bytes(column.type):
             starts, data = bounds(column)
             return Ragged(data, starts, found), None
-        elements = _plain_column(column.flatten())
+        elements = unwrapped(column.flatten())
         offsets = np.concatenate(([0], np.cumsum(numbers(pc.list_value_length(column)), dtype=np.int64)))
         values = numbers(elements)
         if elements.null_count:
@@ -199,7 +199,7 @@ class _Decoder:
             return None
         if MIN_SHARING * sum(len(chunk.dictionary) for chunk in chunks.chunks) > len(chunks):
             return None
-        null = _plain_column(pa.nulls(1, kind.value_type))
+        null = unwrapped(pa.nulls(1, kind.value_type))
         null = self._filled(null) if chunks.null_count else null
         coded = concatenate([_coded(chunk, null) for chunk in chunks.chunks])
         assert isinstance(coded, Coded)
@@ -223,24 +223,6 @@ class _Decoder:
         return DataError(f"{self._where}: fill_null={self._filling!r} is no {kind}: {way}")
 
 
-def _plain_column(column: Any) -> Any:
-    """Return the column with the values of extension types, dictionaries and runs, and with strings of 64-bit offsets.
-
-    Strings of 32-bit offsets could not be joined: a column may have more than 2 GiB.
-    """
-    if isinstance(column, pa.ChunkedArray):
-        return pa.chunked_array([_plain_column(chunk) for chunk in column.chunks or [pa.nulls(0, column.type)]])
-    kind = column.type
-    if isinstance(kind, pa.BaseExtensionType):
-        values = column.storage
-        return _plain_column(values.cast(pa.bool_()) if kind.extension_name == "arrow.bool8" else values)
-    if pa.types.is_dictionary(kind):
-        return decoded(_plain_column(column.dictionary), column)
-    if pa.types.is_run_end_encoded(kind):
-        return _plain_column(pc.run_end_decode(column))
-    return column.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else column
-
-
 def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
     """Return a column without values with the type that it has in the dataset."""
     is_null = pa.types.is_null(chunks.type)
@@ -249,7 +231,7 @@ def _cast(chunks: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
 
 def _coded(chunk: pa.DictionaryArray, null: pa.Array) -> Coded:
     """Return a chunk without nulls in its dictionary. `null` is the value of a null, [1]."""
-    values, codes = _plain_column(chunk.dictionary), numbers(chunk.indices).astype(np.int64)
+    values, codes = unwrapped(chunk.dictionary), numbers(chunk.indices).astype(np.int64)
     if chunk.null_count:
         codes[~valid(chunk.indices)] = len(values)
         values = pa.concat_arrays([values, null])

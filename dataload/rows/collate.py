@@ -11,9 +11,9 @@ import torch
 
 from dataload.arguments import did_you_mean
 from dataload.errors import ConfigError, DataError
+from dataload.formats.arrow_arrays import bounds, elements, numbers, valid
 from dataload.formats.arrow_types import has_members, is_bytes, is_list, is_text, number
 from dataload.formats.schema import Field
-from dataload.rows.arrow_arrays import bounds, elements, numbers, valid
 from dataload.rows.columns import Array, Ragged
 from dataload.rows.row_block import Records
 from dataload.runtime.cached_property import cached_property

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from dataload.formats.arrow_arrays import indices
 from dataload.formats.schema import NULL, SPAN
-from dataload.rows.arrow_arrays import indices
 
 Array = npt.NDArray[Any]
 FEW_STRINGS = 32

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from dataload.errors import DataError
+from dataload.formats.arrow_arrays import indices, plain
 from dataload.formats.schema import NULL, SPAN, Field, Layout
-from dataload.rows.arrow_arrays import indices, plain
 from dataload.rows.columns import (
     Array,
     Coded,

@@ -28,7 +28,7 @@ from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
-from dataload.runtime.executor import next_turn
+from dataload.runtime.turns import next_turn
 from dataload.telemetry.wait_timeline import doing
 
 

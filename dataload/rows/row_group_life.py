@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from enum import Enum
+from time import perf_counter
+from typing import Any
 
 from dataload.runtime.counters import Counters, charged_to
+from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.telemetry.wait_timeline import Timeline
 
 
@@ -40,20 +43,19 @@ class RowGroupLife:
 
     Attributes:
         state: The present state.
-        timeline: Timeline of the thread that loads the row group.
+        timeline: Timeline of the thread that loads the row group, or of the latest one.
         account: As above.
         cancelled: Done once a loop has ended and no loop has requested the row group since.
         contents: The blobs; None if the life was cancelled before memory was reserved for it.
         ended: When the contents were there, by `perf_counter`.
     """
 
-    contents: Future[list[memoryview] | None]
-
     def __init__(self, account: Counters | None = None) -> None:
         self.state = State.PLANNED
         self.timeline = Timeline()
         self.account = account or Counters()
         self.cancelled: Future[None] = Future()
+        self.contents: Future[list[memoryview] | None] = Future()
         self.ended = 0.0
 
     def enter(self, state: State) -> None:
@@ -66,11 +68,33 @@ class RowGroupLife:
             raise RuntimeError(f"a row group cannot go from {self.state.value} to {state.value}")
         self.state = state
 
+    def begin(self) -> bool:
+        """Return whether a thread may load the row group. It may not if the life was cancelled before."""
+        return self.contents.set_running_or_notify_cancel()
+
     @contextmanager
     def charged(self) -> Iterator[None]:
         """Charge the time and cost of this thread to the row group for the duration of the block."""
-        with self.timeline.here(), charged_to(self.account):
+        with charged_together([self]), charged_to(self.account):
             yield
+
+    def finish(self, found: list[memoryview] | BaseException) -> None:
+        """End the life with the blobs, or with the reason why there are none."""
+        if isinstance(found, BaseException):
+            self.enter(State.FAILED)
+        self.account.add(under_way=-1)
+        self.ended = perf_counter()
+        if isinstance(found, ReservationCancelled):
+            self.contents.set_result(None)
+        elif isinstance(found, BaseException):
+            self.contents.set_exception(found)
+        else:
+            self.contents.set_result(found)
+
+    def finish_with(self, call: Future[Any]) -> None:
+        """End the life if its call was cancelled: the program exits, and no thread loads the row group."""
+        if call.cancelled() and not self.contents.cancel():
+            self.contents.set_exception(CancelledError())
 
     def is_stale(self) -> bool:
         """Whether the life ended without contents, so that the next request must begin another."""
@@ -98,3 +122,13 @@ class RowGroupLife:
         """Withdraw a cancellation, because a loop requests the row group again."""
         if self.cancelled.done():
             self.cancelled = Future()
+
+
+@contextmanager
+def charged_together(lives: Iterable[RowGroupLife]) -> Iterator[Timeline]:
+    """Charge the time of this thread to row groups that it loads together, for the duration of the block."""
+    timeline = Timeline()
+    for life in lives:
+        life.timeline = timeline
+    with timeline.here():
+        yield timeline

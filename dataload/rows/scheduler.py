@@ -6,20 +6,18 @@ import threading
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from contextlib import suppress
-from functools import partial
 from time import perf_counter
 from typing import Any
 
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
-from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_group_life import RowGroupLife, State, charged_together
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
-from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.telemetry.row_group_ledger import Ledger
-from dataload.telemetry.wait_timeline import CAUSES, Timeline, waited
+from dataload.telemetry.wait_timeline import CAUSES, waited
 
 LOADERS = IN_FLIGHT + ROW_GROUPS_IN_FLIGHT  # threads: a row group each, of this process and the background decoder
 MOST_IN_A_BUNCH = 16  # small row groups that a thread makes together
@@ -88,7 +86,7 @@ class RowGroupScheduler:
             try:
                 self._submit(group, life, own_thread=own_thread)
             except RuntimeError:
-                life.account.add(under_way=-1)
+                life.cancel()
                 raise
             self._lives[group] = life
         life.revive()
@@ -141,13 +139,12 @@ class RowGroupScheduler:
 
     def _submit(self, group: int, life: RowGroupLife, *, own_thread: bool) -> None:
         """Let a thread load a row group."""
-        life.contents = Future()
         if own_thread:
             with suppress(RuntimeError):  # At the process's limit of threads, a shared thread loads it later.
                 DaemonExecutor(1, "dataload-load-now").submit(self._load, group, life)
                 return
         if not self._blobs.is_bunched(group):
-            self._threads.submit(self._load, group, life).add_done_callback(partial(_cancel_with, life.contents))
+            self._threads.submit(self._load, group, life).add_done_callback(life.finish_with)
             return
         with self._mutex:
             if self._small_loaders < BUNCHES_AT_ONCE:
@@ -160,7 +157,7 @@ class RowGroupScheduler:
         with self._mutex:
             while call.cancelled() and self._small:
                 _, life = self._small.popleft()
-                life.contents.cancel()
+                life.finish_with(call)
 
     def _load_next(self) -> None:
         """Load a bunch of small row groups, those that were requested first. Then let a thread load the next bunch."""
@@ -168,7 +165,7 @@ class RowGroupScheduler:
             most = min(MOST_IN_A_BUNCH, -(-len(self._small) // BUNCHES_AT_ONCE))
             bunch = [self._small.popleft() for _ in range(most) if self._small]
         try:
-            self._load_bunch({group: life for group, life in bunch if life.contents.set_running_or_notify_cancel()})
+            self._load_bunch({group: life for group, life in bunch if life.begin()})
         finally:
             with self._mutex:
                 if self._small:
@@ -179,11 +176,8 @@ class RowGroupScheduler:
     def _load_bunch(self, lives: dict[int, RowGroupLife]) -> None:
         """Load small row groups together, unless the first of them is cached. Let threads load the remaining ones."""
         made: dict[int, list[memoryview] | BaseException] = {}
-        timeline = Timeline()
-        for life in lives.values():
-            life.timeline = timeline
         try:
-            with timeline.here(), self._blobs.in_order():
+            with charged_together(lives.values()) as timeline, self._blobs.in_order():
                 since, first = perf_counter(), next(iter(lives), -1)
                 if len(lives) > 1 and not self._is_for_decoder:
                     with charged_to(lives[first].account):
@@ -198,43 +192,32 @@ class RowGroupScheduler:
             made = dict.fromkeys(lives, error)
         for group, life in lives.items():
             if group in made:
-                self._end(group, life, made[group])
+                self._finish(group, life, made[group])
             else:  # It is cached, or another process or host makes it.
-                life.timeline = Timeline()  # One thread writes a timeline.
-                self._threads.submit(self._run, group, life).add_done_callback(partial(_cancel_with, life.contents))
+                self._threads.submit(self._run, group, life).add_done_callback(life.finish_with)
 
     def _load(self, group: int, life: RowGroupLife) -> None:
         """Load a row group, unless its life was cancelled."""
-        if life.contents.set_running_or_notify_cancel():
+        if life.begin():
             self._run(group, life)
 
     def _run(self, group: int, life: RowGroupLife) -> None:
         try:
             with life.charged(), self._blobs.in_order():
-                contents = self._blobs.find(group)
-                if contents is None:
-                    contents = self._made(group, life)
+                found = self._blobs.find(group)
+                if found is None:
+                    found = self._made(group, life)
                 else:
                     life.enter(State.CACHED)
         except BaseException as error:  # noqa: BLE001 (raised where the row group is awaited)
-            self._end(group, life, error)
+            self._finish(group, life, error)
         else:
-            self._end(group, life, contents)
+            self._finish(group, life, found)
 
-    def _end(self, group: int, life: RowGroupLife, found: list[memoryview] | BaseException) -> None:
-        """End the loading of a row group, with its blobs or an error."""
-        if isinstance(found, list):
+    def _finish(self, group: int, life: RowGroupLife, found: list[memoryview] | BaseException) -> None:
+        if not isinstance(found, BaseException):
             self.sizes[group] = sum(map(len, found))
-        else:
-            life.enter(State.FAILED)
-        life.account.add(under_way=-1)
-        life.ended = perf_counter()
-        if isinstance(found, list):
-            life.contents.set_result(found)
-        elif isinstance(found, ReservationCancelled):
-            life.contents.set_result(None)
-        else:
-            life.contents.set_exception(found)
+        life.finish(found)
 
     def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
         since = perf_counter()
@@ -255,9 +238,3 @@ class RowGroupScheduler:
         # user may hold the interpreter lock, and the other process has one of its own.
         is_useful = self._blobs.is_mapped or not self._demand.mostly_waiting
         return self.decoder is not None and (self.decoder.started or is_useful)
-
-
-def _cancel_with(contents: Future[Any], call: Future[None]) -> None:
-    """Cancel a row group whose thread does not come, because the program exits."""
-    if call.cancelled() and not contents.cancel():
-        contents.set_exception(CancelledError())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -34,6 +35,12 @@ class MeanSize(NamedTuple):
     whole: float
 
 
+def spread(total: int) -> list[int]:
+    """Return `SAMPLES` numbers below `total`, evenly spread, or all of them if there are fewer."""
+    count = min(SAMPLES, total)
+    return [(2 * sample + 1) * total // (2 * count) for sample in range(count)]
+
+
 class ValueSizes:
     """Mean sizes of the values of dictionary-coded columns.
 
@@ -54,8 +61,7 @@ class ValueSizes:
     def __init__(
         self, manifest: Manifest, layout: Layout, blocks: Blocks, blob_rows: Sequence[int], fill_null: Any = None
     ) -> None:
-        total, count = len(manifest.row_groups), min(SAMPLES, len(manifest.row_groups))
-        self.samples = [(2 * sample + 1) * total // (2 * count) for sample in range(count)]
+        self.samples = spread(len(manifest.row_groups))
         self._groups = [manifest.row_groups[number] for number in self.samples]
         self._layout = layout
         self._blocks = blocks
@@ -143,7 +149,8 @@ class SizeForecast:
             self.plan.use_mean_sizes({name: mean.cached for name, mean in means.items()})
             self._shared_bytes = sum(mean.whole - mean.cached for mean in means.values())
             self._measured = True
-            vars(self).pop("num_bytes", None)
+            with suppress(AttributeError):  # It has not been estimated before.
+                del self.num_bytes
 
     @cached_property
     def value_sizes(self) -> ValueSizes:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from heapq import heapify, heappop, heappush
 
-from dataload.runtime.executor import current_turn
 from dataload.runtime.forks import ForkAware
+from dataload.runtime.turns import current_turn
 
 PATIENCE_SECONDS = 0.1  # for a holder that waits without `waiting`; then a thread goes on without the baton
 

@@ -7,15 +7,15 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from heapq import heappop, heappush
 from typing import Any, TypeVar
 
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
+from dataload.runtime.turns import current_turn
 
 PATIENCE_SECONDS = 0.5  # for running calls, at the exit of the program
 LOOK_SECONDS = 0.2  # between two checks for signals
@@ -24,29 +24,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
-_turn: ContextVar[int] = ContextVar("turn", default=0)
-_turns = itertools.count(1)
 _shared: Instances[tuple[str, int], DaemonExecutor] = Instances(inherited=False)
-
-
-@contextmanager
-def in_turn(turn: int) -> Iterator[None]:
-    """Give the calls that the block submits a turn. A pool runs waiting calls of a lower turn first."""
-    token = _turn.set(turn)
-    try:
-        yield
-    finally:
-        _turn.reset(token)
-
-
-def next_turn() -> AbstractContextManager[None]:
-    """Give the calls that the block submits the next turn of this process, after those of all earlier blocks."""
-    return in_turn(next(_turns))
-
-
-def current_turn() -> int:
-    """Return the turn of this thread's work; 0 outside of every `in_turn`."""
-    return _turn.get()
 
 
 def shared_executor(count: int, name: str) -> DaemonExecutor:
@@ -134,7 +112,7 @@ class _Work:
         """Queue a call. The caller holds `mutex`."""
         number = next(self._numbers)
         self.tokens.put(number)  # First: a Ctrl-C in between must not leave a call without a token.
-        heappush(self._calls, (_turn.get(), number, call))
+        heappush(self._calls, (current_turn(), number, call))
 
     def take(self) -> _Call | None:
         """Return the next call, for a thread that took a token; None after a Ctrl-C."""

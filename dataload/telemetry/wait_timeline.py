@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice, pairwise, takewhile
 from operator import itemgetter
@@ -26,15 +26,17 @@ class Timeline:
 
     Args:
         usually: The cause outside of every `doing` block. `IDLE` if none is known.
+        clock: Returns the time in seconds. All processes of a Linux host share `time.perf_counter`, so a timeline may
+            be sent to another process.
 
     Notes:
-        Times are seconds of `time.perf_counter`, a clock that all processes of a Linux host share. A timeline may
-        therefore be sent to another process. One thread writes, any thread may read.
+        One thread writes, any thread may read.
     """
 
-    def __init__(self, usually: str = IDLE) -> None:
+    def __init__(self, usually: str = IDLE, clock: Callable[[], float] = perf_counter) -> None:
         self._cause = usually
-        self._changes = [(perf_counter(), usually)]  # (time, the cause from then on)
+        self._clock = clock
+        self._changes = [(clock(), usually)]  # (time, the cause from then on)
 
     @contextmanager
     def here(self) -> Iterator[Timeline]:
@@ -59,7 +61,7 @@ class Timeline:
             other: The timeline of the other thread.
             instead: The cause of times at which the other thread was idle or unknown.
         """
-        now, before = perf_counter(), self._cause
+        now, before = self._clock(), self._cause
         for start, cause in other.changes(since, now):
             self._change(start, cause or instead)
         self._change(now, before)
@@ -92,7 +94,7 @@ class Timeline:
 
     def end(self) -> Timeline:
         """Record that the thread is idle from now on. Return this timeline."""
-        self._change(perf_counter(), IDLE)
+        self._change(self._clock(), IDLE)
         return self
 
     def take(self, since: float, until: float) -> dict[str, float]:
@@ -118,7 +120,7 @@ class _Doing:
 
     def __enter__(self) -> None:
         self._before = self._timeline._cause  # noqa: SLF001 (of this module)
-        self._timeline._change(perf_counter(), self._cause)  # noqa: SLF001
+        self._timeline._change(self._timeline._clock(), self._cause)  # noqa: SLF001
         self._stage = stage(self._cause)
         self._stage.__enter__()
 
@@ -126,7 +128,7 @@ class _Doing:
         try:
             self._stage.__exit__(*raised)  # type: ignore[arg-type] # three positional values
         finally:
-            self._timeline._change(perf_counter(), self._before)  # noqa: SLF001
+            self._timeline._change(self._timeline._clock(), self._before)  # noqa: SLF001
 
 
 def doing(cause: str) -> AbstractContextManager[object]:

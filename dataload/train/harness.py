@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +162,15 @@ def fit(
             checkpoint_every=checkpoint_every,
             evaluate=evaluate,
             mesh=mesh,
+            stats_dir=None if log_dir is None else Path(log_dir),
         )
         loop.resume(loop.checkpoints.find(resume))
         stack.enter_context(recomputed(model, activation_checkpointing))
         _distribute(steps, model, world, mesh, comm_hook, static_graph=static_graph)
         steps.model = _compiled(steps.model, compile)
-        if log_dir is not None:
-            stack.enter_context(_stats_in(Path(log_dir), loader))
-            if is_first():
-                writer = closing(TensorBoardWriter(log_dir, log_every, device, loop.step))
-                loop.tensorboard = stack.enter_context(writer)
+        if log_dir is not None and is_first():
+            writer = closing(TensorBoardWriter(log_dir, log_every, device, loop.step))
+            loop.tensorboard = stack.enter_context(writer)
         loop.traced = stack.enter_context(traced(profile, World.detect().rank))
         loop.run(epochs, show_progress=progress and is_first())
     return loop.history
@@ -225,19 +224,6 @@ def _distribute(
 
 def _compiled(model: Any, options: bool | Mapping[str, Any]) -> Any:
     return torch.compile(model, **(options if isinstance(options, Mapping) else {})) if options else model
-
-
-@contextmanager
-def _stats_in(folder: Path, loader: Any) -> Iterator[None]:
-    """Let a loader of `make_loader` without a `stats_dir` write its statistics to `folder` during the block."""
-    if not isinstance(loader, Loader) or loader.stats_dir is not None:
-        yield
-        return
-    loader.stats_dir = folder
-    try:
-        yield
-    finally:
-        loader.stats_dir = None
 
 
 def _even_batches(loader: Any) -> bool:

@@ -51,6 +51,7 @@ class TrainingLoop:
         evaluated: Whether the last epoch in `history` has been evaluated.
         step: Optimizer steps so far.
         mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
+        stats_dir: Where the loader writes its statistics, see `batches_on`.
     """
 
     model: nn.Module
@@ -68,6 +69,7 @@ class TrainingLoop:
     evaluated: bool = True
     step: int = 0
     mesh: DeviceMesh | None = None
+    stats_dir: Path | None = None
 
     def __post_init__(self) -> None:
         self._resumed_metrics: dict[str, Any] = {}  # of this rank, from the part of the epoch before the resume
@@ -142,10 +144,10 @@ class TrainingLoop:
     def _epoch(self, number: int, advance: Callable[[], None]) -> None:
         """Train on the rest of the epoch and save a checkpoint. Call `advance` after each batch."""
         with self._annotate_errors(number):
-            self._train(number, advance)
+            tally = self._train(number, advance)
             # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
             share_buffers(self.model, self.mesh)
-            self.history.append({"epoch": number, **self._tally.figures(self.loader, self.world.rank)})
+            self.history.append({"epoch": number, **tally.figures(self.loader, self.world.rank)})
             self.evaluated = False
             self._save({}, self.loader.state_dict() if self._stateful else None)
 
@@ -171,12 +173,12 @@ class TrainingLoop:
             error.add_note(f"rank {self.world.rank} of {self.world.world_size}, epoch {epoch}, step {self.step}")
             raise
 
-    def _train(self, number: int, advance: Callable[[], None]) -> None:
-        tally = self._tally = EpochMetrics(**self._resumed_metrics)
+    def _train(self, number: int, advance: Callable[[], None]) -> EpochMetrics:
+        tally = EpochMetrics(**self._resumed_metrics)
         self._resumed_metrics = {}
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
-        batches = batches_on(self.loader, self.steps.device)
+        batches = batches_on(self.loader, self.steps.device, self.stats_dir)
         for fed in feed(batches, tally.counts, self.world, self.even, state_of, self._begun, self.mesh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
@@ -187,6 +189,7 @@ class TrainingLoop:
             advance()
         self._begun = lambda: None
         self._check_finite(number)
+        return tally
 
     def _check_finite(self, number: int) -> None:
         self.losses.settle()

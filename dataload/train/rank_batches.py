@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sized
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -86,9 +87,17 @@ def feed(
         batch, rows = batch if following is end else following, following_rows
 
 
-def batches_on(loader: Iterable[Any], device: torch.device) -> Iterable[Any]:
-    """Return the batches of an epoch. A loader of this package itself copies them to a GPU, from pinned memory."""
-    return loader.batches_on(device) if isinstance(loader, Loader) and device.type != "cpu" else loader
+def batches_on(loader: Iterable[Any], device: torch.device, stats_dir: Path | None = None) -> Iterable[Any]:
+    """Return the batches of an epoch. A loader of this package itself copies them to a GPU, from pinned memory.
+
+    Args:
+        loader: This rank's batches.
+        device: The device of the model.
+        stats_dir: Where a loader of this package without a `stats_dir` writes its statistics; None: nowhere.
+    """
+    if not isinstance(loader, Loader):
+        return loader
+    return loader.batches_on(None if device.type == "cpu" else device, stats_dir)
 
 
 def num_rows(batch: Any) -> int:

@@ -25,7 +25,7 @@ from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
 from dataload.errors import ConfigError
-from dataload.runtime.executor import in_turn
+from dataload.runtime.turns import in_turn
 
 PART = 64 << 10
 Hosts = Callable[..., ClusterTier]

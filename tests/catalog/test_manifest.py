@@ -322,6 +322,24 @@ def test_lists_without_values_have_the_type_of_other_files(
     assert len(kept(str(tmp_path), pc.field("c").is_valid(), options)) == 4 - expected.count(None)
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", [pa.list_(pa.float32(), 2), pa.list_(pa.list_(pa.float32(), 1), 2)])
+def test_fixed_size_lists_without_values_have_the_type_of_other_files(
+    tmp_path: Path, kind: pa.DataType, is_first: bool, suffix: str
+) -> None:
+    value = np.arange(2, dtype=np.float32).reshape(2, *[1] * pa.types.is_fixed_size_list(kind.value_type)).tolist()
+    columns = [pa.array([None, None], pa.list_(pa.null())), pa.array([value, value], kind)]
+    for number, column in enumerate(columns if is_first else reversed(columns)):
+        write(tmp_path / f"{number}.{suffix}", pa.table({"id": [2 * number, 2 * number + 1], "c": column}))
+    options = {"cache": False, "columns": ["c"]}
+    [batch] = make_loader(str(tmp_path), 4, shuffle=False, **options)
+    with_values = slice(2, 4) if is_first else slice(0, 2)
+    assert batch["c"][with_values].tolist() == [value, value]
+    assert batch["c"].isnan().sum() == 4
+    assert len(kept(str(tmp_path), pc.field("c").is_valid(), options)) == 2
+
+
 A_STRUCT = pa.array([{"a": 1, "s": {"b": "x", "l": [1]}}, {"a": 2, "s": None}])
 PARTS = [
     pa.nulls(2),

@@ -28,9 +28,10 @@ from dataload.cache.blocks.reader import Object
 from dataload.cache.local import fsck
 from dataload.catalog.footer_cache import _runs
 from dataload.cli import app
-from dataload.cli.console import Lines, bar, duration, table
+from dataload.cli.console import Lines, bar, table
 from dataload.formats.detect import tail_bytes
 from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.text import duration
 
 Run = Callable[..., CompletedProcess[str]]
 

@@ -216,7 +216,6 @@ def test_a_wait_is_charged_to_what_the_awaited_call_does(threads: int, monkeypat
     def copy() -> None:
         with doing("transfer"):
             assert threads == 0 or awaited.wait(SECONDS)
-            threading.Event().wait(0.05)
 
     def read() -> None:
         with doing("disk"):
@@ -225,7 +224,7 @@ def test_a_wait_is_charged_to_what_the_awaited_call_does(threads: int, monkeypat
     ahead = run_ahead([copy, read], threads, 3, Future(), waiting)
     next(ahead)
     spent = waiting.spent()
-    assert spent["transfer"] >= 0.05
+    assert spent["transfer"] > 0
     assert threads == 1 or "disk" not in spent  # A thread may begin the next call before the loop has its item.
     taken.set()
     next(ahead)

@@ -34,7 +34,7 @@ from dataload.mixture import Mixture, mixture
 from dataload.reporting.html import html, summary
 from dataload.rows.background_decoder.client import BackgroundDecoder
 from dataload.rows.row_group_cache import RowGroupCache
-from dataload.runtime.executor import current_turn
+from dataload.runtime.turns import current_turn
 from dataload.samplers.mixture.sampler import MixtureSampler
 from dataload.samplers.mixture.source import Source
 from dataload.telemetry.stats_log import read
@@ -494,7 +494,7 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
 
     monkeypatch.setattr(RowGroupCache, "load", late)
     monkeypatch.setattr(RowGroupCache, "is_bunched", lambda *_: False)
-    ended, end = set(), store.scheduler._end
+    ended, end = set(), store.scheduler._finish
 
     def noted(group: int, *rest: Any) -> None:
         end(group, *rest)
@@ -502,7 +502,7 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
         if ended >= {first[name] for name in NAMES if name != last}:
             others.set()
 
-    monkeypatch.setattr(store.scheduler, "_end", noted)
+    monkeypatch.setattr(store.scheduler, "_finish", noted)
     waits: dict[int, float] = {}
     assert len(store.gather(rows, None, {}, waits).rows) == len(NAMES)
     assert waits.keys() == {first[last]}

@@ -585,7 +585,7 @@ def test_the_page_says_what_was_begun_again_and_what_has_not_ended(tmp_path):
         write_pass(tmp_path, rank, 0, BEGAN + 60, [{"rows": 10}] * 3)
         write_pass(tmp_path, rank, 1, BEGAN + 63, [{"rows": 10}] * 3, ended=rank == 0)
     found, page = epochs(read(tmp_path)), Page(html(read(tmp_path), "run"))
-    assert page.text_of("p")[0] == "2 epochs (1 begun again) on 2 ranks in 66.0 s. The last one:"
+    assert page.text_of("p")[0] == "2 epochs (1 begun again) on 2 ranks in 66 s. The last one:"
     assert page.text_of("summary") == [
         f"{found[2].total}, not ended",
         f"{found[1].total}, begun again (1)",

@@ -26,10 +26,10 @@ from dataload import CacheConfig, make_dataset, make_loader
 from dataload.catalog.preview import first_rows
 from dataload.errors import DataError
 from dataload.formats import parquet
+from dataload.formats.arrow_arrays import plain as plain_array
 from dataload.formats.schema import Layout, fields_of
 from dataload.loader.worker_transport import pack, unpack
 from dataload.rows import row_group_plan
-from dataload.rows.arrow_arrays import plain as plain_array
 from dataload.rows.collate import Flat, Rows, cut, map_tensors, to_batch
 from dataload.train.batch_size import find_batch_size
 

@@ -12,7 +12,7 @@ import pytest
 
 from dataload.runtime import baton
 from dataload.runtime.baton import computing, waiting
-from dataload.runtime.executor import in_turn
+from dataload.runtime.turns import in_turn
 
 
 @contextmanager

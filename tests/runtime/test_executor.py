@@ -9,7 +9,8 @@ from concurrent.futures import wait
 import pytest
 from threads import no_more_threads
 
-from dataload.runtime.executor import DaemonExecutor, in_turn, shared_executor
+from dataload.runtime.executor import DaemonExecutor, shared_executor
+from dataload.runtime.turns import in_turn
 
 PATIENCE = 60
 

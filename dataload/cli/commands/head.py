@@ -22,7 +22,7 @@ from dataload.cli.commands.options import (
     open_manifest,
 )
 from dataload.cli.console import show, table
-from dataload.runtime.plural import counted
+from dataload.runtime.text import counted
 
 SHOWN_BYTES = 16  # of a binary value
 SHOWN_CHARACTERS = 60  # of a value in text

@@ -26,9 +26,9 @@ from dataload.cli.commands.options import (
     config,
     open_dataset,
 )
-from dataload.cli.console import FOUND_A_PROBLEM, duration, show, table
+from dataload.cli.console import FOUND_A_PROBLEM, show, table
 from dataload.errors import ConfigError
-from dataload.runtime.plural import counted
+from dataload.runtime.text import counted, duration
 
 if TYPE_CHECKING:
     from dataload.planning.plan import Plan

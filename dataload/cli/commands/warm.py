@@ -26,7 +26,7 @@ from dataload.cli.commands.options import (
 )
 from dataload.cli.console import progress, show
 from dataload.errors import DataloadError
-from dataload.runtime.plural import counted
+from dataload.runtime.text import counted
 
 if TYPE_CHECKING:
     from dataload.cache.config import CacheConfig

@@ -1,10 +1,11 @@
-"""Arrow arrays: views of their memory, and arrays of types that Arrow can gather.
+"""Arrow arrays: views of their memory, and their values without extension types, dictionaries and runs.
 
 Arrow's own `to_numpy`, and `array` of numpy's arrays, would import pandas first, which is slow.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dataload.formats.arrow_types import is_list, number
+from dataload.formats.arrow_types import children, is_bytes, is_list, is_text, number, with_members
 
 Array = npt.NDArray[Any]
 EXACT_INTEGER, EXACT_POWER = 2**53, 22  # the largest integer and power of ten that a float64 holds exactly
@@ -74,19 +75,29 @@ def bounds(column: pa.Array) -> tuple[Array, Array]:
     return starts, np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
 
 
+def unwrapped(column: Any) -> Any:
+    """Return an array or chunked array with values of the type `storage`, and with bytes and text of 64-bit offsets.
+
+    Values of 32-bit offsets could not be joined: a column may have more than 2 GiB.
+    """
+    if isinstance(column, pa.ChunkedArray):
+        return pa.chunked_array([unwrapped(chunk) for chunk in column.chunks or [pa.nulls(0, column.type)]])
+    inner = _inner(column, unwrapped)
+    return _with_long_offsets(column) if inner is None else inner
+
+
 def plain(array: pa.Array) -> pa.Array:
     """Return the array with types that Arrow can gather: no views of bytes, runs, dictionaries, and foreign extensions.
 
     Extension types of others are replaced by their storage: not every process of a job knows them.
     """
     kind, types = array.type, pa.types
-    is_run_end_encoded = types.is_run_end_encoded(kind)
     if types.is_string_view(kind) or types.is_binary_view(kind):
-        return array.cast(pa.large_string() if types.is_string_view(kind) else pa.large_binary())
-    if is_run_end_encoded or _is_foreign(kind):
-        return plain(pc.run_end_decode(array) if is_run_end_encoded else array.storage)
-    if types.is_dictionary(kind):
-        return decoded(plain(array.dictionary), array)  # A gather would join the dictionaries of all row groups.
+        return _with_long_offsets(array)
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name.startswith("arrow."):
+        return array
+    if (inner := _inner(array, plain)) is not None:
+        return inner
     if types.is_struct(kind):
         return _plain_struct(array)
     if is_list(kind) or types.is_fixed_size_list(kind) or types.is_map(kind):
@@ -94,43 +105,38 @@ def plain(array: pa.Array) -> pa.Array:
     return array
 
 
-def decoded(values: pa.Array, array: pa.DictionaryArray) -> pa.Array:
-    """Return the rows of an array whose dictionary has these values.
+def _inner(array: pa.Array, unwrap: Callable[[pa.Array], pa.Array]) -> pa.Array | None:
+    """Return the unwrapped values of an extension type, a dictionary or runs; None for other types."""
+    kind = array.type
+    if isinstance(kind, pa.BaseExtensionType):
+        return unwrap(array.storage.cast(pa.bool_()) if kind.extension_name == "arrow.bool8" else array.storage)
+    if pa.types.is_dictionary(kind):
+        values = unwrap(array.dictionary)  # A gather would join the dictionaries of all row groups.
+        # Arrow's own arrays have index 0 in a null struct, also if the dictionary is empty.
+        return values.take(array.indices) if len(values) else pa.nulls(len(array), values.type)
+    return unwrap(pc.run_end_decode(array)) if pa.types.is_run_end_encoded(kind) else None
 
-    Arrow's own arrays have index 0 in a null struct, also if the dictionary is empty.
-    """
-    return values.take(array.indices) if len(values) else pa.nulls(len(array), values.type)
 
-
-def _is_foreign(kind: pa.DataType) -> bool:
-    return isinstance(kind, pa.BaseExtensionType) and not kind.extension_name.startswith("arrow.")
+def _with_long_offsets(array: pa.Array) -> pa.Array:
+    kind = array.type
+    return array.cast(pa.large_string() if is_text(kind) else pa.large_binary()) if is_bytes(kind) else array
 
 
 def _plain_struct(array: pa.Array) -> pa.Array:
     members = [plain(array.field(number)) for number in range(array.type.num_fields)]
     fields = [field.with_type(member.type) for field, member in zip(array.type, members, strict=True)]
-    if pa.struct(fields) == array.type:
+    if fields == children(array.type):
         return array
     return pa.StructArray.from_arrays(members, fields=fields, mask=array.is_null())
 
 
 def _plain_list(array: pa.Array) -> pa.Array:
-    kind, types = array.type, pa.types
-    values = plain(array.values)
+    kind, values = array.type, plain(array.values)
     field = kind.field(0).with_type(values.type)
-    if field.type == kind.field(0).type:
+    if field == kind.field(0):
         return array
-    own = 2  # buffers, without those of the values
-    if types.is_fixed_size_list(kind):
-        own, other = 1, pa.list_(field, kind.list_size)
-    elif types.is_map(kind):
-        key, item = values.type
-        other = pa.map_(key, item)
-    elif types.is_list_view(kind) or types.is_large_list_view(kind):
-        own, other = 3, pa.list_view(field) if types.is_list_view(kind) else pa.large_list_view(field)
-    else:
-        other = pa.list_(field) if types.is_list(kind) else pa.large_list(field)
-    return pa.Array.from_buffers(other, len(array), array.buffers()[:own], offset=array.offset, children=[values])
+    own = array.buffers()[: kind.num_buffers]
+    return pa.Array.from_buffers(with_members(kind, [field]), len(array), own, offset=array.offset, children=[values])
 
 
 def elements(array: pa.Array) -> tuple[Array, pa.Array]:

@@ -1,0 +1,91 @@
+"""The record of an epoch: the statistics of its batches, waits and row groups, and the log of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from time import perf_counter
+
+from dataload.loader.lookahead import Needs
+from dataload.loader.ranks import process_among
+from dataload.loader.requests import Answer
+from dataload.map_style import MapStyle
+from dataload.samplers.rank_sampler import RankSampler
+from dataload.telemetry.loader_stats import LoaderStats
+from dataload.telemetry.row_group_ledger import Served
+from dataload.telemetry.stats_log import Samples
+from dataload.telemetry.wait_timeline import Timeline
+
+
+class EpochRecorder:
+    """Adds each batch of an epoch, and the wait for it, to the statistics.
+
+    Args:
+        stats: The statistics of the epoch.
+        served: Counts the row groups.
+        samples: Writes the log.
+        needs: The row groups that the lookahead requested.
+        usual_cause: Returns the cause of waits for another process of this host.
+
+    Attributes:
+        waiting: Timeline of the thread that takes the batches.
+    """
+
+    def __init__(
+        self, stats: LoaderStats, served: Served, samples: Samples, needs: Needs, usual_cause: Callable[[], str]
+    ) -> None:
+        self._stats = stats
+        self._served = served
+        self._samples = samples
+        self._needs = needs
+        self._usual_cause = usual_cause
+        self._started = perf_counter()
+        self.waiting = Timeline()
+
+    def timed(self, answers: Iterator[Answer]) -> Generator[Answer, None, None]:
+        """Yield the answers, and charge the waits for them and for the end."""
+        stats = self._stats
+        while True:
+            requested = perf_counter()
+            answer = next(answers, None)
+            now = perf_counter()
+            loading = stats.waited(self.waiting.take(requested, now), self._usual_cause)
+            stats.seconds = now - self._started
+            if answer is None:
+                return
+            stats.count(answer.rows, answer.by_source, answer.skipped)
+            stats.waited_for(loading, answer.loading)
+            yield answer
+
+    def hand_out(self, answer: Answer, used: int, *, last: bool) -> None:
+        """Count the row groups of a batch that is handed out next, and write a sample if one is due.
+
+        Args:
+            answer: The batch.
+            used: Rows of the epoch up to the end of its global batch.
+            last: Whether it is the last batch of the epoch.
+        """
+        self._served.use(answer.row_groups, self._needs.before(used))
+        self._samples.take(last=last)
+
+
+@contextmanager
+def recorded(
+    dataset: MapStyle, sampler: RankSampler, stats: LoaderStats, needs: Needs, in_flight: int, folder: Path | None
+) -> Iterator[EpochRecorder]:
+    """Record an epoch for the duration of the block. The last sample in the log has the final counts.
+
+    Args:
+        dataset: The dataset.
+        sampler: Its order.
+        stats: The statistics of the epoch.
+        needs: As for `EpochRecorder`.
+        in_flight: Batches that worker processes make at the same time, at most.
+        folder: Folder of the log; None for no log.
+    """
+    scheduler = dataset.rowstore.scheduler
+    served = Served(stats, scheduler.ledger, dataset.rowstore.size_of, in_flight, dataset.source_of)
+    process = None if folder is None else process_among(sampler.num_replicas)
+    with Samples(folder, sampler.rank, stats, sampler.num_replicas, process) as samples, closing(served):
+        yield EpochRecorder(stats, served, samples, needs, scheduler.usual_cause)
