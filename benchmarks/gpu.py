@@ -35,6 +35,7 @@ from dataload.cache.config import CacheConfig
 from dataload.dataset import Dataset, make_dataset
 from dataload.loader import Loader, make_loader
 from dataload.rows.collate import map_tensors
+from dataload.train.exchange import Exchange
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.train.profiling import traced
@@ -123,7 +124,7 @@ def measure(size: Size, device: torch.device, dataset: Dataset) -> Iterator[Row]
     cuda = device.type == "cuda"
     loader = make_loader(dataset, size.batch, drop_last=True, device=device if cuda else None)
     model = Classifier(size).to(device)
-    steps = OptimizerStep(model, torch.optim.AdamW(model.parameters()), loss, device, "bf16")
+    steps = OptimizerStep(Exchange(model), torch.optim.AdamW(model.parameters()), loss, device, "bf16")
     losses = LossMonitor(0)
     *_, resident = loader  # a whole epoch, which fills the cache
     with closing(forever(loader)) as endless:

@@ -15,6 +15,7 @@ from dataload.errors import ConfigError
 from dataload.rows.collate import Flat, map_columns, map_tensors, map_values
 from dataload.train.checkpoint.state import host_copy, rng_state, set_rng_state
 from dataload.train.distributed import device_of, gather, process_group
+from dataload.train.exchange import Exchange
 from dataload.train.modules import begin_training, modes_kept
 from dataload.train.optimizer_step import LossFn, OptimizerStep
 from dataload.train.rank_batches import num_rows
@@ -73,7 +74,7 @@ def find_batch_size(
     move(model, optimizer, device)
     with process_group(world, device), _restored(model, optimizer):
         begin_training(model)
-        steps = OptimizerStep(model, optimizer, loss_fn, device, precision)
+        steps = OptimizerStep(Exchange(model), optimizer, loss_fn, device, precision)
         while size <= limit:
             seconds = gather(_time_step(steps, batch, size))
             if None in seconds:

@@ -19,13 +19,14 @@ from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture
 from dataload.train.checkpoint.checkpoints import Checkpoints
-from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, is_first, process_group, replicate
+from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, is_first, process_group
+from dataload.train.exchange import exchange_between
 from dataload.train.loop import TrainingLoop
 from dataload.train.loss_monitor import LossMonitor
 from dataload.train.modules import ModuleSelector, begin_training, recomputed
-from dataload.train.optimizer_step import LossFn, OptimizerStep
+from dataload.train.optimizer_step import LossFn, OptimizerStep, check_options
 from dataload.train.profiling import traced
-from dataload.train.sharded import check_sharded, is_sharded, move
+from dataload.train.sharded import move
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
@@ -141,20 +142,23 @@ def fit(
         >>> [record["rows"] for record in history]
         [32, 32]
     """
+    check_options(precision, accumulate, clip_grad_norm)
     _check_arguments(comm_hook, checkpoint_every, log_every, loader)
     _check_model(model, optimizer)
-    mesh = loader.mesh if mesh is None and isinstance(loader, Loader) else mesh
-    world = World.detect() if mesh is None else World.from_mesh(mesh)
+    mesh, world = _data_parallel(loader, mesh)
     device = device_of(World.detect(), device)
-    steps = OptimizerStep(model, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler)
     with ExitStack() as stack:
         stack.enter_context(process_group(world, device, timeout))
         _check_ranks(loader, world, mesh)
         move(model, optimizer, device)
+        begin_training(model)
+        stack.enter_context(recomputed(model, activation_checkpointing))
+        exchange = exchange_between(world, model, device, mesh, comm_hook=comm_hook, static_graph=static_graph)
+        exchange.compile(compile)
         loop = TrainingLoop(
             model,
             loader,
-            steps,
+            OptimizerStep(exchange, optimizer, loss_fn, device, precision, accumulate, clip_grad_norm, scheduler),
             world,
             Checkpoints(checkpoint_dir, keep),
             LossMonitor(world.rank, check=check_finite),
@@ -164,16 +168,11 @@ def fit(
             mesh=mesh,
             stats_dir=None if log_dir is None else Path(log_dir),
         )
-        loop.resume(loop.checkpoints.find(resume))
-        stack.enter_context(recomputed(model, activation_checkpointing))
-        _distribute(steps, model, world, mesh, comm_hook, static_graph=static_graph)
-        steps.model = _compiled(steps.model, compile)
+        resumed = loop.resume(loop.checkpoints.find(resume))
         if log_dir is not None and is_first():
-            writer = closing(TensorBoardWriter(log_dir, log_every, device, loop.step))
-            loop.tensorboard = stack.enter_context(writer)
+            loop.tensorboard = stack.enter_context(closing(TensorBoardWriter(log_dir, log_every, device, loop.step)))
         loop.traced = stack.enter_context(traced(profile, World.detect().rank))
-        loop.run(epochs, show_progress=progress and is_first())
-    return loop.history
+        return loop.run(epochs, resumed, show_progress=progress and is_first())
 
 
 def _check_arguments(comm_hook: str | None, checkpoint_every: int | None, log_every: int, loader: Any) -> None:
@@ -202,28 +201,10 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _distribute(
-    steps: OptimizerStep,
-    model: torch.nn.Module,
-    world: World,
-    mesh: DeviceMesh | None,
-    comm_hook: str | None,
-    *,
-    static_graph: bool,
-) -> None:
-    """Let the steps average gradients over the ranks: a sharded model does it by itself, another one is replicated."""
-    begin_training(model)
-    steps.ranks = world.world_size
-    if is_sharded(model):
-        check_sharded(model, comm_hook, mesh, world.world_size)
-        steps.sharded = model
-    elif world.world_size > 1:
-        replica = replicate(model, steps.device, mesh, comm_hook=comm_hook, static_graph=static_graph)
-        steps.model = steps.replica = replica
-
-
-def _compiled(model: Any, options: bool | Mapping[str, Any]) -> Any:
-    return torch.compile(model, **(options if isinstance(options, Mapping) else {})) if options else model
+def _data_parallel(loader: Any, mesh: DeviceMesh | None) -> tuple[DeviceMesh | None, World]:
+    """Return the mesh of the data-parallel ranks, which may be the loader's, and this rank among them."""
+    mesh = loader.mesh if mesh is None and isinstance(loader, Loader) else mesh
+    return mesh, World.detect() if mesh is None else World.from_mesh(mesh)
 
 
 def _even_batches(loader: Any) -> bool:

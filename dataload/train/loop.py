@@ -31,6 +31,19 @@ from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
 
 
+@dataclass(frozen=True)
+class Resumed:
+    """The part of a checkpoint that the epoch which a run resumes needs.
+
+    Attributes:
+        metrics: The arguments of the `EpochMetrics` of this rank, from the part of the epoch before the resume.
+        begin: Called when the first batch has arrived.
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    begin: Callable[[], None] = lambda: None
+
+
 @dataclass
 class TrainingLoop:
     """The state of a training run, and its epochs.
@@ -72,8 +85,6 @@ class TrainingLoop:
     stats_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        self._resumed_metrics: dict[str, Any] = {}  # of this rank, from the part of the epoch before the resume
-        self._begun: Callable[[], None] = lambda: None  # called when the first batch of the epoch has arrived
         self._rows = 0  # of all ranks, in the pending optimizer step
         scaler = self.steps.scaler
         parts = {
@@ -85,7 +96,7 @@ class TrainingLoop:
         self._parts: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
         self._stateful = hasattr(self.loader, "load_state_dict")
 
-    def resume(self, path: Path | None) -> None:
+    def resume(self, path: Path | None) -> Resumed:
         """Resume from the checkpoint at `path`, the same one on all ranks. Do nothing if it is None.
 
         Raises:
@@ -94,7 +105,7 @@ class TrainingLoop:
         reshard(self.model)
         agree("the checkpoint to resume from", path and path.name)  # Ranks may have paths of their own to its folder.
         if path is None:
-            return
+            return Resumed()
         rest = load(path, self._parts)
         self.history, self.step, processes = rest["history"], rest["step"], rest["processes"]
         ranks = first_of_each(processes)
@@ -103,16 +114,16 @@ class TrainingLoop:
         if len(ranks) == self.world.world_size:
             alike = gather(self.world.rank) == [rank for rank, _ in processes]
             own = processes[process_number()][1] if alike else ranks[self.world.rank]
-            self._resumed_metrics = own["so far"]
-            if self._resumed_metrics:
+            if own["so far"]:
                 # The saved state is from after the loader drew from the generators at the start of its iteration.
-                self._begun = partial(set_rng_state, own["generators"])
-            else:
-                set_rng_state(own["generators"])
+                return Resumed(own["so far"], partial(set_rng_state, own["generators"]))
+            set_rng_state(own["generators"])
         elif self.world.rank == 0 and ranks[0]["so far"]:
-            self._resumed_metrics = sum_ranks([rank["so far"] for rank in ranks])
-            for name in self._resumed_metrics["counts"].keys() & set(AVERAGED):
-                self._resumed_metrics["counts"][name] *= self.world.world_size / len(ranks)
+            metrics = sum_ranks([rank["so far"] for rank in ranks])
+            for name in metrics["counts"].keys() & set(AVERAGED):
+                metrics["counts"][name] *= self.world.world_size / len(ranks)
+            return Resumed(metrics)
+        return Resumed()
 
     def _resume_loader(self, path: Path, states: list[Any]) -> None:
         if self._stateful != (states[0] is not None):
@@ -127,8 +138,8 @@ class TrainingLoop:
             )
         self.loader.load_state_dict(own)
 
-    def run(self, epochs: int, *, show_progress: bool) -> None:
-        """Train until `epochs` epochs are done, those before a resume included."""
+    def run(self, epochs: int, resumed: Resumed, *, show_progress: bool) -> list[dict[str, Any]]:
+        """Train until `epochs` epochs are done, those before a resume included. Return the metrics of each."""
         if self.checkpoints.enabled:  # An error now is better than one at the end of the first epoch.
             states = map_leaves(self._states(), to_meta)
             on_first(lambda: check_plain(states))
@@ -138,13 +149,15 @@ class TrainingLoop:
             if hasattr(target, "set_epoch"):
                 target.set_epoch(number)
             with progress_bar(f"epoch {number + 1}/{epochs}", length_hint(self.loader), show_progress) as advance:
-                self._epoch(number, advance)
+                self._epoch(number, advance, resumed)
+            resumed = Resumed()
             self._finish_epoch()
+        return self.history
 
-    def _epoch(self, number: int, advance: Callable[[], None]) -> None:
+    def _epoch(self, number: int, advance: Callable[[], None], resumed: Resumed) -> None:
         """Train on the rest of the epoch and save a checkpoint. Call `advance` after each batch."""
         with self._annotate_errors(number):
-            tally = self._train(number, advance)
+            tally = self._train(number, advance, resumed)
             # Running statistics differ between ranks; the checkpoint and evaluation use those of rank 0.
             share_buffers(self.model, self.mesh)
             self.history.append({"epoch": number, **tally.figures(self.loader, self.world.rank)})
@@ -173,13 +186,12 @@ class TrainingLoop:
             error.add_note(f"rank {self.world.rank} of {self.world.world_size}, epoch {epoch}, step {self.step}")
             raise
 
-    def _train(self, number: int, advance: Callable[[], None]) -> EpochMetrics:
-        tally = EpochMetrics(**self._resumed_metrics)
-        self._resumed_metrics = {}
+    def _train(self, number: int, advance: Callable[[], None], resumed: Resumed) -> EpochMetrics:
+        tally = EpochMetrics(**resumed.metrics)
         self.steps.optimizer.zero_grad()
         state_of = self.loader.state_dict if self.checkpoint_every else lambda: None
         batches = batches_on(self.loader, self.steps.device, self.stats_dir)
-        for fed in feed(batches, tally.counts, self.world, self.even, state_of, self._begun, self.mesh):
+        for fed in feed(batches, tally.counts, self.world, self.even, state_of, resumed.begin, self.mesh):
             self._take(fed, tally, f"epoch {number}, step {self.step + 1}")
             due = self.checkpoint_every and not self.steps.pending and self.step % self.checkpoint_every == 0
             if due and not fed.last:
@@ -187,7 +199,6 @@ class TrainingLoop:
                 share_buffers(self.model, self.mesh)
                 self._save(tally.state(), fed.state)
             advance()
-        self._begun = lambda: None
         self._check_finite(number)
         return tally
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dataload.errors import ConfigError
 from dataload.telemetry.spans import stage
-from dataload.train.sharded import clip_grad_norm, exchange_gradients, full_tensor
+from dataload.train.exchange import Exchange
+from dataload.train.sharded import clip_grad_norm, full_tensor
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 LossFn = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
@@ -28,6 +27,16 @@ def _has_bf16(device: torch.device) -> bool:
     return torch.get_autocast_dtype(device.type) == torch.bfloat16
 
 
+def check_options(precision: str, accumulate: int, clip_grad_norm: float | None) -> None:
+    """Raise ConfigError unless an `OptimizerStep` can have these arguments."""
+    if precision not in ("auto", *PRECISIONS):
+        raise ConfigError(f"precision={precision!r} is not one of auto, {', '.join(PRECISIONS)}")
+    if accumulate < 1:
+        raise ConfigError(f"accumulate={accumulate}: an optimizer step needs at least 1 batch")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ConfigError(f"clip_grad_norm={clip_grad_norm}: a bound of gradients must be above 0")
+
+
 @dataclass
 class OptimizerStep:
     """Forward, backward and optimizer step with autocast, loss scaling, gradient accumulation and clipping.
@@ -35,7 +44,7 @@ class OptimizerStep:
     The gradient of a step is that of the mean loss over the rows of all its batches on all ranks.
 
     Args:
-        model: The model as `loss_fn` gets it: the module itself, in DDP, or compiled.
+        exchange: The model, and how the ranks exchange its gradients.
         optimizer: The optimizer.
         loss_fn: Returns the mean loss over the rows of a batch, or this loss and a dict of scalars to log.
         device: The device of this rank.
@@ -43,19 +52,16 @@ class OptimizerStep:
         accumulate: Batches per step.
         clip_grad_norm: Upper bound of the norm of the gradients; None for no clipping.
         scheduler: A learning rate scheduler, stepped after each optimizer step.
-        replica: The DDP around the model if there are several ranks.
-        sharded: The model itself if its parameters are sharded over ranks. Then it has no `replica`.
-        ranks: Number of data-parallel ranks, over which DDP and FSDP average gradients.
 
     Attributes:
         pending: Batches added since the last step.
         skipped: Whether the last step was skipped because of an overflow in fp16.
 
     Raises:
-        ConfigError: `precision` is unknown, `accumulate` is less than 1, or `clip_grad_norm` is not above 0.
+        ConfigError: See `check_options`.
     """
 
-    model: Callable[..., Any]
+    exchange: Exchange
     optimizer: torch.optim.Optimizer
     loss_fn: LossFn
     device: torch.device
@@ -63,23 +69,14 @@ class OptimizerStep:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     scheduler: Any = None
-    replica: DistributedDataParallel | None = None
-    sharded: nn.Module | None = None
-    ranks: int = 1
 
     def __post_init__(self) -> None:
+        check_options(self.precision, self.accumulate, self.clip_grad_norm)
         if self.precision == "auto":
             self.precision = "bf16" if _has_bf16(self.device) else "fp32"
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"precision={self.precision!r} is not one of auto, {', '.join(PRECISIONS)}")
-        if self.accumulate < 1:
-            raise ConfigError(f"accumulate={self.accumulate}: an optimizer step needs at least 1 batch")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise ConfigError(f"clip_grad_norm={self.clip_grad_norm}: a bound of gradients must be above 0")
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.pending = 0
         self.skipped = False
-        self._first = True  # DDP with a static graph must synchronize in the first backward.
         self._rows = 0  # of all batches in the pending step, on all ranks
         self._nominal_rows = 0  # of the pending step if all its batches are as large as the first
 
@@ -101,7 +98,7 @@ class OptimizerStep:
         self._rows += all_rows
         full = last or self.pending == self.accumulate
         # DDP and FSDP average gradients over ranks. Multiplying by the number of ranks makes it a sum.
-        loss, scalars = self._backward(batch, rows * self.ranks / self._nominal_rows, full)
+        loss, scalars = self._backward(batch, rows * self.exchange.ranks / self._nominal_rows, full)
         if full:
             self._step(self._nominal_rows / self._rows)
             self.pending = self._rows = 0
@@ -109,14 +106,10 @@ class OptimizerStep:
 
     def _backward(self, batch: Any, weight: float, full: bool) -> tuple[Tensor, Mapping[str, Any]]:
         """Run forward and backward. The ranks exchange gradients only in the last batch of a step."""
-        replica, first = self.replica, self._first
-        self._first = False
-        if self.sharded is not None:
-            exchange_gradients(self.sharded, full)
-        with replica.no_sync() if replica and not full and not (first and replica.static_graph) else nullcontext():
+        with self.exchange.during(last=full):
             dtype = PRECISIONS[self.precision]
             with stage("forward"), torch.autocast(self.device.type, dtype, enabled=dtype is not None):
-                result = self.loss_fn(self.model, batch)  # type: ignore[arg-type]
+                result = self.loss_fn(self.exchange.model, batch)  # type: ignore[arg-type]
                 loss, scalars = result if isinstance(result, tuple) else (result, {})
             with stage("backward"):
                 torch.autograd.backward(self.scaler.scale(loss * weight))

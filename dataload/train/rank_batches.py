@@ -47,7 +47,7 @@ def feed(
     world: World,
     even: bool,
     state_of: Callable[[], Any],
-    begun: Callable[[], None],
+    begin: Callable[[], None],
     mesh: DeviceMesh | None = None,
 ) -> Iterator[RankBatch]:
     """Yield each batch of this rank that has rows. Fetch one batch ahead.
@@ -58,7 +58,7 @@ def feed(
         world: This rank, and the number of ranks.
         even: Whether all ranks have equally many batches of equal sizes. Otherwise they exchange the size of each.
         state_of: Returns the state of the loader.
-        begun: Called when the first batch has arrived.
+        begin: Called when the first batch has arrived.
         mesh: The data-parallel dimensions of the ranks; None if all ranks are data-parallel.
 
     Raises:
@@ -79,7 +79,7 @@ def feed(
     if any(rows) and not all(rows):
         empty = [rank for rank, count in enumerate(rows) if not count]
         raise ConfigError(f"the loader gave no batch on ranks {empty}: each rank needs at least one")
-    begun()
+    begin()
     while any(rows):
         state = state_of()  # before the next batch is fetched, which this step does not use
         following, following_rows = take()

@@ -25,6 +25,7 @@ from dataload.errors import ConfigError
 from dataload.rows.collate import Flat
 from dataload.train import epoch_metrics, rank_batches
 from dataload.train.distributed import device_of
+from dataload.train.exchange import Exchange
 from dataload.train.harness import fit
 from dataload.train.optimizer_step import OptimizerStep
 from dataload.world import World
@@ -567,7 +568,7 @@ def test_batches_keep_their_strings_and_the_default_precision_is_that_of_the_dev
 def test_automatic_precision_is_bf16_on_gpus_that_have_it(monkeypatch, native, precision):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native or including_emulation)
     model, optimizer = build()
-    assert OptimizerStep(model, optimizer, squared_error, torch.device("cuda"), "auto").precision == precision
+    assert OptimizerStep(Exchange(model), optimizer, squared_error, torch.device("cuda"), "auto").precision == precision
 
 
 def test_batches_may_be_tuples():
