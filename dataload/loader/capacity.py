@@ -57,7 +57,7 @@ class Capacity:
         sampler, rowstore, row_groups = self._sampler, self._dataset.rowstore, self._dataset.row_groups
         order = sampler.order
         caches: dict[str, list[tuple[Order, RowGroupCache]]] = {}
-        for each, blobs in zip(order.orders, rowstore.blobs.caches, strict=True):
+        for each, blobs in zip(order.orders, rowstore.blobs.by_dataset, strict=True):
             if blobs.shared:
                 caches.setdefault(blobs.tier.location, []).append((each, blobs))
         needs: list[tuple[Tier, Need]] = []

@@ -112,7 +112,7 @@ class RowGroupCache(SizeForecast):
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
         with doing("disk"):
-            return self.cached(self.keys(number))
+            return self.get_all(self.keys(number))
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
@@ -123,9 +123,9 @@ class RowGroupCache(SizeForecast):
         """
         keys = self.keys(number)
         with self.in_order(), computing():
-            if self.cached(keys, (0, 0)) is None:
+            if self.get_all(keys, (0, 0)) is None:
                 self._made_once(number, keys, (0, 0), life or RowGroupLife())
-                return self.cached(keys, (0, 0)) is not None
+                return self.get_all(keys, (0, 0)) is not None
             return True
 
     def touch(self) -> None:
@@ -139,13 +139,13 @@ class RowGroupCache(SizeForecast):
 
     def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
         """Return the columns of each blob of a row group, or None if this host has not cached them."""
-        if (found := self.cached(self.keys(number))) is None:
+        if (found := self.get_all(self.keys(number))) is None:
             return self.columns_of_wider(number)
         blobs = zip(found, self.plan.lengths(number), strict=True)
         return _joined([Blob(*blob, self.plan.layout) for blob in blobs], 1, self.plan.layout)
 
     @property
-    def caches(self) -> tuple[RowGroupCache, ...]:
+    def by_dataset(self) -> tuple[RowGroupCache, ...]:
         """The row groups of each dataset: this one."""
         return (self,)
 
@@ -175,7 +175,7 @@ class RowGroupCache(SizeForecast):
         return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self._manifest.row_groups))
 
     @property
-    def keeps(self) -> bool:
+    def caches_everything(self) -> bool:
         """Whether every blob is still cached: the cache is neither full nor failing."""
         stats = self._blocks.counts()
         return not stats["refused"] and (stats["health"] or {}).get("state", "normal") == "normal"
@@ -191,7 +191,7 @@ class RowGroupCache(SizeForecast):
 
         def find() -> list[memoryview] | None:
             with doing("disk"):
-                return self.cached(keys, span)
+                return self.get_all(keys, span)
 
         def make() -> list[memoryview]:
             if fetched := tier.fetch_from_cluster(keys):
@@ -202,7 +202,7 @@ class RowGroupCache(SizeForecast):
                 with closing(columns):
                     return self.maker.pack(number, keys, columns, life)
             made = self.maker.make(number, keys, life)
-            self.made(number)
+            self.discard_source_blocks(number)
             return made
 
         lock = self.lock_key(number)
@@ -214,10 +214,10 @@ class RowGroupCache(SizeForecast):
         life.enter(State.CACHED)
         return found
 
-    def made(self, number: int) -> None:
+    def discard_source_blocks(self, number: int) -> None:
         """Discard the blocks of files that a row group was made of, once no other row group needs them."""
         if self._shared_blocks is not None:
-            self._shared_blocks.made(number, self.keys)
+            self._shared_blocks.discard(number, self.keys)
 
     @cached_property
     def _shared_blocks(self) -> SharedBlocks | None:
@@ -227,7 +227,7 @@ class RowGroupCache(SizeForecast):
             return None
         return SharedBlocks(self._manifest, self._blocks, self.maker)
 
-    def cached(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
+    def get_all(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         """Return these blobs, or `span` of each, or None unless all are cached."""
         found = []
         for key in keys:
@@ -239,7 +239,7 @@ class RowGroupCache(SizeForecast):
     def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:
         """Return the columns of each blob, taken from cached blobs of all columns, or None if these are not cached."""
         wider = self._wider
-        found = None if wider is None else wider.cached(wider.keys(number))
+        found = None if wider is None else wider.get_all(wider.keys(number))
         if wider is None or found is None:
             return None
         blobs = [Blob(*blob, wider.plan.layout) for blob in zip(found, wider.plan.lengths(number), strict=True)]
@@ -286,7 +286,7 @@ class SharedBlocks:
         self._blocks_of: dict[int, set[int]] = {}  # by row group
         self._users: dict[tuple[Object, int], list[int]] = {}  # the row groups of a block
 
-    def made(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
+    def discard(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
         """Discard each block of a row group that was made if the blobs of all row groups in the block are cached.
 
         Args:

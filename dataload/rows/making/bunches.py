@@ -119,7 +119,7 @@ def make_together(members: Sequence[Member]) -> None:
     for member in missing:
         if isinstance(member.made, list):
             with member.catching():
-                member.blobs.made(member.number)
+                member.blobs.discard_source_blocks(member.number)
 
 
 def _is_missing(member: Member) -> bool:
@@ -135,7 +135,7 @@ def _is_missing(member: Member) -> bool:
     if not is_open_at_once or not blobs.plan.stored(group):
         return False
     with doing("disk"), charged_to(member.life.account):
-        member.made = blobs.cached([member.key])
+        member.made = blobs.get_all([member.key])
         if member.made is not None:
             member.life.enter(State.CACHED)
             return False
