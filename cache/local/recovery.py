@@ -106,7 +106,7 @@ def _forget_one(path: Path, index: Index, locks: KeyLocks, digest: bytes, mark: 
     """Drop the row of a blob that has no file. Return False while another process fills or evicts the blob."""
     with locks.hold(digest, timeout=0) as held:
         if held and not Path(blob_file.path_in(path / "blobs", digest)).exists():
-            clear_drafts(path / "tmp", digest, keep=mark)  # Of a process that was killed after the sweep.
+            clear_drafts(path / "tmp", digest, keep=mark)  # of a writer that was killed after the sweep
             index.drop(digest)
         return held
 

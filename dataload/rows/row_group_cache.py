@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.single_flight import make_once
 from dataload.cache.tier import BlobKey, Span, Tier, group_number
@@ -22,6 +22,7 @@ from dataload.rows.columns import Column, concatenate
 from dataload.rows.making.bunches import Member, is_small, make_together
 from dataload.rows.making.row_group_maker import RowGroupMaker
 from dataload.rows.making.row_group_memory import RowGroupMemory
+from dataload.rows.making.shared_blocks import SharedBlocks
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
@@ -268,63 +269,6 @@ class RowGroupCache(SizeForecast):
     def _key(self, number: int, part: str) -> BlobKey:
         file = self._manifest.row_groups[number].file
         return self._blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number))
-
-
-class SharedBlocks:
-    """The cached blocks of small row groups, which their files' neighbours share.
-
-    Args:
-        manifest: The dataset.
-        blocks: Reader of the dataset's files, and the cache.
-        maker: Makes the row groups.
-    """
-
-    def __init__(self, manifest: Manifest, blocks: Blocks, maker: RowGroupMaker) -> None:
-        self._manifest = manifest
-        self._blocks = blocks
-        self._maker = maker
-        self._blocks_of: dict[int, set[int]] = {}  # by row group
-        self._users: dict[tuple[Object, int], list[int]] = {}  # the row groups of a block
-
-    def discard(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
-        """Discard each block of a row group that was made if the blobs of all row groups in the block are cached.
-
-        Args:
-            number: The row group.
-            keys: Returns the keys of the blobs of a row group.
-        """
-        file = self._manifest.row_groups[number].file
-        if not self._blocks.retains_blocks or len(self._numbers[file]) == 1:
-            return
-        if number not in self._blocks_of:
-            self._look_up(file)
-        for block in self._blocks_of[number]:
-            # The last one first: it is usually made last.
-            made = (key for user in reversed(self._users[file, block]) for key in keys(user))
-            self._blocks.discard(file, block, made)
-
-    @cached_property
-    def _numbers(self) -> dict[Object, list[int]]:
-        """The row groups of each file."""
-        numbers: dict[Object, list[int]] = {}
-        for number, group in enumerate(self._manifest.row_groups):
-            numbers.setdefault(group.file, []).append(number)
-        return numbers
-
-    def _look_up(self, file: Object) -> None:
-        """Look up the blocks of a file's row groups. A file of which the dataset lacks row groups keeps its blocks."""
-        users: dict[tuple[Object, int], list[int]] = {}
-        blocks_of: dict[int, set[int]] = {}
-        numbers = self._numbers[file]
-        whole = self._maker.has_all(numbers)
-        for number in numbers:
-            # Nothing loads a row group without rows.
-            shared = self._maker.sources(number)[0] if whole and self._manifest.row_groups[number].rows else []
-            blocks_of[number] = self._blocks.numbers(shared)
-            for block in blocks_of[number]:
-                users.setdefault((file, block), []).append(number)
-        self._users.update(users)
-        self._blocks_of.update(blocks_of)  # last: other threads look here first
 
 
 def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:

@@ -284,7 +284,9 @@ def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(
 ) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(type(dataset.rowstore.blobs), "made", lambda *_: 1 / 0)  # after the blobs were published
+        patch.setattr(
+            type(dataset.rowstore.blobs), "discard_source_blocks", lambda *_: 1 / 0
+        )  # after the blobs were published
         with suppress(ZeroDivisionError):  # A loop that asks later finds the cached row groups.
             list(make_loader(dataset, 16))
     assert sum(len(batch[0]) for batch in rows_of(dataset)) == FILES * ROWS
