@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from dataload.cache.division import Division, Need
 from dataload.cache.local.key_locks import ThreadLocks
-from dataload.cache.room import Division, Need
 from dataload.cache.tier import FILL_SECONDS, BlobKey, Draft, Fill, Span, Waited, cut
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware

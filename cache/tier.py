@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from dataload.cache.room import Division, Need
+from dataload.cache.division import Division, Need
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
+RECORDS = "records "  # `BlobKey.what` of the blobs of a row group begins with it.
 FILL_SECONDS = 120.0  # A lock that is held for longer counts as stopped.
 
 Allocate = Callable[[int], memoryview]

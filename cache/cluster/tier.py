@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from dataload.cache.cluster.store import Cluster
-from dataload.cache.room import Division, Need
+from dataload.cache.division import Division, Need
 from dataload.cache.tier import Allocate, BlobKey, Fill, Span, Tier, copy_into
 from dataload.runtime.baton import waiting
 

@@ -23,9 +23,9 @@ from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
 from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
+from dataload.cache.local.needs import DividedTier, needs_of
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter, BulkWrites
-from dataload.cache.needs import DividedTier, needs_of
 from dataload.cache.tier import FILL_SECONDS, BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters

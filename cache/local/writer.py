@@ -18,9 +18,9 @@ from dataload.cache.tier import BlobKey, CacheFullError, Draft, Span
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
+    from dataload.cache.division import Division
     from dataload.cache.health import CircuitBreaker, Health
     from dataload.cache.local.tier import LocalTier
-    from dataload.cache.room import Division
     from dataload.runtime.counters import Counters
 
 

@@ -103,7 +103,7 @@ class Reader:
     def __init__(self, costs: Costs, order: Order | MixtureOrder, limit: int) -> None:
         self._costs, self._order = costs, order
         need = need_of(list(zip(order.orders, costs.blobs, strict=True)), limit, name=bytes(16))
-        region, self._further = need.region(limit, need.total)
+        region, self._further = need.transient_share(limit, need.total)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
         self._needs_of = lru_cache(2)(lambda epoch: list(order.needs_from(epoch)))  # visits each row

@@ -20,10 +20,11 @@ from maps import no_more_maps
 from tiers import LIMIT, data_of, key, put
 
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
-from dataload.cache.local import default_limit, fsck
+from dataload.cache.local import fsck
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import SMALL_MAP_BYTES
+from dataload.cache.local.setup import default_limit
 from dataload.cache.local.tier import LocalTier
 
 

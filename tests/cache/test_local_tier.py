@@ -18,11 +18,12 @@ from typing import Any
 import lmdb
 import pytest
 
-from dataload.cache.local import blob_file, failpoints, fsck, recovery
+from dataload.cache.local import blob_file, failpoints, fsck
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import _open_folders, open_folder
+from dataload.cache.local.setup import recovery
 from dataload.cache.local.staging import StagingFolder, sweep
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey

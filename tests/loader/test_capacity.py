@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader
-from dataload.cache.room import FITS
+from dataload.cache.division import FITS
 from dataload.cli.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
 from dataload.loader.capacity import check_shared_memory, need_of
@@ -166,7 +166,7 @@ def test_the_transient_region_grows_where_that_is_negligible(groups: int, furthe
 
     def region(limit: int) -> tuple[int, int]:
         need = need_of([(order, blobs)], limit, bytes(16))
-        return need.region(limit, need.total)
+        return need.transient_share(limit, need.total)
 
     window = math.ceil(4 * group_bytes / FITS)
     assert region(blobs.num_bytes // 2) == (window + (further - 4) * group_bytes, further)

@@ -26,8 +26,8 @@ from row_groups import make_in_background
 import dataload
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.division import Need
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.room import Need
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture, mixture

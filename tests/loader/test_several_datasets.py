@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
-from dataload.cache import needs
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.local import needs
 from dataload.errors import ConfigError
 from dataload.loader.loader import _lookahead
 from dataload.rows.scheduler import LOADERS

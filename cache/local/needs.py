@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dataload.cache.room import Division, Need, divide
+from dataload.cache.division import Division, Need, divide
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
 

@@ -85,7 +85,7 @@ class Need:
         """Bytes of all groups."""
         return float(self.sizes.sum()) * self.sample
 
-    def region(self, limit: int, total: float) -> tuple[int, int]:
+    def transient_share(self, limit: int, total: float) -> tuple[int, int]:
         """Return the part of the transient region for this need: its bytes, and the groups to prefetch into it.
 
         It has space for what is read at a time. It grows to at most `MAX_TRANSIENT` groups if that is negligible beside
@@ -244,6 +244,6 @@ def _parts(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> Cou
     for needs in processes:
         own: Counter[bytes] = Counter()
         for need in needs:
-            own[need.name] += need.region(limit, total)[0]
+            own[need.name] += need.transient_share(limit, total)[0]
         parts |= own  # the larger count
     return parts
