@@ -155,7 +155,7 @@ class Division:
     """How the needs of a host share a cache. `divide` makes one.
 
     Attributes:
-        region: Bytes of the cache through which the groups pass that do not stay. 0: all groups stay.
+        region: Bytes of the transient region: the groups that do not stay evict each other there. 0: all groups stay.
         total: Bytes that all needs have together; what several needs share counts once.
         stays_below: The groups with numbers below it stay.
         groups: Numbers of all needed groups, ascending, uint64 [n].

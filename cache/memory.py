@@ -27,7 +27,6 @@ class MemoryTier(ForkAware):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.region = 0
         self._locks = ThreadLocks()
         self.after_fork_in_child()
         super().__init__()

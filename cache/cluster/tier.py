@@ -32,10 +32,6 @@ class ClusterTier:
         self.cluster = cluster
 
     @property
-    def region(self) -> int:
-        return self.local.region
-
-    @property
     def limit(self) -> int:
         return self.local.limit
 

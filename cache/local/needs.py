@@ -28,38 +28,6 @@ class Lease:
         self._end.atexit = False  # the end of the process ends it
 
 
-class DividedTier:
-    """A tier in a cache folder that the loaders of a host divide by need."""
-
-    path: Path
-    policy: str
-    needs: HostNeeds
-
-    @property
-    def limit(self) -> int:
-        raise NotImplementedError
-
-    def _opened(self) -> CacheFolder | None:
-        raise NotImplementedError
-
-    @property
-    def location(self) -> str:
-        return str(self.path)
-
-    @property
-    def region(self) -> int:
-        return self.division().region
-
-    def lease(self, need: Need) -> Lease:
-        lease = Lease(self.needs, need)
-        self.division()  # announces the need
-        return lease
-
-    def division(self) -> Division:
-        folder = self._opened() if self.policy == "pin" else None
-        return Division() if folder is None else self.needs.division(folder, self.limit)
-
-
 class HostNeeds(ForkAware):
     """The needs of the loaders of all processes that use a cache folder.
 

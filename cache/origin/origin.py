@@ -41,32 +41,34 @@ class Origin(ForkAware):
             same options.
         identity: Name of the store in cache keys. Default: its protocol and address.
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore".
-        resolved: Settings and credentials that the sending process has resolved.
-
-    Attributes:
         limiter: Limits the requests in flight; None: no limit.
+        resolved: Settings and credentials that the sending process has resolved.
 
     Notes:
         `read` is thread-safe. Transient errors are retried with exponential backoff and full jitter.
     """
 
     def __init__(
-        self, filesystem: Any, identity: str | None = None, engine: str = "auto", resolved: Resolved | None = None
+        self,
+        filesystem: Any,
+        identity: str | None = None,
+        engine: str = "auto",
+        limiter: RequestLimiter | None = None,
+        resolved: Resolved | None = None,
     ) -> None:
+        self.limiter = limiter
         self._filesystem = filesystem
         self._resolved = resolved
         self._inherited = False
         self._identity = identity
         self._requested_engine = engine
         self._engine: Engine | None = None
-        self.limiter: RequestLimiter | None = None
         self.counters = Counters()
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
         resolved = self._engine.resolved() if isinstance(self._engine, Obstore) else None
-        arguments = pickled(self._filesystem), self._identity, self._requested_engine, resolved
-        return Origin, arguments, {"limiter": self.limiter}
+        return Origin, (pickled(self._filesystem), self._identity, self._requested_engine, self.limiter, resolved)
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"

@@ -182,11 +182,11 @@ def test_two_datasets_that_do_not_fit_together_keep_their_shares(tmp_path: Path)
     """The first one fills the cache alone, then both are read by turns."""
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     leases = [tier.lease(need_of("a"))]
-    assert tier.region == 0
+    assert tier.division().region == 0
     assert read(tier, "a", shuffled(0)) == 40
     assert read(tier, "a", shuffled(1)) == 0
     leases.append(tier.lease(need_of("b")))
-    assert tier.region == 2 * ON_DISK
+    assert tier.division().region == 2 * ON_DISK
     assert kept(tier, "a") == set(range(40))  # Nothing is evicted before its space is needed.
     read(tier, "b", shuffled(2))
     filled = [read(tier, name, shuffled(epoch)) for epoch in range(3, 6) for name in "ab"]
@@ -239,7 +239,7 @@ def test_the_share_of_an_ended_loader_is_free(tmp_path: Path) -> None:
         for name in "ab":
             read(tier, name, shuffled(epoch))
     leases.pop(0)
-    assert tier.region == 0
+    assert tier.division().region == 0
     read(tier, "b", shuffled(2))
     assert read(tier, "b", shuffled(3)) == 0
     leases.clear()
@@ -269,11 +269,11 @@ def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) 
     lease = tier.lease(need_of("a"))
     with Child("b", tmp_path / "cache") as child:
         assert tier.division().total == 80 * ON_DISK
-        assert tier.region == 2 * ON_DISK
+        assert tier.division().region == 2 * ON_DISK
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert tier.division().total == 40 * ON_DISK
-        assert tier.region == 0
+        assert tier.division().region == 0
     [dead] = {file.parent for file in (tmp_path / "cache" / "tmp").rglob("announced")} - {tier.folder.staging._path}
     with Child("a", tmp_path / "cache"):
         assert not dead.exists()

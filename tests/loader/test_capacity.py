@@ -150,7 +150,7 @@ def test_capacity_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
     assert dataset.rowstore.blobs.num_bytes != pytest.approx(size, rel=0.01)  # by the footers
     loader = make_loader(dataset, 100, window=2)
     assert dataset.rowstore.blobs.num_bytes == pytest.approx(size, rel=0.01)
-    assert size / 10 <= dataset.blocks.tier.region <= size / 9
+    assert size / 10 <= dataset.blocks.tier.division().region <= size / 9
     for _ in range(2):
         assert sum(len(batch["text"]) for batch in loader) == 40_000
     assert dataset.blocks.stats()["refused"] == 0

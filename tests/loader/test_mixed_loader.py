@@ -525,7 +525,7 @@ def test_the_sources_share_the_limit_of_the_cache(bucket: Any, dataset_of: Calla
         bucket.server.reset()
         assert sorted(stream_of(loader)) == every
         fetched.append(bucket.server.stats()["get_bytes"] / total)
-    region = max(blobs.tier.region for blobs in mixture.rowstore.blobs.by_dataset) / decoded
+    region = max(blobs.tier.division().region for blobs in mixture.rowstore.blobs.by_dataset) / decoded
     assert 0 < region < 0.3
     assert 0.3 < np.mean(fetched[1:]) <= 1.02 * (0.5 + region) + 1 / 60
     assert all(dataset.blocks.stats()["refused"] == 0 for dataset in mixture.datasets)

@@ -184,7 +184,7 @@ def _decoded(member: Member) -> dict[str, Column]:
 def _cache(packed: Sequence[tuple[Member, memoryview]]) -> None:
     """Cache the blob of each row group. The tier of its own dataset does it, and counts the miss."""
     for tier in dict.fromkeys(member.tier for member, _ in packed):
-        own = [(member, blob) for member, blob in packed if member.tier is tier]
+        own = [(member, blob) for member, blob in packed if member.tier == tier]
         found = tier.put_together([(member.key, blob) for member, blob in own])
         for (member, _), blob in zip(own, found, strict=True):
             member.made = [blob]
