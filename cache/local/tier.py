@@ -199,9 +199,7 @@ class LocalTier(ForkAware):
                 folder.index.touch(key.digest for key in keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
-        if self.health.reads.tripped or self.health.writes.tripped or not self.division().region:
-            return False
-        if (folder := self.opened()) is not None:
+        if self.health.state == "normal" and self.division().region and (folder := self.opened()) is not None:
             with self.fallback("looking up a blob", self.health.writes, folder):
                 return not folder.index.all_pinned(key.digest for key in keys)
         return False

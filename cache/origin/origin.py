@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from json import JSONDecodeError
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 import fsspec
@@ -67,8 +69,7 @@ class Origin(ForkAware):
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        resolved = self._engine.resolved() if isinstance(self._engine, Obstore) else None
-        return Origin, (pickled(self._filesystem), self._identity, self._requested_engine, self.limiter, resolved)
+        return Origin, (pickled(self._filesystem), self._identity, self._requested_engine, self.limiter)
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
@@ -265,6 +266,24 @@ class Origin(ForkAware):
             if denied(error):
                 raise OriginError(f"{where}: {self.address} denied access, check the credentials: {reason}") from raised
             raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {reason}") from raised
+
+
+def dump_resolved(value: Any) -> memoryview:
+    """Pickle a value, and each origin in it with what its engine has resolved: its receiver needs no s3fs to read.
+
+    The bytes hold credentials of the session: send them to a process of this program only.
+    """
+
+    def reduce(origin: Origin) -> tuple[Any, ...]:
+        make, arguments = origin.__reduce__()
+        resolved = origin._engine.resolved() if isinstance(origin._engine, Obstore) else None  # noqa: SLF001
+        return make, (*arguments, resolved)
+
+    found = io.BytesIO()
+    pickler = ForkingPickler(found)
+    pickler.dispatch_table[Origin] = reduce
+    pickler.dump(value)
+    return found.getbuffer()
 
 
 def introduce() -> None:
