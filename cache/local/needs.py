@@ -8,14 +8,12 @@ import weakref
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dataload.cache.division import Division, Need, divide
+from dataload.cache.local.directory import CacheFolder
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
-
-if TYPE_CHECKING:
-    from dataload.cache.local.directory import CacheFolder
 
 LOOK_SECONDS = 0.5  # between two looks at the needs of other processes
 
