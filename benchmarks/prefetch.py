@@ -185,7 +185,7 @@ def smaller(bench: Bench) -> Table:
                 timed(loader)
             fetched = bench.origin.stats()["get_bytes"] / 3 / bench.num_bytes
             assert isinstance(dataset.blocks.tier, LocalTier)
-            pinned = share - dataset.blocks.tier.region / decoded
+            pinned = share - dataset.blocks.tier.division().region / decoded
             refused = dataset.blocks.stats()["refused"]
             timed(loader, pause := partial(time.sleep, 1.2 * fetched * wire / len(loader)))
             stalls = []

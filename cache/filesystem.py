@@ -16,7 +16,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.metadata import MetadataFileSystem
 from dataload.cache.origin.deferred_s3 import deferred_s3
-from dataload.cache.origin.origin import Origin, connect, introduce
+from dataload.cache.origin.origin import connect, introduce
 from dataload.errors import ConfigError, ObjectChanged
 from dataload.runtime.redact import redacted
 
@@ -91,7 +91,7 @@ class TierCacheFileSystem(MetadataFileSystem):
             raise ConfigError("tiercache needs an origin: target_protocol='s3' (with target_options), or fs=")
         if fs is None:
             fs = connect(str(target_protocol), target_options)
-        super().__init__(Blocks.open(Origin(fs, origin_id, engine), self.config), consistency, **kwargs)
+        super().__init__(Blocks.open(fs, self.config), consistency, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         known = dict(islice(reversed(self._known.items()), PICKLED_INFOS))
@@ -260,6 +260,4 @@ def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheC
         raise ConfigError(f"{redacted(url)} cannot be opened{options}: {redacted(error)}") from error
     if isinstance(filesystem, TierCacheFileSystem):
         return filesystem.blocks
-    if config is None:
-        return Blocks.open(Origin(filesystem), None)
-    return Blocks.open(Origin(filesystem, config.origin_id, config.engine), config)
+    return Blocks.open(filesystem, config)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from dataload.cache.division import Division, Need
 from dataload.cache.local.key_locks import ThreadLocks
-from dataload.cache.room import Division, Need
 from dataload.cache.tier import FILL_SECONDS, BlobKey, Draft, Fill, Span, Waited, cut
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
@@ -27,7 +27,6 @@ class MemoryTier(ForkAware):
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.region = 0
         self._locks = ThreadLocks()
         self.after_fork_in_child()
         super().__init__()

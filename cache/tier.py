@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
 
-from dataload.cache.room import Division, Need
+from dataload.cache.division import Division, Need
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
+RECORDS = "records "  # `BlobKey.what` of the blobs of a row group begins with it.
 FILL_SECONDS = 120.0  # A lock that is held for longer counts as stopped.
 
 Allocate = Callable[[int], memoryview]
@@ -100,13 +101,6 @@ class Tier(Protocol):
     """
 
     @property
-    def region(self) -> int:
-        """Bytes of the limit for blobs that the "pin" policy cannot keep, and which evict each other. 0: no region.
-
-        It follows from what the loaders of the host need.
-        """
-
-    @property
     def shared(self) -> bool:
         """Whether other processes read the blobs of this tier."""
 
@@ -168,7 +162,7 @@ class Tier(Protocol):
         """Protect these blobs, where they are cached, from eviction while this process runs. Best effort."""
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
-        """Return whether the tier has a `region` and caches at least one of these blobs only there, or not at all."""
+        """Return whether a tier with a transient region caches one of these blobs only there, or not at all."""
 
     def lease(self, need: Need) -> object:
         """Announce a need to all processes of the host. It lasts as long as the returned object, or this process."""

@@ -232,7 +232,7 @@ class Dataset(MapStyle):
         """
         from dataload.mapping.probe import stage_of
 
-        (own,) = self.rowstore.blobs.caches
+        (own,) = self.rowstore.blobs.by_dataset
         stage = stage_of(
             *(function, own, self.manifest, self.schema, self.blocks),
             columns=columns,

@@ -160,7 +160,7 @@ def main(share: Annotated[float, typer.Option(help="size of the cache, in datase
             with TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as cache:
                 case = Case(origin, cache, int(share * table.nbytes), size)
                 loaders = [case.loader(name) for name in NAMES]
-                region = loaders[0].dataset.rowstore.blobs.caches[0].tier.region / table.nbytes
+                region = loaders[0].dataset.rowstore.blobs.by_dataset[0].tier.division().region / table.nbytes
         Console().print(results)
         Console().print(f"{2 - share + region:.2f} datasets cannot stay; {region:.2f} of these pass through the region")
 

@@ -92,15 +92,20 @@ class Blocks(ForkAware):
         self._prefetches = shared_executor(IN_FLIGHT, "dataload-blocks-prefetch")
 
     @classmethod
-    def open(cls, origin: Origin, config: CacheConfig | None) -> Blocks:
-        """Return a reader with the cache that `config` describes; None: `UNCACHED_BYTES` in this process's memory."""
+    def open(cls, filesystem: Any, config: CacheConfig | None) -> Blocks:
+        """Return a reader of an fsspec filesystem with the cache that `config` describes; None: see `uncached`."""
         if config is None:
-            return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
-        local = LocalTier(config.folder, config.limit, config.policy)
-        local.allow_network_filesystem = config.allow_network_filesystem
+            return cls.uncached(Origin(filesystem))
+        folder = config.folder
+        local = LocalTier(folder, config.limit, config.policy, allow_network_filesystem=config.allow_network_filesystem)
         tier = local if config.cluster is None else ClusterTier(local, Cluster(config.cluster))
-        origin.limiter = limiter_of(str(config.folder), config.in_flight)
-        return cls(origin, tier, config.block)
+        limiter = limiter_of(str(folder), config.in_flight)
+        return cls(Origin(filesystem, config.origin_id, config.engine, limiter), tier, config.block)
+
+    @classmethod
+    def uncached(cls, origin: Origin) -> Blocks:
+        """Return a reader that caches `UNCACHED_BYTES` in the memory of this process, and nothing on disk."""
+        return cls(origin, MemoryTier(UNCACHED_BYTES), CacheConfig().block)
 
     def __reduce__(self) -> tuple[type[Blocks], tuple[Origin, Tier, int, bool]]:
         return Blocks, (self.origin, self.tier, self.block_bytes, self._is_aside)
@@ -112,7 +117,7 @@ class Blocks(ForkAware):
     @property
     def retains_blocks(self) -> bool:
         """Whether a block stays cached until its neighbours are needed. False if the cache has a transient region."""
-        return not (self._is_aside or self.tier.region)
+        return not (self._is_aside or self.tier.division().region)
 
     def aside(self) -> Blocks:
         """Return a reader of the same objects for data that is not needed yet. It uses cached blocks only."""

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from dataload.cache.cluster.store import Cluster
-from dataload.cache.room import Division, Need
+from dataload.cache.division import Division, Need
 from dataload.cache.tier import Allocate, BlobKey, Fill, Span, Tier, copy_into
 from dataload.runtime.baton import waiting
 
@@ -30,10 +30,6 @@ class ClusterTier:
     def __init__(self, local: Tier, cluster: Cluster) -> None:
         self.local = local
         self.cluster = cluster
-
-    @property
-    def region(self) -> int:
-        return self.local.region
 
     @property
     def limit(self) -> int:

@@ -18,16 +18,17 @@ from pathlib import Path
 
 import lmdb
 
-from dataload.cache.local import blob_file, default_limit, preflight, recovery
-from dataload.cache.local.durable_file import write_durably
+from dataload.cache.division import Division
+from dataload.cache.local import blob_file
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Index, Row, RowExistsError
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
-from dataload.cache.local.recovery import recover
+from dataload.cache.local.setup import default_limit, preflight, recovery
+from dataload.cache.local.setup.durable_file import write_durably
+from dataload.cache.local.setup.recovery import recover
 from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove
-from dataload.cache.room import Division
-from dataload.cache.surplus import Surplus, TransientRows
+from dataload.cache.local.surplus import Surplus, TransientRows
 from dataload.errors import ConfigError
 
 FORMAT = 3

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,15 +16,17 @@ from typing import Any
 import lmdb
 
 from dataload.cache.buffer_pool import BufferPool
+from dataload.cache.division import Division, Need
 from dataload.cache.health import CircuitBreaker, Health
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
-from dataload.cache.local.lmdb_file import DAMAGED, LOCK_SECONDS
+from dataload.cache.local.lmdb_file import DAMAGED
+from dataload.cache.local.needs import Lease, needs_of
+from dataload.cache.local.recent_uses import RecentUses
 from dataload.cache.local.registry import open_folder
-from dataload.cache.local.writer import BlobWriter, BulkWrites
-from dataload.cache.needs import DividedTier, needs_of
+from dataload.cache.local.writer import BlobWriter, BulkWriter
 from dataload.cache.tier import FILL_SECONDS, BlobKey, Fill, Span, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
@@ -35,12 +36,11 @@ FULL = (
     "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
     "raise cache_bytes or evict"
 )
-FLUSH_SECONDS = 1.0  # Hits are written to the index in batches, at most this much later: the first one, too.
 
 log = logging.getLogger(__name__)
 
 
-class LocalTier(DividedTier, BulkWrites, ForkAware):
+class LocalTier(ForkAware):
     """A cache tier on a local disk, shared by all processes of a host that use the same folder.
 
     The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without
@@ -53,8 +53,6 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         policy: "pin" admits blobs until the cache is full and evicts only blobs that no running process has used
             since it started. "lru" evicts the least recently used blobs.
         clock: Monotonic time in seconds; it schedules the retries of a failing disk.
-
-    Attributes:
         allow_network_filesystem: Open the folder on any filesystem; see `CacheConfig`.
 
     Raises:
@@ -69,14 +67,15 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         limit: int | None = None,
         policy: str = "pin",
         clock: Callable[[], float] = time.monotonic,
+        *,
+        allow_network_filesystem: bool = False,
     ) -> None:
         self.path = Path(path)
         self.policy = policy
-        self.allow_network_filesystem = False
+        self._allow_network_filesystem = allow_network_filesystem
         self._given_limit = limit
         self._clock = clock
         self._was_open = False
-        self._touched: set[bytes] = set()
         self.after_fork_in_child()
         super().__init__()
 
@@ -86,12 +85,12 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         self.health = Health(str(self.path), self._clock, self.counters)
         self.verified = blob_file.VerifiedSegments()
         self.buffers = BufferPool()
+        self.uses = RecentUses()
         self._folder: CacheFolder | None = None
-        self._mutex = threading.Lock()  # guards `_touched`
 
-    def __reduce__(self) -> tuple[type[LocalTier], tuple[Path, int | None, str], dict[str, bool]]:
-        state = {"allow_network_filesystem": self.allow_network_filesystem}
-        return LocalTier, (self.path, self._given_limit, self.policy), state
+    def __reduce__(self) -> tuple[object, ...]:
+        make = partial(LocalTier, allow_network_filesystem=self._allow_network_filesystem)
+        return make, (self.path, self._given_limit, self.policy)
 
     def __repr__(self) -> str:
         state = "not opened" if self._folder is None else self.health.state
@@ -108,7 +107,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             return folder
         try:
             # Concurrent threads get the same object.
-            folder = open_folder(self.path, allow_network_filesystem=self.allow_network_filesystem)
+            folder = open_folder(self.path, allow_network_filesystem=self._allow_network_filesystem)
         except ConfigError as error:
             if not self._was_open:
                 raise
@@ -120,9 +119,17 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         return folder
 
     @property
+    def location(self) -> str:
+        return str(self.path)
+
+    @property
+    def bulk(self) -> BulkWriter:
+        return BulkWriter(self)
+
+    @property
     def limit(self) -> int:
         """Most bytes on disk; `sys.maxsize` if no limit was given and the folder cannot be opened."""
-        folder = self._opened()
+        folder = self.opened()
         return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
@@ -135,7 +142,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
     ) -> memoryview:
         if (found := self.get(key, span)) is not None:
             return found
-        keep = self._can_write()
+        keep = self.can_write()
         with ExitStack() as stack:
             folder = self._lock(key, stack) if keep else None
             # Another process may have filled the blob meanwhile.
@@ -151,7 +158,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
 
     @contextmanager
     def key_lock(self, key: BlobKey, *, elect: bool = True) -> Iterator[Callable[[], Waited] | None]:  # noqa: ARG002 (each is alone)
-        folder = self._opened() if self.health.state == "normal" else None
+        folder = self.opened() if self.health.state == "normal" else None
         held = True
         with ExitStack() as stack:
             if folder is not None:
@@ -168,13 +175,13 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         return None
 
     def stored_bytes(self, key: BlobKey) -> int:
-        if (folder := self._opened()) is not None:
+        if (folder := self.opened()) is not None:
             with self.fallback("looking up a blob", self.health.reads, folder):
                 return folder.index.size_of(key.digest) or 0
         return 0
 
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
-        folder = self._opened() if self.health.state == "normal" else None
+        folder = self.opened() if self.health.state == "normal" else None
         if folder is not None:
             with self.fallback("removing blobs", self.health.writes, folder):
                 if all(folder.path_of(key.digest).exists() for key in made):
@@ -187,37 +194,32 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         return {**self.counters.snapshot(), "health": self.health.stats()}
 
     def touch(self, keys: Iterable[BlobKey]) -> None:
-        if not self.health.writes.tripped and (folder := self._opened()) is not None:
+        if not self.health.writes.tripped and (folder := self.opened()) is not None:
             with self.fallback("recording uses", self.health.writes, folder):
                 folder.index.touch(key.digest for key in keys)
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
-        if self.health.reads.tripped or self.health.writes.tripped or not self.region:
-            return False
-        if (folder := self._opened()) is not None:
+        if self.health.state == "normal" and self.division().region and (folder := self.opened()) is not None:
             with self.fallback("looking up a blob", self.health.writes, folder):
                 return not folder.index.all_pinned(key.digest for key in keys)
         return False
 
-    def flush(self, timeout: float = LOCK_SECONDS) -> None:
-        """Record the blobs used since the last flush. With a timeout of 0, leave it to a later flush if it fails."""
-        with self._mutex:
-            touched, self._touched = self._touched, set()
-            self._flush_at = time.monotonic() + FLUSH_SECONDS
-        try:
-            self.folder.index.touch(touched, timeout)
-        except TimeoutError:
-            with self._mutex:
-                self._touched |= touched
-            if timeout:
-                raise
+    def lease(self, need: Need) -> Lease:
+        lease = Lease(self.needs, need)
+        self.division()  # announces the need
+        return lease
+
+    def division(self) -> Division:
+        folder = self.opened() if self.policy == "pin" else None
+        return Division() if folder is None else self.needs.division(folder, self.limit)
 
     def reserve(self, folder: CacheFolder, key: BlobKey, size: int, draft: str) -> bool:
         """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
         pin, row = self.policy == "pin", Row(key.digest, key.name, size)
-        if self._touched and time.monotonic() >= self._flush_at:
-            self.flush(timeout=0)
-        if folder.reserve(row, draft, self.limit, self.division(), pin=pin, before_evicting=self.flush):
+        if self.uses.is_due:
+            self.uses.flush(folder.index, timeout=0)
+        flush = partial(self.uses.flush, folder.index)
+        if folder.reserve(row, draft, self.limit, self.division(), pin=pin, before_evicting=flush):
             return True
         self.counters.add(refused=1)
         if self.health.is_new("full"):
@@ -245,7 +247,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             else:
                 breaker.failed()
 
-    def _opened(self) -> CacheFolder | None:
+    def opened(self) -> CacheFolder | None:
         """Return the folder, or count an error and return None. Raises ConfigError as `LocalTier` does."""
         try:
             return self.folder
@@ -254,7 +256,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             self.health.reads.failed(for_good=True)
             return None
 
-    def _can_write(self) -> bool:  # for a caller that reports the result, see `CircuitBreaker.allows`
+    def can_write(self) -> bool:  # for a caller that reports the result, see `CircuitBreaker.allows`
         return not self.health.reads.tripped and self.health.writes.allows()
 
     def _lock(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:
@@ -263,7 +265,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         Return None on a timeout or a failing lock: the caller then fetches without caching, so there is no deadlock.
         After a timeout the lock's holder counts as stopped. Later calls do not wait until a lock was free again.
         """
-        folder = self._opened()
+        folder = self.opened()
         if folder is not None:
             timeout = 0 if self.health.writes.tripped else FILL_SECONDS
             with self.fallback("locking a blob", self.health.writes, folder):
@@ -273,7 +275,7 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
         return None
 
     def _lookup(self, key: BlobKey, span: Span | None) -> memoryview | None:
-        folder = self._opened() if self.health.reads.allows() else None
+        folder = self.opened() if self.health.reads.allows() else None
         if folder is None:
             return None
         found = None
@@ -283,10 +285,8 @@ class LocalTier(DividedTier, BulkWrites, ForkAware):
             if found is not None or self.health.reads.tripped:
                 self.health.reads.worked()
         if found is not None:
-            with self._mutex:
-                self._flush_at = self._flush_at if self._touched else time.monotonic() + FLUSH_SECONDS
-                self._touched.add(key.digest)
-            if time.monotonic() >= self._flush_at and not self.health.writes.tripped:
+            self.uses.add(key.digest)
+            if self.uses.is_due and not self.health.writes.tripped:
                 with self.fallback("recording uses", self.health.writes, folder):
-                    self.flush(timeout=0)
+                    self.uses.flush(folder.index, timeout=0)
         return found

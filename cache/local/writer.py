@@ -1,11 +1,12 @@
-"""The writer of a blob on the local disk."""
+"""The writers of blobs on the local disk: one blob, or many small ones at a time."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from dataload.cache.local import blob_file
@@ -18,10 +19,7 @@ from dataload.cache.tier import BlobKey, CacheFullError, Draft, Span
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
-    from dataload.cache.health import CircuitBreaker, Health
     from dataload.cache.local.tier import LocalTier
-    from dataload.cache.room import Division
-    from dataload.runtime.counters import Counters
 
 
 class BlobWriter(Draft):
@@ -150,49 +148,36 @@ class SmallBlobWriter(BlobWriter):
                 remove(self.draft)
 
 
-class BulkWrites:
-    """The part of a local tier that caches many small blobs at a time, with one transaction of the index."""
+@dataclass(frozen=True)
+class BulkWriter:
+    """Caches many small blobs at a time in a local tier, with one transaction of the index."""
 
-    if TYPE_CHECKING:
-        health: Health
-        counters: Counters
-        _opened: Callable[[], CacheFolder | None]
-        _can_write: Callable[[], bool]
-        fallback: Callable[[str, CircuitBreaker, CacheFolder], AbstractContextManager[None]]
-        reserve: Callable[[CacheFolder, BlobKey, int, str], bool]
-        division: Callable[[], Division]
-
-        @property
-        def limit(self) -> int: ...
-
-    @property
-    def bulk(self) -> Self:
-        return self
+    tier: LocalTier
 
     @contextmanager
     def lock_together(self, keys: Sequence[BlobKey]) -> Iterator[list[bool]]:
         """Lock those keys that are free for the duration of the block. Yield whether each is locked."""
-        held = [False] * len(keys)
+        held, tier = [False] * len(keys), self.tier
         with ExitStack() as stack:
-            if self.health.state == "normal" and (folder := self._opened()) is not None:
-                with self.fallback("locking blobs", self.health.writes, folder):
+            if tier.health.state == "normal" and (folder := tier.opened()) is not None:
+                with tier.fallback("locking blobs", tier.health.writes, folder):
                     held = stack.enter_context(folder.locks.hold_free([key.digest for key in keys]))
             yield held
 
     def put_together(self, blobs: Sequence[tuple[BlobKey, memoryview]]) -> list[memoryview]:
         """Cache small blobs that are missing, as far as they fit. Return a read-only view of each."""
-        found = [payload.toreadonly() for _, payload in blobs]
+        found, tier = [payload.toreadonly() for _, payload in blobs], self.tier
         step("fill: filled")
-        folder = self._opened() if self._can_write() else None
-        self.counters.add(misses=len(blobs), unkept=0 if folder else len(blobs))
+        folder = tier.opened() if tier.can_write() else None
+        tier.counters.add(misses=len(blobs), unkept=0 if folder else len(blobs))
         if folder is None:
             return found
-        with doing("disk"), self.fallback("writing blobs", self.health.writes, folder), ExitStack() as stack:
+        with doing("disk"), tier.fallback("writing blobs", tier.health.writes, folder), ExitStack() as stack:
             folder.index.check_not_replaced()
             held = stack.enter_context(folder.locks.hold_free([key.digest for key, _ in blobs]))
             step("fill: locked")
             writers = {
-                number: stack.enter_context(SmallBlobWriter(self, *blobs[number], folder))  # type: ignore[arg-type]
+                number: stack.enter_context(SmallBlobWriter(tier, *blobs[number], folder))
                 for number in range(len(blobs))
                 if held[number]
             }
@@ -203,16 +188,14 @@ class BulkWrites:
                 if fits:
                     found[number] = writer.write()
             if any(reserved):
-                self.health.worked()
+                tier.health.worked()
         return found
 
     def _reserved(self, folder: CacheFolder, writers: Sequence[SmallBlobWriter]) -> list[bool]:
         """Enter the blobs of these writers in the index. Return which of them fit."""
-        region = self.division().region
-        if folder.index.admit_all([writer.row for writer in writers], limit=self.limit, region=region):
-            for writer in writers:
-                writer.is_entered = True
-        else:
-            for writer in writers:
-                writer.is_entered = self.reserve(folder, writer.key, writer.row.size, writer.draft)
+        tier = self.tier
+        rows, region = [writer.row for writer in writers], tier.division().region
+        all_fit = folder.index.admit_all(rows, limit=tier.limit, region=region)
+        for writer in writers:
+            writer.is_entered = all_fit or tier.reserve(folder, writer.key, writer.row.size, writer.draft)
         return [writer.is_entered for writer in writers]

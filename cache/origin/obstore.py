@@ -6,8 +6,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -54,7 +53,6 @@ PART_BYTES = 96 << 10
 NOT_PARTIAL = "non-partial response"
 VERSION = "?versionId="  # in a path of s3fs, before the version of the object
 
-_handing_over: ContextVar[bool] = ContextVar("handing_over", default=False)
 _used_in: int | None = None  # The process in which obstore started its threads. A forked child lacks them.
 
 
@@ -78,19 +76,6 @@ def unusable() -> str | None:
     """Return why obstore cannot be used in this process; None if it can."""
     inherited = _used_in is not None and _used_in != os.getpid()
     return "this process was forked from one that used obstore, and lacks its threads" if inherited else None
-
-
-@contextmanager
-def handing_over() -> Iterator[None]:
-    """Pickle origins with what their engines have resolved: a process that receives them needs no s3fs to read.
-
-    The bytes hold credentials of the session: send them to a process of this program only.
-    """
-    token = _handing_over.set(True)
-    try:
-        yield
-    finally:
-        _handing_over.reset(token)
 
 
 @dataclass(frozen=True)
@@ -142,9 +127,9 @@ class Obstore(ForkAware):
         return self._filesystem() if self._known is None else S3Names(self._store, self._filesystem)
 
     def resolved(self) -> Resolved | None:
-        """Return what a process needs to read the same buckets; None outside of `handing_over`, or if it is unknown."""
+        """Return what a process needs to read the same buckets; None if it is unknown."""
         known = self._settings.copy()  # Another thread may add a bucket.
-        if not (_handing_over.get() and known):
+        if not known:
             return None
         is_anonymous = any(settings["skip_signature"] for settings in known.values())
         with suppress(Exception):  # The other process asks its own session then, and raises the error.

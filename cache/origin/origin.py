@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from json import JSONDecodeError
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
 
 import fsspec
@@ -41,32 +43,33 @@ class Origin(ForkAware):
             same options.
         identity: Name of the store in cache keys. Default: its protocol and address.
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore".
-        resolved: Settings and credentials that the sending process has resolved.
-
-    Attributes:
         limiter: Limits the requests in flight; None: no limit.
+        resolved: Settings and credentials that the sending process has resolved.
 
     Notes:
         `read` is thread-safe. Transient errors are retried with exponential backoff and full jitter.
     """
 
     def __init__(
-        self, filesystem: Any, identity: str | None = None, engine: str = "auto", resolved: Resolved | None = None
+        self,
+        filesystem: Any,
+        identity: str | None = None,
+        engine: str = "auto",
+        limiter: RequestLimiter | None = None,
+        resolved: Resolved | None = None,
     ) -> None:
+        self.limiter = limiter
         self._filesystem = filesystem
         self._resolved = resolved
         self._inherited = False
         self._identity = identity
         self._requested_engine = engine
         self._engine: Engine | None = None
-        self.limiter: RequestLimiter | None = None
         self.counters = Counters()
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        resolved = self._engine.resolved() if isinstance(self._engine, Obstore) else None
-        arguments = pickled(self._filesystem), self._identity, self._requested_engine, resolved
-        return Origin, arguments, {"limiter": self.limiter}
+        return Origin, (pickled(self._filesystem), self._identity, self._requested_engine, self.limiter)
 
     def __repr__(self) -> str:
         return f"Origin({self.address!r})"
@@ -263,6 +266,24 @@ class Origin(ForkAware):
             if denied(error):
                 raise OriginError(f"{where}: {self.address} denied access, check the credentials: {reason}") from raised
             raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {reason}") from raised
+
+
+def dump_resolved(value: Any) -> memoryview:
+    """Pickle a value, and each origin in it with what its engine has resolved: its receiver needs no s3fs to read.
+
+    The bytes hold credentials of the session: send them to a process of this program only.
+    """
+
+    def reduce(origin: Origin) -> tuple[Any, ...]:
+        make, arguments = origin.__reduce__()
+        resolved = origin._engine.resolved() if isinstance(origin._engine, Obstore) else None  # noqa: SLF001
+        return make, (*arguments, resolved)
+
+    found = io.BytesIO()
+    pickler = ForkingPickler(found)
+    pickler.dispatch_table[Origin] = reduce
+    pickler.dump(value)
+    return found.getbuffer()
 
 
 def introduce() -> None:

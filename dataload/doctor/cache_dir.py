@@ -11,9 +11,9 @@ from pathlib import Path
 import lmdb
 from rich.filesize import decimal
 
-from dataload.cache.local import default_limit, preflight
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
+from dataload.cache.local.setup import default_limit, preflight
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.filesize import decimal
 
-from dataload.cache.room import FITS, Need
+from dataload.cache.division import FITS, Need
 from dataload.errors import ConfigError, DataError, OriginError
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.order import Order
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class Capacity:
     """The capacity that a loader reserves for row groups: open ones, those to prefetch, and its share of the cache.
 
-    The loaders of all processes of a host share a cache (`dataload.cache.room`). The share of this one lasts as long as
-    this object.
+    The loaders of all processes of a host share a cache (`dataload.cache.division`). The share of this one lasts as
+    long as this object.
 
     Args:
         dataset: The dataset of the loader.
@@ -61,7 +61,7 @@ class Capacity:
         sampler, rowstore, row_groups = self._sampler, self._dataset.rowstore, self._dataset.row_groups
         order = sampler.order
         caches: dict[str, list[tuple[Order, RowGroupCache]]] = {}
-        for each, blobs in zip(order.orders, rowstore.blobs.caches, strict=True):
+        for each, blobs in zip(order.orders, rowstore.blobs.by_dataset, strict=True):
             if blobs.shared:
                 caches.setdefault(blobs.tier.location, []).append((each, blobs))
         needs: list[tuple[Tier, Need]] = []
@@ -91,7 +91,7 @@ class Capacity:
             self._order = self._sampler.order  # not after an error: the next iteration raises it again
         if self._owner != os.getpid():  # This is a forked child. The loader of its parent may end before this one.
             self._lease()
-        regions = [need.region(tier.limit, tier.division().total) for tier, need in self._needs]
+        regions = [need.transient_share(tier.limit, tier.division().total) for tier, need in self._needs]
         further = sum(groups for _, groups in regions)
         ahead = self._drawn_on if further else self._in_full
         self._dataset.rowstore.serve(self, self._drawn_on, ahead, further)

@@ -38,12 +38,12 @@ class MixedRowGroups:
     whatever the number of datasets.
 
     Args:
-        caches: The row groups of each dataset.
+        by_dataset: The row groups of each dataset.
     """
 
-    def __init__(self, caches: Sequence[RowGroupCache]) -> None:
-        self.caches = tuple(caches)
-        plans = [blobs.plan for blobs in caches]
+    def __init__(self, by_dataset: Sequence[RowGroupCache]) -> None:
+        self.by_dataset = tuple(by_dataset)
+        plans = [blobs.plan for blobs in by_dataset]
         self.plan = MixedPlan(
             plans[0].layout,
             _joined([plan.group_starts for plan in plans]),
@@ -51,17 +51,17 @@ class MixedRowGroups:
             max(plan.most_of_a_group for plan in plans),
         )
         self._firsts = np.cumsum([0, *(len(plan.group_starts) - 1 for plan in plans)])
-        need = MemoryNeed.of_all(blobs.maker.need for blobs in caches)
-        self.memory = RowGroupMemory(need, caches[0].memory.rank_memory)
-        for blobs in caches:
+        need = MemoryNeed.of_all(blobs.maker.need for blobs in by_dataset)
+        self.memory = RowGroupMemory(need, by_dataset[0].memory.rank_memory)
+        for blobs in by_dataset:
             blobs.maker.share(self.memory)
-        self.is_mapped = any(blobs.is_mapped for blobs in caches)
+        self.is_mapped = any(blobs.is_mapped for blobs in by_dataset)
 
     def __reduce__(self) -> tuple[type[MixedRowGroups], tuple[tuple[RowGroupCache, ...]]]:
-        return MixedRowGroups, (self.caches,)
+        return MixedRowGroups, (self.by_dataset,)
 
     def in_order(self) -> AbstractContextManager[None]:
-        return self.caches[0].in_order()
+        return self.by_dataset[0].in_order()
 
     def find(self, number: int) -> list[memoryview] | None:
         blobs, own = self._of(number)
@@ -99,7 +99,7 @@ class MixedRowGroups:
         return blobs.has_capacity(own)
 
     def touch(self) -> None:
-        for blobs in self.caches:
+        for blobs in self.by_dataset:
             blobs.touch()
 
     def is_transient(self, number: int) -> bool:
@@ -112,20 +112,20 @@ class MixedRowGroups:
 
     @property
     def shared(self) -> bool:
-        return all(blobs.shared for blobs in self.caches)
+        return all(blobs.shared for blobs in self.by_dataset)
 
     @property
     def num_bytes(self) -> int:
-        return sum(blobs.num_bytes for blobs in self.caches)
+        return sum(blobs.num_bytes for blobs in self.by_dataset)
 
     @property
     def row_bytes(self) -> int:
-        return max(blobs.row_bytes for blobs in self.caches)
+        return max(blobs.row_bytes for blobs in self.by_dataset)
 
     def _of(self, number: int) -> tuple[RowGroupCache, int]:
         """Return the dataset of a row group and the row group's number in it."""
         source = int(np.searchsorted(self._firsts, number, side="right")) - 1
-        return self.caches[source], number - int(self._firsts[source])
+        return self.by_dataset[source], number - int(self._firsts[source])
 
 
 class MixedSelectedRows:

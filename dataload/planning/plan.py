@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.config import CacheConfig
-from dataload.cache.room import FITS
+from dataload.cache.division import FITS
 from dataload.catalog.footer_cache import FOOTERS_IN_FLIGHT
 from dataload.errors import ConfigError
 from dataload.formats.base import SHARED_BYTES

@@ -106,7 +106,7 @@ class Reader:
         self._costs, self._order = costs, order
         sources = list(zip(order.orders, costs.blobs, strict=True))
         need = need_of(sources, limit, name=bytes(16), node_share=1 / order.num_streams)
-        region, self._further = need.region(limit, need.total)
+        region, self._further = need.transient_share(limit, need.total)
         self._cache = Cache(limit, region, costs.footer_bytes)
         self._fetched = Fetched()
         self._streams = None if order.num_streams == 1 else [0]

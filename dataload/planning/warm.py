@@ -108,7 +108,7 @@ def warm(blobs: RowGroupCache, groups: Iterable[int], progress: Callable[[int], 
 
     def make(group: int) -> bool:
         is_cached = not stopped.is_set() and blobs.make(group)
-        if not is_cached and not blobs.keeps:
+        if not is_cached and not blobs.caches_everything:
             stopped.set()
         return is_cached
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.blocks.reader import Blocks
 from dataload.cache.local.blob_file import size_on_disk
 from dataload.cache.single_flight import make_once
 from dataload.cache.tier import BlobKey, Span, Tier, group_number
@@ -22,6 +22,7 @@ from dataload.rows.columns import Column, concatenate
 from dataload.rows.making.bunches import Member, is_small, make_together
 from dataload.rows.making.row_group_maker import RowGroupMaker
 from dataload.rows.making.row_group_memory import RowGroupMemory
+from dataload.rows.making.shared_blocks import SharedBlocks
 from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
@@ -112,7 +113,7 @@ class RowGroupCache(SizeForecast):
     def find(self, number: int) -> list[memoryview] | None:
         """Return the blobs of a row group, or None if this host has not cached them."""
         with doing("disk"):
-            return self.cached(self.keys(number))
+            return self.get_all(self.keys(number))
 
     def make(self, number: int, life: RowGroupLife | None = None) -> bool:
         """Cache the row group if space allows. Return whether it is cached. Cached blobs are not read.
@@ -123,9 +124,9 @@ class RowGroupCache(SizeForecast):
         """
         keys = self.keys(number)
         with self.in_order(), computing():
-            if self.cached(keys, (0, 0)) is None:
+            if self.get_all(keys, (0, 0)) is None:
                 self._made_once(number, keys, (0, 0), life or RowGroupLife())
-                return self.cached(keys, (0, 0)) is not None
+                return self.get_all(keys, (0, 0)) is not None
             return True
 
     def touch(self) -> None:
@@ -139,13 +140,13 @@ class RowGroupCache(SizeForecast):
 
     def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
         """Return the columns of each blob of a row group, or None if this host has not cached them."""
-        if (found := self.cached(self.keys(number))) is None:
+        if (found := self.get_all(self.keys(number))) is None:
             return self.columns_of_wider(number)
         blobs = zip(found, self.plan.lengths(number), strict=True)
         return _joined([Blob(*blob, self.plan.layout) for blob in blobs], 1, self.plan.layout)
 
     @property
-    def caches(self) -> tuple[RowGroupCache, ...]:
+    def by_dataset(self) -> tuple[RowGroupCache, ...]:
         """The row groups of each dataset: this one."""
         return (self,)
 
@@ -175,7 +176,7 @@ class RowGroupCache(SizeForecast):
         return np.fromiter((group_number(key.digest) for key in keys), np.uint64, len(self._manifest.row_groups))
 
     @property
-    def keeps(self) -> bool:
+    def caches_everything(self) -> bool:
         """Whether every blob is still cached: the cache is neither full nor failing."""
         stats = self._blocks.counts()
         return not stats["refused"] and (stats["health"] or {}).get("state", "normal") == "normal"
@@ -191,7 +192,7 @@ class RowGroupCache(SizeForecast):
 
         def find() -> list[memoryview] | None:
             with doing("disk"):
-                return self.cached(keys, span)
+                return self.get_all(keys, span)
 
         def make() -> list[memoryview]:
             if fetched := tier.fetch_from_cluster(keys):
@@ -202,7 +203,7 @@ class RowGroupCache(SizeForecast):
                 with closing(columns):
                     return self.maker.pack(number, keys, columns, life)
             made = self.maker.make(number, keys, life)
-            self.made(number)
+            self.discard_source_blocks(number)
             return made
 
         lock = self.lock_key(number)
@@ -214,10 +215,10 @@ class RowGroupCache(SizeForecast):
         life.enter(State.CACHED)
         return found
 
-    def made(self, number: int) -> None:
+    def discard_source_blocks(self, number: int) -> None:
         """Discard the blocks of files that a row group was made of, once no other row group needs them."""
         if self._shared_blocks is not None:
-            self._shared_blocks.made(number, self.keys)
+            self._shared_blocks.discard(number, self.keys)
 
     @cached_property
     def _shared_blocks(self) -> SharedBlocks | None:
@@ -227,7 +228,7 @@ class RowGroupCache(SizeForecast):
             return None
         return SharedBlocks(self._manifest, self._blocks, self.maker)
 
-    def cached(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
+    def get_all(self, keys: list[BlobKey], span: Span | None = None) -> list[memoryview] | None:
         """Return these blobs, or `span` of each, or None unless all are cached."""
         found = []
         for key in keys:
@@ -239,7 +240,7 @@ class RowGroupCache(SizeForecast):
     def columns_of_wider(self, number: int) -> Generator[dict[str, Column], None, None] | None:
         """Return the columns of each blob, taken from cached blobs of all columns, or None if these are not cached."""
         wider = self._wider
-        found = None if wider is None else wider.cached(wider.keys(number))
+        found = None if wider is None else wider.get_all(wider.keys(number))
         if wider is None or found is None:
             return None
         blobs = [Blob(*blob, wider.plan.layout) for blob in zip(found, wider.plan.lengths(number), strict=True)]
@@ -268,63 +269,6 @@ class RowGroupCache(SizeForecast):
     def _key(self, number: int, part: str) -> BlobKey:
         file = self._manifest.row_groups[number].file
         return self._blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number))
-
-
-class SharedBlocks:
-    """The cached blocks of small row groups, which their files' neighbours share.
-
-    Args:
-        manifest: The dataset.
-        blocks: Reader of the dataset's files, and the cache.
-        maker: Makes the row groups.
-    """
-
-    def __init__(self, manifest: Manifest, blocks: Blocks, maker: RowGroupMaker) -> None:
-        self._manifest = manifest
-        self._blocks = blocks
-        self._maker = maker
-        self._blocks_of: dict[int, set[int]] = {}  # by row group
-        self._users: dict[tuple[Object, int], list[int]] = {}  # the row groups of a block
-
-    def made(self, number: int, keys: Callable[[int], list[BlobKey]]) -> None:
-        """Discard each block of a row group that was made if the blobs of all row groups in the block are cached.
-
-        Args:
-            number: The row group.
-            keys: Returns the keys of the blobs of a row group.
-        """
-        file = self._manifest.row_groups[number].file
-        if not self._blocks.retains_blocks or len(self._numbers[file]) == 1:
-            return
-        if number not in self._blocks_of:
-            self._look_up(file)
-        for block in self._blocks_of[number]:
-            # The last one first: it is usually made last.
-            made = (key for user in reversed(self._users[file, block]) for key in keys(user))
-            self._blocks.discard(file, block, made)
-
-    @cached_property
-    def _numbers(self) -> dict[Object, list[int]]:
-        """The row groups of each file."""
-        numbers: dict[Object, list[int]] = {}
-        for number, group in enumerate(self._manifest.row_groups):
-            numbers.setdefault(group.file, []).append(number)
-        return numbers
-
-    def _look_up(self, file: Object) -> None:
-        """Look up the blocks of a file's row groups. A file of which the dataset lacks row groups keeps its blocks."""
-        users: dict[tuple[Object, int], list[int]] = {}
-        blocks_of: dict[int, set[int]] = {}
-        numbers = self._numbers[file]
-        whole = self._maker.has_all(numbers)
-        for number in numbers:
-            # Nothing loads a row group without rows.
-            shared = self._maker.sources(number)[0] if whole and self._manifest.row_groups[number].rows else []
-            blocks_of[number] = self._blocks.numbers(shared)
-            for block in blocks_of[number]:
-                users.setdefault((file, block), []).append(number)
-        self._users.update(users)
-        self._blocks_of.update(blocks_of)  # last: other threads look here first
 
 
 def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:

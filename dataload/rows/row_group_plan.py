@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from dataload.cache.surplus import RECORDS
+from dataload.cache.tier import RECORDS
 from dataload.catalog.manifest import Manifest, RowGroup
 from dataload.formats.schema import CODE, SPAN, Layout, fields_of
 from dataload.rows import row_block

@@ -36,7 +36,7 @@ class RowGroups(Protocol):
 
     Attributes:
         plan: Layout, numbers and first rows of the blobs.
-        caches: The row groups of each dataset.
+        by_dataset: The row groups of each dataset.
         memory: The memory in which row groups are made.
         is_mapped: Whether a function of the user makes rows.
         shared: Whether other processes can read the cached blobs.
@@ -48,7 +48,7 @@ class RowGroups(Protocol):
     def plan(self) -> BlobPlan: ...
 
     @property
-    def caches(self) -> tuple[RowGroupCache, ...]: ...
+    def by_dataset(self) -> tuple[RowGroupCache, ...]: ...
 
     @property
     def memory(self) -> RowGroupMemory: ...

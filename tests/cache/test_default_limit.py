@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from tiers import FORKSERVER, PATIENCE, end, fork_server, put, run, start
 
 from dataload.cache.config import CacheConfig
-from dataload.cache.local import default_limit
+from dataload.cache.local.setup import default_limit
 from dataload.cache.local.tier import LocalTier
 from dataload.cli import app
 from dataload.dataset import make_dataset

@@ -20,10 +20,11 @@ from maps import no_more_maps
 from tiers import LIMIT, data_of, key, put
 
 from dataload.cache.health import FIRST_PAUSE, LONGEST_PAUSE, READ_FAILURES, CircuitBreaker, Health
-from dataload.cache.local import default_limit, fsck
+from dataload.cache.local import fsck
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import SMALL_MAP_BYTES
+from dataload.cache.local.setup import default_limit
 from dataload.cache.local.tier import LocalTier
 
 
@@ -204,7 +205,7 @@ def test_what_reports_no_result_leaves_the_attempt_of_a_pause_to_a_fill(tmp_path
     put(tier, "x/0")
     tier.health.writes.failed()
     clock.now += FIRST_PAUSE
-    with tier.key_lock(key("row group")), tier.lock_together([key("x/3")]) as locked:
+    with tier.key_lock(key("row group")), tier.bulk.lock_together([key("x/3")]) as locked:
         assert locked == [False]
         tier.discard([key("x/0")], [])
         put(tier, "x/3")
@@ -280,8 +281,8 @@ def test_one_bad_blob_is_no_bad_disk(tmp_path: Path) -> None:
 def test_a_use_that_cannot_be_written_down_is_still_a_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = LocalTier(tmp_path / "cache", LIMIT, "lru")
     put(tier, "x/0")
-    monkeypatch.setattr("dataload.cache.local.tier.FLUSH_SECONDS", 0)
-    tier.flush()
+    monkeypatch.setattr("dataload.cache.local.recent_uses.FLUSH_SECONDS", 0)
+    tier.uses.flush(tier.folder.index)
 
     def touch(*_: object) -> None:
         raise lmdb.MapFullError("full")

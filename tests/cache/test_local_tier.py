@@ -18,11 +18,12 @@ from typing import Any
 import lmdb
 import pytest
 
-from dataload.cache.local import blob_file, failpoints, fsck, recovery
+from dataload.cache.local import blob_file, failpoints, fsck
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.index import Index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import _open_folders, open_folder
+from dataload.cache.local.setup import recovery
 from dataload.cache.local.staging import StagingFolder, sweep
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey
@@ -645,8 +646,8 @@ def test_uses_are_written_down_in_time(tmp_path: Path, monkeypatch: pytest.Monke
     tier = LocalTier(tmp_path / "c", 3 * ROW, "lru")
     for name in "abc":
         put(tier, name)
-    monkeypatch.setattr("dataload.cache.local.tier.FLUSH_SECONDS", 0)
-    tier.flush()
+    monkeypatch.setattr("dataload.cache.local.recent_uses.FLUSH_SECONDS", 0)
+    tier.uses.flush(tier.folder.index)
     tier.get(key("a"))
     assert tier.folder.index.rows()[-1].name == key("a").name
 
@@ -657,7 +658,7 @@ def test_the_first_use_is_not_written_down_alone(tmp_path: Path) -> None:
         put(tier, name)
     tier.get(key("a"))
     assert tier.folder.index.rows()[-1].name == key("c").name
-    tier.flush()
+    tier.uses.flush(tier.folder.index)
     assert tier.folder.index.rows()[-1].name == key("a").name
 
 

@@ -139,7 +139,7 @@ def fill(tier: LocalTier) -> None:
 def fill_together(tier: LocalTier) -> None:
     """Cache small blobs at once. One of them, x/0, may be cached or damaged."""
     names = ("x/0", "w/1", "w/0")
-    found = tier.put_together([(key(name), memoryview(data_of(name))) for name in names])
+    found = tier.bulk.put_together([(key(name), memoryview(data_of(name))) for name in names])
     assert found == [data_of(name) for name in names]
 
 

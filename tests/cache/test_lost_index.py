@@ -18,9 +18,10 @@ import pytest
 from tiers import LIMIT, assert_sound, bytes_in, data_of, files_of, key, look, name_of, put
 
 from dataload.cache.health import READ_FAILURES
-from dataload.cache.local import blob_file, failpoints, fsck, index, recovery
+from dataload.cache.local import blob_file, failpoints, fsck, index
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.registry import open_folder
+from dataload.cache.local.setup import recovery
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate
 
@@ -635,7 +636,7 @@ def test_a_value_that_makes_no_sense_is_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, value: bytes
 ) -> None:
     """With any damage to the index, the bytes are correct and no error is raised."""
-    monkeypatch.setattr("dataload.cache.local.tier.FLUSH_SECONDS", 0)  # so that a hit reads the index at once
+    monkeypatch.setattr("dataload.cache.local.recent_uses.FLUSH_SECONDS", 0)  # so that a hit reads the index at once
     tier = LocalTier(tmp_path / "c", LIMIT, "lru")
     put(tier, "x/0")
     index = tier.folder.index

@@ -11,9 +11,9 @@ import pytest
 from tiers import key
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cache.division import MAX_TRANSIENT, Need
 from dataload.cache.local import blob_file
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.room import MAX_TRANSIENT, Need
 from dataload.cache.tier import Allocate
 from dataload.loader import capacity
 
@@ -54,7 +54,7 @@ def test_what_does_not_fit_passes_through_in_the_order_in_which_it_came(tmp_path
     tier = tier_of(tmp_path, 5, region=2)
     put(tier, 0, 1, 2, 3, 4)
     assert kept(tier) == [0, 1, 2, 3, 4]
-    tier.flush()  # All were used just now; that does not make any of them the last to have come.
+    tier.uses.flush(tier.folder.index)  # All were used just now; that does not make any of them the last to have come.
     put(tier, 5)
     assert kept(tier) == [0, 1, 2, 4, 5]
     put(tier, 6, 7)
@@ -134,7 +134,7 @@ def test_who_had_no_region_does_not_take_it_from_who_has(tmp_path: Path) -> None
 def test_a_copy_of_the_tier_has_the_region(tmp_path: Path) -> None:
     import pickle
 
-    assert pickle.loads(pickle.dumps(tier_of(tmp_path, 5, region=2))).region == 2 * ON_DISK
+    assert pickle.loads(pickle.dumps(tier_of(tmp_path, 5, region=2))).division().region == 2 * ON_DISK
 
 
 @pytest.mark.parametrize(("share", "workers"), [(0.5, 0), (0.75, 0), (0.9, 0), (0.5, 1)])
@@ -155,7 +155,7 @@ def test_an_epoch_fetches_what_the_cache_has_no_room_for(
         bucket.server.reset()
         assert sorted(np.concatenate([batch["row_id"] for batch in loader]).tolist()) == list(range(60 * rows))
         fetched.append(bucket.server.stats()["get_bytes"] / dataset_bytes(dataset))
-    region = dataset.blocks.tier.region / decoded
+    region = dataset.blocks.tier.division().region / decoded
     assert 0 < region < 0.2
     # Of later epochs, whose first window is fetched at the end of the one before: all but what stays.
     assert 1 - share - 4 / 60 <= np.mean(fetched[1:]) <= 1.02 * (1 - (share - region)) + 1 / 60

@@ -16,8 +16,9 @@ import pytest
 from tiers import LIMIT, key, look, put
 
 from dataload.cache.config import CacheConfig
-from dataload.cache.local import blob_file, fsck, preflight
+from dataload.cache.local import blob_file, fsck
 from dataload.cache.local.key_locks import KeyLocks
+from dataload.cache.local.setup import preflight
 from dataload.cache.local.tier import LocalTier
 from dataload.cli import app
 from dataload.dataset import make_dataset

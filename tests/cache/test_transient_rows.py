@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dataload.cache.division import Need, divide
 from dataload.cache.local.index import Index, Row
+from dataload.cache.local.surplus import TransientRows
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.room import Need, divide
-from dataload.cache.surplus import TransientRows
 from dataload.cache.tier import BlobKey, group_number
 
 SIZE = 4096

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader
-from dataload.cache.room import FITS
+from dataload.cache.division import FITS
 from dataload.cli.commands.doctor import _row_bytes, _store
 from dataload.errors import OriginError
 from dataload.loader.capacity import check_shared_memory, need_of
@@ -150,7 +150,7 @@ def test_capacity_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
     assert dataset.rowstore.blobs.num_bytes != pytest.approx(size, rel=0.01)  # by the footers
     loader = make_loader(dataset, 100, window=2)
     assert dataset.rowstore.blobs.num_bytes == pytest.approx(size, rel=0.01)
-    assert size / 10 <= dataset.blocks.tier.region <= size / 9
+    assert size / 10 <= dataset.blocks.tier.division().region <= size / 9
     for _ in range(2):
         assert sum(len(batch["text"]) for batch in loader) == 40_000
     assert dataset.blocks.stats()["refused"] == 0
@@ -166,7 +166,7 @@ def test_the_transient_region_grows_where_that_is_negligible(groups: int, furthe
 
     def region(limit: int) -> tuple[int, int]:
         need = need_of([(order, blobs)], limit, bytes(16))
-        return need.region(limit, need.total)
+        return need.transient_share(limit, need.total)
 
     window = math.ceil(4 * group_bytes / FITS)
     assert region(blobs.num_bytes // 2) == (window + (further - 4) * group_bytes, further)

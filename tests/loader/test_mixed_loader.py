@@ -26,8 +26,8 @@ from row_groups import make_in_background
 import dataload
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.division import Need
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.room import Need
 from dataload.dataset import Dataset
 from dataload.errors import ConfigError
 from dataload.mixture import Mixture, mixture
@@ -488,7 +488,7 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
     rows = np.array([FIRST[name] for name in NAMES])
 
     def late(self: RowGroupCache, number: int, life: Any = None) -> Any:
-        if self is store.blobs.caches[NAMES.index(last)]:
+        if self is store.blobs.by_dataset[NAMES.index(last)]:
             assert others.wait(60)
         return load(self, number, life)
 
@@ -525,7 +525,7 @@ def test_the_sources_share_the_limit_of_the_cache(bucket: Any, dataset_of: Calla
         bucket.server.reset()
         assert sorted(stream_of(loader)) == every
         fetched.append(bucket.server.stats()["get_bytes"] / total)
-    region = max(blobs.tier.region for blobs in mixture.rowstore.blobs.caches) / decoded
+    region = max(blobs.tier.division().region for blobs in mixture.rowstore.blobs.by_dataset) / decoded
     assert 0 < region < 0.3
     assert 0.3 < np.mean(fetched[1:]) <= 1.02 * (0.5 + region) + 1 / 60
     assert all(dataset.blocks.stats()["refused"] == 0 for dataset in mixture.datasets)
@@ -566,7 +566,7 @@ def test_one_memory_budget_bounds_all_sources(sources: Sources) -> None:
     def free() -> set[bool]:
         return {mixture.rowstore.blobs.has_capacity(group) for group in range(len(mixture.row_groups))}
 
-    for first in mixture.rowstore.blobs.caches:
+    for first in mixture.rowstore.blobs.by_dataset:
         assert free() == {True}
         with first.memory.held.reserve(sys.maxsize):
             assert free() == {False}
@@ -581,7 +581,7 @@ def test_loads_of_all_sources_use_that_budget(sources: Sources) -> None:
     mixture = mix(sources())
     list(make_loader(mixture, 16, world=World(0, 1)))
     blobs = mixture.rowstore.blobs
-    assert {id(each.memory) for each in blobs.caches} == {id(blobs.memory)}
+    assert {id(each.memory) for each in blobs.by_dataset} == {id(blobs.memory)}
 
 
 def test_the_background_decoder_makes_row_groups_of_all_sources(sources: Sources) -> None:

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
-from dataload.cache import needs
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.local import needs
 from dataload.errors import ConfigError
 from dataload.loader.loader import _lookahead
 from dataload.rows.scheduler import LOADERS
@@ -60,7 +60,7 @@ def test_two_datasets_that_fit_singly_but_not_together(
         assert sorted(np.concatenate([batch["row_id"] for batch in read(*loaders)]).tolist()) == every
         fetched.append(bucket.server.stats()["get_bytes"] / size)
     tier = datasets[0].blocks.tier
-    region = tier.region / decoded
+    region = tier.division().region / decoded
     assert 0.1 < region < 0.2
     assert 0.5 < np.mean(fetched[1:]) <= 1.02 * (2 - SHARE + region)
     assert tier.folder.index.used_bytes() <= tier.limit
@@ -73,11 +73,11 @@ def test_the_room_of_a_loader_ends_with_it(bucket: Any, dataset_of: Callable[...
     cache = CacheConfig(str(tmp_path / "cache"), int(SHARE * decoded))
     first, second = (make_loader(url, 100, storage_options=bucket.options, cache=cache, window=1) for url in urls)
     assert first._capacity.ahead() == (first._capacity._drawn_on, 2)
-    assert first.dataset.blocks.tier.region > 0
+    assert first.dataset.blocks.tier.division().region > 0
     del second
     gc.collect()
     assert first._capacity.ahead() == (20, 0)
-    assert first.dataset.blocks.tier.region == 0
+    assert first.dataset.blocks.tier.division().region == 0
 
 
 def test_row_groups_for_workers_take_half_of_the_region(file: str, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_two_filters_of_a_dataset_share_their_row_groups(file: str, tmp_path: Pa
         mixture = mix([make_dataset(file, filters=[("kind", "=", kind)], cache=cache) for kind in (0, 1)])
         loader = make_loader(mixture, 100, shuffle=shuffle)
         tier = mixture.datasets[0].blocks.tier
-        assert (tier.region, tier.division().total) == (0, decoded)
+        assert (tier.division().region, tier.division().total) == (0, decoded)
         assert sorted(np.concatenate([batch["x"] for batch in loader]).tolist()) == [*range(4000)]
     small = CacheConfig(str(tmp_path / "small"), int(0.9 * decoded))
     mixture = mix([make_dataset(file, filters=[("kind", "=", kind)], cache=small) for kind in (0, 1)])
@@ -121,7 +121,7 @@ def test_two_loaders_over_one_dataset_count_it_once(file: str, tmp_path: Path) -
     cache = CacheConfig(str(tmp_path / "cache"), int(1.3 * decoded))
     loaders = [make_loader(file, 100, seed=seed, window=1, cache=cache) for seed in (0, 1)]
     tier = loaders[0].dataset.blocks.tier
-    assert (tier.region, tier.division().total) == (0, decoded)
+    assert (tier.division().region, tier.division().total) == (0, decoded)
     loaders.append(make_loader(file, 100, columns=["x"], window=1, cache=cache))
     assert tier.division().total > decoded  # Other columns are other blobs.
 

@@ -255,9 +255,9 @@ def test_an_error_of_one_cache_leaves_the_row_groups_of_another(
     mixture = mix([opened(write("lists", folder=name), tmp_path / f"cache {name}") for name in ("a", "b")])
 
     def fail(*_: Any) -> None:
-        raise OSError("no locks")
+        raise RuntimeError("no locks")
 
-    monkeypatch.setattr(mixture.datasets[1].blocks.tier.bulk, "lock_together", fail)
+    monkeypatch.setattr(mixture.datasets[1].blocks.tier.folder.locks, "hold_free", fail)
     found = mixture.rowstore.blobs.load_together({number: RowGroupLife() for number in range(2 * FILES)})
     assert [isinstance(made, list) for made in found.values()] == [True] * FILES + [False] * FILES
     assert {str(made) for made in found.values() if not isinstance(made, list)} == {"no locks"}
@@ -284,7 +284,9 @@ def test_a_bunch_that_fails_late_ends_each_of_its_row_groups(
 ) -> None:
     dataset = opened(write("numbers"), tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(type(dataset.rowstore.blobs), "made", lambda *_: 1 / 0)  # after the blobs were published
+        patch.setattr(
+            type(dataset.rowstore.blobs), "discard_source_blocks", lambda *_: 1 / 0
+        )  # after the blobs were published
         with suppress(ZeroDivisionError):  # A loop that asks later finds the cached row groups.
             list(make_loader(dataset, 16))
     assert sum(len(batch[0]) for batch in rows_of(dataset)) == FILES * ROWS
@@ -328,7 +330,7 @@ def blobs_of(count: int, size: int) -> list[tuple[BlobKey, memoryview]]:
 
 def test_blobs_are_cached_together_as_far_as_they_fit(tier: LocalTier) -> None:
     blobs = blobs_of(8, 20_000)
-    found = tier.put_together(blobs)
+    found = tier.bulk.put_together(blobs)
     assert found == [payload for _, payload in blobs]
     assert all(view.readonly for view in found)
     cached = [tier.get(key) for key, _ in blobs]
@@ -348,10 +350,10 @@ def steps() -> Iterator[Counter[str]]:
 def test_blobs_share_a_transaction_of_the_index(tier: LocalTier, steps: Counter[str]) -> None:
     tier.folder.index.used_bytes()
     before = _transactions(tier)
-    tier.put_together(blobs_of(16, 1000))
+    tier.bulk.put_together(blobs_of(16, 1000))
     assert _transactions(tier) == before + 1
     assert steps["fill: published"] == 16
-    tier.put_together(blobs_of(16, 1000))  # They are cached: each replaces the earlier one.
+    tier.bulk.put_together(blobs_of(16, 1000))  # They are cached: each replaces the earlier one.
     assert tier.folder.index.used_bytes() == sum(file.stat().st_size for file in tier.path.glob("blobs/*/*"))
     assert tier.folder.index.owed_bytes() == 0
 
@@ -365,12 +367,12 @@ def test_a_failed_transaction_leaves_the_rows_of_files_that_stay(
     tier: LocalTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blobs = blobs_of(4, 1000)
-    tier.put_together(blobs)
+    tier.bulk.put_together(blobs)
 
     def failing(*_: Any, **__: Any) -> bool:
         raise TimeoutError("the index is locked")
 
     monkeypatch.setattr(tier.folder.index, "admit_all", failing)
-    assert tier.put_together(blobs[:1]) == [blobs[0][1]]
+    assert tier.bulk.put_together(blobs[:1]) == [blobs[0][1]]
     assert len(list(tier.folder.index.rows())) == len(list(tier.path.glob("blobs/*/*"))) == 4
     assert not list(tier.path.glob("tmp/*/*"))

@@ -171,7 +171,7 @@ def test_a_second_loader_keeps_what_the_first_has_reserved(tmp_path: Path, sourc
     cache = CacheConfig(str(tmp_path / "cache"))
     parts = [make_dataset(str(tmp_path / name), cache=cache) for name in ("small", "large")]
     data = parts[0] if sources == 1 else mix(parts)
-    cached = data.rowstore.blobs.caches[0]
+    cached = data.rowstore.blobs.by_dataset[0]
     cached.memory.use(1 << 40)
     # As a loader that reads `data`:
     with cached.memory.held.reserve(sys.maxsize), cached.memory.decoding.reserve(sys.maxsize):

@@ -378,6 +378,6 @@ def test_counting_fetched_bytes_starts_no_engine(tmp_path: Path) -> None:
     dataset = make_dataset(str(tmp_path / "x.parquet"), cache=CacheConfig(str(tmp_path / "c")))
     dataset.blocks.origin._engine = None
     assert dataset.blocks.counts()["requests_origin"] >= 0
-    assert dataset.rowstore.blobs.keeps
+    assert dataset.rowstore.blobs.caches_everything
     assert dataset.blocks.origin._engine is None
     assert dataset.blocks.stats()["engine"]

@@ -88,7 +88,7 @@ def _store(url: str, storage_options: str | None) -> Store:
     from dataload.doctor.object_store import Store
 
     blocks = open_source(url, mapping(storage_options), None)
-    return Store(url, Blocks.open(blocks.origin, None))  # bypasses the cache of a tiercache:: URL
+    return Store(url, Blocks.uncached(blocks.origin))  # bypasses the cache of a tiercache:: URL
 
 
 def _row_bytes(store: Store, columns: list[str] | None) -> int | None:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from time import monotonic, perf_counter
 from typing import Any
 
-from dataload.cache.origin.obstore import handing_over
+from dataload.cache.origin.origin import dump_resolved
 from dataload.rows.background_decoder import worker
 from dataload.rows.background_decoder.worker import LOOK_SECONDS, Done
 from dataload.rows.row_groups import RowGroups
@@ -292,8 +292,7 @@ class _Process:
 
     def _listen(self, blobs: RowGroups) -> None:
         try:
-            with handing_over():
-                self._connection.send(blobs)
+            self._connection.send_bytes(dump_resolved(blobs))
             self._connection.recv()
             self.ready.set()
             while True:

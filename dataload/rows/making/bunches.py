@@ -119,7 +119,7 @@ def make_together(members: Sequence[Member]) -> None:
     for member in missing:
         if isinstance(member.made, list):
             with member.catching():
-                member.blobs.made(member.number)
+                member.blobs.discard_source_blocks(member.number)
 
 
 def _is_missing(member: Member) -> bool:
@@ -135,7 +135,7 @@ def _is_missing(member: Member) -> bool:
     if not is_open_at_once or not blobs.plan.stored(group):
         return False
     with doing("disk"), charged_to(member.life.account):
-        member.made = blobs.cached([member.key])
+        member.made = blobs.get_all([member.key])
         if member.made is not None:
             member.life.enter(State.CACHED)
             return False
@@ -184,7 +184,7 @@ def _decoded(member: Member) -> dict[str, Column]:
 def _cache(packed: Sequence[tuple[Member, memoryview]]) -> None:
     """Cache the blob of each row group. The tier of its own dataset does it, and counts the miss."""
     for tier in dict.fromkeys(member.tier for member, _ in packed):
-        own = [(member, blob) for member, blob in packed if member.tier is tier]
+        own = [(member, blob) for member, blob in packed if member.tier == tier]
         found = tier.put_together([(member.key, blob) for member, blob in own])
         for (member, _), blob in zip(own, found, strict=True):
             member.made = [blob]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dataload.cache.local.durable_file import sync_folder
+from dataload.cache.local.setup.durable_file import sync_folder
 from dataload.errors import ConfigError
 from dataload.train.checkpoint.shared_folder import last_objections, require_shared
 from dataload.train.checkpoint.state import (

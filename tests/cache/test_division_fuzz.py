@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataload.cache import needs
-from dataload.cache.local import blob_file, fsck
+from dataload.cache.division import Need
+from dataload.cache.local import blob_file, fsck, needs
 from dataload.cache.local import tier as local_tier
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.room import Need
 from dataload.cache.tier import Allocate, BlobKey, group_number
 
 SIZE, GROUPS = 20_000, 24
@@ -90,7 +89,7 @@ def test_rows_and_limits_hold_whatever_ends_or_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(needs, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("dataload.cache.surplus.PAUSES", 0)
+    monkeypatch.setattr("dataload.cache.local.surplus.PAUSES", 0)
     draw, path = random.Random(seed), tmp_path / "cache"
     ready, told = os.pipe()
     running = {start(path, number, told): False for number in range(PROCESSES)}  # by process: whether it is stopped

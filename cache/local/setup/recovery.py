@@ -23,11 +23,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from dataload.cache.local import blob_file
-from dataload.cache.local.durable_file import write_durably
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Index, Row
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import DAMAGED
+from dataload.cache.local.setup.durable_file import write_durably
 from dataload.cache.local.staging import clear_drafts, living, sweep, swept_mark
 from dataload.errors import CorruptEntry
 

@@ -85,7 +85,7 @@ class Need:
         """Bytes of all groups."""
         return float(self.sizes.sum()) * self.sample
 
-    def region(self, limit: int, total: float) -> tuple[int, int]:
+    def transient_share(self, limit: int, total: float) -> tuple[int, int]:
         """Return the part of the transient region for this need: its bytes, and the groups to prefetch into it.
 
         It has space for what is read at a time. It grows to at most `MAX_TRANSIENT` groups if that is negligible beside
@@ -155,7 +155,7 @@ class Division:
     """How the needs of a host share a cache. `divide` makes one.
 
     Attributes:
-        region: Bytes of the cache through which the groups pass that do not stay. 0: all groups stay.
+        region: Bytes of the transient region: the groups that do not stay evict each other there. 0: all groups stay.
         total: Bytes that all needs have together; what several needs share counts once.
         stays_below: The groups with numbers below it stay.
         groups: Numbers of all needed groups, ascending, uint64 [n].
@@ -244,6 +244,6 @@ def _parts(limit: int, total: float, processes: Sequence[Sequence[Need]]) -> Cou
     for needs in processes:
         own: Counter[bytes] = Counter()
         for need in needs:
-            own[need.name] += need.region(limit, total)[0]
+            own[need.name] += need.transient_share(limit, total)[0]
         parts |= own  # the larger count
     return parts

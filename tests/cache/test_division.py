@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dataload.cache import needs, room
-from dataload.cache.local import blob_file
+from dataload.cache import division as dividing
+from dataload.cache.division import Division, Need, divide
+from dataload.cache.local import blob_file, needs
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.room import Division, Need, divide
 from dataload.cache.tier import Allocate, BlobKey, group_number
 
 SIZE = 10_000
@@ -37,7 +37,7 @@ def need_of(dataset: str, count: int = 40, window: int = 1, name: str = "") -> N
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr("dataload.cache.surplus.PAUSES", 0)
+    monkeypatch.setattr("dataload.cache.local.surplus.PAUSES", 0)
 
 
 def read(tier: LocalTier, dataset: str, numbers: Any) -> int:
@@ -103,7 +103,7 @@ def test_shares_are_by_need(share: float) -> None:
         name: sum(division.stays(group_number(key(name, number).digest)) for number in range(count))
         for name, count in sizes.items()
     }
-    assert limit * room.FITS - division.region - ON_DISK < sum(staying.values()) * ON_DISK <= limit * room.FITS
+    assert limit * dividing.FITS - division.region - ON_DISK < sum(staying.values()) * ON_DISK <= limit * dividing.FITS
     for name, count in sizes.items():
         assert staying[name] / count == pytest.approx(sum(staying.values()) / 3500, abs=0.05)
     assert divide(limit, wanted[::-1]).stays_below == division.stays_below
@@ -128,7 +128,7 @@ def test_processes_count_what_two_loaders_share_to_the_same_one() -> None:
 
 
 def test_the_need_of_a_large_dataset_is_announced_by_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MOST_GROUPS", 100)
+    monkeypatch.setattr(dividing, "MOST_GROUPS", 100)
     a, b = need_of("a", 3000), need_of("b", 50)
     found = Need.all_from(a.to_bytes() + b.to_bytes())
     assert [len(need.groups) <= 100 for need in found] == [True, True]
@@ -149,7 +149,7 @@ def test_the_need_of_a_large_dataset_is_announced_by_a_sample(monkeypatch: pytes
 def test_a_large_dataset_takes_the_room_of_data_that_no_loader_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "MOST_GROUPS", 10)
+    monkeypatch.setattr(dividing, "MOST_GROUPS", 10)
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     read(tier, "a", range(40))
     lease = tier.lease(need_of("b", 45))
@@ -182,11 +182,11 @@ def test_two_datasets_that_do_not_fit_together_keep_their_shares(tmp_path: Path)
     """The first one fills the cache alone, then both are read by turns."""
     tier = LocalTier(tmp_path / "cache", 50 * ON_DISK)
     leases = [tier.lease(need_of("a"))]
-    assert tier.region == 0
+    assert tier.division().region == 0
     assert read(tier, "a", shuffled(0)) == 40
     assert read(tier, "a", shuffled(1)) == 0
     leases.append(tier.lease(need_of("b")))
-    assert tier.region == 2 * ON_DISK
+    assert tier.division().region == 2 * ON_DISK
     assert kept(tier, "a") == set(range(40))  # Nothing is evicted before its space is needed.
     read(tier, "b", shuffled(2))
     filled = [read(tier, name, shuffled(epoch)) for epoch in range(3, 6) for name in "ab"]
@@ -239,7 +239,7 @@ def test_the_share_of_an_ended_loader_is_free(tmp_path: Path) -> None:
         for name in "ab":
             read(tier, name, shuffled(epoch))
     leases.pop(0)
-    assert tier.region == 0
+    assert tier.division().region == 0
     read(tier, "b", shuffled(2))
     assert read(tier, "b", shuffled(3)) == 0
     leases.clear()
@@ -269,11 +269,11 @@ def test_other_processes_see_a_need_until_its_process_is_killed(tmp_path: Path) 
     lease = tier.lease(need_of("a"))
     with Child("b", tmp_path / "cache") as child:
         assert tier.division().total == 80 * ON_DISK
-        assert tier.region == 2 * ON_DISK
+        assert tier.division().region == 2 * ON_DISK
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert tier.division().total == 40 * ON_DISK
-        assert tier.region == 0
+        assert tier.division().region == 0
     [dead] = {file.parent for file in (tmp_path / "cache" / "tmp").rglob("announced")} - {tier.folder.staging._path}
     with Child("a", tmp_path / "cache"):
         assert not dead.exists()

@@ -8,14 +8,12 @@ import weakref
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dataload.cache.room import Division, Need, divide
+from dataload.cache.division import Division, Need, divide
+from dataload.cache.local.directory import CacheFolder
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
-
-if TYPE_CHECKING:
-    from dataload.cache.local.directory import CacheFolder
 
 LOOK_SECONDS = 0.5  # between two looks at the needs of other processes
 
@@ -26,38 +24,6 @@ class Lease:
     def __init__(self, needs: HostNeeds, need: Need) -> None:
         self._end = weakref.finalize(self, needs.release, needs.add(need))
         self._end.atexit = False  # the end of the process ends it
-
-
-class DividedTier:
-    """A tier in a cache folder that the loaders of a host divide by need."""
-
-    path: Path
-    policy: str
-    needs: HostNeeds
-
-    @property
-    def limit(self) -> int:
-        raise NotImplementedError
-
-    def _opened(self) -> CacheFolder | None:
-        raise NotImplementedError
-
-    @property
-    def location(self) -> str:
-        return str(self.path)
-
-    @property
-    def region(self) -> int:
-        return self.division().region
-
-    def lease(self, need: Need) -> Lease:
-        lease = Lease(self.needs, need)
-        self.division()  # announces the need
-        return lease
-
-    def division(self) -> Division:
-        folder = self._opened() if self.policy == "pin" else None
-        return Division() if folder is None else self.needs.division(folder, self.limit)
 
 
 class HostNeeds(ForkAware):

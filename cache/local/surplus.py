@@ -10,14 +10,11 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from dataload.cache.room import Division
+from dataload.cache.division import Division
+from dataload.cache.local.index import Index, Row
+from dataload.cache.tier import RECORDS
 
-if TYPE_CHECKING:
-    from dataload.cache.local.index import Index, Row
-
-RECORDS = "records "  # the names of the blobs of row groups begin with it, after the name of the file
 _NAME = re.compile(rf"#({RECORDS}[^#]*|\d+-\d+)$")  # of a blob of records, or of a block of a file
 PAUSES = 20  # times the duration of a scan, until the next one
 
