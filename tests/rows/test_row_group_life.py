@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError, Future
 from itertools import pairwise, product
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 from dataload import CacheConfig, make_dataset
 from dataload.errors import DataError
-from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.rows.row_group_life import RowGroupLife, State, charged_together
+from dataload.telemetry.wait_timeline import doing
 
 PATHS = [
     [State.PLANNED, State.FETCHING, State.DECODING, State.CACHED, State.MAPPED],  # made here
@@ -41,6 +43,29 @@ def test_steps(before: State, after: State) -> None:
         with pytest.raises(RuntimeError, match=f"cannot go from {before.value} to {after.value}"):
             life.enter(after)
         assert life.state is before
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_life_ends_with_the_program(has_begun: bool) -> None:
+    life, call = RowGroupLife(), Future[None]()
+    assert not has_begun or life.begin()
+    life.finish_with(call)
+    assert not life.contents.done()
+    call.cancel()
+    life.finish_with(call)
+    with pytest.raises(CancelledError):
+        life.contents.result(0)
+    assert life.is_stale()
+
+
+def test_row_groups_that_a_thread_loads_together_have_its_timeline() -> None:
+    lives = [RowGroupLife(), RowGroupLife()]
+    with charged_together(lives) as timeline, doing("decode"):
+        pass
+    assert [life.timeline for life in lives] == [timeline, timeline]
+    assert timeline.spent()["decode"] > 0
+    with lives[0].charged():
+        assert lives[0].timeline is not timeline  # of another thread
 
 
 @pytest.fixture
