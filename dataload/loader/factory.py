@@ -75,12 +75,13 @@ def make_loader(
     Args:
         source: A dataset, a mixture of datasets (`dataload.mix`), or a source as `make_dataset` takes it.
         batch_size: Rows per batch on this rank.
-        shuffle: True or "block" shuffles row groups over the whole dataset, and rows inside a window of `window` row
-            groups. "full" shuffles all rows. False keeps file order.
+        shuffle: True or "block" shuffles row groups over the whole dataset, and rows inside consecutive windows of row
+            groups. A batch mixes the row groups of one window only. "full" shuffles all rows, for rows that are sorted
+            or partitioned by label; the cache must hold all of them. False keeps file order.
         seed: Seed of the order, together with the epoch and the dataset.
         drop_last: Drop the last global batch of an epoch if it is incomplete.
-        window: Row groups that are shuffled together, of each source of a mixture. None: `default_window` of their rows
-            and bytes.
+        window: Row groups in a window, of each source of a mixture. The first windows of an epoch have 1, 2, 4, … row
+            groups, so its first batches have rows of one. None: `default_window` of their rows and bytes.
         num_streams: Parts of the dataset, of which each node reads its own. None: one for each node.
         num_workers: Processes that run `transform` and `collate_fn`. With 0, or with neither of them, threads of this
             process make the batches.

@@ -200,7 +200,7 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
     if plan.trade != replace(usual, window=plan.trade.window):
         yield f"window={usual.window} is the default, and the cheapest window with good shuffle quality"
     elif plan.trade.variance_ratio > TWICE * GOAL:
-        yield "are the rows sorted by label? Then shuffle them once when they are written: no window mixes these well"
+        yield 'are the rows sorted by label? No window mixes them well: use shuffle="full", or shuffle while writing'
     if plan.first_epoch_seconds and plan.first_epoch_seconds > LONG_SECONDS:
         yield "fetch the dataset before the GPUs start: dataload warm"
 
