@@ -48,7 +48,7 @@ def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> Cach
             return open_folder(path, allow_network_filesystem=allow_network_filesystem)
     except (OSError, lmdb.Error) as error:
         raise ConfigError(f"the cache at {path} cannot be opened just now: {error}") from error
-    raise ConfigError(f"no cache at {path}: name its folder with cache_dir")
+    raise ConfigError(f"no cache at {path}: name its folder with --cache-dir")
 
 
 def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int], object] = lambda _: None) -> Report:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,6 +43,23 @@ def address_of(filesystem: Any) -> tuple[str, str]:
     protocol = filesystem.protocol if isinstance(filesystem.protocol, str) else filesystem.protocol[0]
     options = {**filesystem.storage_options, **(filesystem.storage_options.get("client_kwargs") or {})}
     return protocol, ":".join(str(options[name]) for name in ADDRESS_OPTIONS if options.get(name))
+
+
+def is_s3(filesystem: Any) -> bool:
+    """Return whether this is a store in S3."""
+    return address_of(filesystem)[0] in ("s3", "s3a")
+
+
+def endpoint_of(filesystem: Any) -> str | None:
+    """Return the URL of a store in S3, which the environment or a profile may name.
+
+    Return None for other stores, and if botocore cannot tell. Then a request fails, too.
+    """
+    if not is_s3(filesystem):
+        return None
+    with suppress(Exception):
+        return redacted(_s3(filesystem))
+    return None
 
 
 def identity_of(filesystem: Any) -> str:

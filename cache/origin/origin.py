@@ -17,10 +17,12 @@ from fsspec.core import has_magic
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, received_engine, shared_engine
 from dataload.cache.origin.errors import UnsuitableError, denied, is_store_error, status, underlying_error
-from dataload.cache.origin.identity import address_of, identity_of
+from dataload.cache.origin.explanation import ENDPOINT, explained, fix_of
+from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
+from dataload.cache.origin.reachability import check_reachable
 from dataload.cache.origin.retries import retried
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
@@ -65,6 +67,7 @@ class Origin(ForkAware):
         self._identity = identity
         self._requested_engine = engine
         self._engine: Engine | None = None
+        self._is_reached = False
         self.counters = Counters()
         super().__init__()
 
@@ -72,7 +75,7 @@ class Origin(ForkAware):
         return Origin, (pickled(self._filesystem), self._identity, self._requested_engine, self.limiter)
 
     def __repr__(self) -> str:
-        return f"Origin({self.address!r})"
+        return f"Origin({redacted('://'.join(address_of(self._own)))!r})"
 
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
@@ -115,8 +118,8 @@ class Origin(ForkAware):
 
     @property
     def address(self) -> str:
-        """The origin's name in messages: its protocol and configured address."""
-        return redacted("://".join(address_of(self._own)))
+        """The origin's name in messages: the endpoint of S3, or the protocol and configured address of others."""
+        return endpoint_of(self._own) or redacted("://".join(address_of(self._own)))
 
     @property
     def identity(self) -> str:
@@ -171,7 +174,7 @@ class Origin(ForkAware):
             _check(len(found), stop - start)
             return found
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), self._waiting(), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), self._waiting(), doing("origin"):
             return retried(lambda: self._request(whole))
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
@@ -187,7 +190,7 @@ class Origin(ForkAware):
                 received = end
             _check(received, len(buffer))
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}"), self._waiting(), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), self._waiting(), doing("origin"):
             retried(lambda: self._request(receive))
 
     def _waiting(self) -> AbstractContextManager[None]:
@@ -232,16 +235,29 @@ class Origin(ForkAware):
         """
         with self.map_errors(path):
             try:
+                self._reach()
                 yield self.engine.names
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
             except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.
                 message = f"{redacted(path)} cannot be requested with these options: {redacted(error)}"
+                message += f"; {fix}" if (fix := fix_of(error)) else ""
                 raise ConfigError(message) from error
 
+    def _reach(self) -> None:
+        """Raise UnreachableError if a store in S3 cannot be reached. Only the first call sends anything."""
+        if not self._is_reached:
+            if endpoint := endpoint_of(self._own):
+                check_reachable(endpoint)
+            self._is_reached = True
+
     @contextmanager
-    def map_errors(self, what: str) -> Iterator[None]:
+    def map_errors(self, what: str, *, listed: bool = False) -> Iterator[None]:
         """Raise errors of the store as an OriginError that names `what`.
+
+        Args:
+            what: Path of an object or a folder, perhaps with a byte range.
+            listed: The object was there when the dataset was listed.
 
         Raises:
             OriginNotFound: The object does not exist.
@@ -254,15 +270,22 @@ class Origin(ForkAware):
             raise
         except Exception as raised:
             error = underlying_error(raised)
-            where, reason = redacted(what), redacted(str(error).partition("\n")[0])  # obstore appends its source
+            in_s3 = is_s3(self._own)
+            where = redacted(f"s3://{what}" if in_s3 and "://" not in what else what)
             if isinstance(error, FileNotFoundError):
-                missing = f"{where} does not exist at {self.address}"
-                raise OriginNotFound(f"{missing}: check its name and the endpoint") from raised
+                fix = (in_s3 and fix_of(error)) or f"check its name and {ENDPOINT if in_s3 else 'the endpoint'}"
+                message = f"{where} does not exist at {self.address}: {fix}"
+                if listed:
+                    message = f"{where} is gone from {self.address}: restore it, or start the program again"
+                raise OriginNotFound(message) from raised
             if not is_store_error(error):
                 raise
             self.counters.add(errors=1)
             if status(error) == 412:
                 raise ObjectChanged(f"{where} {CHANGED}") from raised
+            if in_s3:
+                raise OriginError(f"{where}: {self.address} {explained(error)}") from raised
+            reason = redacted(str(error).partition("\n")[0])
             if denied(error):
                 raise OriginError(f"{where}: {self.address} denied access, check the credentials: {reason}") from raised
             raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {reason}") from raised

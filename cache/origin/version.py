@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-CHANGED = "was replaced while it was being read: list the dataset again (on a filesystem, invalidate_cache)"
+CHANGED = "was replaced after it was listed: start the program again, and write new objects under new names"
 VERSION_FIELDS = ("ETag", "etag", "generation", "sha256", "md5Hash", "checksum", "content_hash")
 # Not part of a version: the name, and fields that Alluxio changes when an object is read.
 VOLATILE_FIELDS = ("name", "completed", "in_alluxio_percentage", "last_access_time_ms", "persisted")

@@ -14,6 +14,7 @@ from urllib.request import Request, build_opener, getproxies, proxy_bypass
 from fsspec.asyn import sync
 
 from dataload.cache.blocks.reader import Blocks, Object
+from dataload.cache.origin.explanation import fix_of
 from dataload.cache.origin.version import VERSION_FIELDS
 from dataload.catalog.manifest import list_objects
 from dataload.doctor.finding import Finding, ok, problem, reason, warning
@@ -95,7 +96,7 @@ def endpoint(store: Store) -> Finding:
     except Exception as error:  # noqa: BLE001 (each library below a client raises its own errors)
         return problem(
             f"{store.url} cannot be opened: {reason(error)}",
-            "check AWS_ENDPOINT_URL, AWS_PROFILE, the files in ~/.aws, and --storage-options",
+            fix_of(error) or "check AWS_ENDPOINT_URL, AWS_PROFILE, the files in ~/.aws, and --storage-options",
         )
     if address is None:
         return ok(f"{store.origin.address} needs no network connection")
@@ -128,15 +129,9 @@ def credentials(store: Store) -> Finding:
     except OriginNotFound as error:
         return problem(reason(error), "check bucket, prefix and endpoint")
     except DataloadError as error:
-        message = reason(error)
-        if "locate credentials" in message or "NoCredentials" in message:
-            return problem(
-                f"{store.url}: no credentials were found",
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role; for a public bucket "
-                "--storage-options '{\"anon\": true}'",
-            )
-        if "denied access" in message:
-            return problem(message, "check key, secret and token, and that they allow listing and reading this bucket")
+        message, fix = reason(error), fix_of(error.__cause__ or error)
+        if fix:
+            return problem(message.removesuffix(f": {fix}"), fix)
         return problem(message, "check AWS_ENDPOINT_URL or endpoint_url, and certificates (AWS_CA_BUNDLE)")
     return ok(f"{len(found):,} objects can be listed")
 

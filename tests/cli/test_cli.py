@@ -201,7 +201,7 @@ def test_warm_says_when_the_cache_is_too_small(at_bucket: Run, dataset_of: Calla
         (["warm"], "url"),
         (["warm", "a", "--no-such-option"], "no-such-option"),
         (["fly"], "fly"),
-        (["cache", "stats", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
+        (["cache", "stats", "--cache-dir", "/nowhere"], "no cache at /nowhere: name its folder with --cache-dir"),
         (["cache", "verify", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
         (["cache", "evict", "--all", "--cache-dir", "/nowhere"], "no cache at /nowhere"),
         (["cache", "evict"], "either a URL or --all"),

@@ -122,8 +122,8 @@ def fit_with_a_stale_entry(folder):
             (draft / "stale").symlink_to("missing")
 
     def pause(seconds):
-        for stale in folder.glob(".checkpoint-*/stale") if first else ():
-            stale.unlink()
+        for draft in folder.glob(".checkpoint-*") if first else ():
+            (draft / "stale").unlink(missing_ok=True)
 
     checkpoints.dcp_save, shared_folder.sleep = write, pause
     train_in_order(4, checkpoint_dir=folder)

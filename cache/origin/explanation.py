@@ -1,0 +1,88 @@
+"""What is wrong when a store fails, and how to fix it, in plain words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from dataload.cache.origin.errors import UnreachableError, denied, status
+from dataload.runtime.redact import redacted
+
+ENDPOINT = "AWS_ENDPOINT_URL (or endpoint_url in storage_options)"
+KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+RIGHTS = f"allow these keys to list and read the bucket, or set other ones by {KEYS}"
+UNREACHABLE = f"set {ENDPOINT} to the store's address, or check the network and proxies"
+TOKEN = "renew the token: log in again, or set a new AWS_SESSION_TOKEN with its keys"  # noqa: S105 (no password)
+CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
+
+# The fixes for S3's error codes.
+CODES = {
+    "AccessDenied": RIGHTS,
+    "AllAccessDisabled": RIGHTS,
+    "ExpiredToken": TOKEN,
+    "InvalidAccessKeyId": f"set {KEYS}, to a key of this store, or {ENDPOINT}",
+    "InvalidToken": TOKEN,
+    "NoSuchBucket": f"check the name of the bucket, and {ENDPOINT}",
+    "RequestTimeTooSkewed": CLOCK,
+    "SignatureDoesNotMatch": f"set {KEYS}, to a key with its own secret",
+    "TokenRefreshRequired": TOKEN,
+}
+# The fixes for errors of botocore.
+TYPES = {
+    "ConnectTimeoutError": UNREACHABLE,
+    "EndpointConnectionError": UNREACHABLE,
+    "NoCredentialsError": f"set {KEYS}, or anon=True in storage_options for a public bucket",
+    "PartialCredentialsError": f"set {KEYS}",
+    "ProfileNotFound": "set AWS_PROFILE to a profile of ~/.aws/config, or unset it",
+    "SSLError": "set AWS_CA_BUNDLE to the file of the store's certificates, or begin the endpoint with http://",
+    "UnreachableError": UNREACHABLE,
+}
+
+_CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
+_TEXT = re.compile(r"<Message>([^<]*)</Message>")
+
+
+def fix_of(error: BaseException) -> str | None:
+    """Return how to fix an error of S3; None if that is unknown."""
+    code, _ = _answer(error)
+    for cause in _causes(error):
+        if fix := TYPES.get(type(cause).__name__):
+            return fix
+        if "Invalid endpoint" in str(cause):
+            return f"begin {ENDPOINT} with http:// or https://"
+        if "kind: Connect" in str(cause):  # of obstore
+            return UNREACHABLE
+    return CODES.get(code) or (RIGHTS if denied(error) else None)
+
+
+def explained(error: BaseException) -> str:
+    """Return what went wrong at an endpoint of S3, to be read after its name, and the fix."""
+    code, text = _answer(error)
+    fix = fix_of(error)
+    if denied(error) or fix in (TOKEN, CLOCK):
+        what = "denied access"
+    elif isinstance(error, UnreachableError) or fix == UNREACHABLE:
+        what = "cannot be reached"
+    else:
+        what = "failed"
+    reason = f"{code}: {text}" if code else f"{type(error).__name__}: {redacted(str(error).partition(chr(10))[0])}"
+    return f"{what} ({reason}): {fix}" if fix else f"{what}: {reason}"
+
+
+def _answer(error: BaseException) -> tuple[str, str]:
+    """Return the code and the text of S3's answer. An answer without a body has its HTTP status as the code."""
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict) and "Error" in response:
+            return str(response["Error"].get("Code", "")), redacted(response["Error"].get("Message", ""))
+        if code := _CODE.search(str(cause)):  # of obstore
+            text = _TEXT.search(str(cause))
+            return code[1], redacted(text[1]) if text else ""
+    return (str(status(error)), redacted(str(error).partition("\n")[0])) if status(error) else ("", "")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__

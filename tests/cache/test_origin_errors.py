@@ -1,0 +1,150 @@
+"""Errors of S3 name the endpoint, S3's code and the fix, and hold no credentials."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from dataload.cache.origin.deferred_s3 import DeferredS3
+from dataload.cache.origin.origin import Origin
+from dataload.errors import ConfigError, OriginError, OriginNotFound
+
+SECRET = "s3cret-0f-mine"
+RANGE = (0, 10, '"x"')
+
+
+class _Failing(http.server.BaseHTTPRequestHandler):
+    """A store that answers each request with an error: `code`, with an HTTP status."""
+
+    code, status = "AccessDenied", 403
+
+    def do_GET(self) -> None:
+        body = f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>Because</Message></Error>".encode()
+        self.send_response(self.status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815 (a name of http.server)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Failing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def origin(url: str, engine: str) -> Origin:
+    options = {"endpoint_url": url, "key": "testing", "secret": SECRET}
+    if engine == "obstore":
+        return Origin(DeferredS3(**options))
+    return Origin(fsspec.filesystem("s3", skip_instance_cache=True, **options), engine="fsspec")
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize(
+    ("code", "status", "fix"),
+    [
+        ("AccessDenied", 403, "allow these keys"),
+        ("SignatureDoesNotMatch", 403, "AWS_SECRET_ACCESS_KEY"),
+        ("InvalidAccessKeyId", 403, "AWS_PROFILE"),
+        ("ExpiredToken", 400, "renew the token"),
+        ("RequestTimeTooSkewed", 403, "set the clock"),
+    ],
+)
+def test_a_denial_names_the_endpoint_the_code_and_the_fix(
+    url: str, monkeypatch: pytest.MonkeyPatch, engine: str, code: str, status: int, fix: str
+) -> None:
+    monkeypatch.setattr(_Failing, "code", code)
+    monkeypatch.setattr(_Failing, "status", status)
+    store = origin(url, engine)
+    for call in (lambda: store.list("bucket/train"), lambda: store.read("bucket/train", *RANGE)):
+        with pytest.raises(OriginError) as raised:
+            call()
+        message = str(raised.value)
+        assert message.startswith("s3://bucket/train")
+        assert f"{url} denied access ({code}: Because): " in message
+        assert fix in message
+        assert SECRET not in message
+
+
+def test_a_missing_bucket_names_the_endpoint_and_its_variable(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Failing, "code", "NoSuchBucket")
+    monkeypatch.setattr(_Failing, "status", 404)
+    with pytest.raises(OriginNotFound, match=f"s3://bucket/x does not exist at {url}: .*bucket.*AWS_ENDPOINT_URL"):
+        origin(url, "obstore").list("bucket/x")
+    with pytest.raises(OriginNotFound, match=f"s3://bucket/x bytes 0-9 is gone from {url}: restore it, or start"):
+        origin(url, "obstore").read("bucket/x", *RANGE)
+
+
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_a_wrong_endpoint_fails_before_botocore_is_asked(
+    url: str, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 1)
+    monkeypatch.setattr("s3fs.S3FileSystem._find", None)
+    port_of_nobody = "http://127.0.0.1:9"
+    with pytest.raises(OriginError, match=f"{port_of_nobody} cannot be reached .*refused.* set AWS_ENDPOINT_URL"):
+        origin(port_of_nobody, engine).list("bucket/x")
+    with pytest.raises(OriginError, match=f"{port_of_nobody} cannot be reached .*: set AWS_ENDPOINT_URL"):
+        origin(port_of_nobody, "obstore").read("bucket/x", *RANGE)
+
+
+def test_only_the_first_request_is_checked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr("dataload.cache.origin.origin.check_reachable", checked.append)
+    store = origin(url, "obstore")
+    for _ in range(2):
+        with pytest.raises(OriginError):
+            store.list("bucket/x")
+    assert checked == [url]
+
+
+def test_what_a_proxy_reaches_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataload.cache.origin.reachability import check_reachable
+
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    check_reachable("https://127.0.0.1:9")
+
+
+def test_an_endpoint_without_a_scheme(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"Invalid endpoint: 127.0.0.1:9; begin AWS_ENDPOINT_URL .* with http://"):
+        origin("127.0.0.1:9", "obstore").list("bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"anon": False}, r"NoCredentialsError.*set AWS_ACCESS_KEY_ID .*AWS_PROFILE, or anon=True"),
+        ({"key": "testing", "anon": False}, r"Partial.*set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ({"profile": "nobody"}, r"ProfileNotFound.*set AWS_PROFILE"),
+    ],
+)
+def test_missing_credentials(
+    url: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, object], message: str
+) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    if "key" in options:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(options.pop("key")))
+    filesystem = fsspec.filesystem("s3", skip_instance_cache=True, endpoint_url=url, **options)
+    with pytest.raises(OriginError, match=message):
+        Origin(filesystem).list("bucket/x")
