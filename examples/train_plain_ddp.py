@@ -2,10 +2,11 @@
 
     torchrun --nproc-per-node 8 train_plain_ddp.py TRAIN HELD_OUT
 
-TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
+A killed run resumes at the last save when you start the same command again, also on another number of ranks. TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -39,16 +40,31 @@ def main():
     model = nn.Sequential(nn.Linear(numbers, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    for epoch in range(args.epochs):
-        for batch in loader:  # each row once over all ranks, a new order each time
+    first = 0
+    if os.path.exists("last.pt"):
+        saved = torch.load("last.pt", map_location=device, weights_only=True)
+        model.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        loader.load_state_dict(saved["loader"])  # the next loop begins at the next row: no set_epoch
+        first = saved["epoch"]
+
+    def save(epoch):
+        states = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**states, "loader": loader.state_dict(), "epoch": epoch}, "last.tmp")
+        os.replace("last.tmp", "last.pt")  # a kill leaves the old file or the new one
+
+    for epoch in range(first, args.epochs):
+        for step, batch in enumerate(loader, 1):  # each row once over all ranks, a new order each time
             loss = nn.functional.cross_entropy(model(batch["image"].float()), batch["label"])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step % 100 == 0 and dist.get_rank() == 0:
+                save(epoch)
         scores = evaluate_over(model, held_out, right)  # over all ranks, without the padding
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: accuracy {scores['accuracy']:.1%} of {scores['rows']} rows")
-            torch.save({"model": model.module.state_dict(), "loader": loader.state_dict()}, "last.pt")
+            save(epoch + 1)
     dist.destroy_process_group()
 
 
