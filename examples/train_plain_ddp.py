@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 8 train_plain_ddp.py TRAIN HELD_OUT
 
-A killed run resumes at the last save when you start the same command again, also on another number of ranks. TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9.
+TRAIN and HELD_OUT are URLs or folders of Parquet files. `image` holds lists of equal length, `label` is 0 to 9. To
+resume a killed run at its last save, start the same command again, with any number of ranks.
 """
 
 import argparse
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,9 @@ def main():
     args = parser.parse_args()
 
     dist.init_process_group()
-    device = torch.accelerator.current_accelerator() or "cpu"
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     options = {"columns": ["image", "label"], "cache_dir": args.cache_dir, "device": device}
     loader = make_loader(args.train, args.batch_size, **options)
     held_out = make_loader(args.held_out, args.batch_size, shuffle=False, **options)
@@ -41,7 +45,7 @@ def main():
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     first = 0
-    if os.path.exists("last.pt"):
+    if Path("last.pt").exists():
         saved = torch.load("last.pt", map_location=device, weights_only=True)
         model.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -51,7 +55,7 @@ def main():
     def save(epoch):
         states = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**states, "loader": loader.state_dict(), "epoch": epoch}, "last.tmp")
-        os.replace("last.tmp", "last.pt")  # a kill leaves the old file or the new one
+        Path("last.tmp").replace("last.pt")  # a kill leaves the old file or the new one
 
     for epoch in range(first, args.epochs):
         for step, batch in enumerate(loader, 1):  # each row once over all ranks, a new order each time

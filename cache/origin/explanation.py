@@ -1,4 +1,4 @@
-"""What is wrong when a store fails, and how to fix it, in plain words."""
+"""Explanations of errors of S3, with the fix."""
 
 from __future__ import annotations
 

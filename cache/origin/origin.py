@@ -247,8 +247,7 @@ class Origin(ForkAware):
     def _reach(self) -> None:
         """Raise UnreachableError if a store in S3 cannot be reached. Only the first call sends anything."""
         if not self._is_reached:
-            if endpoint := endpoint_of(self._own):
-                check_reachable(endpoint)
+            check_reachable(endpoint_of(self._own))
             self._is_reached = True
 
     @contextmanager
@@ -285,10 +284,9 @@ class Origin(ForkAware):
                 raise ObjectChanged(f"{where} {CHANGED}") from raised
             if in_s3:
                 raise OriginError(f"{where}: {self.address} {explained(error)}") from raised
+            what_failed = "denied access, check the credentials" if denied(error) else f"failed: {type(error).__name__}"
             reason = redacted(str(error).partition("\n")[0])
-            if denied(error):
-                raise OriginError(f"{where}: {self.address} denied access, check the credentials: {reason}") from raised
-            raise OriginError(f"{where}: {self.address} failed: {type(error).__name__}: {reason}") from raised
+            raise OriginError(f"{where}: {self.address} {what_failed}: {reason}") from raised
 
 
 def dump_resolved(value: Any) -> memoryview:

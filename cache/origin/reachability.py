@@ -15,14 +15,19 @@ CONNECT_SECONDS = 2.0  # of an attempt
 PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
-def check_reachable(endpoint: str) -> None:
+def check_reachable(endpoint: str | None) -> None:
     """Raise UnreachableError if no server accepts a connection. Amazon and what a proxy reaches are not checked.
 
     Args:
-        endpoint: The URL of a store.
+        endpoint: The URL of a store in S3; None for another store, which is not checked.
     """
-    parts = urlsplit(endpoint)
-    if AMAZON.fullmatch(endpoint) or not parts.hostname or any(name.lower() in PROXIES for name in os.environ):
+    parts = urlsplit(endpoint or "")
+    if (
+        endpoint is None
+        or AMAZON.fullmatch(endpoint)
+        or not parts.hostname
+        or any(name.lower() in PROXIES for name in os.environ)
+    ):
         return
     address = parts.hostname, parts.port or PORTS.get(parts.scheme, 443)
     try:
