@@ -1,4 +1,4 @@
-"""What is wrong when a store fails, and how to fix it, in plain words."""
+"""Explanations of the errors of S3: the cause and the fix, in plain words."""
 
 from __future__ import annotations
 

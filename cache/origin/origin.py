@@ -243,10 +243,9 @@ class Origin(ForkAware):
 
     def _reach(self) -> None:
         """Raise UnreachableError if a store in S3 cannot be reached. Only the first call sends anything."""
-        if not self._is_reached:
-            if endpoint := endpoint_of(self._own):
-                check_reachable(endpoint)
-            self._is_reached = True
+        if not self._is_reached and (endpoint := endpoint_of(self._own)):
+            check_reachable(endpoint)
+        self._is_reached = True
 
     @contextmanager
     def map_errors(self, what: str, *, listed: bool = False) -> Iterator[None]:
