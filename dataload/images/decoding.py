@@ -102,6 +102,10 @@ def _decoded(
     images: Sequence[Any], size: int | None, crop: Crop, name: str, is_damaged: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the pixels of images. is_damaged: bool [n], set for images that cannot be decoded; None: they raise."""
+    if isinstance(images, torch.Tensor):
+        raise DataError(
+            f"column {name} is {str(images.dtype).removeprefix('torch.')}, not encoded images: name another"
+        )
     decoder, pixels = Decoder(size or 0), np.empty((0, 0, 0, 3), np.uint8)
     for row, image in enumerate(images):
         try:

@@ -403,3 +403,8 @@ def test_missing_packages_are_named(package: str, module: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert f"images need more packages ({package}): pip install 'dataload[images]'" in done.stdout
+
+
+def test_a_column_of_numbers_is_not_decoded() -> None:
+    with pytest.raises(DataError, match=r"column label is int64, not encoded images"):
+        images.decode("label")({"label": torch.zeros(2, dtype=torch.int64)})
