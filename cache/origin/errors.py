@@ -26,10 +26,6 @@ class UnsuitableError(Exception):
         self.whole_store = whole_store
 
 
-class UnreachableError(OSError):
-    """No server accepts connections at the endpoint."""
-
-
 def is_store_error(error: BaseException) -> bool:
     """Return whether the store or the network failed, as opposed to a bug in the program."""
     return isinstance(error, OSError) or _client(error) in TRANSPORTS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from dataload.cache.origin.errors import UnreachableError, denied, status
+from dataload.cache.origin.errors import denied, status
 from dataload.runtime.redact import redacted
 
 ENDPOINT = "AWS_ENDPOINT_URL (or endpoint_url in storage_options)"
@@ -35,7 +35,6 @@ TYPES = {
     "PartialCredentialsError": f"set {KEYS}",
     "ProfileNotFound": "set AWS_PROFILE to a profile of ~/.aws/config, or unset it",
     "SSLError": "set AWS_CA_BUNDLE to the file of the store's certificates, or begin the endpoint with http://",
-    "UnreachableError": UNREACHABLE,
 }
 
 _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
@@ -61,7 +60,7 @@ def explained(error: BaseException) -> str:
     fix = fix_of(error)
     if denied(error) or fix in (TOKEN, CLOCK):
         what = "denied access"
-    elif isinstance(error, UnreachableError) or fix == UNREACHABLE:
+    elif fix == UNREACHABLE:
         what = "cannot be reached"
     else:
         what = "failed"

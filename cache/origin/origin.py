@@ -22,7 +22,6 @@ from dataload.cache.origin.identity import address_of, endpoint_of, identity_of,
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
-from dataload.cache.origin.reachability import check_reachable
 from dataload.cache.origin.retries import retried
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
@@ -67,7 +66,6 @@ class Origin(ForkAware):
         self._identity = identity
         self._requested_engine = engine
         self._engine: Engine | None = None
-        self._is_reached = False
         self.counters = Counters()
         super().__init__()
 
@@ -235,7 +233,6 @@ class Origin(ForkAware):
         """
         with self.map_errors(path):
             try:
-                self._reach()
                 yield self.engine.names
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
@@ -243,12 +240,6 @@ class Origin(ForkAware):
                 message = f"{redacted(path)} cannot be requested with these options: {redacted(error)}"
                 message += f"; {fix}" if (fix := fix_of(error)) else ""
                 raise ConfigError(message) from error
-
-    def _reach(self) -> None:
-        """Raise UnreachableError if a store in S3 cannot be reached. Only the first call sends anything."""
-        if not self._is_reached:
-            check_reachable(endpoint_of(self._own))
-            self._is_reached = True
 
     @contextmanager
     def map_errors(self, what: str, *, listed: bool = False) -> Iterator[None]:

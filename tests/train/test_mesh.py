@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dataload import World, evaluate_over, fit, make_dataset, make_loader
+from dataload import World, evaluate_over, find_batch_size, fit, make_dataset, make_loader
 from dataload.errors import ConfigError
 from dataload.telemetry import stats_log
 
@@ -371,6 +371,23 @@ def train_tied(folder, checkpoints):
 @NEEDS_FSDP
 def test_a_sharded_model_with_tied_weights_resumes(ranks, folder, tmp_path):
     assert ranks(2, train_tied, folder, tmp_path) == [[0, 1]] * 2
+
+
+def search_batch_size():
+    def run():
+        model = Tied()
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        find_batch_size(model, optimizer, torch.zeros(1, dtype=torch.long), lambda model, batch: model(batch).mean())
+
+    return group_ended(run)
+
+
+@NEEDS_FSDP
+def test_the_batch_size_of_a_sharded_model_is_not_searched(ranks):
+    for error in ranks(2, search_batch_size):
+        assert isinstance(error, ConfigError)
+        assert "would hang once the memory of one rank is full" in str(error)
 
 
 class CrashError(Exception):
