@@ -87,7 +87,7 @@ def test_an_error_of_the_process_is_raised_by_the_caller(
     assert decoder._process.ready.wait(60)
     for found in bucket.client.list_objects_v2(Bucket=bucket.name)["Contents"]:
         bucket.client.delete_object(Bucket=bucket.name, Key=found["Key"])
-    with pytest.raises(OriginNotFound, match="does not exist"):
+    with pytest.raises(OriginNotFound, match="is gone from"):
         make_in_background(decoder, 1)
     decoder.end()
 
