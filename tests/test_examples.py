@@ -223,7 +223,7 @@ def test_every_example_is_short_and_on_the_page_of_trainers():
     assert blocks.keys() == {path.name for path in EXAMPLES}
     for path in EXAMPLES:
         lines = [line.strip() for line in path.read_text().splitlines()]
-        assert len(lines) <= 80
+        assert len(lines) <= (80 if path.name == "train_plain_ddp.py" else 60)  # it also saves and resumes by itself
         shown = [line.strip() for line in blocks[path.name].splitlines() if line.strip() not in ("", "...")]
         assert len(shown) >= 3
         places = [lines.index(line) for line in shown]
