@@ -122,8 +122,8 @@ def fit(
         One dict per epoch, including those before a resume, with: "epoch"; "loss" and the logged scalars, averaged over
         the rows of all ranks; "rows" of all ranks; "seconds" and "wait_seconds" (waiting for batches), averaged over
         processes; "skipped_steps" (overflows in fp16); "rows_per_second"; "stall_fraction"; the counts in the loader's
-        stats, summed over processes, tensor-parallel peers included; and the scalars of `evaluate` on this rank (before
-        a resume: on rank 0), named `evaluate.name` if the name is taken.
+        stats, summed over processes, tensor-parallel peers included, and only since the last resume; and the scalars of
+        `evaluate` on this rank (before a resume: on rank 0), named `evaluate.name` if the name is taken.
 
     Raises:
         ConfigError: An argument is invalid, ranks see different data or checkpoints, or a state is not plain data.
