@@ -127,7 +127,7 @@ def parse_bytes(name: str, size: int | str) -> int:
     """
     try:
         is_number = isinstance(size, numbers.Real) or str(size).isdecimal()
-        count = int(size) if is_number else int(bitmath.parse_string(size).bytes)
+        count = int(size) if is_number else round(bitmath.parse_string(size).bytes)
     except (ValueError, TypeError, OverflowError):  # the last for an infinite number
         raise ConfigError(f"{name}={size!r} is not a size: give bytes or text such as '500GB' or '4MiB'") from None
     if count <= 0:

@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from dataload.cache.division import FITS, Need
 from dataload.errors import ConfigError, DataError, OriginError
 from dataload.rows.row_group_cache import RowGroupCache
+from dataload.runtime.text import at_least
 from dataload.samplers.order import Order
 
 if TYPE_CHECKING:
@@ -133,7 +134,9 @@ def need_of(sources: Sequence[tuple[Order, RowGroupCache]], limit: int, name: by
     sizes = np.array([blobs.bytes_of(number) for _, blobs in sources for number in range(len(blobs.group_numbers))])
     at_once, window = map(sum, zip(*(needed(order, blobs, node_share) for order, blobs in sources), strict=True))
     need = Need.of(name, groups, sizes.astype(np.float64), window, at_once, node_share)
-    _check_fits(sources[0][0], limit, at_once, need.window)
+    if limit < need.window:
+        whole = sum(blobs.whole_on_disk() for _, blobs in sources) * node_share
+        raise _too_small(sources[0][0], limit, at_once, need.window, math.ceil(max(whole, need.window) / FITS))
     return replace(need, window=min(limit, math.ceil(need.window / FITS)))  # on disk
 
 
@@ -181,16 +184,15 @@ def needed(order: Order, blobs: RowGroupCache, node_share: float = 1.0) -> tuple
     return groups, sum(sorted(map(blobs.bytes_of, range(every)), reverse=True)[:groups])
 
 
-def _check_fits(order: Order, limit: int, groups: int, need: int) -> None:
-    """Raise ConfigError if `need` bytes, of `groups` row groups, exceed a cache of `limit` bytes."""
-    if limit >= need:
-        return
+def _too_small(order: Order, limit: int, groups: int, need: int, whole: int) -> ConfigError:
+    """Return the error for `need` bytes, of `groups` row groups, in a cache of `limit` bytes. whole: for all rows."""
     if order.shuffle == "full":
-        raise ConfigError(
-            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset decoded, {decimal(need)}; "
-            f"raise cache_bytes to {need} or more, choose fewer columns, or shuffle='block'"
+        return ConfigError(
+            f"cache_bytes={limit} is too small: shuffle='full' needs the whole dataset, {decimal(need)} decoded; "
+            f"raise cache_bytes to '{at_least(whole)}' or more, choose fewer columns, or shuffle='block'"
         )
-    raise ConfigError(
+    return ConfigError(
         f"cache_bytes={limit} is too small: two windows of {groups // 2} row groups must fit, {decimal(need)} decoded; "
-        f"raise cache_bytes to {need} or more, choose fewer columns, or lower window"
+        f"raise cache_bytes to '{at_least(math.ceil(need / FITS))}' or more ('{at_least(whole)}' for the whole "
+        "dataset), choose fewer columns, or lower window"
     )

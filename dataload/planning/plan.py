@@ -19,6 +19,7 @@ from dataload.formats.base import SHARED_BYTES
 from dataload.loader.capacity import needed
 from dataload.planning.simulate import Costs, Fetched, Files, Reader, footers
 from dataload.planning.warm import usual_window
+from dataload.runtime.text import at_least
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.order import Order
 from dataload.samplers.window_size import GOAL, WindowTrade, weigh_window
@@ -192,7 +193,7 @@ def advice(plan: Plan, sizes: list[int], usual: WindowTrade) -> Iterator[str]:
         usual: Quality and cost of the default window.
     """
     if plan.later_epoch and plan.later_epoch.bytes:
-        yield f"with cache_bytes={decimal(plan.cache_bytes_needed)} or more, later epochs fetch nothing"
+        yield f"with cache_bytes='{at_least(plan.cache_bytes_needed)}' or more, later epochs fetch nothing"
     if len(sizes) > 1 and (typical := sorted(sizes)[len(sizes) // 2]) < SHARED_BYTES:
         yield f"row groups of {decimal(typical)} are small: write them of 1 MB or more, so that each is a request"
     if max(sizes, default=0) > LARGE_BYTES:

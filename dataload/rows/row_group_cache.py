@@ -17,6 +17,7 @@ from dataload.cache.tier import BlobKey, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
 from dataload.errors import DataError
+from dataload.formats.base import SHARED_BYTES
 from dataload.formats.schema import Layout
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.making.bunches import Member, is_small, make_together
@@ -31,6 +32,8 @@ from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.turns import next_turn
 from dataload.telemetry.wait_timeline import doing
+
+FOOTER_BYTES = 256  # at most, of a row group's column in footers and manifest, unless its values are long
 
 
 class RowGroupCache(SizeForecast):
@@ -185,6 +188,14 @@ class RowGroupCache(SizeForecast):
         """Return an estimate of the file size of each blob of a row group, in bytes."""
         sizes = zip(self.plan.blob_sizes(number), self.keys(number), strict=True)
         return [size_on_disk(size, key.name) for size, key in sizes]
+
+    def whole_on_disk(self) -> int:
+        """Return an upper bound of the bytes on disk of all row groups, with footers and the blocks of small ones."""
+        groups = self._manifest.row_groups
+        shared = {group.file for group in groups if group.bytes < SHARED_BYTES}
+        decoded = sum(sum(self.sizes_on_disk(number)) for number in range(len(groups)))
+        footers = FOOTER_BYTES * len(groups) * len(self._manifest.schema)
+        return decoded + footers + sum(file.size for file in shared)
 
     def _made_once(self, number: int, keys: list[BlobKey], span: Span | None, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group, or `span` of each. Make them, unless another process or host does."""

@@ -1,6 +1,8 @@
-"""Counts and times as text."""
+"""Counts, sizes and times as text."""
 
 from __future__ import annotations
+
+import math
 
 
 def counted(number: int, noun: str) -> str:
@@ -15,3 +17,9 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def at_least(size: int) -> str:
+    """Return `size` bytes, rounded up, as `cache_bytes` takes it: "1.3GB"."""
+    power = min(max(1, (len(str(size)) - 1) // 3), 5)
+    return f"{math.ceil(size / 1000**power * 10) / 10:.1f}{' kMGTP'[power]}B"

@@ -9,18 +9,23 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dataload import CacheConfig, World, make_dataset, make_loader
+from dataload.cache.config import parse_bytes
 from dataload.cache.division import FITS
 from dataload.cli.commands.doctor import _row_bytes, _store
-from dataload.errors import OriginError
+from dataload.errors import ConfigError, OriginError
 from dataload.loader.capacity import check_shared_memory, need_of
+from dataload.planning.warm import warm
 from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.memory_budget import MemoryBudget, ReservationCancelled
+from dataload.runtime.text import at_least
 from dataload.samplers.order import Order
 
 noise = np.random.default_rng(0)
@@ -154,6 +159,30 @@ def test_capacity_is_for_values_not_for_their_codes(tmp_path: Path) -> None:
     for _ in range(2):
         assert sum(len(batch["text"]) for batch in loader) == 40_000
     assert dataset.blocks.stats()["refused"] == 0
+
+
+@hypothesis.given(st.integers(1, 10**17))
+def test_sizes_as_text_are_rounded_up(size: int) -> None:
+    assert size <= parse_bytes("cache_bytes", at_least(size)) <= 1.1 * size + 100
+
+
+@pytest.mark.parametrize("shuffle", ["full", "block"])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_sizes_in_the_error_of_a_small_cache_work_as_printed(shuffle: str, is_text: bool, tmp_path: Path) -> None:
+    """The loader accepts the first size; the last one holds the whole dataset, as `dataload warm` needs."""
+    if is_text:
+        url, _ = texts(tmp_path, 10)
+    else:
+        url = str(tmp_path / "x.parquet")
+        pq.write_table(pa.table({"x": noise.random(10_000)}), url, row_group_size=100)
+    options: dict[str, Any] = {"window": 2, "shuffle": shuffle}
+    with pytest.raises(ConfigError) as caught:
+        make_loader(url, 32, cache=CacheConfig(str(tmp_path / "small"), 1000), **options)
+    sizes = re.findall(r"'([^']*B)'", str(caught.value))
+    assert len(sizes) == 1 + (shuffle == "block")
+    make_loader(url, 32, cache=CacheConfig(str(tmp_path / "enough"), sizes[0]), **options)
+    dataset = make_dataset(url, cache=CacheConfig(str(tmp_path / "whole"), sizes[-1]))
+    assert warm(dataset.rowstore.blobs, range(len(dataset.row_groups))) == len(dataset.row_groups)
 
 
 @pytest.mark.parametrize(("groups", "further"), [(40, 4), (1000, 9), (4000, 16)])

@@ -376,7 +376,7 @@ def test_each_advice_has_its_reason(origin: Origin, tmp_path: Path) -> None:
     mixed = replace(usual, variance_ratio=2.0)
     assert list(advice(calm, sizes, mixed)) == []
     partial = replace(calm, later_epoch=Fetched(1, 1), cache_bytes_needed=7_000_000)
-    assert list(advice(partial, sizes, mixed)) == ["with cache_bytes=7.0 MB or more, later epochs fetch nothing"]
+    assert list(advice(partial, sizes, mixed)) == ["with cache_bytes='7.0MB' or more, later epochs fetch nothing"]
     small = "row groups of 1.0 kB are small: write them of 1 MB or more, so that each is a request"
     assert list(advice(calm, [1000, 1000], mixed)) == [small]
     assert list(advice(calm, [1000], mixed)) == []
