@@ -16,6 +16,7 @@ from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.setup import default_limit, preflight
 from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import ConfigError
+from dataload.loader.capacity import need_of
 
 IN_MEMORY = frozenset({"ramfs", "rootfs", "tmpfs"})
 SMALL_CACHE_BYTES = 10**9  # below this, a default limit is reported as too small
@@ -45,9 +46,12 @@ def usable(case: Case) -> Finding:
         return problem(what, advice)
     except OSError as error:
         return problem(reason(error), "name a folder of your own: --cache-dir")
-    if not os.access(case.existing, os.W_OK | os.X_OK, effective_ids=True):
+    try:
+        tempfile.TemporaryDirectory(dir=case.existing, prefix="dataload-doctor-").cleanup()
+    except OSError as error:  # os.access() tells it neither to root nor for /proc
         return problem(
-            f"user {os.geteuid()} may not write to {case.existing}", "name a folder of your own: --cache-dir"
+            f"user {os.geteuid()} may not write to {case.existing}: {error.strerror}",
+            "name a folder of your own: --cache-dir",
         )
     return ok("the folder is a cache or can become one")
 
@@ -58,7 +62,7 @@ def capacity(case: Case) -> Finding:
         free, used = shutil.disk_usage(case.existing).free, _used(case.folder)
     except lmdb.Error as error:
         return problem(f"the index of {case.folder} cannot be read: {reason(error)}", "dataload cache verify --repair")
-    limit = case.cache_bytes or default_limit.stored(case.folder) or default_limit.proposed(case.existing, used)
+    limit = _limit(case, used)
     message = f"{decimal(free)} are free on the disk of {case.folder}"
     if limit > free + used:
         return problem(
@@ -69,6 +73,24 @@ def capacity(case: Case) -> Finding:
     if case.cache_bytes is None and limit < SMALL_CACHE_BYTES:
         return problem(message, "free some space, or name a folder on a larger disk: --cache-dir /nvme/cache")
     return ok(message)
+
+
+def size(case: Case) -> Finding:
+    """Check that a loader of the dataset accepts the limit of the cache."""
+    if case.reads is None:
+        return ok("not checked without a dataset that can be read")
+    limit = _limit(case, _used(case.folder))
+    try:
+        need_of([case.reads], limit, bytes(16), 1 / case.reads[0].num_streams)
+    except ConfigError as error:
+        what, _, advice = str(error).partition("; ")
+        return problem(what, advice)
+    return ok(f"{decimal(limit)} hold what the default shuffle reads at a time")
+
+
+def _limit(case: Case, used: int) -> int:
+    """Return the limit of a cache that holds `used` bytes."""
+    return case.cache_bytes or default_limit.stored(case.folder) or default_limit.proposed(case.existing, used)
 
 
 def _used(folder: Path) -> int:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dataload.runtime.redact import redacted
+
+if TYPE_CHECKING:
+    from dataload.rows.row_group_cache import RowGroupCache
+    from dataload.samplers.order import Order
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 _USERINFO = re.compile(r"[^\s/@]+:[^\s/]*@")  # of an address without "//", which `redacted` does not match
@@ -52,6 +57,7 @@ class Case:
         prefetch: Batches that each worker prefetches.
         pin_memory: Whether batches are pinned.
         row_bytes: Size of a decoded row in bytes. None: unknown.
+        reads: The order of a loader and the row groups that it reads. None: unknown.
         cluster: URL of the cluster. None: no cluster.
         allow_network_filesystem: Whether `folder` may be on a network filesystem.
         mounts: Where the kernel lists the mounts.
@@ -66,6 +72,7 @@ class Case:
     prefetch: int = 2
     pin_memory: bool = False
     row_bytes: int | None = None
+    reads: tuple[Order, RowGroupCache] | None = None
     cluster: str | None = field(default=None, repr=False)
     allow_network_filesystem: bool = False
     mounts: Path = Path("/proc/self/mountinfo")

@@ -13,6 +13,7 @@ MACHINE: dict[str, Callable[[Case], Finding]] = {
     "cache filesystem": cache_dir.filesystem,
     "cache folder": cache_dir.usable,
     "cache capacity": cache_dir.capacity,
+    "cache size": cache_dir.size,
     "locks": cache_dir.locks,
     "shared memory": limits.shared_memory,
     "open files": limits.descriptors,

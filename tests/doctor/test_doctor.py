@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +31,7 @@ import s3fs
 import typer
 from rich.filesize import decimal
 
+from dataload import make_loader
 from dataload.cache.filesystem import open_source
 from dataload.cache.local.index import Index, Row
 from dataload.catalog import manifest
@@ -121,7 +123,8 @@ def test_a_folder_of_other_files(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
-    assert "may not write to /proc" in line(cache_dir.usable(Case(Path("/proc/sys/cache"))))
+    for folder in ("/proc/sys/cache", "/proc/cache"):
+        assert "may not write to /proc" in line(cache_dir.usable(Case(Path(folder))))
 
 
 @pytest.fixture
@@ -554,6 +557,34 @@ def test_rows_of_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert narrow.pin_memory
     with pytest.raises(ConfigError, match="did you mean 'label'"):
         doctor(str(tmp_path / "x.parquet"), columns="labels")
+
+
+@pytest.mark.parametrize("window", [1, None])
+def test_a_cache_that_a_loader_would_refuse(
+    window: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The window of the loader, by default of all files together, decides what must fit."""
+    for file in range(4):
+        pq.write_table(pa.table({"x": np.arange(file, file + 40_000) * 7}), tmp_path / f"{file}.parquet")
+
+    def found(cache_bytes: str) -> dict[str, str]:
+        sizes = {"window": window, "cache_dir": tmp_path / "cache", "cache_bytes": cache_bytes}
+        with suppress(typer.Exit):
+            doctor(f"{tmp_path}/*.parquet", as_json=True, **sizes)
+        checks: dict[str, dict[str, str]] = json.loads(capsys.readouterr().out)["checks"]
+        return checks["cache size"]
+
+    for cache_bytes in ("500kB", "1MB"):
+        loader = {"window": window, "cache_dir": str(tmp_path / "its cache"), "cache_bytes": cache_bytes}
+        if cache_bytes == "1MB" and window:
+            make_loader(f"{tmp_path}/*.parquet", 10, **loader)
+            assert found(cache_bytes)["status"] == "ok"
+        else:
+            with pytest.raises(ConfigError) as error:
+                make_loader(f"{tmp_path}/*.parquet", 10, **loader)
+            assert found(cache_bytes)["status"] == "problem"
+            assert str(error.value) == "; ".join([found(cache_bytes)["what"], found(cache_bytes)["advice"]])
+    assert found("2MB")["status"] == "ok"
 
 
 def test_what_may_be_listed_but_not_read(case: Case, address: str, answers: Answers) -> None:

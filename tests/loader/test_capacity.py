@@ -19,7 +19,7 @@ import pytest
 from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.cache.config import parse_bytes
 from dataload.cache.division import FITS
-from dataload.cli.commands.doctor import _row_bytes, _store
+from dataload.cli.commands.doctor import _reads, _store
 from dataload.errors import ConfigError, OriginError
 from dataload.loader.capacity import check_shared_memory, need_of
 from dataload.planning.warm import warm
@@ -315,7 +315,9 @@ def test_the_doctor_estimates_with_values_too(bucket: Any) -> None:
     values = [f"{'hello world ' * (number % 100)}" for number in range(3000)]
     bucket.put_table("texts/0.parquet", pa.table({"text": values}))
     store = _store(f"s3://{bucket.name}/texts", json.dumps(bucket.options))
-    assert _row_bytes(store, None) == pytest.approx(np.mean([len(value) + 8 for value in values]), rel=0.01)
+    reads = _reads(store, None, None, quiet=True)
+    assert reads is not None
+    assert reads[1].row_bytes == pytest.approx(np.mean([len(value) + 8 for value in values]), rel=0.01)
 
 
 def test_a_dataset_without_row_groups_has_no_samples(tmp_path: Path) -> None:

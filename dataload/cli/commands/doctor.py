@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,15 +16,18 @@ from dataload.cli.commands.options import (
     Columns,
     Json,
     StorageOptions,
+    Window,
     config,
     mapping,
     names,
 )
-from dataload.cli.console import FOUND_A_PROBLEM, show, table
+from dataload.cli.console import FOUND_A_PROBLEM, progress, show, table
 
 if TYPE_CHECKING:
     from dataload.doctor.finding import Finding
     from dataload.doctor.object_store import Store
+    from dataload.rows.row_group_cache import RowGroupCache
+    from dataload.samplers.order import Order
 
 
 def doctor(
@@ -38,6 +40,7 @@ def doctor(
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,
     pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Check for pinned batches, as for a GPU.")] = False,
     columns: Columns = None,
+    window: Window = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
@@ -51,6 +54,7 @@ def doctor(
 
     cache_config = config(cache_dir, cache_bytes)
     store = None if url is None else _store(url, storage_options)
+    reads = _reads(store, names(columns), window, quiet=as_json) if store else None
     case = Case(
         cache_config.folder,
         cache_config.limit,
@@ -59,7 +63,8 @@ def doctor(
         num_workers=num_workers,
         prefetch=prefetch,
         pin_memory=pin_memory,
-        row_bytes=_row_bytes(store, names(columns)) if store else None,
+        row_bytes=reads[1].row_bytes if reads else None,
+        reads=reads,
         cluster=cluster,
         allow_network_filesystem=allow_network_filesystem,
     )
@@ -91,25 +96,40 @@ def _store(url: str, storage_options: str | None) -> Store:
     return Store(url, Blocks.uncached(blocks.origin))  # bypasses the cache of a tiercache:: URL
 
 
-def _row_bytes(store: Store, columns: list[str] | None) -> int | None:
-    """Return the size of a decoded row of the first file in bytes.
+def _reads(
+    store: Store, columns: list[str] | None, window: int | None, *, quiet: bool
+) -> tuple[Order, RowGroupCache] | None:
+    """Return the order of a loader of this host, and the row groups that it reads.
 
-    Return None if the file cannot be read: the checks report why. Raise ConfigError for a missing column.
+    Return None if the files cannot be read: the checks report why. Raise ConfigError for a missing column.
     """
     from dataload.catalog.manifest import manifest_of
     from dataload.doctor.finding import OK
     from dataload.doctor.object_store import endpoint
     from dataload.errors import ConfigError
+    from dataload.planning.warm import order_of
     from dataload.rows.row_group_cache import RowGroupCache
 
     if endpoint(store).status != OK:
         return None
     try:
-        manifest = manifest_of(dict(islice(store.objects.items(), 1)), store.blocks)
+        with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
+            manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1))
         blobs = RowGroupCache(manifest, manifest.select(columns), store.blocks)
         blobs.measure()
     except ConfigError:
         raise
     except Exception:  # noqa: BLE001 (stores raise errors of many types)
         return None
-    return blobs.row_bytes
+    return order_of(manifest, window=window, num_streams=_num_streams()), blobs
+
+
+def _num_streams() -> int:
+    """Return the streams of the ranks' order; 1 if the ranks contradict each other, which a check reports."""
+    from dataload.errors import ConfigError
+    from dataload.world import World
+
+    try:
+        return World.detect().num_streams
+    except ConfigError:
+        return 1
