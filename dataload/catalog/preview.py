@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Blocks
-from dataload.catalog.footer_cache import read_footer
+from dataload.catalog.footer_cache import FooterReader, read_footer
 from dataload.catalog.manifest import Manifest
 from dataload.errors import DataError
 from dataload.formats.schema import Field, fields_of, flatten_table
@@ -28,25 +28,42 @@ class PreviewColumn:
         type: Arrow type.
         batch: Its form in a batch of B rows; None: no batch can hold it.
         problem: The reason why not, or None.
+        nulls: Number of nulls; None: unknown.
     """
 
     name: str
     type: str
     batch: str | None
     problem: str | None
+    nulls: int | None
 
 
-def preview_columns(schema: pa.Schema) -> list[PreviewColumn]:
-    """Return each column of a flat schema with its form in a batch."""
-    columns = []
-    for field in schema:
+def preview_columns(manifest: Manifest, columns: Sequence[str], blocks: Blocks) -> list[PreviewColumn]:
+    """Return these columns with their form in a batch and their number of nulls."""
+    described, nulls = [], _null_counts(manifest, columns, blocks)
+    for field in map(manifest.schema.field, columns):
         form, problem = None, None
         try:
             form = _form(*fields_of(pa.schema([field])))
         except DataError as error:
             problem = str(error)
-        columns.append(PreviewColumn(field.name, str(field.type), form, problem))
-    return columns
+        described.append(PreviewColumn(field.name, str(field.type), form, problem, nulls.get(field.name)))
+    return described
+
+
+def _null_counts(manifest: Manifest, columns: Sequence[str], blocks: Blocks) -> dict[str, int]:
+    """Return the nulls of each column by the statistics of the footers, without columns of which they are unknown."""
+    footers, counts = FooterReader(blocks), dict.fromkeys(columns, 0)
+    for group in manifest.row_groups:
+        constants, footer = dict(group.constants), footers.read(group.file, group.footer_at)
+        for name in list(counts) if group.rows else ():
+            stored = name not in constants
+            count = footer.null_count(group.number, [name]) if stored else group.rows * (constants[name] is None)
+            if count is None or (count and pa.types.is_nested(manifest.schema.field(name).type)):
+                del counts[name]
+            else:
+                counts[name] += count
+    return counts
 
 
 def first_rows(manifest: Manifest, columns: Sequence[str], blocks: Blocks, count: int) -> list[dict[str, Any]]:

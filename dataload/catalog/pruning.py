@@ -86,7 +86,7 @@ def _by_statistics(
     for group in groups:
         if group.number not in possible:
             yield False
-        elif proves and group.number not in failing and footer.is_without_nulls(group.number, stored):
+        elif proves and group.number not in failing and footer.null_count(group.number, stored) == 0:
             yield True
         else:
             yield None

@@ -77,8 +77,11 @@ class Footer(Protocol):
             guarantee: An expression that holds in all rows of the file.
         """
 
-    def is_without_nulls(self, number: int, columns: Collection[str]) -> bool:
-        """Return whether statistics prove that these columns have no nulls in a row group."""
+    def null_count(self, number: int, columns: Collection[str]) -> int | None:
+        """Return the nulls of these columns in a row group by its statistics; None: unknown.
+
+        The count of a column of lists has the empty lists too.
+        """
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         """Return whether `open_row_group` leaves waiting for the origin to the reader's `wait`."""

@@ -94,9 +94,11 @@ class ParquetFooter:
 
         return pads.ParquetFileFormat().make_fragment(pa.py_buffer(self._data), partition_expression=guarantee)
 
-    def is_without_nulls(self, number: int, columns: Collection[str]) -> bool:
+    def null_count(self, number: int, columns: Collection[str]) -> int | None:
         known = [chunk.statistics for chunk in self._chunks(number, columns)]
-        return all(each is not None and each.has_null_count and each.null_count == 0 for each in known)
+        if not all(each is not None and each.has_null_count for each in known):
+            return None
+        return sum(int(each.null_count) for each in known)
 
     @contextmanager
     def open_row_group(

@@ -641,7 +641,8 @@ def test_head_of_columns_that_no_batch_can_hold(run: Run, tmp_path: Path) -> Non
     columns = {column["name"]: column for column in found["columns"]}
     assert columns["u"]["batch"] is None
     assert columns["u"]["problem"].startswith("column 'u' has type dense_union<")
-    assert columns["x"] == {"name": "x", "type": "int64", "batch": "Tensor[B] of int64", "problem": None}
+    form = {"name": "x", "type": "int64", "batch": "Tensor[B] of int64", "problem": None}
+    assert columns["x"] == {**form, "nulls": None}  # Arrow IPC has no statistics.
     zeros = f"<20 bytes: {'00' * 16}…>"
     assert found["first_rows"] == [
         {"u": 7, "x": 1, "s.a": zeros, "s.b": "nan", "label": "cat"},
@@ -650,6 +651,30 @@ def test_head_of_columns_that_no_batch_can_hold(run: Run, tmp_path: Path) -> Non
     shown = run("head", str(tmp_path / "data"))
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "column 'u' has type dense_union" in " ".join(shown.stdout.split())
+
+
+def test_head_counts_the_nulls_of_each_column(run: Run, tmp_path: Path) -> None:
+    """Statistics of list columns count empty lists as well."""
+    none = {"x": [None, 1, None], "s": [None, {"a": 1, "b": None}, {"a": 2, "b": 3.0}], "every": [[], [1], None]}
+    some = {"x": [1, 2, 3], "s": [{"a": 1, "b": 2.0}] * 3, "every": [[1]] * 3}
+    schema = pa.schema([("x", pa.int64()), ("s", pa.struct({"a": pa.int64(), "b": pa.float64()}))])
+    schema = schema.append(pa.field("every", pa.list_(pa.int64()))).append(pa.field("full", pa.list_(pa.int64())))
+    for key, table in (("__HIVE_DEFAULT_PARTITION__", none), ("cat", some)):
+        path = tmp_path / "data" / f"label={key}" / "x.parquet"
+        path.parent.mkdir(parents=True)
+        pq.write_table(pa.table({**table, "full": [[1], [2], [3]]}, schema), path, row_group_size=2)
+    found = json.loads(run("head", str(tmp_path / "data"), "--json").stdout)["columns"]
+    counts = {"x": 2, "s.a": 1, "s.b": 2, "every": None, "full": 0, "label": 3}
+    assert {column["name"]: column["nulls"] for column in found} == counts
+    shown = run("head", str(tmp_path / "data"), "--rows", "0").stdout
+    assert re.sub(r" +", " ", shown).splitlines()[1:] == [
+        "x int64: Tensor[B] of int64, 2 nulls",
+        "s.a int64: Tensor[B] of int64, 1 null",
+        "s.b double: Tensor[B] of float64, 2 nulls",
+        "every list<element: int64>: list[Tensor] of int64, may have nulls",
+        "full list<element: int64>: list[Tensor] of int64",
+        "label string: list[str], 3 nulls",
+    ]
 
 
 def test_head_of_folders_alone_and_of_no_rows(at_bucket: Run, bucket: Any) -> None:

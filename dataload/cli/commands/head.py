@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -24,6 +24,9 @@ from dataload.cli.commands.options import (
 from dataload.cli.console import show, table
 from dataload.runtime.text import counted
 
+if TYPE_CHECKING:
+    from dataload.catalog.preview import PreviewColumn
+
 SHOWN_BYTES = 16  # of a binary value
 SHOWN_CHARACTERS = 60  # of a value in text
 
@@ -38,15 +41,13 @@ def head(
     storage_options: StorageOptions = None,
     as_json: Json = False,
 ) -> None:
-    """Show columns, their form in batches, and the first rows."""
-    import pyarrow as pa
-
+    """Show columns, their form in batches and nulls, and the first rows."""
     from dataload.catalog.preview import first_rows, preview_columns
 
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
     manifest, blocks, objects = open_manifest(url, storage_options, cache_config, quiet=as_json)
     chosen = manifest.select(names(columns))
-    described = preview_columns(pa.schema([manifest.schema.field(name) for name in chosen]))
+    described = preview_columns(manifest, chosen, blocks)
     first = [{name: _plain(value) for name, value in row.items()} for row in first_rows(manifest, chosen, blocks, rows)]
     figures = {
         "objects": len(objects),
@@ -56,13 +57,17 @@ def head(
     }
     shape = f"{counted(figures['rows'], 'row')} in {counted(figures['row_groups'], 'row group')}"
     lines = [("dataset", f"{counted(figures['objects'], 'object')}, {decimal(figures['bytes'])}; {shape}")]
-    lines += [(column.name, f"{column.type}: {column.batch or column.problem}") for column in described]
+    lines += [(column.name, f"{column.type}: {column.batch or column.problem}{_nulls(column)}") for column in described]
     lines += [(f"row {number}", _text(row)) for number, row in enumerate(first)]
     show(
         {**figures, "columns": [asdict(column) for column in described], "first_rows": first},
         table(lines),
         as_json=as_json,
     )
+
+
+def _nulls(column: PreviewColumn) -> str:
+    return ", may have nulls" if column.nulls is None else f", {counted(column.nulls, 'null')}" if column.nulls else ""
 
 
 def _plain(value: Any) -> Any:

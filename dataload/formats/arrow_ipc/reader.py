@@ -85,8 +85,8 @@ class ArrowFooter:
     def for_statistics(self, guarantee: object) -> None:  # noqa: ARG002
         return None
 
-    def is_without_nulls(self, number: int, columns: Collection[str]) -> bool:  # noqa: ARG002
-        return False
+    def null_count(self, number: int, columns: Collection[str]) -> None:  # noqa: ARG002
+        return None
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:  # noqa: ARG002 (whatever the record batch)
         return blocks.origin.is_local
