@@ -659,10 +659,10 @@ def test_head_counts_the_nulls_of_each_column(run: Run, tmp_path: Path) -> None:
     some = {"x": [1, 2, 3], "s": [{"a": 1, "b": 2.0}] * 3, "every": [[1]] * 3}
     schema = pa.schema([("x", pa.int64()), ("s", pa.struct({"a": pa.int64(), "b": pa.float64()}))])
     schema = schema.append(pa.field("every", pa.list_(pa.int64()))).append(pa.field("full", pa.list_(pa.int64())))
-    for key, table in (("__HIVE_DEFAULT_PARTITION__", none), ("cat", some)):
+    for key, values in (("__HIVE_DEFAULT_PARTITION__", none), ("cat", some)):
         path = tmp_path / "data" / f"label={key}" / "x.parquet"
         path.parent.mkdir(parents=True)
-        pq.write_table(pa.table({**table, "full": [[1], [2], [3]]}, schema), path, row_group_size=2)
+        pq.write_table(pa.table({**values, "full": [[1], [2], [3]]}, schema), path, row_group_size=2)
     found = json.loads(run("head", str(tmp_path / "data"), "--json").stdout)["columns"]
     counts = {"x": 2, "s.a": 1, "s.b": 2, "every": None, "full": 0, "label": 3}
     assert {column["name"]: column["nulls"] for column in found} == counts
