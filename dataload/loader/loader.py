@@ -163,10 +163,10 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         tail = (rows - cursor) % step
         # Without padding, accelerate must not cut anything off the last batch.
         remainder, end = (0, rows - tail) if sampler.drop_last else (tail, rows)
-        stats = self._stats = LoaderStats(epoch, memory_bytes=self.dataset.rowstore.blobs.memory.limit)
+        device = self.device or device or trainer_device()
+        stats = self._stats = _new_stats(self, epoch, device)
         needs = Needs(_needs(sampler, epoch, cursor))
         in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
-        device = self.device or device or trainer_device()
         with (
             recorded(self.dataset, sampler, stats, needs, in_flight, self.stats_dir or stats_dir) as recorder,
             closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
@@ -278,6 +278,24 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             # The traceback has the frame in torch that holds the error and the workers. In this reference cycle, the
             # garbage collector would close the workers' queues before it stops them, and wait 5 s for each worker.
             raise error.with_traceback(None)  # noqa: B904
+
+
+def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> LoaderStats:
+    stages = [stage for each in loader.dataset.datasets for stage in each.stages]
+    in_use = {
+        "num_workers": bool(loader.num_workers),
+        "num_threads": (loader.num_threads or 1) > 1,
+        "processes": any(stage.processes for stage in stages),
+        "map": bool(stages),
+        "pin_memory": device is not None and device.type == "cuda" if loader.pin_memory is None else loader.pin_memory,
+    }
+    return LoaderStats(
+        epoch,
+        memory_bytes=loader.dataset.rowstore.blobs.memory.limit,
+        rank=loader.sampler.rank,
+        world_size=loader.sampler.num_replicas,
+        settings=[name for name, is_used in in_use.items() if is_used],
+    )
 
 
 def _lookahead(

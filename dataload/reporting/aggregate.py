@@ -12,7 +12,7 @@ from statistics import fmean, median_low
 import numpy as np
 import numpy.typing as npt
 
-from dataload.telemetry.loader_stats import ADVICE, BY_SOURCE, MOST_ROW_IDS, LoaderStats, summed
+from dataload.telemetry.loader_stats import BY_SOURCE, MOST_ROW_IDS, PLACE, LoaderStats, summed
 from dataload.telemetry.stats_log import CLOCKS, Pass
 from dataload.telemetry.wait_timeline import CAUSES
 
@@ -92,15 +92,15 @@ class Epoch:
             record = self.ranks[rank]
             cause = max(record.stats.waits, key=record.stats.waits.__getitem__)
             delay = f"rank {rank} ({record.host}) waited {seconds:.1f} s longer for data than the median rank"
-            lines.append(f"{delay}, mostly on {cause}: {ADVICE[cause]}")
+            lines.append(f"{delay}, mostly on {cause}: {record.stats.advice(cause)}")
         return lines
 
 
 def added(stats: Sequence[LoaderStats]) -> LoaderStats:
     """Return the statistics of one epoch over several ranks: counts summed, seconds averaged."""
-    total = LoaderStats(stats[0].epoch)
+    total = LoaderStats(stats[0].epoch, settings=stats[0].settings)
     for field in fields(LoaderStats):
-        if field.name not in ("epoch", "waits", "skipped_row_ids", *BY_SOURCE):
+        if field.name not in ("epoch", "waits", "skipped_row_ids", *PLACE, *BY_SOURCE):
             values = [getattr(rank_stats, field.name) for rank_stats in stats]
             setattr(total, field.name, fmean(values) if field.name in AVERAGED else sum(values))
     total.skipped_row_ids = [row for rank_stats in stats for row in rank_stats.skipped_row_ids][:MOST_ROW_IDS]

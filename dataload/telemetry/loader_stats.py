@@ -14,20 +14,32 @@ from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
 TRAFFIC = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin", "memory_bytes")
 BY_SOURCE = ("rows_by_source", "waits_by_source", "bytes_by_source")  # empty if the dataset is no mixture
+PLACE = ("rank", "world_size", "settings")  # where the figures are from
 LOADING = ("origin", "cluster", "disk", "decode", "map")  # causes of waits for row groups
 MOST_SOURCES = 4  # named in one line
 TIERS = ("local", "cluster", "origin")
 MOST_ROW_IDS = 100  # of replaced rows, listed in the statistics
 MIN_STALL = 0.05  # stall fraction below which no advice is given
+WARM_MAPPED = "warm with dataload.planning.warm.warm"  # `dataload warm` cannot call the function of map
 ADVICE = {
     "origin": "the origin is the limit: warm the cache first, or add hosts",
     "cluster": "the cluster is the limit: give it more nodes, or the hosts larger caches",
     "disk": "the cache's disk is the limit: put cache_dir on a faster one",
     "decode": "decoding is the limit: warm the cache first, or give the job more cores",
-    "map": "the function of map is the limit: warm the cache first, use processes=, or give the job more cores",
+    "map": f"the function of map is the limit: use processes=, give the job more cores, or {WARM_MAPPED}",
     "collate": "making batches is the limit: use a larger batch, group= for many columns, or ragged='flat' for lists",
     "transform": "transform is the limit: use num_threads if it releases the interpreter lock, or else num_workers",
     "transfer": "copying to the device is the limit: use pin_memory, or smaller dtypes",
+}
+ADVICE_BESIDE = {  # (cause, setting in use): advice; the first setting counts
+    ("origin", "map"): f"the origin is the limit: {WARM_MAPPED}, or add hosts",
+    ("decode", "map"): f"decoding is the limit: {WARM_MAPPED}, or give the job more cores",
+    ("map", "processes"): f"the function of map is the limit: raise processes=, add cores, or {WARM_MAPPED}",
+    ("transform", "num_workers"): "transform is the limit: raise num_workers, or give the job more cores",
+    ("transform", "num_threads"): (
+        "transform is the limit: raise num_threads, or use num_workers if it holds the interpreter lock"
+    ),
+    ("transfer", "pin_memory"): "copying to the device is the limit: use smaller dtypes",
 }
 
 
@@ -60,6 +72,9 @@ class LoaderStats:
         waits_by_source: The part of `wait_seconds` for the row groups of each source, by name.
         bytes_by_source: `bytes_cluster` and `bytes_origin` by source, by name.
         waits: `wait_seconds` by cause, one of `dataload.telemetry.wait_timeline.CAUSES`.
+        rank: The data-parallel rank.
+        world_size: Number of data-parallel ranks; 0 if unknown, and for the sum of several ranks.
+        settings: The settings in use that the advice depends on: num_workers, num_threads, map, processes, pin_memory.
     """
 
     epoch: int = 0
@@ -80,6 +95,9 @@ class LoaderStats:
     waits_by_source: dict[str, float] = field(default_factory=dict)
     bytes_by_source: dict[str, int] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    rank: int = 0
+    world_size: int = 0
+    settings: list[str] = field(default_factory=list)
 
     def waited(self, causes: Mapping[str, float], elsewhere: Callable[[], str]) -> float:
         """Add a wait of the training loop. Return how long it waited for row groups, in seconds.
@@ -147,9 +165,10 @@ class LoaderStats:
     def __str__(self) -> str:
         read = f"cache hits {self.hit_rate:.1%}, " if self.hits + self.misses else ""
         skipped = f"{self.skipped_rows:,} rows that raised are replaced; " if self.skipped_rows else ""
+        where = f"epoch {self.epoch}" + (f", rank {self.rank} of {self.world_size}" if self.world_size > 1 else "")
         shared = f"{decimal(int(self.bytes_cluster))} from the cluster, " if self.bytes_cluster else ""
         return (
-            f"epoch {self.epoch}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
+            f"{where}: {self.rows:,} rows in {self.seconds:.1f} s ({self.rows_per_second:,.0f} rows/s), "
             f"{self.stall_fraction:.0%} of it waiting{self._advice()}; {skipped}"
             f"{read}{shared}{decimal(int(self.bytes_origin))} from the origin{self._sources()}"
         )
@@ -176,7 +195,12 @@ class LoaderStats:
         if self.stall_fraction < MIN_STALL:
             return ""
         rate = f" at {decimal(int(self.bytes_origin / self.seconds))}/s" if cause == "origin" else ""
-        return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}{rate}: {ADVICE[cause]}"
+        return f", {self.waits[cause] / self.wait_seconds:.0%} of that on {cause}{rate}: {self.advice(cause)}"
+
+    def advice(self, cause: str) -> str:
+        """Return the limit behind a cause of waits and a remedy, given the settings in use."""
+        beside = (ADVICE_BESIDE.get((cause, setting)) for setting in self.settings)
+        return next(filter(None, beside), ADVICE[cause])
 
 
 def summed(figures: Iterable[Mapping[str, float]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from dataload.errors import ConfigError
-from dataload.telemetry.loader_stats import BY_SOURCE, TRAFFIC, LoaderStats, summed
+from dataload.telemetry.loader_stats import BY_SOURCE, PLACE, TRAFFIC, LoaderStats, summed
 from dataload.telemetry.wait_timeline import CAUSES
 
 # A sample is due after EVERY seconds, or after 1/FINENESS of the epoch so far if that is longer. A long epoch then has
@@ -72,7 +72,7 @@ class Samples:
     def _append(self, *, ended: bool) -> None:
         if self._path is None:
             return
-        line = {**self._origin, "ended": ended, **asdict(self._stats)}
+        line = {**asdict(self._stats), **self._origin, "ended": ended}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab", buffering=0) as file:
@@ -186,12 +186,12 @@ def _lines(path: Path) -> Iterator[Pass]:
 
 
 def _pass(line: Any) -> Pass:
-    """Parse a line. Old lines lack `world_size`, `process` and the figures by source.
+    """Parse a line. Old lines lack `world_size`, `process`, `settings` and the figures by source.
 
     Raises:
         ValueError, KeyError, TypeError: No rank wrote such a line.
     """
-    names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", *BY_SOURCE}
+    names = {field.name for field in fields(LoaderStats)} - {"waits", "skipped_row_ids", *PLACE, *BY_SOURCE}
     counts = {name: _number(line[name]) for name in names}
     row_ids = [_number(index(row)) for row in line["skipped_row_ids"]]
     waits = {cause: _number(line["waits"][cause]) for cause in CAUSES}
@@ -202,7 +202,8 @@ def _pass(line: Any) -> Pass:
     numbers = line["rank"], line.get("world_size", 0), line.get("process", line["rank"])
     rank, world_size, process = (_number(index(number)) for number in numbers)
     began, ended = _number(line["began"]), bool(line["ended"])
-    stats = LoaderStats(**counts, skipped_row_ids=row_ids, waits=waits, **by_source)
+    place = {"rank": rank, "world_size": world_size, "settings": [*map(str, line.get("settings", ()))]}
+    stats = LoaderStats(**counts, skipped_row_ids=row_ids, waits=waits, **place, **by_source)
     return Pass(rank, world_size, process, host, began, ended, stats, [])
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from row_groups import make_in_background
 from timed_epoch import timed_epoch as epoch
 
-from dataload import CacheConfig, make_dataset, make_loader
+from dataload import CacheConfig, World, make_dataset, make_loader
 from dataload.benchmarks.origin import Origin
 from dataload.cache.local import blob_file
 from dataload.loader import device_copy
@@ -151,6 +152,42 @@ def test_the_cause_of_most_waits_is_advised_against(cause: str) -> None:
     stats.seconds = 100.0
     assert stats.stall_fraction < MIN_STALL
     assert ADVICE[cause] not in str(stats)
+
+
+@pytest.mark.parametrize(
+    ("cause", "options", "says", "says_not"),
+    [
+        ("transform", {"transform": dict}, "use num_threads", "raise"),
+        ("transform", {"transform": dict, "num_threads": 2}, "raise num_threads, or use", "use num_threads"),
+        ("transform", {"transform": dict, "num_workers": 1}, "raise num_workers", "num_threads"),
+        ("transfer", {"device": "cpu"}, "use pin_memory", "raise"),
+        ("transfer", {"device": "cpu", "pin_memory": True}, "use smaller dtypes", "pin_memory"),
+        ("origin", {}, "warm the cache first", "planning"),
+        ("origin", {"map": None}, "warm with dataload.planning.warm.warm", "warm the cache first"),
+        ("decode", {"map": None}, "warm with dataload.planning.warm.warm", "warm the cache first"),
+        ("map", {"map": None}, "use processes=", "warm the cache first"),
+        ("map", {"map": 1}, "raise processes=", "use processes="),
+    ],
+)
+def test_the_advice_is_for_the_settings_in_use(
+    cause: str, options: dict[str, Any], says: str, says_not: str, dataset: Any
+) -> None:
+    if "map" in options:
+        dataset, options = dataset.map(dict, version=1, processes=options["map"]), {}
+    loader = make_loader(dataset, ROWS * GROUPS, **options)
+    batches = iter(loader)
+    next(batches)
+    stats = loader.stats()
+    batches.close()
+    for text in (str(replace(stats, waits={cause: 1.0}, wait_seconds=1.0, seconds=1.0)), stats.advice(cause)):
+        assert says in text
+        assert says_not not in text
+
+
+def test_the_line_names_the_rank_among_several(dataset: Any) -> None:
+    for rank in (0, 1):
+        assert str(epoch(make_loader(dataset, 4, world=World(rank, 2)))).startswith(f"epoch 0, rank {rank} of 2: ")
+    assert str(epoch(make_loader(dataset, 4))).startswith("epoch 0: ")
 
 
 def test_the_computing_of_a_loop_is_no_wait(dataset: Any) -> None:
