@@ -72,7 +72,9 @@ def decode(
     if damaged == "mark" and (not isinstance(column, str) or size is None or crop != "center"):
         raise ConfigError("damaged='mark' needs the name of a column, size= and crop='center'")
     if isinstance(column, str):
-        return partial(_decode_column, column=column, size=size, crop=crop, damaged=damaged)
+        made = partial(_decode_column, column=column, size=size, crop=crop, damaged=damaged)
+        vars(made).update(__module__="dataload.images", __qualname__="decode")  # the name that errors of `map` show
+        return made
     if isinstance(column, (bytes, bytearray, memoryview)):
         raise ConfigError("decode takes the name of a column or a list of images, not one image: decode([image])")
     return _decoded(column, size, crop, "image")

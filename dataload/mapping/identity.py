@@ -59,8 +59,11 @@ _DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(_On
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the qualified name of a function, or of the class of a callable object, for people."""
-    while isinstance(function, functools.partial):
+    """Return the qualified name of a function, or of the class of a callable object, for people.
+
+    A `functools.partial` has the name of its function, unless it has one of its own.
+    """
+    while isinstance(function, functools.partial) and not hasattr(function, "__qualname__"):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__ or '__main__'}.{named.__qualname__}"
