@@ -1,4 +1,4 @@
-# Each target first creates .venv, which needs only Python 3.11 and pip.
+# Each target but `wheel` and `clean` first creates .venv, which needs only Python 3.11 and pip.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -91,9 +91,9 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # `build/lib` of an earlier build may have modules that are gone.
-wheel: setup
+wheel:
 	rm -rf build/lib
-	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
 # Pin the newest versions that pyproject.toml allows; torch stays at the pinned release.
 constraints: setup

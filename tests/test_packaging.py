@@ -68,6 +68,13 @@ def test_it_installs_into_an_empty_environment(wheel: Path, tmp_path: Path) -> N
     assert all(place.startswith(site) for place in where.split())
 
 
+def test_make_wheel_installs_no_development_environment(tmp_path: Path) -> None:
+    command = ["make", "--dry-run", "wheel", f"VENV={tmp_path / 'missing'}"]
+    planned = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "pip wheel" in planned
+    assert "pip install" not in planned
+
+
 def test_the_top_level_folders_are_linked() -> None:
     for name in LINKED:
         assert (ROOT / "dataload" / name).is_symlink()
