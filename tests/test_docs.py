@@ -30,6 +30,7 @@ import pytest
 import typer
 import yaml
 
+import dataload
 from dataload.cli import app
 
 ROOT = Path(__file__).parent.parent
@@ -320,6 +321,17 @@ def test_every_command_is_named():
 def test_what_the_reference_names_is_there():
     for name in re.findall(r"^::: (\S+)", (ROOT / "docs/reference.md").read_text(), re.MULTILINE):
         assert pkgutil.resolve_name(name).__doc__, name
+
+
+def test_the_reference_lists_each_public_name_and_its_module():
+    page = (ROOT / "docs/reference.md").read_text()
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| [^|]+ \| `([^|]+)` \|", page, re.MULTILINE))
+    assert [name for name in dataload.__all__ if name not in rows] == []
+    for name, path in rows.items():
+        found = pkgutil.resolve_name(f"dataload.{name}")
+        assert Path(inspect.getsourcefile(inspect.unwrap(found))).resolve() == ROOT / path, name
+        assert f"::: dataload.{name}\n" in page or issubclass(found, dataload.DataloadError), name
+    assert "docs/reference.md" in (ROOT / "README.md").read_text()
 
 
 def test_the_picture_of_the_order_is_of_this_order():
