@@ -22,6 +22,7 @@ from dataload.benchmarks.suite.rank import Epoch, Task
 
 MASK = (1 << 64) - 1
 EXIT_SECONDS = 5.0
+NO_ANSWER = "no answer"  # begins the error of a host whose patience is over
 
 
 class HostError(Exception):
@@ -158,7 +159,7 @@ class Host:
     def _error(self) -> str:
         """Return the error of the first rank that failed by itself."""
         if monotonic() >= self._until:
-            return f"no answer within {self._patience:.0f} s"
+            return f"{NO_ANSWER} within {self._patience:.0f} s"
         codes = [process.wait() for process in self._processes]
         rank = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
         for line in self._processes[rank].stdout:

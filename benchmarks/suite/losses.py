@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from rich.filesize import decimal
 
-from dataload.benchmarks.suite.figures import Figures, Spread
+from dataload.benchmarks.suite.figures import Figures, Spread, ranked
 from dataload.benchmarks.suite.measurement import EPOCHS
 from dataload.benchmarks.systems.registry import Entry
 
 OURS = "dataload"
 
 Of = Callable[[str, str], Spread | None]
+
+
+class Loss(NamedTuple):
+    """A figure of a dataset in which other systems are better: their names and figures, and that of dataload."""
+
+    dataset: str
+    title: str
+    others: str
+    mine: str
+
+    def __str__(self) -> str:
+        return f"- {self.dataset}, {self.title}: {self.others}; dataload {self.mine}"
 
 
 def feed_losses(figures: Figures) -> list[str]:
@@ -27,51 +40,58 @@ def feed_losses(figures: Figures) -> list[str]:
 def epoch_losses(figures: Figures, most: int) -> list[str]:
     """Return a list of the datasets for which another system is faster, or takes fewer bytes or less memory."""
     return _told(
-        _less(figures, most),
+        _slower(figures) + _more_sent(figures, most) + _more_memory(figures, most),
         "No system takes less of any of these than dataload.",
         "Systems that take less than dataload:",
     )
 
 
-def _less(figures: Figures, most: int) -> list[str]:
+def losses_in_short(figures: Figures, most: int) -> list[str]:
+    """Return a line on where another system is better; none: no line."""
+    sentences = [
+        *_sentence("takes fewer seconds", _slower(figures)),
+        *_sentence(f"reads less from S3 with {ranked(most)}", _more_sent(figures, most)),
+        *_sentence(f"takes less memory with {ranked(most)}", _more_memory(figures, most)),
+        *_sentence("keeps more accelerators busy in the first epoch", _fewer(figures, "cold"), named=False),
+        *_sentence("keeps more accelerators busy in later epochs", _fewer(figures, "warm"), named=False),
+    ]
+    return [" ".join(sentences)] if sentences else []
 
+
+def _sentence(does: str, losses: list[Loss | None], *, named: bool = True) -> list[str]:
+    """Return the sentence on the datasets of these losses, with the other systems if `named`; none without losses."""
+    lost = [f"{loss.dataset} ({loss.others})" if named else loss.dataset for loss in losses if loss]
+    return [f"Another system {does}: {', '.join(lost)}."] if lost else []
+
+
+def _slower(figures: Figures) -> list[Loss | None]:
     def seconds(dataset: str, system: str) -> Spread | None:
         return figures.cost(dataset, system, 1, EPOCHS, "seconds")
 
+    return _losses(figures, seconds, "seconds", "{:.1f} s".format, -1)
+
+
+def _more_sent(figures: Figures, most: int) -> list[Loss | None]:
     def sent(dataset: str, system: str) -> Spread | None:
         spread = figures.cost(dataset, system, most, EPOCHS, "origin_bytes")
         return spread and Spread(round(spread.median, 1), spread.low, spread.high)
 
+    return _losses(figures, sent, f"from S3, {most} ranks", "{:.1f} ×".format, -1)
+
+
+def _more_memory(figures: Figures, most: int) -> list[Loss | None]:
     def memory(dataset: str, system: str) -> Spread | None:
         return figures.memory(dataset, system, most)
 
-    return [
-        *_losses(figures, seconds, "seconds", "{:.1f} s".format, -1),
-        *_losses(figures, sent, f"from S3, {most} ranks", "{:.1f} ×".format, -1),
-        *_losses(figures, memory, f"memory, {most} ranks", lambda value: decimal(int(value)), -1),
-    ]
+    return _losses(figures, memory, f"memory, {most} ranks", lambda value: decimal(int(value)), -1)
 
 
-def losses_in_short(figures: Figures, most: int) -> list[str]:
-    """Return a line on where another system is better; none: no line."""
-    sentences = []
-    if less := [line.removeprefix("- ").partition("; dataload")[0] for line in _less(figures, most) if line]:
-        sentences.append(f"Less than dataload takes: {'; '.join(less)}.")
-    parts = []
-    for name, lines in (("first", _fewer(figures, "cold")), ("later", _fewer(figures, "warm"))):
-        if lost := [line.removeprefix("- ").partition(",")[0] for line in lines if line]:
-            parts.append(f"in {name} epochs of {', '.join(lost)}")
-    if parts:
-        sentences.append(f"Another system keeps more accelerators busy {'; '.join(parts)}.")
-    return [" ".join(sentences)] if sentences else []
-
-
-def _fewer(figures: Figures, phase: str) -> list[str]:
+def _fewer(figures: Figures, phase: str) -> list[Loss | None]:
     return _losses(figures, lambda dataset, system: figures.fed(dataset, system, phase), phase, "{:,.0f}".format, 1)
 
 
-def _losses(figures: Figures, of: Of, title: str, shape: Callable[[float], str], sign: int) -> list[str]:
-    """Return a line for each dataset with figures: the systems that are better, or "" if none is.
+def _losses(figures: Figures, of: Of, title: str, shape: Callable[[float], str], sign: int) -> list[Loss | None]:
+    """Return the loss of each dataset with figures, or None if no system is better.
 
     Args:
         figures: The figures.
@@ -80,7 +100,7 @@ def _losses(figures: Figures, of: Of, title: str, shape: Callable[[float], str],
         shape: Formats it.
         sign: 1 if more is better, -1 if less is.
     """
-    lines = []
+    losses: list[Loss | None] = []
     for dataset in figures.datasets:
         mine = of(dataset, OURS)
         others = [(entry, of(dataset, entry.name)) for entry in figures.systems if entry.kind != "ours"]
@@ -88,14 +108,14 @@ def _losses(figures: Figures, of: Of, title: str, shape: Callable[[float], str],
             continue
         better = [(entry, its) for entry, its in others if its and sign * (its.median - mine.median) > 0]
         said = ", ".join(f"{_named(entry)} {shape(its.median)}" for entry, its in better)
-        lines.append(f"- {dataset}, {title}: {said}; dataload {shape(mine.median)}" if better else "")
-    return lines
+        losses.append(Loss(dataset, title, said, shape(mine.median)) if better else None)
+    return losses
 
 
-def _told(lines: list[str], none: str, some: str) -> list[str]:
-    """Return the lines under a title, the sentence that there are none, or nothing if nothing was compared."""
-    told = [line for line in lines if line]
-    return [some, "", *told] if told else [none] if lines else []
+def _told(losses: list[Loss | None], none: str, some: str) -> list[str]:
+    """Return the losses under a title, the sentence that there are none, or nothing if nothing was compared."""
+    told = [str(loss) for loss in losses if loss]
+    return [some, "", *told] if told else [none] if losses else []
 
 
 def _named(entry: Entry) -> str:

@@ -11,14 +11,16 @@ from rich.filesize import decimal
 
 from dataload.benchmarks.origin.behaviour import Behaviour
 from dataload.benchmarks.suite.figures import Figures, Spread, ranked
+from dataload.benchmarks.suite.host import NO_ANSWER
 from dataload.benchmarks.suite.losses import epoch_losses, feed_losses, losses_in_short
 from dataload.benchmarks.suite.measurement import EPOCHS
 from dataload.benchmarks.systems.registry import Entry
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 SHOWN_EPOCHS = (1, 3, EPOCHS)
-ABOUT = "≈: three epochs or more were measured, and the median of the warm ones counts for each of the others."
-EXTRAPOLATED = "A cell with “n measured” has n measured epochs. Each further one counts as the median of the warm ones."
+ABOUT = "≈: the first three epochs or more were measured, and the others are estimated from them."
+STOPPED = "“No answer”: the system was stopped before its third epoch ended."
+EXTRAPOLATED = "“n measured”: only the first n epochs ran. Each other one counts as the median of those after the first."
 MOST_ERROR = 90  # characters of an error in a cell
 NOTES = {
     "pixels": (
@@ -60,14 +62,16 @@ def headline(results: Result) -> str:
     """Return the part of the README: one table, and where another system is better."""
     figures = Figures(results)
     datasets, most = list(figures.datasets), max(results["ranks"])
+    rows = [_ten_epochs(figures, entry, most) for entry in figures.systems]
+    cells = " ".join(cell for row in rows for cell in row)
+    notes = [ABOUT] * ("≈" in cells) + [STOPPED] * (NO_ANSWER in cells)
     lines = [
-        f"**Ten epochs** with start-up and conversion, one rank; bytes and memory of {ranked(most)}. {_date(results)};",
-        f"{_origin(results)}. {ABOUT}",
+        "**Seconds for ten epochs: less is better.** They include start-up and conversion, on one rank. The last two "
+        f"columns are of {ranked(most)}: bytes from S3, in multiples of the Parquet files, and memory. Ranges span the "
+        "datasets.",
+        " ".join([*notes, f"Measured on {_date(results)}, with {_origin(results)}."]),
         "",
-        *_table(
-            ["", *datasets, f"from S3, {ranked(most)}", f"memory, {ranked(most)}"],
-            [_ten_epochs(figures, entry, most) for entry in figures.systems],
-        ),
+        *_table(["", *datasets, f"from S3, {ranked(most)}", f"memory, {ranked(most)}"], rows),
         "",
         *losses_in_short(figures, most),
     ]

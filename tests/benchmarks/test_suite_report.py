@@ -102,7 +102,8 @@ def test_extrapolated_cells_are_explained_if_there_are_any() -> None:
     assert report.EXTRAPOLATED in report.markdown(results_of())
     measured = results_of(runs=[run_of("dataload", [3.0] + [1.0] * 9), run_of("LitData", [5.0] + [2.0] * 9)])
     assert report.EXTRAPOLATED not in report.markdown(measured)
-    assert "| ≈" not in report.headline(measured)
+    assert report.ABOUT in report.headline(results_of())
+    assert "≈" not in report.headline(measured)
     assert "measured" not in line_of(report.markdown(measured), "| **dataload** | 1 |")
 
 
@@ -111,14 +112,15 @@ def test_where_another_system_is_better_a_sentence_says_so() -> None:
     assert "- images, cold: LitData 20; dataload 17" in text
     assert "- images, seconds: rows in memory (reference) 9.9 s; dataload 12.0 s" in text
     short = report.headline(results_of())
-    assert "Less than dataload takes: images, seconds: rows in memory (reference) 9.9 s" in short
-    assert "Another system keeps more accelerators busy in first epochs of images." in short
+    assert "Another system takes fewer seconds: images (rows in memory (reference) 9.9 s)." in short
+    assert "Another system keeps more accelerators busy in the first epoch: images." in short
+    assert "in later epochs" not in short
     alone = results_of(
         runs=[run_of("dataload", [1.0] * 10), run_of("LitData", [2.0] * 10)],
         feeds=[feed_of("dataload", "cold", (9, 0.9)), feed_of("LitData", "cold", (9, 0.9))],
     )
     text = report.markdown(alone)
-    assert "more accelerators busy" not in report.headline(alone)
+    assert "Another system" not in report.headline(alone)
     assert "No system keeps more accelerators busy than dataload." in text
     assert "No system takes less of any of these than dataload." in text
 
@@ -136,6 +138,12 @@ def test_a_system_that_failed_has_its_error_in_its_cells() -> None:
     assert "| WebDataset | 1 |  | ended with 1: no such thing |" in text
     assert "| WebDataset | ended with 1: no such thing | – |" in text
     assert "| WebDataset | ended with 1: no such thing | – | – |" in report.headline(results_of())
+
+
+def test_an_answer_that_did_not_come_is_explained() -> None:
+    stopped = run_of("LitData", [5.0, 2.0], error="no answer within 72 s")
+    assert report.STOPPED in report.headline(results_of(runs=[run_of("dataload", [1.0] * 10), stopped]))
+    assert report.STOPPED not in report.headline(results_of())
 
 
 def test_the_report_has_conversions_settings_units_and_wrong_rows() -> None:
