@@ -18,9 +18,11 @@ from dataload.benchmarks.systems.registry import Entry
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 SHOWN_EPOCHS = (1, 3, EPOCHS)
+SECONDS = "**Seconds for ten epochs: less is better.** They include start-up and conversion, on one rank."
+LAST_COLUMNS = "The last two columns are of {}: bytes from S3, as multiples of the Parquet files, and memory."
 ABOUT = "≈: the first three epochs or more were measured, and the others are estimated from them."
 STOPPED = "“No answer”: the system was stopped before its third epoch ended."
-EXTRAPOLATED = "“n measured”: only the first n epochs ran. Each other one counts as the median of those after the first."
+EXTRAPOLATED = "“n measured”: the first n epochs ran. Each other one counts as the median of those after the first."
 MOST_ERROR = 90  # characters of an error in a cell
 NOTES = {
     "pixels": (
@@ -66,9 +68,7 @@ def headline(results: Result) -> str:
     cells = " ".join(cell for row in rows for cell in row)
     notes = [ABOUT] * ("≈" in cells) + [STOPPED] * (NO_ANSWER in cells)
     lines = [
-        "**Seconds for ten epochs: less is better.** They include start-up and conversion, on one rank. The last two "
-        f"columns are of {ranked(most)}: bytes from S3, in multiples of the Parquet files, and memory. Ranges span the "
-        "datasets.",
+        f"{SECONDS} {LAST_COLUMNS.format(ranked(most))}",
         " ".join([*notes, f"Measured on {_date(results)}, with {_origin(results)}."]),
         "",
         *_table(["", *datasets, f"from S3, {ranked(most)}", f"memory, {ranked(most)}"], rows),
