@@ -15,8 +15,10 @@ UNREACHABLE = f"set {ENDPOINT} to the store's address, or check the network and 
 TOKEN = "renew the token: log in again, or set a new AWS_SESSION_TOKEN with its keys"  # noqa: S105 (no password)
 CLOCK = "set the clock of this host, such as by timedatectl set-ntp true"
 
-# The fixes for S3's error codes.
+# The fixes for S3's error codes. An answer to HEAD has no code, only the HTTP status.
 CODES = {
+    "400": f"{TOKEN}; or set AWS_DEFAULT_REGION to the region of the bucket",
+    "403": f"{RIGHTS}; or {TOKEN}; or {CLOCK}",
     "AccessDenied": RIGHTS,
     "AllAccessDisabled": RIGHTS,
     "ExpiredToken": TOKEN,
@@ -65,6 +67,8 @@ def explained(error: BaseException) -> str:
     else:
         what = "failed"
     reason = f"{code}: {text}" if code else f"{type(error).__name__}: {redacted(str(error).partition(chr(10))[0])}"
+    if fix and code.isdecimal():
+        fix += "; dataload doctor names the cause"
     return f"{what} ({reason}): {fix}" if fix else f"{what}: {reason}"
 
 

@@ -88,6 +88,27 @@ def test_a_denial_names_the_endpoint_the_code_and_the_fix(
         assert SECRET not in message
 
 
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+@pytest.mark.parametrize(
+    ("status", "fixes"),
+    [
+        (400, ["renew the token", "AWS_DEFAULT_REGION"]),
+        (403, ["allow these keys", "renew the token", "set the clock"]),
+    ],
+)
+def test_an_answer_without_a_code_names_the_likely_causes(
+    url: str, monkeypatch: pytest.MonkeyPatch, engine: str, status: int, fixes: list[str]
+) -> None:
+    """S3 answers HEAD without a body."""
+    monkeypatch.setattr(_Failing, "status", status)
+    with pytest.raises(OriginError) as raised:
+        origin(url, engine).info("bucket/train/x")
+    message = str(raised.value)
+    assert f"{url} " in message
+    assert f"({status}: " in message
+    assert [fix for fix in (*fixes, "dataload doctor") if fix not in message] == []
+
+
 def test_a_missing_bucket_names_the_endpoint_and_its_variable(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Failing, "code", "NoSuchBucket")
     monkeypatch.setattr(_Failing, "status", 404)
