@@ -237,9 +237,7 @@ class Origin(ForkAware):
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
             except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.
-                message = f"{redacted(path)} cannot be requested with these options: {redacted(error)}"
-                message += f"; {fix}" if (fix := fix_of(error)) else ""
-                raise ConfigError(message) from error
+                raise ConfigError(_unsuitable(path, error)) from error
 
     @contextmanager
     def map_errors(self, what: str, *, listed: bool = False) -> Iterator[None]:
@@ -253,6 +251,7 @@ class Origin(ForkAware):
             OriginNotFound: The object does not exist.
             ObjectChanged: The object has another version now.
             OriginError: Any other error of the store.
+            ConfigError: The endpoint is invalid.
         """
         try:
             yield
@@ -268,6 +267,8 @@ class Origin(ForkAware):
                 if listed:
                     message = f"{where} is gone from {self.address}: restore it, or start the program again"
                 raise OriginNotFound(message) from raised
+            if isinstance(error, ValueError) and fix_of(error):  # of the endpoint, before the first request
+                raise ConfigError(_unsuitable(where, error)) from raised
             if not is_store_error(error):
                 raise
             self.counters.add(errors=1)
@@ -278,6 +279,12 @@ class Origin(ForkAware):
             what_failed = "denied access, check the credentials" if denied(error) else f"failed: {type(error).__name__}"
             reason = redacted(str(error).partition("\n")[0])
             raise OriginError(f"{where}: {self.address} {what_failed}: {reason}") from raised
+
+
+def _unsuitable(what: str, error: Exception) -> str:
+    """Return the message for options that botocore rejects, with the fix if it is known."""
+    fix = fix_of(error)
+    return f"{redacted(what)} cannot be requested with these options: {redacted(error)}" + (f"; {fix}" if fix else "")
 
 
 def dump_resolved(value: Any) -> memoryview:

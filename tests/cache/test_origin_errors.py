@@ -134,9 +134,16 @@ def test_an_endpoint_that_cannot_be_reached_is_named_with_its_variable(monkeypat
         origin(port_of_nobody, "obstore").read("bucket/x", *RANGE)
 
 
-def test_an_endpoint_without_a_scheme(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"Invalid endpoint: 127.0.0.1:9; begin AWS_ENDPOINT_URL .* with http://"):
-        origin("127.0.0.1:9", "obstore").list("bucket/x")
+@pytest.mark.parametrize("engine", ["obstore", "fsspec"])
+def test_an_endpoint_without_a_scheme(url: str, engine: str) -> None:
+    store = origin("127.0.0.1:9", engine)
+    for call in (
+        lambda: store.list("bucket/x"),
+        lambda: store.read("bucket/x", *RANGE),
+        lambda: store.read_into(memoryview(bytearray(10)), "bucket/x", 0, '"x"'),
+    ):
+        with pytest.raises(ConfigError, match=r"Invalid endpoint: 127.0.0.1:9; begin AWS_ENDPOINT_URL .* with http://"):
+            call()
 
 
 @pytest.mark.parametrize(
