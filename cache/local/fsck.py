@@ -37,18 +37,23 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
 
+class NoCacheError(ConfigError):
+    """A folder holds no cache."""
+
+
 def open_existing(path: Path, *, allow_network_filesystem: bool = False) -> CacheFolder:
     """Open the cache at `path`, without creating one.
 
     Raises:
-        ConfigError: There is no cache at `path`, or it cannot be opened.
+        NoCacheError: There is no cache at `path`.
+        ConfigError: It cannot be opened.
     """
     try:
         if (path / "FORMAT").exists():
             return open_folder(path, allow_network_filesystem=allow_network_filesystem)
     except (OSError, lmdb.Error) as error:
         raise ConfigError(f"the cache at {path} cannot be opened just now: {error}") from error
-    raise ConfigError(f"no cache at {path}: name its folder with --cache-dir")
+    raise NoCacheError(f"no cache at {path}: pass the folder of a cache as path")
 
 
 def verify(folder: CacheFolder, *, repair: bool = False, progress: Callable[[int], object] = lambda _: None) -> Report:

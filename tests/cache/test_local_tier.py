@@ -827,7 +827,7 @@ def test_evict_keeps_what_was_used_last(tmp_path: Path) -> None:
 
 
 def test_looking_at_a_cache_does_not_make_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no cache"):
+    with pytest.raises(ConfigError, match=f"no cache at {tmp_path}/c: pass the folder of a cache as path$"):
         fsck.open_existing(tmp_path / "c")
     assert not (tmp_path / "c").exists()
 

@@ -117,9 +117,13 @@ def config(
 
 def existing(cache_dir: Path | None, *, allow_network_filesystem: bool) -> CacheFolder:
     """Open an existing cache. Raise ConfigError if there is none."""
-    from dataload.cache.local.fsck import open_existing
+    from dataload.cache.local.fsck import NoCacheError, open_existing
 
-    return open_existing(config(cache_dir).folder, allow_network_filesystem=allow_network_filesystem)
+    folder = config(cache_dir).folder
+    try:
+        return open_existing(folder, allow_network_filesystem=allow_network_filesystem)
+    except NoCacheError as error:
+        raise ConfigError(f"no cache at {folder}: name its folder with --cache-dir") from error
 
 
 def open_manifest(
