@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dataload import make_dataset, make_loader
 from dataload.cache.local import fsck
 
 pytestmark = pytest.mark.timeout(280)
@@ -51,6 +52,26 @@ def ranks_and_launchers() -> list[psutil.Process]:
 
 
 FEW = ("--rows", "10000")
+
+
+def test_serving_the_data_of_the_first_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The README's first program reads images of 784 numbers and their labels, with the printed settings."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    command = [sys.executable, "-m", "dataload", "demo", "--serve", "--rows", "1000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        word, *settings = serving.stdout.readline().split()
+        assert word == "export"
+        for setting in settings:
+            monkeypatch.setenv(*setting.split("="))
+        dataset = make_dataset("s3://bucket/train/", cache=False)
+        batches = [batch for batch in make_loader(dataset, 100) if batch["image"].shape == (100, 784)]
+        assert len(batches) == 10
+        assert {int(label) for batch in batches for label in batch["label"]} == set(range(10))
+        assert max(int(batch["image"].max()) for batch in batches) > 200
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(60) == 0
 
 
 def test_every_promise() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dataload.cli.commands.options import CacheDir, Json
-from dataload.cli.console import FOUND_A_PROBLEM
+from dataload.cli.console import FOUND_A_PROBLEM, show
 from dataload.errors import ConfigError
 
 
@@ -19,16 +19,29 @@ def demo(
     ] = False,
     rows: Annotated[int, typer.Option(help="Number of rows of the dataset, 4 kB each.", min=1000)] = 50_000,
     seed: Annotated[int, typer.Option(help="Seed of the shuffle and of the model.")] = 0,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Only serve data for the README's first program, until Ctrl-C.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a model from an S3 server on this machine."""
     try:
         from dataload.demo.runner import run_demo
+        from dataload.demo.serving import serve_until_interrupt
     except ImportError as error:
         raise ConfigError(f"the demo needs more packages ({error.name}): pip install 'dataload[demo]'") from error
 
+    if serve:
+        serve_until_interrupt(rows, seed, lambda settings: _show_settings(settings, as_json=as_json))
+        return
     result = run_demo(
         cache_dir=cache_dir, rows=rows, keep=keep, shuffled_labels=shuffled_labels, seed=seed, json=as_json
     )
     if result.problems:
         raise typer.Exit(FOUND_A_PROBLEM)
+
+
+def _show_settings(settings: dict[str, str], *, as_json: bool) -> None:
+    """Print the environment variables of the server as a line for a shell."""
+    show(settings, f"export {' '.join(f'{name}={value}' for name, value in settings.items())}", as_json=as_json)
+    typer.echo("serving s3://bucket/train/ until Ctrl-C: paste this line into another terminal", err=True)
