@@ -394,6 +394,21 @@ def test_stragglers_waited_for_data_while_the_others_waited_for_them(tmp_path):
     assert epochs(read(tmp_path))[3].stragglers()[SLOW_RANK] == pytest.approx(30 * 0.35)
 
 
+def test_the_advice_for_a_straggler_is_for_its_settings(tmp_path):
+    for rank, seconds in enumerate((0.1, 0.1, 5.0)):
+        stats = LoaderStats(0, seconds=10.0, rank=rank, world_size=3, settings=["num_threads"])
+        stats.waited({"transform": seconds}, str)
+        with Samples(tmp_path, rank, stats, world_size=3) as samples:
+            samples.take(last=True)
+    [epoch] = epochs(read(tmp_path))
+    [late] = epoch.late()
+    assert late.startswith("rank 2 ")
+    for line in (late, str(epoch.total), str(epoch.ranks[2].stats)):
+        assert "raise num_threads" in line
+    assert str(epoch.total).startswith("epoch 0: ")
+    assert str(epoch.ranks[2].stats).startswith("epoch 0, rank 2 of 3: ")
+
+
 def test_one_of_two_ranks_is_a_straggler_by_all_that_it_waited_longer(tmp_path):
     write_pass(tmp_path, 0, 0, BEGAN, [{"rows": 10}] * 4)
     write_pass(tmp_path, 1, 0, BEGAN, [{"rows": 10, "transform": 0.5}] * 4)
