@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from dataload.cache.tier import BlobKey, Tier, Waited
-from dataload.runtime.baton import waiting
 from dataload.telemetry.wait_timeline import ELSEWHERE, doing
 
 T = TypeVar("T")
@@ -41,7 +40,7 @@ def make_once(
             if wait_for_other is None:
                 found = find()
                 return make() if found is None else found
-        with waiting(), doing(ELSEWHERE):
+        with doing(ELSEWHERE):
             waited_for = wait_for_other()
         found = find()
         if found is not None:

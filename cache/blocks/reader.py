@@ -20,7 +20,6 @@ from dataload.cache.origin.origin import Origin
 from dataload.cache.origin.version import version_of
 from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Span, Tier
 from dataload.errors import ConfigError
-from dataload.runtime.baton import waiting
 from dataload.runtime.executor import awaited, shared_executor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
@@ -262,7 +261,7 @@ class Blocks(ForkAware):
 def wait_for_origin(pending: Sequence[Future[Any]]) -> None:
     """Wait until all of these fetches are done. Raise the exception of the first that failed."""
     if not all(future.done() for future in pending):
-        with waiting(), doing("origin"):
+        with doing("origin"):
             wait(pending)
     for future in pending:
         future.result()

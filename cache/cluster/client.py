@@ -12,7 +12,6 @@ from typing import Any
 
 from dataload.cache.cluster.url import PASSWORD, USERNAME, ClusterUrl, Node
 from dataload.cache.health import CircuitBreaker, Health
-from dataload.runtime.baton import waiting
 from dataload.runtime.counters import Counters
 from dataload.runtime.executor import DaemonExecutor
 from dataload.telemetry.wait_timeline import doing
@@ -79,7 +78,7 @@ class Client:
             large: The value may be large, so a timeout trips the writes only, not the node.
             **options: Keyword arguments of the method.
         """
-        with waiting(), doing("cluster"):
+        with doing("cluster"):
             client = self._connected()
             breaker = self._breaker_of(client, name)
             if breaker is not self.health.reads and not breaker.allows():  # `_connected` checked health.reads.

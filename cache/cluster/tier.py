@@ -10,7 +10,6 @@ from typing import Any
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.division import Division, Need
 from dataload.cache.tier import Allocate, BlobKey, Fill, Span, Tier, copy_into
-from dataload.runtime.baton import waiting
 
 
 class ClusterTier:
@@ -99,8 +98,7 @@ class ClusterTier:
         if shared is None:
             with self.cluster.key_lease(key) as wait_for_other:
                 if wait_for_other is not None:
-                    with waiting():
-                        wait_for_other()
+                    wait_for_other()
                 shared = self.cluster.get(key)  # Another host may have made the blob meanwhile.
                 if shared is None:
                     self._fill_and_share(key, fill, allocate)

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from dataload.runtime.baton import waiting
 from dataload.runtime.forks import ForkAware, close_copies
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.02  # seconds between attempts to lock
@@ -39,8 +38,7 @@ class ThreadLocks(ForkAware):
             lock = self._locks.setdefault(digest, threading.Lock())
         held = lock.acquire(blocking=False)
         if not held and timeout:
-            with waiting():
-                held = lock.acquire(timeout=timeout)
+            held = lock.acquire(timeout=timeout)
         try:
             yield held
         finally:
@@ -130,8 +128,7 @@ def attempts(deadline: float) -> Iterator[None]:
     yield
     pause = FIRST_PAUSE
     while time.monotonic() < deadline:
-        with waiting():
-            time.sleep(pause)
+        time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
         yield
 

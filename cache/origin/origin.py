@@ -6,7 +6,7 @@ import io
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from json import JSONDecodeError
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
@@ -25,7 +25,6 @@ from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.retries import retried
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
-from dataload.runtime.baton import waiting
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
@@ -172,7 +171,7 @@ class Origin(ForkAware):
             _check(len(found), stop - start)
             return found
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), self._waiting(), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
             return retried(lambda: self._request(whole))
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
@@ -188,12 +187,8 @@ class Origin(ForkAware):
                 received = end
             _check(received, len(buffer))
 
-        with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), self._waiting(), doing("origin"):
+        with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
             retried(lambda: self._request(receive))
-
-    def _waiting(self) -> AbstractContextManager[None]:
-        """Return a context for a request: it waits for the network, unless the files are local."""
-        return nullcontext() if self.is_local else waiting()
 
     def _normalized(self, info: dict[str, Any]) -> dict[str, Any]:
         """Return metadata with the path under which the store serves the object."""

@@ -18,7 +18,6 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import BlobKey, Span, copy_into
 from dataload.formats.base import Footer
 from dataload.formats.detect import fetch_footer, parse_footer
-from dataload.runtime.baton import waiting
 from dataload.runtime.executor import DaemonExecutor, shared_executor
 
 FOOTERS_IN_FLIGHT = 128
@@ -153,8 +152,7 @@ def _footer_from_cluster(location: FooterLocation, blocks: Blocks) -> memoryview
         ):
             found = _cut(fetched[0], location.number)
     if found is None and wait_for_other is not None:
-        with waiting():
-            wait_for_other()
+        wait_for_other()
         found = stored_footer(location, blocks)
     return found
 

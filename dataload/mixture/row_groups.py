@@ -17,7 +17,6 @@ from dataload.rows.making.bunches import Member, make_together
 from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_group_life import RowGroupLife
-from dataload.runtime.baton import computing
 from dataload.samplers.interval_index import IntervalIndex
 
 
@@ -80,13 +79,12 @@ class MixedRowGroups:
         for number, life in lives.items():
             blobs, own = self._of(number)
             by_cache.setdefault((blobs.tier.location, blobs.tier.limit), {})[number] = blobs.member(own, life)
-        with computing():
-            for members in by_cache.values():
-                try:
-                    make_together([*members.values()])
-                except Exception as error:  # noqa: BLE001 (raised where the row groups of this cache are awaited)
-                    for member in members.values():
-                        member.made = error if member.made is None else member.made
+        for members in by_cache.values():
+            try:
+                make_together([*members.values()])
+            except Exception as error:  # noqa: BLE001 (raised where the row groups of this cache are awaited)
+                for member in members.values():
+                    member.made = error if member.made is None else member.made
         every = chain.from_iterable(members.items() for members in by_cache.values())
         return {number: member.made for number, member in every if member.made is not None}
 

@@ -28,7 +28,6 @@ from dataload.rows.row_block import Blob
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import SizeForecast
-from dataload.runtime.baton import computing
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.turns import next_turn
 from dataload.telemetry.wait_timeline import doing
@@ -95,8 +94,7 @@ class RowGroupCache(SizeForecast):
 
     def load(self, number: int, life: RowGroupLife) -> list[memoryview]:
         """Return the blobs of a row group that `find` did not find. See `RowGroups.load`."""
-        with computing():
-            return self._made_once(number, self.keys(number), None, life)
+        return self._made_once(number, self.keys(number), None, life)
 
     def is_bunched(self, number: int) -> bool:
         """Return whether `load_together` is faster than `load`."""
@@ -109,8 +107,7 @@ class RowGroupCache(SizeForecast):
     def load_together(self, lives: Mapping[int, RowGroupLife]) -> Mapping[int, list[memoryview] | Exception]:
         """Return the blobs or the error of row groups, except those that other processes make. See `load`."""
         members = [self.member(number, life) for number, life in lives.items()]
-        with computing():
-            make_together(members)
+        make_together(members)
         return {member.number: member.made for member in members if member.made is not None}
 
     def find(self, number: int) -> list[memoryview] | None:
@@ -126,7 +123,7 @@ class RowGroupCache(SizeForecast):
             DataError: The row group cannot be decoded.
         """
         keys = self.keys(number)
-        with self.in_order(), computing():
+        with self.in_order():
             if self.get_all(keys, (0, 0)) is None:
                 self._made_once(number, keys, (0, 0), life or RowGroupLife())
                 return self.get_all(keys, (0, 0)) is not None

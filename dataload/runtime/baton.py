@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.turns import current_turn
 
-PATIENCE_SECONDS = 0.1  # for a holder that waits without `waiting`; then a thread goes on without the baton
+PATIENCE_SECONDS = 0.1  # for a holder that waits for a lock; then a thread goes on without the baton
 
 
 class _Baton(ForkAware):
@@ -81,36 +81,16 @@ class _Baton(ForkAware):
 
 
 _baton = _Baton()
-_this_thread = threading.local()
 
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Hold the baton for the duration of the block. Best effort: a thread goes on without it after a while."""
-    is_nested = getattr(_this_thread, "computes", False)
-    if is_nested and _baton.is_mine:
-        yield
-        return
-    _this_thread.computes = True
-    try:
-        _baton.take()
-        yield
-    finally:
-        _this_thread.computes = is_nested
-        _baton.give()
+    """Hold the baton for the duration of the block, which should wait for nothing but the disk.
 
-
-@contextmanager
-def waiting() -> Iterator[None]:
-    """Leave the baton to other threads for the duration of the block, which mostly waits.
-
-    Enter it before `doing`: the wait for the baton at its end is not charged to that cause.
+    Best effort: a thread goes on without it after a while.
     """
-    if not _baton.is_mine:
-        yield
-        return
-    _baton.give()
     try:
+        _baton.take()
         yield
     finally:
-        _baton.take()
+        _baton.give()

@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 import tiers
-from lock_waits import announcing
+from lock_waits import announce_waits
 from nightly import NIGHTLY
 from tiers import FORKSERVER, LIMIT, PATIENCE, assert_sound, data_of, key, look, put
 
-from dataload.cache.local import failpoints, fsck, key_locks
+from dataload.cache.local import failpoints, fsck
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate
 
@@ -590,7 +590,7 @@ class Race:
 
 
 def ask(path: Path, race: Race, answers: Connection) -> None:
-    key_locks.waiting = announcing(race.waiting.release)
+    announce_waits(race.waiting.release)
     tier = LocalTier(path, LIMIT, "pin")
     right: list[bool] = []
 

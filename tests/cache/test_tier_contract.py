@@ -10,12 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from lock_waits import announcing
+from lock_waits import announce_waits
 from tiers import Filler
 
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
-from dataload.cache.local import key_locks
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.memory import MemoryTier
 from dataload.cache.tier import Allocate, BlobKey, Tier
@@ -90,7 +89,7 @@ def test_a_fill_allocates_exactly_once(tier: Tier) -> None:
 
 def test_many_threads_fill_once(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     waits, calls = threading.Semaphore(0), []
-    monkeypatch.setattr(key_locks, "waiting", announcing(waits.release))
+    announce_waits(waits.release, monkeypatch.setattr)
 
     def fill(allocate: Allocate) -> None:
         calls.append(1)

@@ -102,7 +102,7 @@ def test_only_small_row_groups_with_neighbours_share_a_cached_block(
 def test_a_thread_that_computes_has_the_baton(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, monkeypatch: pytest.MonkeyPatch, most_bytes: int
 ) -> None:
-    """The thread that loads a small row group decodes it, and leaves the baton to others during requests."""
+    """The thread that loads a small row group has the baton while it decodes, and during no request."""
     monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
     monkeypatch.setattr(row_group_maker, "INLINE_BYTES", most_bytes)
     monkeypatch.setattr(bunches, "MOST_BYTES", most_bytes)
@@ -122,23 +122,6 @@ def test_a_thread_that_computes_has_the_baton(
     assert sum(len(batch["row_id"]) for batch in make_loader(dataset, 10)) == 300
     decoding = ("decode", "dataload-load", True) if most_bytes else ("decode", "dataload-decode", False)
     assert seen == {decoding, ("request", "dataload-blocks-read", False)}
-
-
-def test_a_thread_that_waits_for_a_decoder_leaves_the_baton(
-    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
-    decode, received = row_group_maker.decode, list[bool]()
-
-    def computes(*args: Any) -> Any:
-        with baton.computing():
-            received.append(baton._baton.is_mine)
-        return decode(*args)
-
-    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 20)
-    monkeypatch.setattr(row_group_maker, "decode", computes)
-    assert blobs.make(0)
-    assert received == [True]
 
 
 def test_row_groups_that_wait_for_a_decoder_hold_only_their_bytes(

@@ -1,4 +1,4 @@
-"""One thread computes at a time, by turn, and a thread that waits leaves the baton to others."""
+"""One thread computes at a time, by turn."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from dataload.runtime import baton
-from dataload.runtime.baton import computing, waiting
+from dataload.runtime.baton import computing
 from dataload.runtime.turns import in_turn
 
 
@@ -63,28 +63,13 @@ def test_the_baton_goes_to_the_lowest_turn(monkeypatch: pytest.MonkeyPatch) -> N
     assert order == [1, 2, 3]
 
 
-def test_a_thread_that_waits_leaves_the_baton_and_receives_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
-    with computing():
-        with waiting(), held_elsewhere():
-            assert not baton._baton.is_mine
-        assert baton._baton.is_mine
-        with computing():  # nested
-            pass
-        assert baton._baton.is_mine
-    assert is_free()
-
-
 def test_an_error_gives_the_baton_back() -> None:
-    with pytest.raises(KeyError), computing(), waiting():
+    with pytest.raises(KeyError), computing():
         raise KeyError
     assert is_free()
 
 
-@pytest.mark.parametrize("from_waiting", [False, True])
-def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(
-    monkeypatch: pytest.MonkeyPatch, *, from_waiting: bool
-) -> None:
+def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next holder would give the baton to it, and the baton would stay taken for ever."""
     monkeypatch.setattr(baton, "PATIENCE_SECONDS", 60)
     ended = threading.Event()
@@ -98,12 +83,10 @@ def test_a_thread_that_is_interrupted_while_it_waits_leaves_the_queue(
         thread = threading.Thread(target=interrupt)
         stack.callback(thread.join)
         stack.callback(ended.set)
-        with pytest.raises(KeyboardInterrupt), computing() if from_waiting else nullcontext():
-            with waiting():
-                stack.enter_context(held_elsewhere())
-                thread.start()
-            with computing():
-                pass
+        stack.enter_context(held_elsewhere())
+        thread.start()
+        with pytest.raises(KeyboardInterrupt), computing():
+            pass
         assert queued() == 0
     assert is_free()
 

@@ -18,6 +18,7 @@ from dataload.rows import row_block
 from dataload.rows.columns import Column, Dense, Ragged, rows_of
 from dataload.rows.making.row_group_maker import DECODED_COPIES
 from dataload.rows.row_group_life import RowGroupLife, State
+from dataload.runtime.baton import computing
 from dataload.runtime.counters import charged_to
 from dataload.telemetry.wait_timeline import doing
 
@@ -115,7 +116,9 @@ def make_together(members: Sequence[Member]) -> None:
             for member in missing:
                 stack.callback(member.opened.close)
                 _open(member)
-            _cache(_packed(missing))
+            _wait(missing)
+            with computing():
+                _cache(_packed(missing))
     for member in missing:
         if isinstance(member.made, list):
             with member.catching():
@@ -153,12 +156,16 @@ def _open(member: Member) -> None:
         member.reader = member.opened.enter_context(opening)
 
 
-def _packed(members: Sequence[Member]) -> list[tuple[Member, memoryview]]:
-    """Decode the row groups that are open. Return the blob of each that can be decoded."""
+def _wait(members: Sequence[Member]) -> None:
+    """Wait until the row groups that are open are fetched."""
     for member in reversed(members):  # The last request usually ends last, so this thread waits once.
         if member.made is None:
             with member.catching():
                 member.reader.wait()
+
+
+def _packed(members: Sequence[Member]) -> list[tuple[Member, memoryview]]:
+    """Decode the row groups that are fetched. Return the blob of each that can be decoded."""
     for member in members:
         if member.made is None:
             with member.catching(), member.opened:

@@ -24,7 +24,7 @@ from dataload.rows.columns import Column
 from dataload.rows.making.row_group_memory import MemoryNeed, RowGroupMemory
 from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import BLOB_BYTES, RowGroupPlan
-from dataload.runtime.baton import waiting
+from dataload.runtime.baton import computing
 from dataload.runtime.counters import charge
 from dataload.telemetry.wait_timeline import Timeline, doing, waited
 
@@ -143,7 +143,11 @@ class RowGroupMaker:
         """
         life.enter(State.DECODING)
         expected = self._plan.bytes_of(number)
-        blobs = (self._pack if expected <= INLINE_BYTES else self._pack_in_thread)(number, keys, columns)
+        if expected <= INLINE_BYTES:
+            with doing("decode"), self.memory.decode(self.decoding_bytes(number)), computing():
+                blobs = self._pack(number, keys, columns)
+        else:
+            blobs = self._pack_in_thread(number, keys, columns)
         if (made := sum(map(len, blobs))) > INLINE_BYTES:
             self._growth = max(self._growth, made / max(1, expected))
         return blobs
@@ -154,12 +158,11 @@ class RowGroupMaker:
         since, decoding = perf_counter(), Timeline()
 
         def pack() -> list[memoryview]:
-            with decoding.here():
+            with decoding.here(), doing("decode"), self.memory.decode(self.decoding_bytes(number)):
                 return self._pack(number, keys, columns)
 
         packed = self.memory.decoders.submit(pack)
-        with waiting():
-            wait([packed])
+        wait([packed])
         waited(since, decoding, instead=decoding.longest())
         return packed.result()
 
@@ -168,10 +171,9 @@ class RowGroupMaker:
     ) -> list[memoryview]:
         where = self._manifest.row_groups[number].name
         blobs = []
-        with doing("decode"), self.memory.decode(self.decoding_bytes(number)):
-            for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
-                fill = partial(row_block.pack, columns, rows, self._plan.layout, where)
-                blobs.append(self._blocks.tier.get_or_fill(key, fill))
+        for key, rows, columns in zip(keys, self._plan.lengths(number), columns_of_blobs, strict=True):
+            fill = partial(row_block.pack, columns, rows, self._plan.layout, where)
+            blobs.append(self._blocks.tier.get_or_fill(key, fill))
         return blobs
 
     def _decoded(self, tables: Iterable[pa.Table], number: int) -> Iterator[dict[str, Column]]:

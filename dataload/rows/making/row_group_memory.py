@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import NamedTuple, Self
 
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.formats.range_stream import LARGEST_PIECE, fetched_buffers
-from dataload.runtime.baton import waiting
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
@@ -110,7 +109,7 @@ class RowGroupMemory(ForkAware):
             ReservationCancelled: `is_cancelled()` became true before the memory was reserved.
         """
         try:
-            with _reserved(self.held, size, is_cancelled):
+            with self.held.reserve(size, is_cancelled):
                 self._unreleased += size
                 yield
         finally:
@@ -119,7 +118,7 @@ class RowGroupMemory(ForkAware):
     @contextmanager
     def decode(self, size: int) -> Iterator[None]:
         """Reserve memory for decoding for the duration of the block."""
-        with _reserved(self.decoding, size, lambda: False):
+        with self.decoding.reserve(size):
             yield
 
     @property
@@ -147,12 +146,3 @@ class RowGroupMemory(ForkAware):
             self._unreleased = 0
             fetched_buffers.clear()
             pa.default_memory_pool().release_unused()
-
-
-@contextmanager
-def _reserved(budget: MemoryBudget, size: int, is_cancelled: Callable[[], bool]) -> Iterator[None]:
-    """Reserve memory for the duration of the block. A wait for it leaves the baton to other threads."""
-    with ExitStack() as stack:
-        with nullcontext() if budget.fits(size) else waiting():
-            stack.enter_context(budget.reserve(size, is_cancelled))
-        yield
