@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import numbers
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal
 
 import bitmath
 import platformdirs
 
+from dataload.arguments import local_folder
 from dataload.cache.cluster.url import ClusterUrl
 from dataload.errors import ConfigError
 
@@ -67,8 +66,8 @@ class CacheConfig:
     def __post_init__(self) -> None:
         if self.cache_bytes is not None:
             object.__setattr__(self, "cache_bytes", parse_bytes("cache_bytes", self.cache_bytes))
-        if not isinstance(self.cache_dir, (str, os.PathLike, NoneType)) or "\0" in str(self.cache_dir):
-            raise ConfigError(f"cache_dir={self.cache_dir!r} must be a path")
+        if self.cache_dir is not None:
+            local_folder("cache_dir", self.cache_dir)
         object.__setattr__(self, "block_bytes", parse_bytes("block_bytes", self.block_bytes))
         if self.cluster is not None:
             ClusterUrl.parse(self.cluster)
@@ -81,7 +80,7 @@ class CacheConfig:
     @property
     def folder(self) -> Path:
         """The absolute path of the cache folder."""
-        return Path(self.cache_dir or platformdirs.user_cache_path("dataload")).expanduser().absolute()
+        return local_folder("cache_dir", self.cache_dir or platformdirs.user_cache_path("dataload")).absolute()
 
     @property
     def limit(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Errors for wrong arguments: misspelt names, and numbers that are not whole."""
+"""Errors for wrong arguments: misspelt names, numbers that are not whole, and URLs instead of folders."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import difflib
 import functools
 import inspect
 import operator
+import os
+import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from dataload.errors import ConfigError
+from dataload.runtime.redact import redacted
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,3 +69,28 @@ def whole_number(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and number < least:
         raise ConfigError(f"{name}={number} must be at least {least}")
     return number
+
+
+def is_url(path: object) -> bool:
+    """Return whether a path is a URL, also if pathlib has joined its slashes."""
+    return re.match(r"[A-Za-z][\w+.-]+:/", str(path)) is not None
+
+
+def local_folder(name: str, path: Any) -> Path:
+    """Return a folder to write to. `~` is the home of the user.
+
+    Args:
+        name: The argument, for errors.
+        path: Its value.
+
+    Raises:
+        ConfigError: The value is no path, or a URL, which pathlib would take for a folder of that name.
+    """
+    if not isinstance(path, (str, os.PathLike)) or "\0" in str(path):
+        raise ConfigError(f"{name}={path!r} must be a path")
+    if is_url(path):
+        raise ConfigError(f"{name}={redacted(str(path))!r} is a URL: name a folder of this machine, or a mounted one")
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{name}={str(path)!r}: this user has no home folder: name it in full") from error

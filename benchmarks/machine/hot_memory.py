@@ -20,7 +20,7 @@ from typing import Self
 
 import psutil
 
-from dataload.runtime.usable_memory import usable_memory
+from dataload.runtime.resource_limits import usable_memory
 
 HUGE, PAGE = 2 << 20, mmap.PAGESIZE
 PART = bytes(1 << 20)

@@ -25,7 +25,7 @@ from dataload.formats.hive_partitions import with_constants
 from dataload.formats.null_types import has_null_type
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.memory_budget import MemoryBudget
-from dataload.runtime.usable_memory import usable_memory
+from dataload.runtime.resource_limits import usable_memory
 
 VERSION = 1  # of cached selections
 PARTS_AT_ONCE = 4

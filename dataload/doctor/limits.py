@@ -9,7 +9,7 @@ from rich.filesize import decimal
 
 from dataload.doctor.finding import Case, Finding, ok, problem, warning
 from dataload.errors import ConfigError
-from dataload.runtime.usable_cores import usable_cores
+from dataload.runtime.resource_limits import usable_cores
 from dataload.world import World
 
 DESCRIPTORS, DESCRIPTORS_PER_WORKER = 512, 64

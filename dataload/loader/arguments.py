@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
-from dataload.arguments import did_you_mean, whole_number
+from dataload.arguments import did_you_mean, local_folder, whole_number
 from dataload.errors import ConfigError
 from dataload.loader.transform import Transform
 from dataload.samplers.order import SHUFFLES
@@ -44,11 +43,11 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}={arguments[name]!r} must be a function")
     Transform(arguments["transform"])  # raises if it needs other arguments
     _check_group(arguments["group"])
-    for name, kinds, expected in (
-        *(("world", (World,), "a World"), ("mesh", (DeviceMesh,), "a DeviceMesh")),
-        ("stats_dir", (str, os.PathLike), "a path"),
+    for name, kind, expected in (
+        *(("world", World, "a World"), ("mesh", DeviceMesh, "a DeviceMesh")),
+        ("drop_last", bool, "True or False"),
     ):
-        if arguments[name] is not None and not isinstance(arguments[name], kinds):
+        if arguments[name] is not None and not isinstance(arguments[name], kind):
             raise ConfigError(f"{name}={arguments[name]!r} must be {expected}")
     workers, threads = arguments["num_workers"], arguments["num_threads"]
     if workers and threads is not None:
@@ -56,7 +55,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             f"num_workers={workers} and num_threads={threads}: use one of them: threads for a transform that "
             "releases the interpreter lock, workers otherwise"
         )
-    _check_device(arguments["device"])
+    _check_places(arguments["device"], arguments["stats_dir"])
     _check_for_torch(workers, arguments["dataloader_kwargs"], arguments)
 
 
@@ -68,11 +67,15 @@ def _check_group(group: Any) -> None:
         raise ConfigError(f"group={group!r} must map names to lists of columns, such as {{'x': ['price', 'age']}}")
 
 
-def _check_device(device: Any) -> None:
+def _check_places(device: Any, stats_dir: Any) -> None:
+    if stats_dir is not None:
+        local_folder("stats_dir", stats_dir)
     try:
-        torch.device("cpu" if device is None else device)
+        kind = torch.device("cpu" if device is None else device).type
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device={device!r} is not a device of torch: {str(error).splitlines()[0]}") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={str(device)!r}: torch finds no GPU here: leave device out")
 
 
 def _check_for_torch(workers: int, dataloader_kwargs: Mapping[str, Any], own_names: Iterable[str]) -> None:

@@ -6,12 +6,12 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from dataload.arguments import local_folder
 from dataload.cache.config import CacheConfig
 from dataload.catalog.manifest import Source
 from dataload.dataset import make_dataset
@@ -157,7 +157,7 @@ def make_loader(
         num_threads=num_threads,
         detected=detected,
         mesh=mesh,
-        stats_dir=None if stats_dir is None else Path(stats_dir),
+        stats_dir=None if stats_dir is None else local_folder("stats_dir", stats_dir),
         pin_memory=pin_memory,
         **_with_workers(dataloader_kwargs, num_workers, prefetch),
     )

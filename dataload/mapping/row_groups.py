@@ -28,8 +28,7 @@ from dataload.rows.size_sampling import ValueSizes
 from dataload.runtime.cached_property import cached_property
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.usable_cores import usable_cores
-from dataload.runtime.usable_memory import usable_memory
+from dataload.runtime.resource_limits import usable_cores, usable_memory
 from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from dataload.arguments import known_keywords, whole_number
+from dataload.arguments import is_url, known_keywords, local_folder, whole_number
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
 from dataload.mixture import Mixture
@@ -166,7 +165,7 @@ def fit(
             checkpoint_every=checkpoint_every,
             evaluate=evaluate,
             mesh=mesh,
-            stats_dir=None if log_dir is None else Path(log_dir),
+            stats_dir=None if log_dir is None or is_url(log_dir) else local_folder("log_dir", log_dir),
         )
         resumed = loop.resume(loop.checkpoints.find(resume))
         if log_dir is not None and is_first():

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import profiler
 
+from dataload.arguments import local_folder
 from dataload.telemetry.spans import recorded_by
 
 SKIPPED, WARMUP, TRACED = 1, 2, 10  # steps
@@ -35,7 +36,7 @@ def traced(folder: str | os.PathLike[str] | None, rank: int) -> Iterator[Callabl
     if folder is None:
         yield lambda: None
         return
-    trace = _Trace(Path(folder, f"rank{rank}.pt.trace.json"))
+    trace = _Trace(Path(local_folder("profile", folder), f"rank{rank}.pt.trace.json"))
     activities = [profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(profiler.ProfilerActivity.CUDA)

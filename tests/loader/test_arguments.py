@@ -43,6 +43,11 @@ MISSING = "/this folder does not exist/"  # a request raises OriginNotFound
         ({"transform": 3}, "transform=3 must be a function"),
         ({"collate_fn": "stack"}, "collate_fn='stack' must be a function"),
         ({"device": "cdua"}, "device='cdua' is not a device"),
+        pytest.param(
+            *({"device": "cuda:1"}, "device='cuda:1': torch finds no GPU here"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+        ({"drop_last": 1}, "drop_last=1 must be True or False"),
         ({"world": World(0, 1), "mesh": object.__new__(DeviceMesh)}, "pass one of them"),
         ({"colums": ["id"]}, r"colums= is unknown: did you mean 'columns'\?"),
         ({"num_worker": 2}, r"num_worker= is unknown: did you mean 'num_workers'\?"),
@@ -168,3 +173,18 @@ def test_texts_name_the_first_of_many_columns_and_sources(folder: Path, tmp_path
     assert "s7: 1 row, weight 1, … 3 more; c0: int64, " in text
     assert text.endswith(f"c7: int64, … 12 more; cache {tmp_path / 'cache'})")
     assert "shuffle=False" in repr(make_loader(one, 1, shuffle=False))
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/stats", "file:///tmp/stats", Path("gs://bucket/stats")])
+def test_a_url_is_no_folder(url: str | Path) -> None:
+    """It would be a folder of that name in the working directory, and lost with the machine."""
+    for options in ({"stats_dir": url}, {"cache_dir": url}):
+        with pytest.raises(ConfigError, match=f"{min(options)}=.* is a URL: name a folder of this machine"):
+            make_loader(MISSING, 10, **options)
+
+
+def test_a_tilde_is_the_home_of_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder))
+    assert make_loader(str(folder), 2, stats_dir="~/stats", cache=False).stats_dir == folder / "stats"
+    with pytest.raises(ConfigError, match="cache_dir='~nobody-here/x': this user has no home folder"):
+        make_loader(str(folder), 2, cache_dir="~nobody-here/x")

@@ -35,7 +35,7 @@ from dataload.planning.simulate import Files
 from dataload.planning.warm import order_of, warm
 from dataload.rows import row_group_plan, scheduler
 from dataload.runtime import child_process
-from dataload.runtime.usable_cores import usable_cores
+from dataload.runtime.resource_limits import usable_cores
 
 ROWS, GROUP = 200, 20
 SHIFT = 1

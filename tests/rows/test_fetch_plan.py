@@ -27,7 +27,7 @@ from dataload.rows.making import bunches, row_group_maker, row_group_memory
 from dataload.rows.making.row_group_memory import MEMORY_DIVISOR, MIN_MEMORY, RELEASED_BYTES, TRAINER_DIVISOR
 from dataload.runtime import baton
 from dataload.runtime.memory_budget import ReservationCancelled
-from dataload.runtime.usable_memory import usable_memory
+from dataload.runtime.resource_limits import usable_memory
 
 GROUPS, GROUP_BYTES = 12, 4_000_000
 

@@ -372,3 +372,14 @@ def test_ranks_that_do_not_know_where_to_meet(monkeypatch):
         distributed.process_group(World(1, 2), torch.device("cpu"), None),
     ):
         pass
+
+
+@pytest.mark.parametrize("argument", ["checkpoint_dir", "profile"])
+def test_a_url_is_no_folder(argument, tmp_path, monkeypatch):
+    """It would be a folder of that name in the working directory, and lost with the machine."""
+    monkeypatch.chdir(tmp_path)
+    model, batches = nn.Linear(2, 1), [(torch.ones(4, 2), torch.zeros(4, 1))]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ConfigError, match=f"{argument}='s3://bucket/x' is a URL: name a folder"):
+        fit(model, optimizer, batches, squared_error, epochs=1, progress=False, **{argument: "s3://bucket/x"})
+    assert not list(tmp_path.iterdir())

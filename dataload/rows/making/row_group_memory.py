@@ -13,8 +13,7 @@ from dataload.formats.range_stream import LARGEST_PIECE, fetched_buffers
 from dataload.runtime.executor import DaemonExecutor
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.memory_budget import MemoryBudget
-from dataload.runtime.usable_cores import usable_cores
-from dataload.runtime.usable_memory import usable_memory
+from dataload.runtime.resource_limits import usable_cores, usable_memory
 
 MEMORY_DIVISOR = 8  # One part in eight of the usable memory is for row groups in flight, held and being decoded.
 TRAINER_DIVISOR = 4  # A quarter of that is for the process that trains, the rest for its background decoder.

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from dataload.arguments import local_folder
 from dataload.cache.local.setup.durable_file import sync_folder
 from dataload.errors import ConfigError
 from dataload.train.checkpoint.shared_folder import last_objections, require_shared
@@ -63,7 +64,7 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str] | None, keep: int) -> None:
         if keep < 1:
             raise ConfigError(f"keep={keep}: at least 1 checkpoint is kept")
-        self._folder = None if folder is None else Path(folder)
+        self._folder = None if folder is None else local_folder("checkpoint_dir", folder)
         self._keep = keep
         agree("whether there is a checkpoint_dir", self.enabled)
         if self._folder is not None:
@@ -90,7 +91,7 @@ class Checkpoints:
         Raises:
             ConfigError: `resume` is a path without a checkpoint.
         """
-        folder = self._folder if resume == "auto" else None if resume is None else Path(resume)
+        folder = self._folder if resume == "auto" else None if resume is None else local_folder("resume", resume)
         if folder is not None and (folder / REST).is_file():
             return folder
         if numbers := _numbers(folder):

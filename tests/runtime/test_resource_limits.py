@@ -1,0 +1,70 @@
+"""The cores and the memory that a process may use, with control groups of version 1 and 2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dataload.runtime.resource_limits import usable_cores, usable_memory
+
+ALL = len(os.sched_getaffinity(0))
+V1 = "cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"
+MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, ALL),
+        ("0::/\n", {"cpu.max": f"{(ALL + 1) * 100000} 100000\n"}, ALL),
+        ("0::/\n", {"cpu.max": ""}, ALL),
+        ("0::/job/rank\n", {"job/cpu.max": "100000 100000\n", "job/rank/cpu.max": "max 100000\n"}, 1),
+        ("3:cpu,cpuacct:/\n", {V1[0]: "100000\n", V1[1]: "100000\n"}, 1),
+        ("3:cpu,cpuacct:/\n", {V1[0]: "-1\n", V1[1]: "100000\n"}, ALL),
+        ("9:memory:/\n", {V1[0]: "100000\n", V1[1]: "100000\n"}, ALL),
+    ],
+)
+def test_the_quota_of_the_container_counts(
+    tmp_path: Path, membership: str, files: dict[str, str], expected: int
+) -> None:
+    groups = written(tmp_path / "cgroup", files)
+    assert usable_cores(groups, written(tmp_path, {"membership": membership}) / "membership") == expected
+
+
+def test_other_systems_count_all_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert usable_cores(tmp_path, tmp_path / "missing") == 6
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/job/rank\n", {"job/memory.max": "1000000\n", "job/rank/memory.max": "max\n"}, 1_000_000),
+        ("0::/job/rank\n", {"job/memory.max": "1000000\n", "job/rank/memory.max": "5000\n"}, 5000),
+        ("0::/\n", {"memory.max": "7000\n"}, 7000),
+        ("4:cpu:/x\n9:memory:/job\n", {"memory/job/memory.limit_in_bytes": "6000\n"}, 6000),
+        ("0::/job\n", {}, MACHINE),
+        ("0::/job\n", {"job/memory.max": f"{MACHINE * 2}\n"}, MACHINE),
+        ("0::/../outside\n", {"memory.max": "7000\n"}, 7000),
+    ],
+)
+def test_the_smallest_limit_counts(tmp_path: Path, membership: str, files: dict[str, str], expected: int) -> None:
+    groups = written(tmp_path / "cgroup", files)
+    of_this_process = written(tmp_path, {"membership": membership}) / "membership"
+    assert usable_memory(groups, of_this_process) == expected
+
+
+def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
+    assert usable_memory(tmp_path, tmp_path / "missing") == MACHINE
