@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import pathlib
 import sys
@@ -50,8 +51,22 @@ def package_of(module: str | None) -> str | None:
     if file is None or not (folders & {*pathlib.PurePath(file).parts} or any(file.startswith(at) for at in installed)):
         return None
     names = sorted(set(_distributions().get(root, [])))
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in names]
-    return ", ".join(versions) or None
+    return ", ".join(f"{name} {_version(name)}" for name in names) or None
+
+
+def _version(name: str) -> str:
+    """Return the version of a package. That of one which is not from an index includes its files: see PEP 610."""
+    version, package = importlib.metadata.version(name), importlib.metadata.distribution(name)
+    if package.read_text("direct_url.json") is None:
+        return version
+    # Every build of a project of one's own may have the same version. RECORD has the hash of each file.
+    files = [line for line in (package.read_text("RECORD") or "").splitlines() if _is_source(line.partition(",")[0])]
+    return f"{version} {hashlib.sha256(str(sorted(files)).encode()).hexdigest()}"
+
+
+def _is_source(path: str) -> bool:
+    """Return whether a file of a package is the same wherever the package is installed."""
+    return not path.startswith("../") and not path.endswith(".pyc") and ".dist-info/" not in path
 
 
 @functools.cache

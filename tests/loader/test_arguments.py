@@ -186,5 +186,5 @@ def test_a_url_is_no_folder(url: str | Path) -> None:
 def test_a_tilde_is_the_home_of_the_user(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder))
     assert make_loader(str(folder), 2, stats_dir="~/stats", cache=False).stats_dir == folder / "stats"
-    with pytest.raises(ConfigError, match="cache_dir='~nobody-here/x': this user has no home folder"):
-        make_loader(str(folder), 2, cache_dir="~nobody-here/x")
+    with pytest.raises(ConfigError, match="cache_dir='~no-such-user/x': this user has no home folder"):
+        make_loader(str(folder), 2, cache_dir="~no-such-user/x")

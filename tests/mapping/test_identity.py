@@ -302,6 +302,27 @@ def test_installed_packages_count_by_version(monkeypatch: pytest.MonkeyPatch) ->
     module.package_of.cache_clear()
 
 
+@pytest.mark.parametrize(("origin", "is_found"), [("direct_url.json", True), ("INSTALLER", False)])
+def test_a_package_that_was_built_again_under_one_version(tmp_path: Path, origin: str, is_found: bool) -> None:
+    """One that is not from an index, such as a project of one's own, also counts by the hashes of its files."""
+    info = tmp_path / "site-packages" / "acme-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 0.1.0\n")
+    (info / "top_level.txt").write_text("acme\n")
+    (info / origin).write_text("{}")
+    (tmp_path / "site-packages" / "acme.py").write_text("")
+    code = (
+        f"import sys; sys.path.append({str(info.parent)!r}); import acme; "
+        "from dataload.mapping.packages import package_of; print(package_of('acme'))"
+    )
+    found = set()
+    for digest in ("a", "b"):
+        (info / "RECORD").write_text(f"acme.py,sha256={digest},0\nacme.pyc,,\n../bin/{digest},,\n")
+        found.add(subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60))
+    assert len(found) == 1 + is_found
+    assert all(name.startswith("acme 0.1.0") for name in found)
+
+
 HELPER = "def helper(module, x): return module.scale(x)\n"
 SCALE = "def scale(x): return 2 * x\n"
 # name: (files of a project, the file that changes); app.f is the function
