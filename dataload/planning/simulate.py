@@ -153,13 +153,12 @@ class Reader:
                 needed = {group for _, group in gathered}
                 lookahead.reach(gathered[-1][0] + 1)
                 capacity = max(capacity, len(needed))
-                for group in sorted(needed):  # the order of `RowStore.gather`
-                    request([group])
-                    requested.discard(group)
-                    if group not in opened:
-                        for old in evictions(opened, capacity, needed):
-                            del opened[old]
-                        opened[group] = None
+                missing = sorted(needed - opened.keys())  # the order of `RowStore.gather`
+                request(missing)
+                for old in evictions(opened, capacity - len(missing), needed):
+                    del opened[old]
+                opened |= dict.fromkeys(missing)
+                requested -= needed
             lookahead.reach(self._order.n + excess)
             yield self._fetched - before
 

@@ -16,16 +16,16 @@ from dataload.rows.row_block import Blob, Records
 _CLOSED = -1
 
 
-def evictions(opened: Collection[int], capacity: int, keep: Collection[int]) -> list[int]:
-    """Return the row groups to close before another one is opened.
+def evictions(opened: Collection[int], capacity: int, keep: Iterable[int]) -> list[int]:
+    """Return the row groups to close so that at most `capacity` are open.
 
     Args:
         opened: The open row groups, in the order in which they should be closed.
-        capacity: How many row groups are open at most.
+        capacity: How many row groups may stay open.
         keep: Row groups that stay open.
     """
-    excess = max(0, len(opened) - capacity + 1)
-    return list(islice((group for group in opened if group not in keep), excess))
+    excess, kept = max(0, len(opened) - capacity), set(keep)
+    return list(islice((group for group in opened if group not in kept), excess))
 
 
 class OpenRowGroups:
@@ -61,20 +61,23 @@ class OpenRowGroups:
     def __len__(self) -> int:
         return len(self._slots)
 
-    def keep_at_most(self, count: int, keep: Collection[int]) -> None:
+    def keep_at_most(self, count: int, keep: Iterable[int]) -> None:
         """Open at most `count` row groups from now on, up to the capacity. Evict the others that are not in `keep`."""
         count = min(count, self.capacity)
         if count != self._most:
             self._most = count
-            for old in evictions(self._slots, self._most + 1, keep):
-                self._evict(old)
+            self.make_room([], keep)
 
-    def put(self, group: int, contents: Sequence[memoryview], keep: Collection[int]) -> None:
-        """Open a row group. Evict the oldest row groups that are not in `keep` if too many are open."""
+    def make_room(self, groups: Iterable[int], keep: Iterable[int]) -> None:
+        """Evict the oldest row groups that are not in `keep`, until these can be opened."""
+        closed = sum(group not in self._slots for group in groups)
+        for old in evictions(self._slots, self._most - closed, keep):
+            self._evict(old)
+
+    def put(self, group: int, contents: Sequence[memoryview]) -> None:
+        """Open a row group for which `make_room` has made room, unless it is open."""
         if group in self._slots:
             return
-        for old in evictions(self._slots, self._most, keep):
-            self._evict(old)
         first, last = self._group_starts[group : group + 2].tolist()
         slots = [self._free.pop() for _ in contents]
         try:

@@ -151,8 +151,9 @@ class RowStore(ForkAware):
         while True:  # Other threads may evict row groups that this one has opened.
             with self._mutex:
                 row_groups = self._open_row_groups(needed)
+                row_groups.make_room(loaded, keep=needed)  # once: it passes over all open row groups that are needed
                 for group, contents in loaded.items():
-                    row_groups.put(group, contents, keep=needed)
+                    row_groups.put(group, contents)
                     self.scheduler.opened(group, lives[group])
                 found = row_groups.take(rows, blobs)
                 if found is not None:

@@ -114,11 +114,11 @@ def test_a_row_group_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -
             return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
     with pytest.raises(TypeError):
-        opened.put(0, [content(), None], keep=[])  # type: ignore[list-item]
+        opened.put(0, [content(), None])  # type: ignore[list-item]
     assert not mapped(path)
     assert 0 not in opened
-    opened.put(0, [content(), content()], keep=[])
-    opened.put(1, [content(), content()], keep=[0])
+    opened.put(0, [content(), content()])
+    opened.put(1, [content(), content()])
     rows = np.array([0, 19, 39])
     taken = opened.take(rows, rows // 10)
     assert taken is not None

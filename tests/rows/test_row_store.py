@@ -21,7 +21,7 @@ from clusters import until
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
-from dataload.rows import row_group_plan, row_store, scheduler
+from dataload.rows import open_row_groups, row_group_plan, row_store, scheduler
 from dataload.rows.mmap_arena import MmapArena
 from dataload.runtime.executor import DaemonExecutor
 
@@ -82,6 +82,19 @@ def test_the_row_groups_of_a_gather_are_not_evicted(dataset: Any) -> None:
     store.gather(np.array([0, 5]))
     rows = [12, 0, 7, 19]
     assert store.gather(np.array(rows)).rows["row_id"].tolist() == rows
+
+
+def test_a_gather_makes_room_for_all_its_row_groups_at_once(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for one row group at a time takes a time that is quadratic in the row groups of a gather."""
+    passes: list[int] = []
+    make = open_row_groups.evictions
+    monkeypatch.setattr(open_row_groups, "evictions", lambda *args: [passes.append(0), make(*args)][1])
+    store = dataset.rowstore
+    store.capacity = 100
+    for first in (0, 500):
+        store.gather(np.arange(first, first + 500))
+        assert store.states()["mapped"] == 100
+    assert len(passes) <= 4
 
 
 def test_rows_are_decoded_once_a_host(dataset: Any, decoded: Any, cache: CacheConfig) -> None:
