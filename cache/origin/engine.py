@@ -7,9 +7,11 @@ from typing import Any, Protocol
 
 from fsspec.asyn import sync
 from fsspec.caching import BaseCache
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
+from dataload.cache.origin.local_names import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
 from dataload.cache.origin.version import CHANGED, version_of
@@ -109,7 +111,7 @@ class Fsspec:
 
     @property
     def names(self) -> Any:
-        return self._filesystem
+        return LocalNames() if type(self._filesystem) is LocalFileSystem else self._filesystem
 
     def get(self, path: str, start: int, stop: int, version: str) -> Any:
         filesystem = self._filesystem

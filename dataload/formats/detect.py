@@ -62,11 +62,13 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
     """Return the bytes of a file's footer: Parquet's own, or the packed metadata of Arrow messages.
 
     Raises:
-        DataError: The file is neither Parquet nor Arrow IPC.
+        DataError: The file is empty, or neither Parquet nor Arrow IPC.
         OriginError: The origin failed.
     """
+    if not obj.size:
+        raise DataError(f"{obj.name} is empty, or a link to a missing file: remove it, or write it again")
     start = max(0, obj.size - tail_bytes(obj))
-    tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version)) if obj.size else b""
+    tail = bytes(blocks.origin.read(obj.path, start, obj.size, obj.version))
     for known in FORMATS:
         trailer = LENGTH_BYTES + len(known.magic)
         if tail.endswith(known.magic) and len(tail) >= trailer:
