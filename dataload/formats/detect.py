@@ -81,6 +81,8 @@ def fetch_footer(obj: Object, blocks: Blocks) -> bytes:
             if size > len(tail):
                 tail = bytes(blocks.origin.read(obj.path, obj.size - size, start, obj.version)) + tail
             return known.pack(obj, blocks, tail[-size:])
+    if tail.endswith(parquet.ENCRYPTED_MAGIC):
+        raise DataError(f"{obj.name} {parquet.ENCRYPTED}")
     if tail.endswith(messages.FEATHER_1):
         raise DataError(f"{obj.name} is Feather of version 1: rewrite it with pyarrow.feather.write_feather")
     if obj.size >= messages.PREFIX_BYTES and bytes(blocks.read(obj, 0, 4)) == messages.CONTINUATION:

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.tier import Span
+from dataload.errors import DataError
 from dataload.formats.arrow_types import children, has_part, is_bytes, is_list, number, storage
 from dataload.formats.base import SHARED_BYTES, RowGroupReader, as_data_error, joined
 from dataload.formats.range_stream import HeldBeginning, RangeStream, pieces
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     import pyarrow.dataset as pads
 
 MAGIC = b"PAR1"
+ENCRYPTED_MAGIC = b"PARE"
+ENCRYPTED = "is encrypted, which dataload cannot read: write it without encryption"
+LENGTH_AND_MAGIC_BYTES = 8
+SIGNATURE_BYTES = 28  # a nonce and a tag, after the plain footer of a file with encrypted columns
 BUFFER_BYTES = 1 << 20  # read buffer of a column that is being decoded
 DICTIONARY_BYTES = 1 << 20  # dictionary size at which writers fall back to plain encoding
 CODE_BYTES = 4  # most bytes of a dictionary index
@@ -53,6 +58,9 @@ class ParquetFooter:
         """Return the footer in these bytes. Raise DataError if they cannot be read."""
         where = f"{obj.name} has a Parquet footer that cannot be read"
         with as_data_error(where), pq.ParquetFile(pa.BufferReader(pa.py_buffer(data))) as file:
+            rest = len(data) - LENGTH_AND_MAGIC_BYTES - file.metadata.serialized_size
+            if rest == SIGNATURE_BYTES:  # Asked for the chunk of an encrypted column, pyarrow would abort the process.
+                raise DataError(f"{obj.name} {ENCRYPTED}")
             # The schema of the reader of the rows: `metadata.schema` has bytes where newer readers have UUIDs.
             return cls(data, file.metadata, file.schema_arrow)
 
