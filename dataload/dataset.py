@@ -16,9 +16,10 @@ from dataload.cache.config import CacheConfig, chosen
 from dataload.cache.filesystem import open_source
 from dataload.catalog.description import cache_text, columns_text, source_text
 from dataload.catalog.locations import Location, Locator
-from dataload.catalog.manifest import Manifest, RowGroup, Source, resolve, source_paths
+from dataload.catalog.manifest import Manifest, RowGroup, resolve
 from dataload.catalog.selected_rows import SelectedRows
 from dataload.catalog.selection import Selection
+from dataload.catalog.sources import Source, source_paths
 from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError

@@ -16,7 +16,7 @@ from fsspec.asyn import sync
 from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.explanation import fix_of
 from dataload.cache.origin.version import VERSION_FIELDS
-from dataload.catalog.manifest import list_objects
+from dataload.catalog.sources import list_objects
 from dataload.doctor.finding import Finding, ok, problem, reason, warning
 from dataload.errors import DataloadError, ObjectChanged, OriginNotFound
 from dataload.formats.hive_partitions import Keys

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.arguments import local_folder
 from dataload.cache.config import CacheConfig
-from dataload.catalog.manifest import Source
+from dataload.catalog.sources import Source
 from dataload.dataset import make_dataset
 from dataload.errors import ConfigError
 from dataload.loader.arguments import check_arguments

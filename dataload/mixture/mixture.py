@@ -16,8 +16,8 @@ import pyarrow as pa
 from dataload.arguments import known_keywords
 from dataload.catalog.description import cache_text, columns_text, few
 from dataload.catalog.locations import Location
-from dataload.catalog.manifest import Source as Files
 from dataload.catalog.same_columns import check_same_columns
+from dataload.catalog.sources import Source as Files
 from dataload.dataset import Dataset, make_dataset
 from dataload.errors import ConfigError
 from dataload.formats.schema import mask_name

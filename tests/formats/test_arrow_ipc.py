@@ -25,7 +25,7 @@ from nightly import NIGHTLY
 from dataload import CacheConfig, make_dataset, make_loader
 from dataload.cache.filesystem import open_source
 from dataload.catalog.footer_cache import read_footer
-from dataload.catalog.manifest import list_objects
+from dataload.catalog.sources import list_objects
 from dataload.errors import ConfigError, DataError
 from dataload.formats.arrow_ipc import messages
 from dataload.formats.arrow_ipc.reader import ArrowFooter

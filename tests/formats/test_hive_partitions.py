@@ -16,7 +16,8 @@ from dataload import make_dataset
 from dataload.cache.blocks.reader import Object
 from dataload.cache.config import CacheConfig
 from dataload.cache.filesystem import open_source
-from dataload.catalog.manifest import Manifest, list_objects, resolve
+from dataload.catalog.manifest import Manifest, resolve
+from dataload.catalog.sources import list_objects
 from dataload.errors import DataError
 from dataload.formats.hive_partitions import Keys, keys_of, partition_columns
 

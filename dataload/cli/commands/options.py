@@ -131,7 +131,8 @@ def open_manifest(
 ) -> tuple[Manifest, Blocks, Collection[Object]]:
     """Read the footers at `url`. Return the dataset, the reader of its objects, and those, also without row groups."""
     from dataload.cache.filesystem import open_source
-    from dataload.catalog.manifest import list_objects, manifest_of
+    from dataload.catalog.manifest import manifest_of
+    from dataload.catalog.sources import list_objects
 
     blocks = open_source(url, mapping(storage_options), config)
     objects = list_objects(url, blocks)
