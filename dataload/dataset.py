@@ -284,7 +284,8 @@ def make_dataset(
     Args:
         source: URL or path of a Parquet or Arrow IPC file, a folder or a glob; or a list of them.
         columns: Names of the columns to read, in this order; None: all. The name of a struct selects all its members.
-            Keys in folder names (`label=cat/…`) are columns, too.
+            Keys in folder names (`label=cat/…`) are columns, too. A column that some files lack is null there, if it
+            is named.
         filters: Rows to read, in pyarrow's form. All predicates of [("label", "=", "cat"), ("year", ">=", 2020)] must
             hold; of a list of such lists, one must hold. Or an expression of `pyarrow.compute`, such as
             `field("year") > 2020`. See `Dataset.filter`.
@@ -303,7 +304,8 @@ def make_dataset(
     Raises:
         ConfigError: An argument cannot work, or the filters leave no row.
         OriginNotFound: There is no object at `source`.
-        DataError: An object is neither Parquet nor Arrow IPC, schemas differ, or batches cannot hold a column's type.
+        DataError: An object is neither Parquet nor Arrow IPC, files differ in the chosen columns, or batches cannot
+            hold a column's type.
 
     Example:
         >>> import tempfile
@@ -330,9 +332,8 @@ def make_dataset(
 
         check_form(filters)
     blocks = open_source(paths[0], storage_options, config)
-    manifest = resolve(paths, blocks)
+    manifest = resolve(paths, blocks, columns)
     if filters is not None:
-        manifest.select(columns)  # raises before the filter fetches anything
         manifest = _narrowed(manifest, blocks, filters)
     return Dataset(manifest, blocks, columns, fill_null, null_masks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import pyarrow as pa
@@ -15,8 +16,8 @@ from dataload.formats.schema import fields_of
 _Column = tuple[Object, pa.Field]  # and a file that has it
 
 
-def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
-    """Return the flat columns that all files have, in the order of the first file.
+def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> tuple[pa.Schema, dict[str, str]]:
+    """Return the flat columns that files have, in order of appearance, and how the types of some columns differ.
 
     Files may differ in the order of their columns, and in types that are the same in batches, such as strings with
     32-bit and 64-bit offsets. A column without values in some files, of the null type or with parts of it such as
@@ -26,27 +27,45 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> pa.Schema:
     Args:
         schemas: Each file and its flat schema. There is at least one.
 
-    Raises:
-        DataError: Two files differ in a column. It names both.
+    Returns:
+        The schema, and by column a text that names two files whose types differ.
     """
     (first, latest), *others = schemas
     columns: dict[str, _Column] = {field.name: (first, field) for field in latest}
+    conflicts: dict[str, str] = {}
     for obj, schema in others:
         if schema is latest:  # Consecutive files of one schema share the object.
             continue
         latest, found = schema, {field.name: (obj, field) for field in schema}
         columns, found = _with_members(columns, found), _with_members(found, columns)
-        for name in {**columns, **found}:
-            source, here = columns.get(name, (first, None))
-            _, there = found.get(name, (obj, None))
-            if here is None or there is None or not _is_like(filled(here, there), filled(there, here)):
-                raise DataError(
-                    f"{obj.name} and {source.name} differ in column {name!r}: {_type(there)} there, "
-                    f"{_type(here)} here; read them as two datasets or rewrite one"
-                )
-            if has_null_type(here.type):
+        for name, (_, there) in found.items():
+            source, here = columns.setdefault(name, (obj, there))
+            if not _is_like(filled(here, there), filled(there, here)):
+                conflicts.setdefault(name, _conflict(name, (obj, str(there.type)), (source, str(here.type))))
+            elif has_null_type(here.type):
                 columns[name] = obj, filled(here, there)
-    return pa.schema([field for _, field in columns.values()])
+    for name, (obj, _) in columns.items():
+        for struct in _structs_of(name):
+            if struct in columns:  # a column of this name in one file, a struct in the other
+                source, field = columns[struct]
+                text = _conflict(struct, (obj, "a struct"), (source, str(field.type)))
+                conflicts |= {struct: text, name: text}
+    return pa.schema([field for _, field in columns.values()]), conflicts
+
+
+def missing(schema: pa.Schema, own: pa.Schema) -> list[str]:
+    """Return the columns of a flat schema that a file with the flat schema `own` lacks."""
+    names = set(own.names)
+    return [name for name in schema.names if names.isdisjoint([name, *_structs_of(name)])]
+
+
+def _structs_of(name: str) -> list[str]:
+    """Return the names of the structs that hold a column."""
+    return [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+
+
+def _conflict(name: str, there: tuple[Object, str], here: tuple[Object, str]) -> str:
+    return f"{there[0].name} and {here[0].name} differ in column {name!r}: {there[1]} there, {here[1]} here"
 
 
 def _with_members(columns: Mapping[str, _Column], others: Mapping[str, _Column]) -> dict[str, _Column]:
@@ -71,7 +90,3 @@ def _is_like(here: pa.Field, there: pa.Field) -> bool:
         return fields_of(pa.schema([here])) == fields_of(pa.schema([there]))
     except DataError:  # No batch can hold the column.
         return False
-
-
-def _type(field: pa.Field | None) -> str:
-    return "missing" if field is None else str(field.type)

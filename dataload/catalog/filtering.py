@@ -62,6 +62,11 @@ def narrow(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collectio
     chosen = filter_of(filters, manifest, pa.schema([*own, *keys]))
     if mapped := {*made} & {*chosen.columns}:
         raise ConfigError(f"map made the column {min(mapped)!r}")
+    if lacking := [name for name in chosen.columns if name in manifest.partial and "." in name]:
+        file = manifest.partial[lacking[0]]
+        raise ConfigError(
+            f"filters= cannot use {lacking[0]!r}, because {file} lacks this member: filter the rows by others"
+        )
     key = blocks.key(Object(first.file.path, 0, manifest.fingerprint), f"matches {VERSION} {chosen.digest}")
     found = blocks.tier.get(key)
     if found is None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pyarrow as pa
 
 from dataload.arguments import did_you_mean
 from dataload.cache.blocks.reader import Blocks, Object
-from dataload.catalog.common_schema import common_schema
+from dataload.catalog.common_schema import common_schema, missing
 from dataload.catalog.footer_cache import FooterLocation, get_or_make, read_footers
 from dataload.catalog.selection import Selection
 from dataload.catalog.sources import Source, list_objects
@@ -26,8 +27,11 @@ from dataload.formats.base import Footer
 from dataload.formats.hive_partitions import Constants, Keys, partition_columns
 from dataload.formats.schema import fields_of, flatten
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.text import counted
 
-VERSION = 5
+VERSION = 6
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class RowGroup:
         rows: Number of rows.
         bytes: Compressed bytes of all its columns.
         sizes: Uncompressed, encoded bytes of each of the manifest's `ragged` columns.
-        constants: Names and values of the partition columns, which come from folder names.
+        constants: Names and values of the partition columns, which come from folder names, and None for each column
+            that the file lacks.
     """
 
     file: Object
@@ -63,17 +68,21 @@ class Manifest:
     """One generation of a dataset.
 
     Args:
-        schema: The flat schema that all objects share: struct members are dotted columns. Partition keys come last.
+        schema: The flat columns of all objects: struct members are dotted columns. Partition keys come last.
         row_groups: Row groups in file order, of the objects in order of path.
         fingerprint: Hex digest of the objects' paths, sizes, versions and partition keys, and of the selection. It does
             not depend on the endpoint, so it is the same on every host that sees the same objects.
         selection: The rows of these row groups that belong to the dataset; None: all.
+        conflicts: By column whose types differ, which files differ. It cannot be chosen.
+        partial: By column that some files lack, which file does. It is null there, for a caller that names the column.
     """
 
     schema: pa.Schema
     row_groups: tuple[RowGroup, ...]
     fingerprint: str
     selection: Selection | None = None
+    conflicts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    partial: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @cached_property
     def block_lengths(self) -> npt.NDArray[np.int64]:
@@ -97,12 +106,16 @@ class Manifest:
 
         Raises:
             ConfigError: A name is neither.
+            DataError: Files have different types for it.
         """
         for column in columns:
             if column not in self._chosen_by:
                 others = f"there are {', '.join(map(repr, self.schema.names))}"
                 hint = did_you_mean(column, self.schema.names, others)
                 raise ConfigError(f"column {column!r} is not in the dataset: {hint}")
+            for name in self._chosen_by[column]:
+                if name in self.conflicts:
+                    raise DataError(f"{self.conflicts[name]}; leave it out with columns=, or rewrite one")
 
     def select(self, columns: Sequence[str] | None) -> list[str]:
         """Return the columns that these names choose, in their order; None: all.
@@ -111,8 +124,17 @@ class Manifest:
 
         Raises:
             ConfigError: A name is not in the dataset, or a column is chosen twice.
+            DataError: Files have different types for a column; or all are chosen, and a file lacks one.
         """
         if columns is None:
+            self.check_columns(self.schema.names)
+            if self.partial:
+                name, file = next(iter(self.partial.items()))
+                others = f" (and {counted(len(self.partial) - 1, 'other column')})" if len(self.partial) > 1 else ""
+                raise DataError(
+                    f"{file} lacks column {name!r}, which other files have{others}; leave it out with columns=, or "
+                    "name it there to read nulls where it is missing"
+                )
             return list(self.schema.names)
         self.check_columns(columns)
         chosen = [name for column in columns for name in self._chosen_by[column]]
@@ -136,7 +158,8 @@ class Manifest:
             return self
         row_groups = tuple(self.row_groups[number] for number in chosen)
         selection = None if self.selection is None else self.selection.only(chosen)
-        return Manifest(self.schema, row_groups, _digest([self.fingerprint, chosen]), selection)
+        fingerprint = _digest([self.fingerprint, chosen])
+        return replace(self, row_groups=row_groups, fingerprint=fingerprint, selection=selection)
 
     def selected(self, selection: Selection) -> Manifest:
         """Return the manifest of the rows that both selections have, without row groups that have none of them."""
@@ -178,6 +201,8 @@ class Manifest:
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
                 "runs": [[paths[run.path], run.version] for run in runs],
+                "conflicts": self.conflicts,
+                "partial": self.partial,
                 "files": [[paths[file.path], file.size, file.version, *entry] for file, entry in files.items()],
             },
             separators=(",", ":"),
@@ -198,23 +223,35 @@ class Manifest:
                 for number, rows, size_bytes, sizes in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
-        return cls(schema, tuple(groups), content["fingerprint"])
+        differing = {name: content[name] for name in ("conflicts", "partial")}
+        return cls(schema, tuple(groups), content["fingerprint"], **differing)
 
 
 def _digest(content: Any) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"part").hexdigest()
 
 
-def resolve(source: Source, blocks: Blocks) -> Manifest:
+def resolve(source: Source, blocks: Blocks, columns: Sequence[str] | None = None) -> Manifest:
     """Return the manifest of `source`: a path, folder or glob at the origin of `blocks`, or a list of them.
 
-    Each call lists the objects. Each host reads the footers once per distinct listing.
+    Each call lists the objects. Each host reads the footers once per distinct listing. Chosen columns that some files
+    lack are logged.
+
+    Args:
+        source: The files.
+        blocks: Reads them through the cache.
+        columns: As in `make_dataset`.
 
     Raises:
         OriginNotFound: There is no object at `source`.
-        DataError: An object is neither Parquet nor Arrow IPC, or schemas differ.
+        DataError: An object is neither Parquet nor Arrow IPC, or files differ in the chosen columns.
+        ConfigError: A column cannot be chosen.
     """
-    return manifest_of(list_objects(source, blocks), blocks)
+    manifest = manifest_of(list_objects(source, blocks), blocks)
+    if nulls := [name for name in manifest.select(columns) if name in manifest.partial]:
+        names, file = " and ".join(map(repr, nulls)), manifest.partial[nulls[0]]
+        log.warning("%s: null in the files that lack it, such as %s", names, file)
+    return manifest
 
 
 def manifest_of(
@@ -244,25 +281,33 @@ def _read_footers(
     objects: Mapping[Object, Keys], blocks: Blocks, fingerprint: str, progress: Callable[[Object], object]
 ) -> Manifest:
     found = read_footers(objects, blocks, _Summarize(), progress)
-    schema = common_schema([(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)])
+    schema, conflicts = common_schema([(obj, own.flat) for obj, ((own, _), _) in zip(objects, found, strict=True)])
     own_names = found[0][0][0].own.names
     partitions, constants = partition_columns(objects, {*own_names, *schema.names})
     if not schema.names and not partitions:
         raise DataError(f"{next(iter(objects)).name} has no columns: remove it from the dataset, or write it with some")
     ragged = [field.name for field in schema if _is_ragged(field)]
+    nulls: dict[_Schema, Constants] = {}
+    partial: dict[str, str] = {}
     groups = []
-    for obj, ((own, row_groups), footer_at), values in zip(objects, found, constants, strict=True):
+    for (obj, keys), ((own, row_groups), footer_at), values in zip(objects.items(), found, constants, strict=True):
+        if own not in nulls:
+            nulls[own] = tuple((name, None) for name in missing(schema, own.flat))
+            partial = {name: obj.name for name, _ in nulls[own]} | partial
+        for name in dict(keys).keys() & dict(nulls[own]).keys():
+            conflicts.setdefault(name, f"{obj.name} has {name!r} as a key of its folders, and other files as a column")
         texts = [
             str(value or "").encode() for (_, value), field in zip(values, partitions, strict=True) if _is_ragged(field)
         ]
         for number, (rows, stored_bytes, own_sizes) in enumerate(row_groups):
             by_name = dict(zip(own.ragged, own_sizes, strict=True))
             sizes = (*(by_name.get(name, 0) for name in ragged), *(rows * len(text) for text in texts))
-            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values))
-    return Manifest(pa.schema([*schema, *partitions]), tuple(groups), fingerprint)
+            groups.append(RowGroup(obj, footer_at, number, rows, stored_bytes, sizes, values + nulls[own]))
+    whole = pa.schema([*schema, *partitions])
+    return Manifest(whole, tuple(groups), fingerprint, conflicts=conflicts, partial=partial)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Schema:
     """A file's own schema, its flat form, and the ragged columns of that."""
 

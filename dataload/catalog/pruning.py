@@ -53,11 +53,14 @@ def _by_keys(files: Sequence[Constants], chosen: Filter) -> list[bool | None]:
     if not chosen.columns:  # such as pyarrow.compute.scalar(True)
         return [bool(_satisfiable(chosen, [pc.scalar(True)]))] * len(files)
     keys = [dict(constants) for constants in files]
-    if keys and keys[0].keys() >= set(chosen.columns):
-        rows = [{name: constants[name] for name in chosen.columns} for constants in keys]
-        return list(map(bool, chosen.mask(pa.Table.from_pylist(rows, chosen.schema))))
-    possible = _satisfiable(chosen, [_guarantee(constants, chosen) for constants in files])
-    return [None if number in possible else False for number in range(len(files))]
+    found: dict[int, bool | None] = {n: False for n, known in enumerate(keys) if known.keys() >= set(chosen.columns)}
+    if found:
+        rows = [{name: keys[number][name] for name in chosen.columns} for number in found]
+        found = dict(zip(found, map(bool, chosen.mask(pa.Table.from_pylist(rows, chosen.schema))), strict=True))
+    others = [number for number in range(len(files)) if number not in found]
+    possible = _satisfiable(chosen, [_guarantee(files[number], chosen) for number in others])
+    found |= {number: None if position in possible else False for position, number in enumerate(others)}
+    return [found[number] for number in range(len(files))]
 
 
 def _by_statistics(

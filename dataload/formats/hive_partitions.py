@@ -76,7 +76,8 @@ def with_constants(table: pa.Table, constants: Constants, rows: int, schema: pa.
     columns = dict(zip(table.column_names, table.columns, strict=True))
     for name, value in constants:
         if name in schema.names:
-            columns[name] = pa.repeat(pa.scalar(value, schema.field(name).type), rows)
+            kind = schema.field(name).type
+            columns[name] = pa.nulls(rows, kind) if value is None else pa.repeat(pa.scalar(value, kind), rows)
     return pa.table(columns)
 
 

@@ -1,0 +1,99 @@
+"""Tests of columns that some files lack, or have with another type: `columns=` leaves them out or makes them null."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from pyarrow import feather
+
+from dataload import CacheConfig, make_dataset, make_loader
+from dataload.errors import ConfigError, DataError
+
+
+def write(folder: Path, *tables: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, columns in enumerate(tables):
+        table = pa.table(columns)
+        if number % 2:
+            feather.write_feather(table, folder / f"{number}.feather")
+        else:
+            pq.write_table(table, folder / f"{number}.parquet")
+    return folder
+
+
+@pytest.fixture
+def evolved(tmp_path: Path) -> Path:
+    """Return a table that gained columns, and whose column z changed its type."""
+    new = {"y": [0.5, 1.5], "n": [7, 8], "s": [{"a": 1, "b": "p"}, None], "t": ["u", "v"], "l": [[1], [2, 3]]}
+    old = {"x": [1, 2], "z": ["p", "q"]}
+    return write(tmp_path / "table", old, {"x": [3, 4], "z": [1, 2], **new}, {**new, "x": [5, 6], "s": [{"a": 9}] * 2})
+
+
+def rows(source: Any, **options: Any) -> list[dict[str, Any]]:
+    dataset = make_dataset(source, **{"cache": False, **options})
+    return [
+        {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.items()}
+        for row in dataset.__getitems__(range(len(dataset)))
+    ]
+
+
+def test_columns_that_are_left_out_may_differ(evolved: Path) -> None:
+    assert [row["x"] for row in rows(evolved, columns=["x"])] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(DataError, match=r"differ in column 'z': int64 there, string here; leave it out with columns="):
+        make_dataset(evolved, cache=False)
+    with pytest.raises(DataError, match="differ in column 'z'"):
+        make_dataset(evolved, columns=["x", "z"], cache=False)
+    with pytest.raises(DataError, match="differ in column 'z'"):
+        make_dataset(evolved, columns=["x"], filters=[("z", "=", 1)], cache=False)
+
+
+def test_a_named_column_is_null_where_a_file_lacks_it(
+    evolved: Path, cache: CacheConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):  # the second time, from the cached manifest
+        found = rows(evolved, columns=["x", "y", "t", "l", "s.b"], cache=cache)
+        assert [row["t"] for row in found] == [None, None, "u", "v", "u", "v"]
+        assert [row["l"] for row in found] == [None, None, [1], [2, 3], [1], [2, 3]]
+        assert [row["s.b"] for row in found] == [None, None, "p", None, None, None]
+        np.testing.assert_equal([row["y"] for row in found], [np.nan, np.nan, 0.5, 1.5, 0.5, 1.5])
+    assert "'y' and 't' and 'l' and 's.b': null in the files that lack it, such as" in caplog.text
+    with pytest.raises(DataError, match=r"0\.parquet row group 0.*column 'n' has 2 nulls"):
+        rows(evolved, columns=["n"])
+    assert [row["n"] for row in rows(evolved, columns=["n"], fill_null=-1)] == [-1, -1, 7, 8, 7, 8]
+    marked = rows(evolved, columns=["n"], null_masks=True)
+    assert [row["n.is_null"] for row in marked] == [True, True, False, False, False, False]
+
+
+def test_the_order_does_not_depend_on_columns_that_files_lack(evolved: Path) -> None:
+    def order(columns: list[str]) -> list[int]:
+        loader = make_loader(evolved, 2, columns=columns, null_masks=True, cache=False)
+        return [int(value) for batch in loader for value in batch["x"]]
+
+    assert order(["x"]) == order(["x", "n", "s", "t"])
+    assert sorted(order(["x"])) == [1, 2, 3, 4, 5, 6]
+
+
+def test_filters_on_a_column_that_files_lack(evolved: Path) -> None:
+    def kept(filters: Any) -> list[int]:
+        return [row["x"] for row in rows(evolved, columns=["x"], filters=filters)]
+
+    assert kept([("n", ">", 7)]) == [4, 6]
+    assert kept([("x", ">", 1), ("y", "<", 1)]) == [3, 5]
+    assert kept(pc.field("n").is_null() | (pc.field("x") == 6)) == [1, 2, 6]
+    assert kept(pc.field("n").is_null()) == [1, 2]
+    with pytest.raises(ConfigError, match=r"filters= cannot use 's\.b', because .* lacks this member"):
+        kept([("s.b", "=", "p")])
+
+
+def test_a_column_that_is_a_key_of_folders_elsewhere(tmp_path: Path) -> None:
+    write(tmp_path / "day=1", {"x": [1]})
+    write(tmp_path / "day=2", {"x": [1], "day": [2]})
+    assert len(rows(tmp_path, columns=["x"])) == 2
+    with pytest.raises(DataError, match="has 'day' as a key of its folders, and other files as a column"):
+        rows(tmp_path, columns=["day"])
