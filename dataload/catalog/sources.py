@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fsspec.core import has_magic
 
@@ -13,7 +14,20 @@ from dataload.errors import ConfigError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, keys_of
 from dataload.runtime.redact import redacted
 
-METADATA = re.compile(r"(^|/)([_.]|(dataset_info|dataset_dict|state)\.json$)")  # of Spark; of Hugging Face datasets
+# Names of Spark; markers of folders by EMR and Hadoop; descriptions and results of `map` by Hugging Face datasets
+METADATA = re.compile(r"(^|/)([_.]|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$")
+TABLES = {  # files that only such tables have, and what returns the files of a version
+    "a Delta": (re.compile(r"(^|/)_delta_log/"), "DeltaTable(url).file_uris()"),
+    "a Hudi": (re.compile(r"(^|/)\.hoodie/"), "as Hudi lists them"),
+    "an Iceberg": (
+        re.compile(r"(^|/)metadata/[^/]+\.metadata\.json$"),
+        "[task.file.file_path for task in table.scan().plan_files()]",
+    ),
+}
+SPLITS_FILE = re.compile(r"(^|/)dataset_dict\.json$")
+SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./\d])")
+
+log = logging.getLogger(__name__)
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -37,9 +51,10 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
     """Return the objects that `source` names, in order of path, with their partition keys.
 
     The keys are those of the folders below the named path. Files of metadata are skipped: those of Spark, whose names
-    start with "_" or ".", and the JSON of Hugging Face datasets.
+    start with "_" or ".", and the JSON and cached results of Hugging Face datasets.
 
     Raises:
+        ConfigError: A folder is a table with deleted rows, such as Delta, or has a dataset for each split.
         OriginNotFound: There are no such objects.
     """
     found: dict[str, tuple[Object, Keys]] = {}
@@ -62,4 +77,30 @@ def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     root = origin.path_of(path.rpartition("::")[2])
     folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if has_magic(root) else root
     listed = {Object.of(info): name.removeprefix(folder) for name, info in origin.list(root).items()}
-    return {obj: keys_of(relative) for obj, relative in listed.items() if not METADATA.search(relative)}
+    _check_listing(redacted(path), listed.values())
+    found = {obj: keys_of(relative) for obj, relative in listed.items() if not METADATA.search(relative)}
+    splits = {match[1] for obj in found if (match := SPLIT.search(listed[obj]))}
+    if "train" in splits and len(splits) > 1:
+        log.warning("%s: reads the splits %s together: name a folder or a glob of one", redacted(path), _texts(splits))
+    return found
+
+
+def _check_listing(path: str, names: Collection[str]) -> None:
+    """Raise ConfigError if these names are of a table with deleted rows, or of separate datasets."""
+    for kind, (pattern, files) in TABLES.items():
+        if any(map(pattern.search, names)):
+            raise ConfigError(
+                f"{path} is {kind} table, and its folder also has files of deleted rows: pass a list of the files of "
+                f"one version, {files}"
+            )
+    for name in filter(SPLITS_FILE.search, names):
+        folder = name.rpartition("/")[0]
+        below = (other.removeprefix(folder).split("/") for other in names if other.startswith(f"{folder}/"))
+        splits = sorted({parts[1] for parts in below if len(parts) > 2})
+        raise ConfigError(
+            f"{path.rstrip('/')}{folder} has the splits {_texts(splits)}: name the folder of one, or mix them"
+        )
+
+
+def _texts(names: Iterable[str]) -> str:
+    return " and ".join(map(repr, sorted(names)))

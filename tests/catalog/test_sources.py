@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dataload import make_dataset, make_loader
-from dataload.errors import DataError
+from dataload.errors import ConfigError, DataError
 
 
 def write(file: Path, *values: int) -> Path:
@@ -60,3 +63,64 @@ def test_a_link_to_a_missing_file_names_itself(linked: Path, target: str) -> Non
     (linked / "2.parquet").symlink_to(target)
     with pytest.raises(DataError, match=r"2\.parquet is empty, or a link to a missing file"):
         make_dataset(linked, cache=False)
+
+
+# Tables and datasets of other libraries
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("_delta_log/00000000000000000000.json", r"is a Delta table, .* DeltaTable\(url\)\.file_uris\(\)"),
+        (".hoodie/hoodie.properties", "is a Hudi table"),
+        ("metadata/00000-1.metadata.json", "is an Iceberg table"),
+    ],
+)
+@pytest.mark.parametrize("below", ["", "tables/t/"])
+def test_a_table_with_deleted_rows_is_not_read_as_files(tmp_path: Path, name: str, says: str, below: str) -> None:
+    data = write(tmp_path / below / "data" / "0.parquet", 1)
+    (tmp_path / below / name).parent.mkdir()
+    (tmp_path / below / name).write_text("{}")
+    with pytest.raises(ConfigError, match=says):
+        make_dataset(tmp_path, cache=False)
+    assert read([data]) == [1]
+
+
+def test_results_of_map_in_a_folder_of_hugging_face_are_no_data(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"x": [0, 1, 2]}).save_to_disk(tmp_path / "saved")
+    saved = datasets.load_from_disk(tmp_path / "saved")
+    saved.map(lambda row: {"x": row["x"] * 100})
+    saved.filter(lambda row: row["x"] > 1)
+    first, _ = (tmp_path / "saved").glob("cache-*.arrow")
+    first.rename(first.with_stem(f"{first.stem}_00000_of_00002"))  # the name with num_proc=2
+    assert read(tmp_path / "saved") == [0, 1, 2]
+    assert read(f"{tmp_path}/saved/*.arrow") == [0, 1, 2]
+
+
+def test_a_folder_of_splits_names_them(tmp_path: Path) -> None:
+    one = datasets.Dataset.from_dict({"x": [0, 1, 2]})
+    datasets.DatasetDict(train=one, test=one).save_to_disk(tmp_path / "saved")
+    for source in (tmp_path / "saved", f"{tmp_path}/saved/", tmp_path):
+        with pytest.raises(ConfigError, match="/saved has the splits 'test' and 'train': name the folder of one"):
+            make_dataset(source, cache=False)
+    assert read(tmp_path / "saved" / "test") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("form", ["data/{}-00000-of-00001.parquet", "{}/0.parquet", "{}.parquet"])
+def test_splits_that_are_read_together_are_logged(tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / form.format("train"), 1)
+    write(tmp_path / "trainer-a.parquet", 2)
+    make_dataset(tmp_path, cache=False)
+    assert not caplog.text
+    write(tmp_path / form.format("test"), 3)
+    assert sorted(read(tmp_path)) == [1, 2, 3]
+    assert "reads the splits 'test' and 'train' together" in caplog.text
+
+
+def test_markers_of_folders_are_no_data(bucket: Any, dataset_of: Callable[..., str]) -> None:
+    url = dataset_of([[3]])
+    bucket.put("data/day=1_$folder$", b"")
+    assert len(make_dataset(url, storage_options=bucket.options, cache=False)) == 3
+    bucket.put("data/0.parquet", b"")
+    with pytest.raises(DataError, match=r"data/0\.parquet is empty"):
+        make_dataset(url, storage_options=bucket.options, cache=False)

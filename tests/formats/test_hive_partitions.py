@@ -169,7 +169,7 @@ def test_one_key_twice_is_refused(bucket: Any, cache: CacheConfig) -> None:
 
 
 def test_hidden_folders_stay_hidden(bucket: Any, cache: CacheConfig) -> None:
-    put(bucket, "label=cat/x", "_delta_log/x", "label=dog/_tmp/x", "_label=cow/x")
+    put(bucket, "label=cat/x", "_spark_metadata/x", "label=dog/_tmp/x", "_label=cow/x")
     blocks = open_source(bucket.url(), bucket.options, cache)
     assert [obj.path for obj in list_objects(bucket.url("data"), blocks)] == [f"{bucket.name}/data/label=cat/x.parquet"]
 
