@@ -143,12 +143,18 @@ class Origin(ForkAware):
             filesystem.invalidate_cache(path)
             return self._normalized(filesystem.info(path))
 
-    def list(self, path: str) -> dict[str, dict[str, Any]]:
-        """Fetch the metadata of the objects at `path`, an object, a folder or a glob, by path. Bypass caches."""
+    def list(self, path: str, *, is_glob: bool | None = None) -> dict[str, dict[str, Any]]:
+        """Fetch the metadata of the objects at `path`, an object, a folder or a glob, by path. Bypass caches.
+
+        Args:
+            path: The path.
+            is_glob: Whether it is a glob; None: if it has one of the characters of globs.
+        """
+        is_glob = has_magic(path) if is_glob is None else is_glob
         with self.metadata_request(path) as filesystem:
-            filesystem.invalidate_cache(None if has_magic(path) else path)
-            found = filesystem.glob(path, detail=True) if has_magic(path) else filesystem.find(path, detail=True)
-            if not found and not has_magic(path):
+            filesystem.invalidate_cache(None if is_glob else path)
+            found = filesystem.glob(path, detail=True) if is_glob else filesystem.find(path, detail=True)
+            if not found and not is_glob:
                 with suppress(OriginNotFound):
                     self.info(path)  # HTTP lists nothing when the server is down; `info` then raises.
             infos = [

@@ -53,7 +53,7 @@ def read_footers(
     """Return the result of `look` for each object's footer, and where the footer is cached.
 
     Args:
-        objects: Files in order of path.
+        objects: Files, best in order of path: neighbours share a blob.
         blocks: Reads the files through the cache.
         look: Called with each footer and its file, from any thread. Not all footers are in memory at a time.
         progress: Called with each object whose footer has been read, from any thread.

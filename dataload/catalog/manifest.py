@@ -69,7 +69,7 @@ class Manifest:
 
     Args:
         schema: The flat columns of all objects: struct members are dotted columns. Partition keys come last.
-        row_groups: Row groups in file order, of the objects in order of path.
+        row_groups: Row groups in file order, of the objects in the order of the source.
         fingerprint: Hex digest of the objects' paths, sizes, versions and partition keys, and of the selection. It does
             not depend on the endpoint, so it is the same on every host that sees the same objects.
         selection: The rows of these row groups that belong to the dataset; None: all.
@@ -260,7 +260,7 @@ def manifest_of(
     """Return the manifest of these objects.
 
     Args:
-        objects: At least one object, in order of path, with its partition keys.
+        objects: At least one object, with its partition keys.
         blocks: Reads the objects through the cache.
         progress: Called with each object whose footer has been read, from any thread.
 

@@ -6,6 +6,8 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from fsspec.core import has_magic
 
@@ -48,35 +50,44 @@ def source_paths(source: Source) -> list[str]:
 
 
 def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
-    """Return the objects that `source` names, in order of path, with their partition keys.
+    """Return the objects that `source` names, with their partition keys.
 
-    The keys are those of the folders below the named path. Files of metadata are skipped: those of Spark, whose names
-    start with "_" or ".", and the JSON and cached results of Hugging Face datasets.
+    Objects have the order of the items of a list; those of a folder or a glob are in order of path. The keys are those
+    of the folders below the named path. Files of metadata are skipped: those of Spark, whose names start with "_" or
+    ".", and the JSON and cached results of Hugging Face datasets.
 
     Raises:
-        ConfigError: A folder is a table with deleted rows, such as Delta, or has a dataset for each split.
+        ConfigError: An object is named twice, or a folder is a table with deleted rows, such as Delta, or has a dataset
+            for each split.
         OriginNotFound: There are no such objects.
     """
-    found: dict[str, tuple[Object, Keys]] = {}
+    found: dict[Object, Keys] = {}
     for path in source_paths(source):
         listed = _list(path, blocks)
         if not listed:
             address = blocks.origin.address
             check = "check the path" if address == "file://" else "check bucket, prefix and endpoint"
-            hint = "; a glob names objects, not folders: add /* for what is in them" if has_magic(path) else ""
-            raise OriginNotFound(f"no objects at {redacted(path)} ({address}): {check}{hint}")
-        for obj, keys in listed.items():
-            # The source may name an object twice: by itself and by a folder above it, which yields more keys.
-            if obj.path not in found or len(keys) > len(found[obj.path][1]):
-                found[obj.path] = obj, keys
-    return dict(found[path] for path in sorted(found))
+            if has_magic(path):
+                check += "; a glob names objects, not folders: add /* for what is in them, and write [[] for a ["
+            raise OriginNotFound(f"no objects at {redacted(path)} ({address}): {check}")
+        for obj in sorted(listed, key=lambda obj: obj.path):
+            if obj in found:
+                raise ConfigError(f"the source names {obj.name} twice: name it once; mix repeats rows by weights")
+            found[obj] = listed[obj]
+    return found
 
 
 def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:
     origin = blocks.origin
-    root = origin.path_of(path.rpartition("::")[2])
-    folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0] if has_magic(root) else root
-    listed = {Object.of(info): name.removeprefix(folder) for name, info in origin.list(root).items()}
+    root = folder = origin.path_of(path.rpartition("::")[2])
+    infos: dict[str, Any] = {}
+    if has_magic(root) and not (origin.is_local and Path(root).exists()):
+        infos = origin.list(root, is_glob=True)
+        if infos:
+            folder = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
+    if not infos:  # An object or a folder may have such characters in its name.
+        infos = origin.list(root, is_glob=False)
+    listed = {Object.of(info): name.removeprefix(folder) for name, info in infos.items()}
     _check_listing(redacted(path), listed.values())
     found = {obj: keys_of(relative) for obj, relative in listed.items() if not METADATA.search(relative)}
     splits = {match[1] for obj in found if (match := SPLIT.search(listed[obj]))}

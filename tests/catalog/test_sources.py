@@ -10,9 +10,15 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tqdm
 
 from dataload import make_dataset, make_loader
-from dataload.errors import ConfigError, DataError
+from dataload.errors import ConfigError, DataError, OriginNotFound
+
+
+@pytest.fixture(autouse=True)
+def no_thread_of_progress_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
 
 
 def write(file: Path, *values: int) -> Path:
@@ -124,3 +130,47 @@ def test_markers_of_folders_are_no_data(bucket: Any, dataset_of: Callable[..., s
     bucket.put("data/0.parquet", b"")
     with pytest.raises(DataError, match=r"data/0\.parquet is empty"):
         make_dataset(url, storage_options=bucket.options, cache=False)
+
+
+# Names and order
+
+
+SPECIAL = ["a[1].parquet", "a?b.parquet", "a*b.parquet", "run[lr=1e-3]/0.parquet"]
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_a_path_that_exists_is_no_glob(tmp_path: Path, name: str) -> None:
+    for number, other in enumerate([*SPECIAL, "a1.parquet", "axb.parquet", "runl/1.parquet"]):
+        write(tmp_path / other, number)
+    assert read(tmp_path / name) == [SPECIAL.index(name)]
+    assert read(tmp_path / Path(name).parts[0]) == [SPECIAL.index(name)]
+
+
+def test_a_glob_below_a_folder_with_a_bracket(tmp_path: Path) -> None:
+    write(tmp_path / "run[1]" / "0.parquet", 1)
+    with pytest.raises(OriginNotFound, match=r"no objects .*write \[\[\] for a \["):
+        make_dataset(tmp_path / "run[1]" / "*.parquet", cache=False)
+    assert read(tmp_path / "run[[]1]" / "*.parquet") == [1]
+
+
+def test_an_object_in_s3_whose_name_looks_like_a_glob(bucket: Any) -> None:
+    for key in ("data/a[1]/b.parquet", "data/b[1].parquet"):
+        bucket.put_table(key, pa.table({"x": [1]}))
+    for name in ("data/a[1]/", "data/a[1]/b.parquet", "data/b[1].parquet"):
+        assert len(make_dataset(bucket.url(name), storage_options=bucket.options, cache=False)) == 1
+
+
+def test_a_list_keeps_its_order(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"part-{number}.parquet", number) for number in (10, 2, 1)]
+    (last, first) = write(tmp_path / "x" / "1.parquet", 4), write(tmp_path / "x" / "0.parquet", 3)
+    assert read([*files, tmp_path / "x"]) == [10, 2, 1, 3, 4]
+    assert read(tmp_path) == [1, 10, 2, 3, 4]
+    assert read([last, first]) == [4, 3]
+    assert make_dataset([last, first], cache=False).fingerprint != make_dataset([first, last], cache=False).fingerprint
+
+
+@pytest.mark.parametrize("again", ["0.parquet", "", "*.parquet"])
+def test_a_list_names_a_file_once(tmp_path: Path, again: str) -> None:
+    file = write(tmp_path / "0.parquet", 1)
+    with pytest.raises(ConfigError, match=r"names .*0\.parquet twice: name it once; mix repeats rows by weights"):
+        make_dataset([file, tmp_path / again], cache=False)
