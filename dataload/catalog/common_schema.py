@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import pyarrow as pa
 
 from dataload.cache.blocks.reader import Object
 from dataload.errors import DataError
-from dataload.formats.arrow_types import is_bytes, is_list, storage
+from dataload.formats.arrow_types import canonical, is_bytes, storage
 from dataload.formats.null_types import filled, has_null_type
 from dataload.formats.schema import fields_of
 
@@ -20,8 +21,9 @@ def common_schema(schemas: Iterable[tuple[Object, pa.Schema]]) -> tuple[pa.Schem
     """Return the flat columns that files have, in order of appearance, and how the types of some columns differ.
 
     Files may differ in the order of their columns, and in types that are the same in batches, such as strings with
-    32-bit and 64-bit offsets. A column without values in some files, of the null type or with parts of it such as
-    `list<null>`, has its type of the others. A column of the null type may be a struct in the others.
+    32-bit and 64-bit offsets, or times of other zones. A column without values in some files, of the null type or with
+    parts of it such as `list<null>`, has its type of the others. A column of the null type may be a struct in the
+    others.
     Decimals of other digits differ, because filters would compare other values.
 
     Args:
@@ -82,11 +84,12 @@ def _is_like(here: pa.Field, there: pa.Field) -> bool:
     """Return whether the values of two columns of one name are the same in batches and in filters."""
     if here.type == there.type:
         return True
-    kinds = storage(here.type), storage(there.type)
-    are_lists = all(map(is_list, kinds)) and kinds[0].value_type == kinds[1].value_type
-    if not (are_lists or all(map(is_bytes, kinds))):
+    if canonical(here.type) != canonical(there.type) and not all(
+        is_bytes(storage(field.type)) for field in (here, there)
+    ):
         return False
     try:
-        return fields_of(pa.schema([here])) == fields_of(pa.schema([there]))
+        mine, others = (replace(*fields_of(pa.schema([field])), type=None) for field in (here, there))
     except DataError:  # No batch can hold the column.
         return False
+    return mine == others

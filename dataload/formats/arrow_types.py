@@ -138,6 +138,28 @@ def _shape_of_datasets(field: pa.Field) -> tuple[int, ...]:
     return () if None in shape else tuple(shape)
 
 
+def canonical(kind: pa.DataType) -> pa.DataType:
+    """Return the type that all types with equal Python values have in common, at any depth.
+
+    Offsets of 32 or 64 bits, views, dictionaries, runs and time zones make no difference.
+    """
+    types = pa.types
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name.startswith("arrow."):
+        return kind
+    kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return canonical(kind.value_type)
+    if types.is_map(kind):
+        return pa.map_(canonical(kind.key_type), canonical(kind.item_type))
+    if types.is_nested(kind) and not types.is_union(kind):
+        fields = [pa.field(child.name, canonical(child.type)) for child in children(kind)]
+        return pa.list_(fields[0]) if is_list(kind) else with_members(kind, fields)
+    if types.is_timestamp(kind):
+        return pa.timestamp(kind.unit, kind.tz and "UTC")
+    is_variable = is_bytes(kind) and not types.is_fixed_size_binary(kind)
+    return (pa.string() if is_text(kind) else pa.binary()) if is_variable else kind
+
+
 def portable(kind: pa.DataType) -> pa.DataType:
     """Return a type without extension types that only some processes know, at any depth."""
     if isinstance(kind, pa.BaseExtensionType):

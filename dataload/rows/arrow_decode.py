@@ -83,8 +83,9 @@ class _Decoder:
             if kind is not None and has_null_type(chunks.type):
                 chunks = _cast(chunks, kind)
             if self._field.kind == "nested":
-                arrays = [plain(chunk) for chunk in chunks.chunks] or [plain(pa.nulls(0, chunks.type))]
-                return Nested(pa.concat_arrays(arrays)), None
+                whole = pa.concat_arrays([plain(chunk) for chunk in chunks.chunks or [pa.nulls(0, chunks.type)]])
+                common = whole.type if kind is None else plain(pa.nulls(0, kind)).type
+                return Nested(whole if whole.type == common else whole.cast(common)), None
             return self._ragged(chunks) if self._field.ragged else self._fixed(chunks)
         except pa.ArrowException as error:
             raise DataError(f"{self._where} cannot be decoded: {error}") from error

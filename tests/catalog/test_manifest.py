@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from itertools import permutations
 from pathlib import Path
@@ -387,6 +388,43 @@ def test_a_member_of_a_struct_without_values_is_filtered(tmp_path: Path) -> None
         struct = pa.StructArray.from_arrays([member, pa.array([1, 2])], ["a", "b"])
         pq.write_table(pa.table({"s": struct, "id": [2 * number, 2 * number + 1]}), tmp_path / f"{number}.parquet")
     assert [row["id"] for row in kept(str(tmp_path), [("s.a", "=", "x")], {"cache": False})] == [2]
+
+
+NOON = datetime(2024, 3, 1, 12, tzinfo=UTC)
+STRINGS = [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string())]
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        ([["a"], None, []], [pa.list_(STRINGS[0]), pa.large_list(STRINGS[1]), pa.list_(STRINGS[2])]),
+        ([[["a"]], [[]], [None]], [pa.list_(pa.list_(STRINGS[0])), pa.large_list(pa.large_list(STRINGS[1]))]),
+        ([[("a", b"b")], [], None], [pa.map_(STRINGS[0], pa.binary()), pa.map_(STRINGS[1], pa.large_binary())]),
+        ([[{"m": "a"}], [None], []], [pa.list_(pa.struct([("m", kind)])) for kind in STRINGS[:2]]),
+        ([["a"], ["b"], ["b"]], [pa.list_(STRINGS[3]), pa.list_(STRINGS[0])]),
+        ([["a"], ["b"], ["b"]], [pa.list_(STRINGS[0], 1), pa.list_(STRINGS[1], 1)]),
+        ([[[NOON]], [None], []], [pa.list_(pa.list_(pa.timestamp("us", zone))) for zone in ("UTC", "Europe/Berlin")]),
+    ],
+)
+def test_nested_values_that_are_the_same_in_python(tmp_path: Path, values: list[Any], kinds: list[Any]) -> None:
+    for number, order in enumerate(permutations(kinds)):
+        (tmp_path / str(number)).mkdir()
+        for file, kind in enumerate(order):
+            write(tmp_path / str(number) / f"{file}.arrow", pa.table({"x": pa.array(values, kind)}))
+        dataset = make_dataset(tmp_path / str(number), cache=False)
+        found = dataset.__getitems__(range(len(dataset)))
+        assert [row["x"] for row in found] == values * len(order)
+
+
+def test_times_of_other_zones_are_one_column(tmp_path: Path) -> None:
+    for number, zone in enumerate(["UTC", "Europe/Berlin", "-03:30"]):
+        times = pa.array([NOON, NOON + timedelta(hours=number)], pa.timestamp("us", zone))
+        write(tmp_path / f"{number}.parquet", pa.table({"t": times}))
+    dataset = make_dataset(tmp_path, cache=False)
+    hours = [(row["t"].item() - NOON.timestamp() * 1e6) / 3.6e9 for row in dataset.__getitems__(range(6))]
+    assert hours == [0, 0, 0, 1, 0, 2]
+    assert len(make_dataset(tmp_path, filters=[("t", ">", NOON)], cache=False)) == 2
+    assert len(make_dataset(tmp_path, filters=[("t", "=", NOON)], cache=False)) == 4
 
 
 def test_decimals_of_other_digits_differ(tmp_path: Path) -> None:

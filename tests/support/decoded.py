@@ -36,7 +36,7 @@ def gather(
     layout = Layout(fields_of(flatten(tables[0].schema), null_masks=null_masks))
     open_row_groups = OpenRowGroups(len(tables), np.arange(len(tables) + 1), starts, layout)
     for number, table in enumerate(tables):
-        open_row_groups.put(number, [packed(table, fill_null, null_masks=null_masks)], keep=())
+        open_row_groups.put(number, [packed(table, fill_null, null_masks=null_masks)])
     found = open_row_groups.take(starts[which] + rows, which)
     assert found is not None
     return found
