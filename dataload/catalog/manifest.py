@@ -179,18 +179,20 @@ class Manifest:
         return replace(part, fingerprint=_digest([part.fingerprint, selection.digest]), selection=selection)
 
     def to_bytes(self, known: Iterable[str] = ()) -> bytes:
-        """Return the manifest as JSON, without a selection. Files, runs and paths appear once.
+        """Return the manifest as JSON, without a selection. Files, runs, constants and paths appear once.
 
         Args:
             known: Paths that the reader of the bytes knows, which are left out: they may have credentials.
         """
         known = list(known)
         paths = {path: number for number, path in enumerate(known)}
-        files: dict[Object, tuple[int, int, Constants, list[Any]]] = {}
+        files: dict[Object, tuple[int, int, int, list[Any]]] = {}
         runs: dict[Object, int] = {}
+        constants: dict[Constants, int] = {}
         for group in self.row_groups:
             run = runs.setdefault(group.footer_at.run, len(runs))
-            *_, groups = files.setdefault(group.file, (run, group.footer_at.number, group.constants, []))
+            shared = constants.setdefault(group.constants, len(constants))
+            *_, groups = files.setdefault(group.file, (run, group.footer_at.number, shared, []))
             groups.append((group.number, group.rows, group.bytes, group.sizes))
         for obj in (*runs, *files):
             paths.setdefault(obj.path, len(paths))
@@ -200,6 +202,7 @@ class Manifest:
                 "paths": list(paths)[len(known) :],
                 "schema": base64.b64encode(self.schema.serialize()).decode(),
                 "fingerprint": self.fingerprint,
+                "constants": list(constants),
                 "runs": [[paths[run.path], run.version] for run in runs],
                 "conflicts": self.conflicts,
                 "partial": self.partial,
@@ -215,11 +218,12 @@ class Manifest:
         groups = []
         paths = [*known, *content["paths"]]
         runs = [Object(paths[path], 0, version) for path, version in content["runs"]]
-        for path, size, version, run, position, constants, row_groups in content["files"]:
-            file, shared = Object(paths[path], size, version), tuple((name, value) for name, value in constants)
+        constants = [tuple((name, value) for name, value in shared) for shared in content["constants"]]
+        for path, size, version, run, position, shared, row_groups in content["files"]:
+            file = Object(paths[path], size, version)
             footer_at = FooterLocation(runs[run], position)
             groups += [
-                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), shared)
+                RowGroup(file, footer_at, number, rows, size_bytes, tuple(sizes), constants[shared])
                 for number, rows, size_bytes, sizes in row_groups
             ]
         schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(content["schema"])))
