@@ -16,8 +16,11 @@ from dataload.errors import ConfigError, OriginNotFound
 from dataload.formats.hive_partitions import Keys, keys_of
 from dataload.runtime.redact import redacted
 
-# Names of Spark; markers of folders by EMR and Hadoop; descriptions and results of `map` by Hugging Face datasets
-METADATA = re.compile(r"(^|/)([_.]|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$")
+# Names of Spark, except keys that begin with "_"; markers of folders by EMR and Hadoop; descriptions and results of
+# `map` by Hugging Face datasets
+METADATA = re.compile(
+    r"(^|/)(\.|_(?![^/]*=)|(dataset_info|state)\.json$|cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow$)|_\$folder\$$"
+)
 TABLES = {  # files that only such tables have, and what returns the files of a version
     "a Delta": (re.compile(r"(^|/)_delta_log/"), "DeltaTable(url).file_uris()"),
     "a Hudi": (re.compile(r"(^|/)\.hoodie/"), "as Hudi lists them"),

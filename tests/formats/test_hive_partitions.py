@@ -167,9 +167,14 @@ def test_one_key_twice_is_refused(bucket: Any, cache: CacheConfig) -> None:
 
 
 def test_hidden_folders_stay_hidden(bucket: Any, cache: CacheConfig) -> None:
-    put(bucket, "label=cat/x", "_spark_metadata/x", "label=dog/_tmp/x", "_label=cow/x")
+    put(bucket, "label=cat/x", "_spark_metadata/x", "label=dog/_tmp/x", ".label=cow/x")
     blocks = open_source(bucket.url(), bucket.options, cache)
     assert [obj.path for obj in list_objects(bucket.url("data"), blocks)] == [f"{bucket.name}/data/label=cat/x.parquet"]
+
+
+def test_a_key_may_begin_with_an_underscore(bucket: Any, cache: CacheConfig) -> None:
+    put(bucket, "_id=1/x", "_id=2/x", "_spark_metadata/x")
+    assert constants(manifest_of(bucket, cache)) == [{"_id": 1}, {"_id": 2}]
 
 
 def test_names_written_by_pyarrow(tmp_path: Any, cache: CacheConfig) -> None:
