@@ -282,7 +282,7 @@ def make_dataset(
     """Return the dataset at `source`.
 
     Args:
-        source: URL or path of a Parquet or Arrow IPC file, a folder or a glob; or a list of them, in order.
+        source: URL or path of a Parquet or Arrow IPC file, a folder or a glob; or a list. The order is that of paths.
         columns: Names of the columns to read, in this order; None: all. The name of a struct selects all its members.
             Keys in folder names (`label=cat/…`) are columns, too. A column that some files lack is null there, if it
             is named.

@@ -53,18 +53,18 @@ def source_paths(source: Source) -> list[str]:
 
 
 def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
-    """Return the objects that `source` names, with their partition keys.
+    """Return the objects that `source` names, each once, in order of path, with their partition keys.
 
-    Objects have the order of the items of a list; those of a folder or a glob are in order of path. The keys are those
-    of the folders below the named path. Files of metadata are skipped: those of Spark, whose names start with "_" or
-    ".", and the JSON and cached results of Hugging Face datasets.
+    The order does not follow a list, because `glob.glob` lists files differently on each node. The keys are those of
+    the folders below the named path. Files of metadata are skipped: those of Spark, whose names start with "_" or ".",
+    and the JSON and cached results of Hugging Face datasets.
 
     Raises:
-        ConfigError: An object is named twice, or a folder is a table with deleted rows, such as Delta, or has a dataset
-            for each split.
+        ConfigError: A folder is a table with deleted rows, such as Delta, or has a dataset for each split.
         OriginNotFound: There are no such objects.
     """
-    found: dict[Object, Keys] = {}
+    found: dict[str, tuple[Object, Keys]] = {}
+    again: list[str] = []
     for path in source_paths(source):
         listed = _list(path, blocks)
         if not listed:
@@ -73,11 +73,14 @@ def list_objects(source: Source, blocks: Blocks) -> dict[Object, Keys]:
             if has_magic(path):
                 check += "; a glob names objects, not folders: add /* for what is in them, and write [[] for a ["
             raise OriginNotFound(f"no objects at {redacted(path)} ({address}): {check}")
-        for obj in sorted(listed, key=lambda obj: obj.path):
-            if obj in found:
-                raise ConfigError(f"the source names {obj.name} twice: name it once; mix repeats rows by weights")
-            found[obj] = listed[obj]
-    return found
+        again += [obj.name for obj in listed if obj.path in found]
+        for obj, keys in listed.items():
+            # The source may name an object by itself and by a folder above it, which yields more keys.
+            if obj.path not in found or len(keys) > len(found[obj.path][1]):
+                found[obj.path] = obj, keys
+    if again:
+        log.warning("the source names %s twice, and it is read once: mix repeats rows by weights", min(again))
+    return dict(found[path] for path in sorted(found))
 
 
 def _list(path: str, blocks: Blocks) -> dict[Object, Keys]:

@@ -39,7 +39,7 @@ def test_a_file_a_folder_a_glob_and_a_list_name_the_same(
     bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig
 ) -> None:
     url = dataset_of([[3], [4]])
-    sources = [url, f"{url}/*.parquet", [f"{url}/part-000.parquet", f"{url}/part-001.parquet"]]
+    sources = [url, f"{url}/*.parquet", [f"{url}/part-001.parquet", f"{url}/part-000.parquet"], [url, url]]
     found = {make_dataset(source, storage_options=bucket.options, cache=cache).fingerprint for source in sources}
     assert len(found) == 1
     one = make_dataset(f"{url}/part-001.parquet", storage_options=bucket.options, cache=cache)

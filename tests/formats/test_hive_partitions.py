@@ -115,6 +115,8 @@ def sources() -> Sequence[tuple[list[str], list[str]]]:
         (["data/year=1/label=cat"], []),
         (["data/year=1/label=cat/x.parquet"], []),
         (["data/year=1/label=cat/x.parquet", "data/year=2/label=cat/x.parquet"], []),
+        (["data", "data/year=1/label=cat/x.parquet"], ["year", "label"]),
+        (["data/year=1/label=cat/x.parquet", "data"], ["year", "label"]),
     ]
 
 
