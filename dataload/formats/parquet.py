@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -132,10 +132,22 @@ class ParquetFooter:
             coded = [name for name in texts if any(map(_has_codes, self._chunks(number, [name])))]
             # pre_buffer would fetch the whole row group before decoding the first row.
             arguments = {"read_dictionary": coded, "buffer_size": buffer, "pre_buffer": False}
+            if times := self._long_times:
+                arguments["coerce_int96_timestamp_unit"] = "us"  # "ns" would wrap around without an error
             with stream, pq.ParquetFile(stream.source, metadata=self._metadata, **arguments) as file:
                 own = self._columns.own(columns)
                 every = len(own) == len(self._columns.leaves)
-                yield _Reader(file, number, None if every else own, stream.wait)
+                yield _Reader(file, number, None if every else own, stream.wait, times)
+
+    @cached_property
+    def _long_times(self) -> dict[str, pa.DataType]:
+        """The columns with times of 96 bits, as Spark writes them, and their types, which have 64 bits."""
+        if not any(has_part(field.type, _is_ns) for field in self.schema):
+            return {}
+        stored = self._metadata.schema
+        leaves = [stored.column(leaf) for leaf in range(len(stored))]
+        names = {leaf.path.partition(".")[0] for leaf in leaves if leaf.physical_type == "INT96"}
+        return {name: self.schema.field(name).type for name in names}
 
     def opens_at_once(self, number: int, blocks: Blocks) -> bool:
         return blocks.origin.is_local or not self._shares_blocks(number)
@@ -205,15 +217,37 @@ _columns_of = lru_cache(SCHEMAS_KEPT)(_Columns)  # The files of a dataset have e
 
 
 class _Reader:
-    """See `RowGroupReader`. columns: None: all, which Arrow need not look up."""
+    """See `RowGroupReader`. columns: None: all, which Arrow need not look up. times: See `ParquetFooter`."""
 
-    def __init__(self, file: pq.ParquetFile, number: int, columns: list[str] | None, wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        file: pq.ParquetFile,
+        number: int,
+        columns: list[str] | None,
+        wait: Callable[[], None],
+        times: Mapping[str, pa.DataType],
+    ) -> None:
+        self._times = times
         self._file = file
         self._number = number
         self._columns = columns
         self.wait = wait
 
     def tables(self, rows: int) -> Iterator[pa.Table]:
+        return map(self._with_times, self._tables(rows)) if self._times else self._tables(rows)
+
+    def _with_times(self, table: pa.Table) -> pa.Table:
+        for place, name in enumerate(table.column_names):
+            if name in self._times:
+                try:
+                    column = table.column(place).cast(self._times[name])
+                except pa.ArrowInvalid as error:
+                    reason = f"column {name!r} has a time outside of the years 1678 to 2261, which ns cannot hold"
+                    raise pa.ArrowInvalid(f"{reason}: leave it out with columns=, or write it in us") from error
+                table = table.set_column(place, name, column)
+        return table
+
+    def _tables(self, rows: int) -> Iterator[pa.Table]:
         self.wait()
         if self._file.metadata.row_group(self._number).num_rows <= rows:
             yield self._file.read_row_group(self._number, columns=self._columns, use_threads=False)
@@ -228,6 +262,10 @@ class _Reader:
                 pending = [batch.slice(len(batch) - excess)] if excess else []
         if pending:
             yield pa.Table.from_batches(pending)
+
+
+def _is_ns(kind: pa.DataType) -> bool:
+    return pa.types.is_timestamp(kind) and bool(kind.unit == "ns")
 
 
 def _is_larger_decoded(chunk: pq.ColumnChunkMetaData) -> bool:

@@ -115,6 +115,21 @@ def test_types_of_spark(kind: str) -> None:
     assert (nulls["bytes"], nulls["counts"]) == (None, None)
 
 
+@pytest.mark.parametrize("kind", [pa.timestamp("us"), pa.list_(pa.timestamp("us"))])
+def test_times_of_96_bits_that_ns_cannot_hold(tmp_path: Path, kind: pa.DataType) -> None:
+    """Spark ends what has no end at 9999-12-31, which would wrap around to 1816."""
+    for year in (2020, 9999):
+        value = datetime(year, 12, 31, tzinfo=UTC).replace(tzinfo=None)
+        table = pa.table({"t": pa.array([[value] if pa.types.is_list(kind) else value], kind), "x": [year]})
+        pq.write_table(table, tmp_path / f"{year}.parquet", use_deprecated_int96_timestamps=True)
+    found = make_dataset(tmp_path / "2020.parquet", cache=False)[0]["t"]
+    assert found.flatten().tolist() == [datetime(2020, 12, 31, tzinfo=UTC).timestamp() * 10**9]
+    later = make_dataset(tmp_path / "9999.parquet", cache=False)
+    with pytest.raises(DataError, match=r"row group 0.*column 't' has a time outside of the years 1678 to 2261"):
+        later[0]
+    assert make_dataset(tmp_path / "9999.parquet", columns=["x"], cache=False)[0]["x"] == 9999
+
+
 def test_features_of_hugging_face_datasets(tmp_path: Path) -> None:
     picture = io.BytesIO()
     Image.fromarray(np.zeros((2, 3, 3), np.uint8)).save(picture, "png")
