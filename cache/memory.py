@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from dataload.cache.division import Division, Need
 from dataload.cache.local.key_locks import ThreadLocks
-from dataload.cache.tier import FILL_SECONDS, BlobKey, Draft, Fill, Span, Waited, cut
+from dataload.cache.tier import MAKE_SECONDS, BlobKey, Draft, Fill, Span, Tier, Waited, cut
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
 
 
-class MemoryTier(ForkAware):
+class MemoryTier(ForkAware, Tier):
     """An LRU cache of blobs in memory. Each process has its own; a pickled copy starts empty.
 
     Args:
@@ -23,10 +22,9 @@ class MemoryTier(ForkAware):
     """
 
     shared = False
-    bulk = None
 
     def __init__(self, limit: int) -> None:
-        self.limit = limit
+        self._limit = limit
         self._locks = ThreadLocks()
         self.after_fork_in_child()
         super().__init__()
@@ -36,6 +34,10 @@ class MemoryTier(ForkAware):
         self._mutex = threading.Lock()
         self._blobs: OrderedDict[bytes, memoryview] = OrderedDict()
         self._used = 0
+
+    @property
+    def limit(self) -> int:
+        return self._limit
 
     @property
     def location(self) -> str:
@@ -83,24 +85,9 @@ class MemoryTier(ForkAware):
             yield None if held else partial(self._wait_for, key)
 
     def _wait_for(self, key: BlobKey) -> Waited:
-        """Wait until no other thread holds the lock of a key, `FILL_SECONDS` at most."""
-        with self._locks.hold(key.digest, FILL_SECONDS) as held:
+        """Wait until no other thread holds the lock of a key."""
+        with self._locks.hold(key.digest, MAKE_SECONDS) as held:
             return Waited.FOR_PROCESS if held else Waited.IN_VAIN
-
-    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> None:
-        """Return None: no other host shares this tier."""
-
-    def touch(self, keys: Iterable[BlobKey]) -> None:
-        """Do nothing: this tier evicts by recency only."""
-
-    def is_transient(self, keys: Iterable[BlobKey]) -> bool:  # noqa: ARG002 (there is no region)
-        return False
-
-    def lease(self, need: Need) -> None:
-        """Do nothing: no other process uses this tier."""
-
-    def division(self) -> Division:
-        return Division()
 
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
         with self._mutex:
@@ -111,9 +98,6 @@ class MemoryTier(ForkAware):
     def stored_bytes(self, key: BlobKey) -> int:
         with self._mutex:
             return len(self._blobs.get(key.digest, b""))
-
-    def settle(self) -> None:
-        """Do nothing: blobs are not shared."""
 
     def stats(self) -> dict[str, float]:
         return self.counters.snapshot()

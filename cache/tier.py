@@ -1,5 +1,7 @@
 """The interface of a cache tier: `get` and `get_or_fill` return read-only views of immutable blobs."""
 
+# ruff: noqa: ARG002 (default bodies use no argument)
+
 from __future__ import annotations
 
 import hashlib
@@ -15,7 +17,8 @@ from dataload.runtime.redact import redacted
 
 GROUP_BYTES = 8
 RECORDS = "records "  # `BlobKey.what` of the blobs of a row group begins with it.
-FILL_SECONDS = 120.0  # A lock that is held for longer counts as stopped.
+FILL_SECONDS = 120.0  # Then a thread that waits for a lock asks whether the lock's holder was stopped.
+MAKE_SECONDS = 3600.0  # A process or host that runs, and makes a result for longer, hangs.
 
 Allocate = Callable[[int], memoryview]
 """`allocate(size)` returns writable memory of exactly `size` bytes for the blob. A fill calls it once."""
@@ -83,8 +86,8 @@ class Waited(Enum):
     """The result of a wait for another maker of a blob."""
 
     FOR_PROCESS = auto()  # of this host; it has released the lock
-    FOR_HOST = auto()  # it has released its lease, or the wait took too long
-    IN_VAIN = auto()  # A process holds the lock for too long, so it was probably stopped.
+    FOR_HOST = auto()  # it has released its lease, or died, or hangs
+    IN_VAIN = auto()  # The process that holds the lock was stopped, or hangs.
 
 
 class CacheFullError(Exception):
@@ -97,7 +100,8 @@ class Tier(Protocol):
     Notes:
         Any thread of any process may call every method. One caller fills a blob at a time; the others wait for it.
         Views stay valid after the blob is evicted. A tier never raises its own failures: it counts them, and the
-        caller gets the bytes from `fill`.
+        caller gets the bytes from `fill`. The methods with a body are those of a tier without other hosts, a
+        transient region or an index.
     """
 
     @property
@@ -107,6 +111,7 @@ class Tier(Protocol):
     @property
     def bulk(self) -> BulkTier | None:
         """This tier for many small blobs at a time; None: it has no faster way for these."""
+        return None
 
     @property
     def limit(self) -> int:
@@ -147,8 +152,8 @@ class Tier(Protocol):
 
         Returns:
             A context manager. Its value is None if the caller has the lock. Otherwise another process or host has it,
-            and the value is a function that waits until that one has released it, for a limited time. The function
-            returns a `Waited`; after `IN_VAIN`, the caller should go on without the lock.
+            and the value is a function that waits until that one has released it, as long as that one runs. The
+            function returns a `Waited`; after `IN_VAIN`, the caller should go on without the lock.
 
         Notes:
             Best effort: after a timeout, or without working locks, the block runs without the lock. Two callers may
@@ -157,18 +162,23 @@ class Tier(Protocol):
 
     def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:
         """Fetch these blobs from other hosts and cache them. Return None unless all of them are available."""
+        return None
 
     def touch(self, keys: Iterable[BlobKey]) -> None:
         """Protect these blobs, where they are cached, from eviction while this process runs. Best effort."""
+        return
 
     def is_transient(self, keys: Iterable[BlobKey]) -> bool:
         """Return whether a tier with a transient region caches one of these blobs only there, or not at all."""
+        return False
 
     def lease(self, need: Need) -> object:
         """Announce a need to all processes of the host. It lasts as long as the returned object, or this process."""
+        return None
 
     def division(self) -> Division:
         """Return how the needs of the host share this tier now."""
+        return Division()
 
     def discard(self, keys: Iterable[BlobKey], made: Iterable[BlobKey]) -> None:
         """Remove blobs of this host from which others were made, if it caches all of these. Best effort.
@@ -183,6 +193,7 @@ class Tier(Protocol):
 
     def settle(self) -> None:
         """Wait until blobs that other hosts will read are written, or given up."""
+        return
 
     def stats(self) -> dict[str, Any]:
         """Return the totals of this process: hits, misses, waits, bytes, errors."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from dataload.cache.cluster.client import Client, ClusterUnavailable
-from dataload.runtime.executor import DaemonExecutor
+from dataload.cache.renewals import Renewals
 from dataload.telemetry.wait_timeline import doing
 
 LEASE_SECONDS = 3.0  # time to live; other hosts wait this long for a dead host
@@ -18,7 +17,7 @@ WAIT_SECONDS = 30.0  # longest wait for a live host
 MIN_POLL, MAX_POLL = 0.01, 0.2  # seconds between polls of another host's lease
 
 
-class Leases:
+class Leases(Renewals[tuple[str, bytes]]):
     """The leases that a process holds. Thread-safe; a forked child creates its own.
 
     Args:
@@ -27,11 +26,9 @@ class Leases:
     """
 
     def __init__(self, client: Client, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(RENEWAL_SECONDS, "dataload-blocks-lease")
         self._client = client
         self._clock = clock
-        self._held: dict[bytes, str] = {}  # names of leases by their unique tokens
-        self._changed = threading.Condition()
-        self._renewing = DaemonExecutor(1, "dataload-blocks-lease")
 
     def take(self, name: str) -> bytes | None:
         """Acquire a lease and return its token for `end`. Return None if another process holds it.
@@ -44,24 +41,17 @@ class Leases:
         token = os.urandom(8)
         if not self._client.add(name, token, LEASE_SECONDS):
             return None
-        with self._changed:
-            self._held[token] = name
-            first = len(self._held) == 1
-        if first:
-            try:
-                self._renewing.submit(self._renew)
-            except RuntimeError as error:  # No thread can be started, so nothing would renew the lease.
-                self.end(token)
-                raise ClusterUnavailable from error
+        try:
+            self.hold((name, token))
+        except RuntimeError as error:
+            self._delete(name, token)
+            raise ClusterUnavailable from error
         return token
 
-    def end(self, token: bytes) -> None:
+    def end(self, name: str, token: bytes) -> None:
         """Release a lease."""
-        with self._changed:
-            name = self._held.pop(token)
-            self._changed.notify()
-        with suppress(ClusterUnavailable):
-            self._client.expire(name, token, 0)
+        if self.release((name, token)):
+            self._delete(name, token)
 
     def wait(self, name: str) -> None:
         """Wait until another process's lease ends, `WAIT_SECONDS` at most."""
@@ -71,13 +61,12 @@ class Leases:
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_POLL)
 
-    def _renew(self) -> None:
-        """Renew all held leases until none is left."""
-        while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: not self._held, RENEWAL_SECONDS):
-                    return
-                held = list(self._held.items())
-            for token, name in held:
-                with suppress(ClusterUnavailable):
-                    self._client.expire(name, token, LEASE_SECONDS)
+    def renew(self, held: Iterable[tuple[str, bytes]]) -> None:
+        """Extend leases before they expire."""
+        for name, token in held:
+            with suppress(ClusterUnavailable):
+                self._client.expire(name, token, LEASE_SECONDS)
+
+    def _delete(self, name: str, token: bytes) -> None:
+        with suppress(ClusterUnavailable):
+            self._client.expire(name, token, 0)

@@ -130,7 +130,7 @@ class Cluster(ForkAware):
             yield wait_for_other
         finally:
             if token is not None:
-                self._later(self._leases.end, token)
+                self._later(self._leases.end, name, token)
 
     def settle(self, patience: float | None = None) -> None:
         """Wait until queued blobs are written or given up, `patience` seconds at most."""

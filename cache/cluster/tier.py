@@ -12,7 +12,7 @@ from dataload.cache.division import Division, Need
 from dataload.cache.tier import Allocate, BlobKey, Fill, Span, Tier, copy_into
 
 
-class ClusterTier:
+class ClusterTier(Tier):
     """A tier that fetches missing blobs from the cluster, and writes the blobs it makes to the cluster.
 
     Args:
@@ -24,7 +24,6 @@ class ClusterTier:
     """
 
     shared = True
-    bulk = None  # Each blob may come from another host.
 
     def __init__(self, local: Tier, cluster: Cluster) -> None:
         self.local = local

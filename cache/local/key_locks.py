@@ -9,14 +9,18 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+from dataload.cache.renewals import Renewals
 from dataload.runtime.forks import ForkAware, close_copies
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.02  # seconds between attempts to lock
 EVICTION_SECONDS = 2.0
-_EVICTIONS = 1 << 62  # Offset of the bytes for evictions. A fill locks its key's byte and its eviction byte.
+BEAT_SECONDS, BEAT_PERIOD = 0.05, 0.5  # A holder locks its key's byte for heartbeats that long, and that often.
+SILENCE_SECONDS = 10.0  # A holder without a heartbeat for this time was stopped.
+# Offsets of the bytes for evictions and heartbeats. A fill locks its key's byte and its eviction byte.
+_EVICTIONS, _BEATS = 1 << 61, 2 << 61
 _FLOCK = struct.Struct("@hhqqi0q")  # struct flock of fcntl(2): type, whence, start, length, pid
 
 
@@ -60,9 +64,11 @@ class KeyLocks(ForkAware):
     def __init__(self, path: str) -> None:
         self._path = path
         self._threads = ThreadLocks()
+        self._heartbeats = _Heartbeats(path)
         super().__init__()
 
     def after_fork_in_child(self) -> None:
+        self._heartbeats = _Heartbeats(self._path)
         close_copies(self._path)  # Close, never unlock: the lock belongs to the parent and must end with it.
 
     @contextmanager
@@ -77,7 +83,7 @@ class KeyLocks(ForkAware):
             if not first:
                 yield False
                 return
-            with self._opened() as descriptor:
+            with _opened(self._path) as descriptor:
                 byte = _byte_of(digest)
                 held = _wait_for_lock(descriptor, byte, deadline)
                 eviction_deadline = min(deadline, time.monotonic() + EVICTION_SECONDS)
@@ -88,7 +94,7 @@ class KeyLocks(ForkAware):
         """Hold those locks of `digests` that are free, for many fills at once. Yield whether each is held."""
         with ExitStack() as stack:
             free = [stack.enter_context(self._threads.hold(digest, 0)) for digest in digests]
-            descriptor = stack.enter_context(self._opened())
+            descriptor = stack.enter_context(_opened(self._path))
             yield [
                 is_free
                 and all(set_lock(descriptor, start + _byte_of(digest), fcntl.F_WRLCK) for start in (0, _EVICTIONS))
@@ -98,25 +104,61 @@ class KeyLocks(ForkAware):
     @contextmanager
     def hold_to_evict(self, digest: bytes) -> Iterator[bool]:
         """Hold the lock of `digest` to remove its blob. Yield False at once if the lock is taken."""
-        with self._threads.hold(digest, 0) as first, self._opened() as descriptor:
+        with self._threads.hold(digest, 0) as first, _opened(self._path) as descriptor:
             yield first and set_lock(descriptor, _EVICTIONS + _byte_of(digest), fcntl.F_WRLCK)
 
     @contextmanager
-    def _opened(self) -> Iterator[int]:
-        """Yield a descriptor of the lock file; its locks are released at the end of the block."""
-        owner = os.getpid()
-        descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    def beating(self, digest: bytes) -> Iterator[None]:
+        """Show other processes for the duration of the block that the holder of this lock runs. Best effort."""
+        byte = _byte_of(digest)
+        with suppress(RuntimeError):  # No thread can be started.
+            self._heartbeats.hold(byte)
         try:
-            yield descriptor
+            yield
         finally:
-            if os.getpid() == owner:
-                with suppress(OSError):  # A child may still have its copy open, so closing does not unlock.
-                    set_lock(descriptor, 0, fcntl.F_UNLCK, 0)
-                os.close(descriptor)
+            self._heartbeats.release(byte)
+
+    def is_running(self, digest: bytes) -> bool:
+        """Return whether the holder of a lock runs, or has released it. If it was stopped: after `SILENCE_SECONDS`."""
+        byte, beats = _byte_of(digest), set[bool]()
+        with _opened(self._path) as descriptor:
+            for _ in attempts(time.monotonic() + SILENCE_SECONDS):
+                beats.add(is_locked(descriptor, _BEATS + byte))
+                if len(beats) > 1 or not is_locked(descriptor, byte):
+                    return True
+        return False
+
+
+class _Heartbeats(Renewals[int]):
+    """The heartbeats of this process: bytes of the lock file that it locks and unlocks periodically."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(BEAT_PERIOD, "dataload-blocks-heartbeat")
+        self._path = path
+
+    def renew(self, held: Iterable[int]) -> None:
+        with suppress(OSError), _opened(self._path) as descriptor:
+            for byte in held:
+                set_lock(descriptor, _BEATS + byte, fcntl.F_WRLCK)
+            time.sleep(BEAT_SECONDS)
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """Yield a descriptor of the lock file; its locks are released at the end of the block."""
+    owner = os.getpid()
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        if os.getpid() == owner:
+            with suppress(OSError):  # A child may still have its copy open, so closing does not unlock.
+                set_lock(descriptor, 0, fcntl.F_UNLCK, 0)
+            os.close(descriptor)
 
 
 def _byte_of(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "little") >> 2  # an off_t is 63 bits
+    return int.from_bytes(digest[:8], "little") >> 3  # an off_t is 63 bits, and there are three ranges of bytes
 
 
 def _wait_for_lock(descriptor: int, byte: int, deadline: float) -> bool:

@@ -22,12 +22,13 @@ from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
 from dataload.cache.local.failpoints import step
 from dataload.cache.local.index import Row
+from dataload.cache.local.key_waits import acquire, wait_for_holder
 from dataload.cache.local.lmdb_file import DAMAGED
 from dataload.cache.local.needs import Lease, needs_of
 from dataload.cache.local.recent_uses import RecentUses
 from dataload.cache.local.registry import open_folder
 from dataload.cache.local.writer import BlobWriter, BulkWriter
-from dataload.cache.tier import FILL_SECONDS, BlobKey, Fill, Span, Waited
+from dataload.cache.tier import BlobKey, Fill, Span, Tier, Waited
 from dataload.errors import ConfigError, CorruptEntry
 from dataload.runtime.counters import Counters
 from dataload.runtime.forks import ForkAware
@@ -36,11 +37,10 @@ FULL = (
     "cache %s is full (%d bytes): %s (%d bytes) and later blobs are read from the origin each time; "
     "raise cache_bytes or evict"
 )
-
 log = logging.getLogger(__name__)
 
 
-class LocalTier(ForkAware):
+class LocalTier(ForkAware, Tier):
     """A cache tier on a local disk, shared by all processes of a host that use the same folder.
 
     The tier opens its folder on first use and pickles as its settings. A warm `get` opens and maps one file without
@@ -74,7 +74,7 @@ class LocalTier(ForkAware):
         self.policy = policy
         self._allow_network_filesystem = allow_network_filesystem
         self._given_limit = limit
-        self._clock = clock
+        self.clock = clock
         self._was_open = False
         self.after_fork_in_child()
         super().__init__()
@@ -82,10 +82,11 @@ class LocalTier(ForkAware):
     def after_fork_in_child(self) -> None:
         self.counters = Counters()
         self.needs = needs_of(self.path)
-        self.health = Health(str(self.path), self._clock, self.counters)
+        self.health = Health(str(self.path), self.clock, self.counters)
         self.verified = blob_file.VerifiedSegments()
         self.buffers = BufferPool()
         self.uses = RecentUses()
+        self.busy = set[bytes]()  # digests of keys that another process has locked for `FILL_SECONDS`
         self._folder: CacheFolder | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -144,12 +145,12 @@ class LocalTier(ForkAware):
             return found
         keep = self.can_write()
         with ExitStack() as stack:
-            folder = self._lock(key, stack) if keep else None
+            folder = acquire(self, key, stack) if keep else None
             # Another process may have filled the blob meanwhile.
             if folder is not None and (found := self._lookup(key, span)) is not None:
                 self.counters.add(hits=1, waits=1, bytes=len(found))
                 return found
-            self.counters.add(misses=1, unkept=int(not keep))
+            self.counters.add(misses=1, unkept=int(folder is None))
             step("fill: locked")
             writer = stack.enter_context(BlobWriter(self, key, folder, must_cache=to_keep is not None))
             fill(writer.allocate)
@@ -163,16 +164,9 @@ class LocalTier(ForkAware):
         with ExitStack() as stack:
             if folder is not None:
                 with self.fallback("locking a blob", self.health.writes, folder):
-                    held = stack.enter_context(folder.locks.hold(key.digest, timeout=0))
-            yield None if held else partial(self._wait_for, key)
-
-    def _wait_for(self, key: BlobKey) -> Waited:
-        """Wait until no other process holds the lock of a key, `FILL_SECONDS` at most."""
-        with ExitStack() as stack:
-            return Waited.IN_VAIN if self._lock(key, stack) is None else Waited.FOR_PROCESS
-
-    def fetch_from_cluster(self, keys: Iterable[BlobKey]) -> list[memoryview] | None:  # noqa: ARG002
-        return None
+                    if held := stack.enter_context(folder.locks.hold(key.digest, timeout=0)):
+                        stack.enter_context(folder.locks.beating(key.digest))
+            yield None if held else partial(wait_for_holder, self, key)
 
     def stored_bytes(self, key: BlobKey) -> int:
         if (folder := self.opened()) is not None:
@@ -186,9 +180,6 @@ class LocalTier(ForkAware):
             with self.fallback("removing blobs", self.health.writes, folder):
                 if all(folder.path_of(key.digest).exists() for key in made):
                     folder.remove(key.digest for key in keys)
-
-    def settle(self) -> None:
-        """Do nothing: blobs are written before `get_or_fill` returns."""
 
     def stats(self) -> dict[str, Any]:
         return {**self.counters.snapshot(), "health": self.health.stats()}
@@ -258,21 +249,6 @@ class LocalTier(ForkAware):
 
     def can_write(self) -> bool:  # for a caller that reports the result, see `CircuitBreaker.allows`
         return not self.health.reads.tripped and self.health.writes.allows()
-
-    def _lock(self, key: BlobKey, stack: ExitStack) -> CacheFolder | None:
-        """Acquire the lock of a key until `stack` ends. Return the folder that the lock belongs to.
-
-        Return None on a timeout or a failing lock: the caller then fetches without caching, so there is no deadlock.
-        After a timeout the lock's holder counts as stopped. Later calls do not wait until a lock was free again.
-        """
-        folder = self.opened()
-        if folder is not None:
-            timeout = 0 if self.health.writes.tripped else FILL_SECONDS
-            with self.fallback("locking a blob", self.health.writes, folder):
-                if stack.enter_context(folder.locks.hold(key.digest, timeout)):
-                    return folder
-                raise TimeoutError(errno.ETIMEDOUT, f"another process has held its lock for {timeout:g} s", key.name)
-        return None
 
     def _lookup(self, key: BlobKey, span: Span | None) -> memoryview | None:
         folder = self.opened() if self.health.reads.allows() else None

@@ -116,10 +116,10 @@ def test_a_lease_that_no_thread_can_renew_is_not_taken(cluster_server: Server) -
     with no_more_threads(), pytest.raises(ClusterUnavailable):
         held.take("x:lease")
     assert client.get("x:lease") is None
-    assert held._held == {}
+    assert held._held == set()
     token = held.take("x:lease")
     assert token is not None
-    held.end(token)
+    held.end("x:lease", token)
 
 
 def test_a_blob_that_no_thread_can_write_is_written_at_once(cluster_server: Server) -> None:

@@ -19,6 +19,8 @@ import pytest
 from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.benchmarks.origin import Origin
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.cache.local import key_locks, key_waits
+from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.origin.origin import Origin as ObjectStore
 from dataload.formats import parquet, range_stream
@@ -173,8 +175,8 @@ def test_a_wait_for_another_process_holds_no_memory(
     blobs = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache"))).rowstore.blobs
     tier, waiting = blobs._blocks.tier, threading.Event()
     assert isinstance(tier, LocalTier)
-    wait_for = tier._wait_for
-    monkeypatch.setattr(tier, "_wait_for", lambda key: [waiting.set(), wait_for(key)])
+    wait = key_waits.wait_for_holder
+    monkeypatch.setattr("dataload.cache.local.tier.wait_for_holder", lambda *given: (waiting.set(), wait(*given))[1])
     with ThreadPoolExecutor(1) as pool:
         with tier.key_lock(blobs._key(0, "row group")) as busy:
             assert busy is None
@@ -193,13 +195,16 @@ def test_a_row_group_whose_maker_was_stopped_is_made_without_the_lock(
     dataset = make_dataset(str(files / "bucket"), cache=CacheConfig(str(tmp_path / "cache")))
     blobs, tier = dataset.rowstore.blobs, dataset.blocks.tier
     assert isinstance(tier, LocalTier)
-    monkeypatch.setattr("dataload.cache.local.tier.FILL_SECONDS", 0.2)
-    with tier.key_lock(blobs._key(0, "row group")), ThreadPoolExecutor(1) as pool:
+    monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.1)
+    monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 0.1)
+    stopped = KeyLocks(str(tier.path / "locks"))
+    assert blobs.make(1)
+    with stopped.hold(blobs._key(0, "row group").digest, timeout=0), ThreadPoolExecutor(1) as pool:
         waits = pool.submit(blobs.make, 0)
-        others = iter([*range(1, GROUPS)])
+        others = iter([*range(2, GROUPS)])
         while not waits.done():
             blobs.make(next(others, 1))
-        waits.result()
+        assert waits.result()
 
 
 def test_a_copy_for_another_process_has_the_same_memory(files: Path) -> None:
