@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -9,12 +10,16 @@ from contextlib import suppress
 
 from dataload.cache.cluster.client import Client, ClusterUnavailable
 from dataload.cache.renewals import Renewals
+from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS
 from dataload.telemetry.wait_timeline import doing
 
 LEASE_SECONDS = 3.0  # time to live; other hosts wait this long for a dead host
 RENEWAL_SECONDS = 0.5
-WAIT_SECONDS = 30.0  # longest wait for a live host
 MIN_POLL, MAX_POLL = 0.01, 0.2  # seconds between polls of another host's lease
+
+WAITS = "waiting for another host, which runs and has been making %s for more than %g s"
+
+log = logging.getLogger(__name__)
 
 
 class Leases(Renewals[tuple[str, bytes]]):
@@ -53,11 +58,19 @@ class Leases(Renewals[tuple[str, bytes]]):
         if self.release((name, token)):
             self._delete(name, token)
 
-    def wait(self, name: str) -> None:
-        """Wait until another process's lease ends, `WAIT_SECONDS` at most."""
-        deadline, pause = self._clock() + WAIT_SECONDS, MIN_POLL
+    def wait(self, name: str, what: str) -> None:
+        """Wait until another process's lease ends, `MAKE_SECONDS` at most. It ends soon after its host dies.
+
+        Args:
+            name: Name of the lease.
+            what: Name of the result that the other process makes, for the log.
+        """
+        begun, pause, is_told = self._clock(), MIN_POLL, False
         with suppress(ClusterUnavailable), doing("cluster"):
-            while self._clock() < deadline and self._client.get(name) is not None:
+            while (waited := self._clock() - begun) < MAKE_SECONDS and self._client.get(name) is not None:
+                if waited > FILL_SECONDS and not is_told:
+                    is_told = True
+                    log.warning(WAITS, what, FILL_SECONDS)
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_POLL)
 

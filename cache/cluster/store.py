@@ -117,7 +117,7 @@ class Cluster(ForkAware):
         """Hold a lease on the key for the duration of the block, visible to other hosts.
 
         Yields:
-            None; or, if another host holds the lease, a function that waits for that host, 30 s at most.
+            None; or, if another host holds the lease, a function that waits as long as that host renews it.
 
         Notes:
             Best effort: two hosts may make the same blob.
@@ -125,7 +125,7 @@ class Cluster(ForkAware):
         name, token, wait_for_other = f"{_name(key)}:lease", None, None
         with suppress(ClusterUnavailable):
             token = self._leases.take(name)
-            wait_for_other = partial(self._wait, name) if token is None else None
+            wait_for_other = partial(self._wait, name, key.name) if token is None else None
         try:
             yield wait_for_other
         finally:
@@ -218,9 +218,9 @@ class Cluster(ForkAware):
             else:  # multiprocessing children skip atexit.
                 Finalize(None, _flush_at_exit, (weakref.ref(self),), exitpriority=0)
 
-    def _wait(self, lease: str) -> Waited:
+    def _wait(self, lease: str, what: str) -> Waited:
         self.counters.add(waits=1)
-        self._leases.wait(lease)
+        self._leases.wait(lease, what)
         return Waited.FOR_HOST
 
 

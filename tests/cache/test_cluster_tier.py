@@ -19,11 +19,11 @@ from clusters import Clock, Server, ServerCluster, running_cluster, running_serv
 from tiers import Filler
 
 from dataload import CacheConfig
-from dataload.cache.cluster import leases, store
+from dataload.cache.cluster import store
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import Allocate, BlobKey
+from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS, Allocate, BlobKey, Waited
 from dataload.errors import ConfigError
 from dataload.runtime.turns import in_turn
 
@@ -229,8 +229,25 @@ def test_a_lease_without_an_end_is_not_waited_for_without_end(
     with ThreadPoolExecutor(1) as pool:
         made = pool.submit(shares, tier)
         until(lambda: tier.stats()["cluster"]["waits"])
-        clock.now += leases.WAIT_SECONDS + 1
+        clock.now += MAKE_SECONDS + 1
         assert made.result(30) == 1
+
+
+def test_a_slow_host_is_waited_for(
+    cluster_server: Server, hosts: Hosts, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It renews its lease, so its row group is not made twice."""
+    first, second = hosts(cluster_server.url), hosts(cluster_server.url)
+    with ThreadPoolExecutor(1) as pool:
+        with first.key_lock(key("group")):
+            with second.key_lock(key("group")) as wait:
+                waited = pool.submit(wait)
+            until(lambda: second.stats()["cluster"]["waits"])
+            clock.now += FILL_SECONDS + 1
+            until(lambda: caplog.records or waited.done())
+            assert not waited.done()
+        assert waited.result(30) is Waited.FOR_HOST
+    assert [record.args[0] for record in caplog.records] == [key("group").name]
 
 
 def test_a_program_that_ends_hands_over_what_it_has_made(cluster_server: Server, hosts: Hosts, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from dataload.cache.division import Need
-from dataload.cache.local import blob_file, fsck, needs
-from dataload.cache.local import key_waits
+from dataload.cache.local import blob_file, fsck, key_waits, needs
 from dataload.cache.local.tier import LocalTier
 from dataload.cache.tier import Allocate, BlobKey, group_number
 
