@@ -48,6 +48,11 @@ class CircuitBreaker:
             self._trying = True
             return True
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether the attempt of a pause is under way."""
+        return self._trying
+
     def failed(self, *, for_good: bool = False) -> None:
         """Record a failure. for_good: trip at once, whatever the number of failures."""
         with self._mutex:

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -88,6 +89,7 @@ class LocalTier(ForkAware, Tier):
         self.uses = RecentUses()
         self.busy = set[bytes]()  # digests of keys that another process has locked for `FILL_SECONDS`
         self._folder: CacheFolder | None = None
+        self._opening = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
         make = partial(LocalTier, allow_network_filesystem=self._allow_network_filesystem)
@@ -130,8 +132,10 @@ class LocalTier(ForkAware, Tier):
     @property
     def limit(self) -> int:
         """Most bytes on disk; `sys.maxsize` if no limit was given and the folder cannot be opened."""
+        if self._given_limit:
+            return self._given_limit
         folder = self.opened()
-        return self._given_limit or (sys.maxsize if folder is None else folder.default_limit)
+        return sys.maxsize if folder is None else folder.default_limit
 
     def get(self, key: BlobKey, span: Span | None = None) -> memoryview | None:
         if (found := self._lookup(key, span)) is not None:
@@ -239,13 +243,23 @@ class LocalTier(ForkAware, Tier):
                 breaker.failed()
 
     def opened(self) -> CacheFolder | None:
-        """Return the folder, or count an error and return None. Raises ConfigError as `LocalTier` does."""
+        """Return the folder, or count an error and return None. Raises ConfigError as `LocalTier` does.
+
+        Opening may take a minute. Threads wait for the first attempt together, and for later ones never.
+        """
+        if (folder := self._folder) is not None and not folder.closed:
+            return folder
+        reads = self.health.reads
+        if not self._opening.acquire(blocking=not reads.tripped):
+            return None
         try:
-            return self.folder
+            return self.folder if not reads.tripped or reads.is_trying or reads.allows() else None
         except (OSError, lmdb.Error) as error:
             self.health.report("opening the folder", error)
-            self.health.reads.failed(for_good=True)
+            reads.failed(for_good=True)
             return None
+        finally:
+            self._opening.release()
 
     def can_write(self) -> bool:  # for a caller that reports the result, see `CircuitBreaker.allows`
         return not self.health.reads.tripped and self.health.writes.allows()

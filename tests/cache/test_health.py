@@ -9,13 +9,16 @@ import logging
 import mmap
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lmdb
 import pytest
+from clusters import until
 from maps import no_more_maps
 from tiers import LIMIT, data_of, key, put
 
@@ -323,6 +326,46 @@ def test_a_folder_that_others_are_long_in_opening_is_done_without(
     clock.now += 2 * LONGEST_PAUSE
     put(tier, "x/0")
     assert tier.get(key("x/0")) == data_of("x/0")
+
+
+def test_threads_wait_together_for_a_folder_that_others_are_long_in_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One attempt fails for all of them. Until the next one, nothing waits."""
+    tier = LocalTier(tmp_path / "cache", clock=Clock())
+    tier.path.mkdir()
+    (tier.path / "locks").touch()
+    monkeypatch.setattr("dataload.cache.local.directory.SETUP_SECONDS", 0.5)
+    with KeyLocks(str(tier.path / "locks")).hold(b"\xff" * 32, timeout=0):
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(lambda _: tier.division().region, range(8))) == [0] * 8
+        assert tier.stats()["errors"] == 1
+        monkeypatch.setattr("dataload.cache.local.directory.SETUP_SECONDS", 3600)
+        assert tier.division().region == 0
+        assert tier.limit == sys.maxsize
+        assert tier.stored_bytes(key("x/0")) == 0
+        put(tier, "x/0")
+
+
+def test_one_thread_tries_again_to_open_a_folder_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    tier = LocalTier(tmp_path / "cache", LIMIT, clock=clock)
+    tier.path.mkdir()
+    (tier.path / "locks").touch()
+    monkeypatch.setattr("dataload.cache.local.directory.SETUP_SECONDS", 0)
+    with ThreadPoolExecutor(1) as pool:
+        with KeyLocks(str(tier.path / "locks")).hold(b"\xff" * 32, timeout=0):
+            assert tier.get(key("x/0")) is None
+            clock.now += FIRST_PAUSE
+            monkeypatch.setattr("dataload.cache.local.directory.SETUP_SECONDS", 60)
+            tries = pool.submit(tier.stored_bytes, key("x/0"))
+            until(tier._opening.locked)
+            assert tier.division().region == 0
+            assert not tries.done()
+        assert tries.result(60) == 0
+    assert tier._folder is not None
 
 
 def test_a_tier_is_open_to_other_threads_when_its_limit_is_known(

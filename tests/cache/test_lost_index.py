@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,7 +113,9 @@ def after_reboot(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("after_reboot")
 @pytest.mark.parametrize("torn", ["", "zeros", "short", "empty", "garbage", "gone"])
-def test_after_a_power_failure_the_index_is_made_anew(left: Path, torn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_power_failure_the_index_is_made_anew(
+    left: Path, torn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     data, files = left / "index" / "data.mdb", files_of(left)
     size = data.stat().st_size
     if torn == "gone":
@@ -144,6 +147,22 @@ def test_after_a_power_failure_the_index_is_made_anew(left: Path, torn: str, mon
         put(tier, name)
     del tier, folder
     assert assert_sound(left, LIMIT) == set(NAMES)
+
+
+def test_a_rebuild_is_announced_and_reads_many_footers_at_a_time(
+    left: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a reboot the footers are not in the page cache, so the disk's latency counts."""
+    (left / "index" / "data.mdb").unlink()
+    together, read = threading.Barrier(len(files_of(left)), timeout=30), blob_file.read_footer
+
+    def read_together(file: Path) -> Any:
+        assert "rebuilding it from 4 blobs" in caplog.text
+        together.wait()
+        return read(file)
+
+    monkeypatch.setattr(blob_file, "read_footer", read_together)
+    assert LocalTier(left, LIMIT, "lru").folder.rebuilt
 
 
 def test_what_was_closed_is_believed_after_a_reboot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +30,9 @@ from dataload.cache.local.lmdb_file import DAMAGED
 from dataload.cache.local.setup.durable_file import write_durably
 from dataload.cache.local.staging import clear_drafts, living, sweep, swept_mark
 from dataload.errors import CorruptEntry
+from dataload.runtime.executor import DaemonExecutor
 
+FOOTER_READS = 32  # folders of blobs whose footers are read at the same time
 _CLOSED = "closed"
 
 log = logging.getLogger(__name__)
@@ -114,27 +116,28 @@ def _forget_one(path: Path, index: Index, locks: KeyLocks, digest: bytes, mark: 
 def _rebuild(index: Index, path: Path, blobs: Path) -> None:
     """Drop the index at `path`, enter a row for each intact file below `blobs`, and remove the other files.
 
-    Only footers are read, in about 10 µs per blob. Damage to a payload is detected when it is first read. The caller
-    holds the set-up lock and is the only process in the folder. After a kill the index stays untrusted.
+    Only footers are read, by many threads: after a reboot they are not in the page cache. Damage to a payload is
+    detected when it is first read. The caller holds the set-up lock and is the only process in the folder. After a kill
+    the index stays untrusted.
     """
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=0o700, exist_ok=True)
     step("rebuild: dropped")
     index.make()
-    entered = 0
-    for folder in sorted(blobs.iterdir()):
-        rows = list(_rows(folder))
-        index.enter(rows)
-        entered += len(rows)
+    folders = sorted(folder for folder in blobs.iterdir() if folder.is_dir() and not folder.is_symlink())
+    if found := sum(len(os.listdir(folder)) for folder in folders):  # noqa: PTH208 (there may be millions)
+        log.warning("cache %s: the index was lost or not trusted; rebuilding it from %d blobs", path.parent, found)
+    readers = DaemonExecutor(FOOTER_READS, "dataload-blocks-rebuild")
+    for first in range(0, len(folders), FOOTER_READS):
+        for rows in readers.map(_rows, folders[first : first + FOOTER_READS]):
+            index.enter(rows)
     step("rebuild: entered")
-    if entered:
-        log.warning("cache %s: the index was lost or not trusted; rebuilt it from %d blobs", path.parent, entered)
+    if found:
+        log.info("cache %s: rebuilt the index", path.parent)
 
 
-def _rows(folder: Path) -> Iterator[Row]:
-    if not folder.is_dir() or folder.is_symlink():
-        return
-    now = time.time_ns()
+def _rows(folder: Path) -> list[Row]:
+    now, rows = time.time_ns(), list[Row]()
     for file in folder.iterdir():
         try:
             footer, name, status = blob_file.read_footer(file)
@@ -148,7 +151,8 @@ def _rows(folder: Path) -> Iterator[Row]:
             with suppress(IsADirectoryError):
                 file.unlink(missing_ok=True)  # Safe: only caches write to blobs/.
         else:
-            yield Row(footer.digest, name, status.st_size, min(now, status.st_mtime_ns))
+            rows.append(Row(footer.digest, name, status.st_size, min(now, status.st_mtime_ns)))
+    return rows
 
 
 def boot_id() -> str:
