@@ -208,17 +208,22 @@ class LocalTier(ForkAware, Tier):
         folder = self.opened() if self.policy == "pin" else None
         return Division() if folder is None else self.needs.division(folder, self.limit)
 
-    def reserve(self, folder: CacheFolder, key: BlobKey, size: int, draft: str) -> bool:
-        """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits."""
-        pin, row = self.policy == "pin", Row(key.digest, key.name, size)
+    def reserve(self, folder: CacheFolder, key: BlobKey, size: int, draft: str, disk_limit: int = sys.maxsize) -> bool:
+        """Enter a blob of `size` bytes in the index, evicting as the policy allows. Return whether it fits.
+
+        disk_limit: Most bytes of the cache that a full disk has space for.
+        """
+        pin, row, limit = self.policy == "pin", Row(key.digest, key.name, size), min(self.limit, disk_limit)
         if self.uses.is_due:
             self.uses.flush(folder.index, timeout=0)
         flush = partial(self.uses.flush, folder.index)
-        if folder.reserve(row, draft, self.limit, self.division(), pin=pin, before_evicting=flush):
+        if folder.reserve(row, draft, limit, self.division(), pin=pin, before_evicting=flush):
             return True
+        if limit < self.limit:  # The caller reports the full disk.
+            return False
         self.counters.add(refused=1)
         if self.health.is_new("full"):
-            log.warning(FULL, self.path, self.limit, key.name, size)
+            log.warning(FULL, self.path, limit, key.name, size)
         return False
 
     @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from functools import partial
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from dataload.cache.local import blob_file
 from dataload.cache.local.directory import CacheFolder
@@ -20,6 +23,8 @@ from dataload.telemetry.wait_timeline import doing
 
 if TYPE_CHECKING:
     from dataload.cache.local.tier import LocalTier
+
+T = TypeVar("T")
 
 
 class BlobWriter(Draft):
@@ -88,11 +93,27 @@ class BlobWriter(Draft):
             if not self._tier.reserve(folder, self.key, self._size, self._path):
                 return None
             step("fill: reserved")
-            os.posix_fallocate(descriptor, 0, self._size)  # A full disk raises here, before anything is fetched.
+            # A full disk raises here, before anything is fetched.
+            self._giving_way(folder, descriptor, lambda: os.posix_fallocate(descriptor, 0, self._size))
             step("fill: allocated")
             return self._tier.buffers.take(self._size)
         finally:
             os.close(descriptor)
+
+    def _giving_way(self, folder: CacheFolder, descriptor: int, write: Callable[[], T]) -> T:
+        """Call `write`, which writes the file. If the disk is full, evict as in a full cache, and call it once more."""
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or self._path is None:
+                raise
+            os.ftruncate(descriptor, os.lseek(descriptor, 0, os.SEEK_SET))
+            folder.index.drop(self.key.digest)
+            free = shutil.disk_usage(folder.path).free if error.errno == errno.ENOSPC else 0
+            limit = folder.index.used_bytes() + free
+            if not self._tier.reserve(folder, self.key, self._size, self._path, limit):
+                raise
+        return write()
 
     def __enter__(self) -> Self:
         return self
@@ -125,14 +146,16 @@ class SmallBlobWriter(BlobWriter):
         self._content = payload
         self._target = folder
         self.draft = self._path = folder.staging.draft(key.digest)
-        self.row = Row(key.digest, key.name, blob_file.size_on_disk(len(payload), key.name))
+        self._size = blob_file.size_on_disk(len(payload), key.name)
+        self.row = Row(key.digest, key.name, self._size)
         self._descriptor = blob_file.create(self.draft)
         self.is_entered = False  # whether the index has the row
 
     def write(self) -> memoryview:
         """Write the blob, whose row is in the index, and return a read-only map of it. Raises OSError."""
         descriptor, digest = self._descriptor, self.key.digest
-        size = blob_file.write_small(descriptor, self._content, digest, self.key.name)
+        write = partial(blob_file.write_small, descriptor, self._content, digest, self.key.name)
+        size = self._giving_way(self._target, descriptor, write)
         step("fill: sealed")
         self._target.publish(self.draft, digest)
         self._path = None

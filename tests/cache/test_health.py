@@ -183,7 +183,7 @@ def test_degraded_serves_what_it_has_and_leaves_the_disk_alone(tmp_path: Path) -
     put(tier, "x/0")
     with pytest.MonkeyPatch.context() as patch:
         calls: list[str] = []
-        real = counted(os.posix_fallocate, "posix_fallocate", calls, lambda _: True, errno.ENOSPC)
+        real = counted(os.posix_fallocate, "posix_fallocate", calls, lambda _: True, errno.EIO)
         patch.setattr(os, "posix_fallocate", real)
         for _ in range(5):
             put(tier, "x/3")
@@ -434,9 +434,25 @@ def test_a_disk_with_next_to_no_room_kills_nobody(small_disk: Path) -> None:
         shutil.rmtree(small_disk / "c")
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+def test_a_cache_on_a_full_disk_evicts_what_its_policy_allows(small_disk: Path, *, bulk: bool) -> None:
+    tier = LocalTier(small_disk / "c", 1 << 30, "lru")
+    for name in ("x/3", "y/3", "z/3"):
+        put(tier, name)
+    fill_up(small_disk)
+    if bulk:
+        tier.bulk.put_together([(key("w/3"), memoryview(data_of("w/3")))])
+    else:
+        put(tier, "w/3")
+    assert [name for name in ("w/3", "x/3", "y/3", "z/3") if tier.get(key(name))] == ["w/3", "y/3", "z/3"]
+    assert tier.stats()["health"]["state"] == "normal"
+    assert "errors" not in tier.stats()
+    assert fsck.verify(tier.folder).problems == []
+
+
 def test_a_disk_that_fills_up_and_is_freed(small_disk: Path) -> None:
     clock = Clock()
-    tier = LocalTier(small_disk / "c", 1 << 19, "lru", clock)
+    tier = LocalTier(small_disk / "c", 1 << 19, "pin", clock)
     put(tier, "x/0")
     other = fill_up(small_disk)
     for number in range(20):
