@@ -7,12 +7,10 @@ import json
 import os
 import stat
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -21,7 +19,7 @@ import lmdb
 from dataload.cache.division import Division
 from dataload.cache.local import blob_file
 from dataload.cache.local.failpoints import step
-from dataload.cache.local.index import Index, Row, RowExistsError
+from dataload.cache.local.index import AFTER_ALL, Index, Row, RowExistsError
 from dataload.cache.local.key_locks import KeyLocks
 from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.setup import default_limit, preflight, recovery
@@ -105,7 +103,7 @@ class CacheFolder:
                 try:
                     self.rebuilt, used = recover(path, self.index, self.locks, detectable=detectable)
                     self.default_limit = default_limit.fix(path, used)
-                    self.staging = StagingFolder(path / "tmp")
+                    self.staging = StagingFolder(path / "tmp", self.index.start())
                 except BaseException:
                     self.index.shut()
                     raise
@@ -207,14 +205,14 @@ class CacheFolder:
             if missing is None:
                 return True
             before_evicting()
-            before = self.oldest_process() if pin else time.time_ns()
+            before = self.oldest_process() if pin else AFTER_ALL
             if self._evict(max(missing), index.pinned(before)):
                 continue
             # Other data may have filled the region with pinned blobs.
             overfull = region > 0 and missing.pinned > row.size
             if division.stays(row.group) and self._evict_surplus(division, max(missing)):
                 continue
-            victims = index.pinned(time.time_ns() if overfull else before)
+            victims = index.pinned(AFTER_ALL if overfull else before)
             if not overfull:
                 victims = chain(self._transient.victims(division, row), victims)
             if missing.total > 0 and not (
@@ -229,7 +227,7 @@ class CacheFolder:
         """Evict blobs, the least recently used first, until at most `keep_bytes` remain."""
         over = self.index.used_bytes() - keep_bytes
         if over > 0:
-            self._release_some(over, chain(self.index.transient(), self.index.pinned(time.time_ns())))
+            self._release_some(over, chain(self.index.transient(), self.index.pinned()))
 
     def _evict(self, size: int, victims: Iterator[Row]) -> bool:
         """Evict blobs in order until `size` bytes are free, none if all are too small. Return whether it succeeded."""
@@ -241,8 +239,7 @@ class CacheFolder:
 
     def _evict_surplus(self, division: Division, size: int) -> bool:
         """Evict blobs that need not stay until `size` bytes are free. Return whether that succeeded."""
-        scan = partial(self.index.pinned, time.time_ns())
-        while size > 0 and (surplus := self._surplus.take(division, size, scan)):
+        while size > 0 and (surplus := self._surplus.take(division, size, self.index.pinned)):
             size = self._release_some(size, iter(surplus))
         return size <= 0
 

@@ -6,7 +6,8 @@ import itertools
 import struct
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ BATCH_ROWS = 256  # most rows of one transaction
 SUM_ATTEMPTS = 3
 _ROWS, _ORDER, _ACCOUNTS = b"rows", b"order", b"accounts"  # tables
 _USED, _TRANSIENT = b"used", b"passing"  # accounts: bytes of all rows, and of transient rows
+_LAST_USE = b"last use"  # account: the latest time of use, in ns
 _ROW = struct.Struct(">QQ")  # bytes on disk, stamp; followed by the name
 _STAMP = struct.Struct(">Q")
+AFTER_ALL = 1 << 63  # a time in ns after all uses
 _PINNED = 1 << 63  # the bit of a pinned row in its stamp, above the time: transient rows sort first
 
 
@@ -31,14 +34,14 @@ class Row:
         name: Name of the blob.
         size: Bytes on disk.
         used_at: Time of last use in ns since the Unix epoch, accurate to the delay of batched writes. For a transient
-            row, the time of its admission.
+            row, the time of its admission. The index sets it, and it never runs back, as the clock may.
         pinned: Whether the blob is pinned. Otherwise it is transient, in the region for blobs that do not fit.
     """
 
     digest: bytes
     name: str
     size: int
-    used_at: int = field(default_factory=time.time_ns)
+    used_at: int = 0
     pinned: bool = True
 
     @property
@@ -93,6 +96,14 @@ class Index(LmdbFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, (_ROWS, _ORDER, _ACCOUNTS))
+        self._started = 0
+
+    def start(self) -> int:
+        """Return the time now, in ns. It is later than all uses so far, and earlier than those of this process."""
+        self._started = time.time_ns()
+        with suppress(TimeoutError), self._transaction() as txn:  # A stopped process holds the index.
+            self._started = max(self._started, self._account(txn, _LAST_USE) + 1)
+        return self._started
 
     def size_of(self, digest: bytes) -> int | None:
         """Return the bytes on disk of a blob, or None if it has no row."""
@@ -109,8 +120,8 @@ class Index(LmdbFile):
         """Return all rows, least recently used first. A row that changes meanwhile may be missing or outdated."""
         return list({row.digest: row for row in self._scan(0)}.values())
 
-    def pinned(self, before: int) -> Iterator[Row]:
-        """Yield the pinned rows last used before a time (ns), least recently used first."""
+    def pinned(self, before: int = AFTER_ALL) -> Iterator[Row]:
+        """Yield the pinned rows, or those last used before a time (ns), least recently used first."""
         return itertools.takewhile(lambda row: row.used_at < before, self._scan(_PINNED))
 
     def transient(self, since: int = 0) -> Iterator[Row]:
@@ -177,9 +188,8 @@ class Index(LmdbFile):
             missing = Shortage.of(row.size, used=used, transient=transient, limit=limit, region=region)
             if missing.total > 0 or (missing.pinned > 0 and not allow_transient):
                 return missing
-            if missing.pinned > 0:  # The time is of this transaction: no older row appears after a younger one.
-                row = replace(row, pinned=False, used_at=time.time_ns())
-            self._put(txn, row)
+            # The time is of this transaction: no older row appears after a younger one.
+            self._put(txn, replace(row, pinned=missing.pinned <= 0, used_at=self._now(txn)))
             return None
 
     def admit_all(self, rows: Sequence[Row], *, limit: int, region: int) -> bool:
@@ -194,8 +204,9 @@ class Index(LmdbFile):
             missing = Shortage.of(size, used=used, transient=transient, limit=limit, region=region)
             if max(missing) > 0 or any(txn.get(row.digest, db=self._tables[_ROWS]) is not None for row in rows):
                 return False
+            now = self._now(txn)
             for row in rows:
-                self._put_row(txn, row)
+                self._put_row(txn, replace(row, used_at=now))
             self._count(txn, size)
             return True
 
@@ -208,11 +219,12 @@ class Index(LmdbFile):
         """Set the time of last use of pinned blobs to now."""
         for batch in _batches(digests):
             with self._transaction(write=True, timeout=timeout) as txn:
+                now = self._now(txn)
                 for digest in batch:
                     row = self._row(txn, digest)
                     if row is not None and row.pinned:
                         self._drop(txn, digest)
-                        self._put(txn, Row(digest, row.name, row.size))
+                        self._put(txn, replace(row, used_at=now))
 
     def _scan(self, stamp: int) -> Iterator[Row]:
         """Yield the rows from a stamp on, in stamp order, read in short transactions."""
@@ -252,6 +264,12 @@ class Index(LmdbFile):
         txn.delete(_STAMP.pack(row.stamp) + digest, db=self._tables[_ORDER])
         self._count(txn, -row.size, pinned=row.pinned)
         return row.size
+
+    def _now(self, txn: Any) -> int:
+        """Return the time of a use in this transaction, in ns. The clock may have been set back."""
+        now = max(time.time_ns(), self._account(txn, _LAST_USE) + 1, self._started)
+        self._set_account(txn, _LAST_USE, now)
+        return now
 
     def _count(self, txn: Any, size: int, *, pinned: bool = True) -> None:
         for name in (_USED,) if pinned else (_USED, _TRANSIENT):

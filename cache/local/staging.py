@@ -43,10 +43,11 @@ class StagingFolder(ForkAware):
 
     Args:
         parent: The folder `tmp/` of the cache.
+        start: Start time of the process, in ns since the Unix epoch.
     """
 
-    def __init__(self, parent: Path) -> None:
-        self._path = parent / f"{time.time_ns():020d}-{secrets.token_hex(8)}"
+    def __init__(self, parent: Path, start: int) -> None:
+        self._path = parent / f"{start:020d}-{secrets.token_hex(8)}"
         self._path.mkdir(mode=0o700)
         super().__init__()
         descriptor = os.open(self._path, OPEN_FOLDER)

@@ -297,7 +297,7 @@ def take_a_lock(path: Path) -> None:
 
 
 def take_a_scratch_folder(path: Path) -> None:
-    StagingFolder(path).close()
+    StagingFolder(path, 0).close()
 
 
 @pytest.mark.parametrize("take", [take_a_lock, take_a_scratch_folder])

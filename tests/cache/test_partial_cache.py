@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,20 @@ def test_what_no_running_process_uses_makes_room_for_what_stays(tmp_path: Path) 
     tier.folder.oldest_process = lambda: 0
     put(tier, 9)
     assert {6, 7, 8, 9} <= set(kept(tier))
+
+
+def test_blobs_in_use_stay_though_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may start with a wrong clock. Those of an earlier process go, whatever the clock said."""
+    tier, clock = LocalTier(tmp_path, 3 * ON_DISK), time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: clock() + 3600 * 10**9)
+    put(tier, 0)
+    monkeypatch.undo()
+    put(tier, 1, 2, 3, 4)
+    assert kept(tier) == [0, 1, 2]
+    tier.folder.close()
+    later = LocalTier(tmp_path, 3 * ON_DISK)
+    put(later, 5, 6)
+    assert {5, 6} <= set(kept(later))
 
 
 def test_what_is_touched_stays_though_it_was_not_used_lately(tmp_path: Path) -> None:
