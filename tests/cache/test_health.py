@@ -86,6 +86,18 @@ def test_each_change_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert health.stats() == {"state": "normal", "normal": 1, "degraded": 2, "off": 1}
 
 
+def test_each_change_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Each kind of error is logged once, which may be days before."""
+    health = Health("/c", Clock())
+    for code in (errno.ENOSPC, errno.EIO, errno.ENOSPC):
+        caplog.clear()
+        health.report("writing a blob", OSError(code, os.strerror(code)))
+        health.writes.failed()
+        assert "cannot be written to" in caplog.messages[-1]
+        assert os.strerror(code) in caplog.messages[-1]
+        health.writes.worked()
+
+
 # One call after the other fails
 
 CALLS = (

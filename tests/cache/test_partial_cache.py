@@ -110,7 +110,7 @@ def test_what_no_running_process_uses_makes_room_for_what_stays(tmp_path: Path) 
 
 
 def test_blobs_in_use_stay_though_the_clock_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine may start with a wrong clock. Those of an earlier process go, whatever the clock said."""
+    """A machine may start with a wrong clock. Blobs of an earlier process are evicted, whatever the clock said."""
     tier, clock = LocalTier(tmp_path, 3 * ON_DISK), time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: clock() + 3600 * 10**9)
     put(tier, 0)
