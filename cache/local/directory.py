@@ -25,7 +25,7 @@ from dataload.cache.local.lmdb_file import LOCK_SECONDS
 from dataload.cache.local.setup import default_limit, preflight, recovery
 from dataload.cache.local.setup.durable_file import write_durably
 from dataload.cache.local.setup.recovery import recover
-from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove
+from dataload.cache.local.staging import OPEN_FOLDER, StagingFolder, clear_drafts, living, oldest_start, remove, users
 from dataload.cache.local.surplus import Surplus, TransientRows
 from dataload.errors import ConfigError
 
@@ -94,8 +94,8 @@ class CacheFolder:
             self.locks = KeyLocks(str(path / "locks"))
             with self.locks.hold(_SETUP, SETUP_SECONDS) as held:
                 if not held:
-                    waited = f"{SETUP_SECONDS:.0f} s"
-                    raise TimeoutError(errno.ETIMEDOUT, f"another process has held the set-up lock for {waited}")
+                    reason = f"another process has held the set-up lock for {SETUP_SECONDS:.0f} s; {users(path)}"
+                    raise TimeoutError(errno.ETIMEDOUT, reason)
                 self._check_format()
                 for name in ("tmp", "blobs", "index"):
                     (path / name).mkdir(mode=0o700, exist_ok=True)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from dataload.cache.local.directory import CacheFolder
+from dataload.cache.local.staging import users
 from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS, BlobKey, Waited
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def acquire(tier: LocalTier, key: BlobKey, stack: ExitStack) -> CacheFolder | No
                 tier.busy.discard(key.digest)
                 return folder
             tier.busy.add(key.digest)
-            reason = f"another process has held its lock for {FILL_SECONDS:g} s"
+            reason = f"another process has held its lock for {FILL_SECONDS:g} s; {users(tier.path)}"
             tier.health.report("locking a blob", TimeoutError(errno.ETIMEDOUT, reason, key.name))
     return None
 
@@ -48,8 +49,8 @@ def wait_for_holder(tier: LocalTier, key: BlobKey) -> Waited:
             tier.busy.add(key.digest)
             is_running = folder.locks.is_running(key.digest)
             if not is_running:
-                stopped = TimeoutError(errno.ETIMEDOUT, "the process that makes it was stopped", key.name)
-                tier.health.report("waiting for a blob", stopped)
+                reason = f"the process that makes it was stopped; {users(tier.path)}"
+                tier.health.report("waiting for a blob", TimeoutError(errno.ETIMEDOUT, reason, key.name))
             elif tier.health.is_new(f"wait for {key.name}"):
                 log.warning(WAITS, tier.path, key.name, FILL_SECONDS)
     return Waited.IN_VAIN

@@ -16,6 +16,7 @@ from typing import Any
 import lmdb
 
 from dataload.cache.local.key_locks import attempts, set_lock
+from dataload.cache.local.staging import users
 from dataload.runtime.forks import ForkAware
 
 MAP_BYTES = 64 << 30  # address space, not disk; enough for 300 million rows
@@ -135,7 +136,8 @@ class LmdbFile(ForkAware):
                 finally:  # Also after a Ctrl-C between the lock and the transaction.
                     if self._descriptor == descriptor:  # Otherwise it was closed, which released the lock.
                         set_lock(descriptor, 0, fcntl.F_UNLCK)
-        reason = f"another process has held the index for {timeout:g} s"
+        holders = f"; {users(self._path.parent)}" if timeout else ""  # It takes longer than a transaction.
+        reason = f"another process has held the index for {timeout:g} s{holders}"
         raise TimeoutError(errno.ETIMEDOUT, reason, str(self._path))
 
     def _lock_file(self, *, create: bool) -> int:

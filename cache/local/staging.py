@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import secrets
+import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ class Announced(NamedTuple):
 
 
 class StagingFolder(ForkAware):
-    """The folder `tmp/<start>-<random>` of this process.
+    """The folder `tmp/<start>-<process number>@<host>-<random>` of this process.
 
     File names begin with the digests of the blobs that the process is filling or removing. The owner holds a lock on
     the folder (flock(2)), and the kernel releases it when the owner dies. So a process that acquires the lock of
@@ -47,7 +48,7 @@ class StagingFolder(ForkAware):
     """
 
     def __init__(self, parent: Path, start: int) -> None:
-        self._path = parent / f"{start:020d}-{secrets.token_hex(8)}"
+        self._path = parent / f"{start:020d}-{os.getpid()}@{socket.gethostname()}-{secrets.token_hex(8)}"
         self._path.mkdir(mode=0o700)
         super().__init__()
         descriptor = os.open(self._path, OPEN_FOLDER)
@@ -146,6 +147,25 @@ def oldest_start(parent: Path) -> int:
     """Return the start time of the oldest process with a staging folder, in ns since the Unix epoch."""
     starts = (folder.name.partition("-")[0] for folder in parent.iterdir())
     return min((int(start) for start in starts if start.isdecimal()), default=time.time_ns())
+
+
+def users(cache: Path) -> str:
+    """Return the other processes that have a cache open, for a message; those that are known to be stopped first."""
+    found, host = [], socket.gethostname()
+    for folder in _listed(cache / "tmp"):
+        with _locked(folder) as dead:
+            pid, _, its_host = folder.name.partition("-")[2].rpartition("-")[0].partition("@")
+            if dead is False and (pid, its_host) != (str(os.getpid()), host):
+                found.append((not (its_host == host and _is_stopped(pid)), f"process {pid} of {its_host}"))
+    names = [f"{name}{'' if runs else ' (stopped)'}" for runs, name in sorted(found)]
+    return f"the cache is open in {', '.join(names) or 'no other process'}"
+
+
+def _is_stopped(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("T")
+    except OSError:
+        return False
 
 
 def swept_mark(folder: Path, digest: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,13 +88,14 @@ def test_hits_do_not_wait_for_a_process_stopped_in_the_index(tier: LocalTier, mo
     tier.uses.flush(tier.folder.index)
 
 
-def test_a_fill_gives_up_on_a_process_stopped_in_the_index(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fill_gives_up_on_a_process_stopped_in_the_index(tier: LocalTier, caplog: pytest.LogCaptureFixture) -> None:
     """It reads without caching, and later fills do not wait. Once the other process resumes, fills are cached."""
     now = [time.monotonic()]
     tier.health.writes._clock = lambda: now[0]
     with stopped(stop_in_a_transaction, tier.path):
         put(tier, "y/0")
         assert tier.health.state == "degraded"
+        assert "(stopped)" in caplog.text
         waited = tier.stats()["errors"]
         for name in ("y/1", "y/2", "y/3"):
             put(tier, name)
@@ -213,7 +215,9 @@ def test_a_slow_maker_is_waited_for(
     assert [record.args[1] for record in caplog.records] == [key("slow").name], "said once"
 
 
-def test_a_stopped_maker_is_waited_for_in_vain(tier: LocalTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_maker_is_waited_for_in_vain(
+    tier: LocalTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("dataload.cache.local.key_waits.FILL_SECONDS", 0.01)
     monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 1)
     with held(tier.path, "slow") as (process, _):
@@ -222,6 +226,7 @@ def test_a_stopped_maker_is_waited_for_in_vain(tier: LocalTier, monkeypatch: pyt
         with tier.key_lock(key("slow")) as wait:
             assert wait is not None
         assert wait() is Waited.IN_VAIN
+        assert f"open in process {process} of {socket.gethostname()} (stopped)" in caplog.text
         assert tier.health.state == "normal"
         put(tier, "y/1")
         assert look(tier, "y/1")
