@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from dataload.cache.cluster import store
 from dataload.cache.cluster.store import Cluster
 from dataload.cache.cluster.tier import ClusterTier
 from dataload.cache.local.tier import LocalTier
-from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS, Allocate, BlobKey, Waited
+from dataload.cache.single_flight import make_once
+from dataload.cache.tier import FILL_SECONDS, MAKE_SECONDS, RECORDS, Allocate, BlobKey, Waited
 from dataload.errors import ConfigError
 from dataload.runtime.turns import in_turn
 
@@ -186,6 +188,25 @@ def test_hosts_are_alone_with_several_blobs(cluster_server: Server, hosts: Hosts
         assert cluster_server.ask("EXISTS", f"{name_of('group')}:lease") == 1, "before what is on its way has arrived"
         may_write.set()
         assert entered.result(30) == [data_of(name) for name in "abc"]
+
+
+def test_a_row_group_that_no_host_has_takes_five_commands(cluster_server: Server, hosts: Hosts) -> None:
+    tier = hosts(cluster_server.url)
+    client, commands = tier.cluster._client, list[str]()
+    call = client._call
+    client._call = lambda command, *args, **options: (commands.append(command), call(command, *args, **options))[1]
+    lock, blob = BlobKey("o", "p", "v", f"{RECORDS}0"), BlobKey("o", "p", "v", f"{RECORDS}0 rows 0+64")
+
+    def make() -> list[memoryview]:
+        return tier.fetch_from_cluster([blob]) or [tier.get_or_fill(blob, Filler(b"rows"))]
+
+    def find() -> list[memoryview] | None:
+        return None if (found := tier.get(blob)) is None else [found]
+
+    assert tier.fetch_from_cluster([blob]) is None
+    assert make_once(tier, lock, find, make, nullcontext) == [b"rows"]
+    tier.settle()
+    assert commands == ["get", "set", "get", "set", "eval"], "look, lease, look again, write, end the lease"
 
 
 def test_settling_waits_for_blobs_of_later_turns(cluster_server: Server, hosts: Hosts) -> None:
