@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from typing import Generic, TypeVar
-
-from dataload.runtime.executor import DaemonExecutor
 
 T = TypeVar("T")
 
@@ -15,15 +14,16 @@ class Renewals(Generic[T]):
     """Base of claims that one thread renews periodically. Thread-safe; a forked child creates its own.
 
     Args:
-        seconds: Time between two renewals.
-        name: Name of the thread, which runs only while something is held.
+        seconds: Time between two renewals. The thread ends if nothing is held then, so most claims cost little.
+        name: Name of the thread.
     """
 
     def __init__(self, seconds: float, name: str) -> None:
         self._seconds = seconds
+        self._name = name
+        self._mutex = threading.Lock()
         self._held: set[T] = set()
-        self._changed = threading.Condition()
-        self._thread = DaemonExecutor(1, name)
+        self._is_running = False
 
     def renew(self, held: Iterable[T]) -> None:
         """Renew what is held. It raises nothing."""
@@ -35,29 +35,25 @@ class Renewals(Generic[T]):
         Raises:
             RuntimeError: No thread can be started, so nothing would renew it.
         """
-        with self._changed:
+        with self._mutex:
+            if not self._is_running:
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._is_running = True
             self._held.add(claim)
-            first = len(self._held) == 1
-        if first:
-            try:
-                self._thread.submit(self._run)
-            except RuntimeError:
-                self.release(claim)
-                raise
 
     def release(self, claim: T) -> bool:
         """Renew a claim no longer. Return whether this process held it."""
-        with self._changed:
-            held = claim in self._held
+        with self._mutex:
+            was_held = claim in self._held
             self._held.discard(claim)
-            if not self._held:
-                self._changed.notify()
-        return held
+            return was_held
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: not self._held, self._seconds):
-                    return
+            time.sleep(self._seconds)
+            with self._mutex:
                 held = list(self._held)
+                self._is_running = bool(held)
+            if not held:
+                return
             self.renew(held)
