@@ -45,6 +45,7 @@ def wait_for_holder(tier: LocalTier, key: BlobKey) -> Waited:
         with tier.fallback("waiting for a blob", tier.health.writes, folder):
             with folder.locks.hold(key.digest, _patience(tier, key)) as held:
                 if held:
+                    tier.busy.discard(key.digest)
                     return Waited.FOR_PROCESS
             tier.busy.add(key.digest)
             is_running = folder.locks.is_running(key.digest)
