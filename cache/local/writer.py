@@ -185,6 +185,9 @@ class BulkWriter:
             if tier.health.state == "normal" and (folder := tier.opened()) is not None:
                 with tier.fallback("locking blobs", tier.health.writes, folder):
                     held = stack.enter_context(folder.locks.hold_free([key.digest for key in keys]))
+                    for key, is_held in zip(keys, held, strict=True):
+                        if is_held:
+                            stack.enter_context(folder.locks.beating(key.digest))
             yield held
 
     def put_together(self, blobs: Sequence[tuple[BlobKey, memoryview]]) -> list[memoryview]:

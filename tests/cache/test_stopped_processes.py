@@ -215,6 +215,16 @@ def test_a_slow_maker_is_waited_for(
     assert [record.args[1] for record in caplog.records] == [key("slow").name], "said once"
 
 
+def test_a_process_that_makes_many_row_groups_together_shows_that_it_runs(
+    tier: LocalTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_locks, "SILENCE_SECONDS", 5)
+    keys = [key("a"), key("b")]
+    with tier.bulk.lock_together(keys) as held:
+        assert held == [True, True]
+        assert all(tier.folder.locks.is_running(one.digest) for one in keys)
+
+
 def test_a_stopped_maker_is_waited_for_in_vain(
     tier: LocalTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
