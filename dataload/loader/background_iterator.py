@@ -5,18 +5,45 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial, wraps
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 from dataload.telemetry.wait_timeline import Timeline
 
 JOIN_SECONDS = 1.0
 POLL_SECONDS = 0.2
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def closed_at_exit(function: Callable[P, Generator[T, None, None]]) -> Callable[P, Generator[T, None, None]]:
+    """Close the generators of `function` when the program ends.
+
+    The interpreter closes the generators of a script's own variables only after it has cleared modules.
+    """
+
+    @wraps(function)
+    def generator(*args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        made = function(*args, **kwargs)
+        close = partial(_close, weakref.ref(made))
+        atexit.register(close)
+        weakref.finalize(made, atexit.unregister, close).atexit = False
+        return made
+
+    return generator
+
+
+def _close(generator: weakref.ref[Generator[Any, None, None]]) -> None:
+    found = generator()
+    if found is not None:
+        with suppress(ValueError):  # Another thread runs it.
+            found.close()
 
 
 def run_ahead(
@@ -46,7 +73,8 @@ def run_ahead(
             stop.set_result(None)
         work.capacity.put(None)
         until = perf_counter() + JOIN_SECONDS
-        for thread in started:
+        while started:
+            thread = started.pop()
             if thread is not threading.current_thread():  # The garbage collector runs in any thread.
                 thread.join(max(0.0, until - perf_counter()))
 

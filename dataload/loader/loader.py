@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader
 
 from dataload.catalog.description import few
-from dataload.loader.background_iterator import run_ahead
+from dataload.loader.background_iterator import closed_at_exit, run_ahead
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
@@ -146,6 +146,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]  # noqa: PYI058 (callers close it)
         return self.batches_on()
 
+    @closed_at_exit
     def batches_on(
         self, device: torch.device | None = None, stats_dir: Path | None = None
     ) -> Generator[Any, None, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import signal
 import subprocess
 import sys
@@ -94,6 +95,25 @@ def test_the_program_ends(origin: Origin, tmp_path: Path, end: str, filled: bool
     assert trainer.returncode == {"error": 1, "interrupted": -signal.SIGINT}.get(end, 0)
     assert stderr.count("Error") + stderr.count("Interrupt") == (trainer.returncode != 0), stderr
     assert not [process for process in started if process.is_running()]
+
+
+@pytest.mark.parametrize("arguments", ["", "stats_dir=folder", "num_threads=0", "num_workers=1, transform=dict"])
+def test_an_iterator_of_a_script_ends_without_a_message(tmp_path: Path, arguments: str) -> None:
+    """The script's variables are cleared after the modules."""
+    pq.write_table(pa.table({"a": np.arange(500)}), tmp_path / "x.parquet")
+    program = f"""
+import sys
+import dataload
+folder = sys.argv[1]
+loader = dataload.make_loader(folder + "/x.parquet", 16, cache=False, {arguments})
+it = iter(loader)
+print(next(it)["a"].shape)
+"""
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    if "stats_dir" in arguments:
+        line = (tmp_path / "rank-0.jsonl").read_text()
+        assert json.loads(line)["rows"] == 16
 
 
 def open_things() -> tuple[int, int, set[str]]:
