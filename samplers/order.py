@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,8 @@ class Order:
     copies are small and draw the same order.
     """
 
-    homogeneous = False  # as in `PositionOrder`
+    chosen: ClassVar[tuple[str, ...]] = "shuffle", "seed", "window"  # this and the next two as in `PositionOrder`
+    homogeneous = False
     run_rows = RUN_ROWS
 
     def __init__(

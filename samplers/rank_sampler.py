@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, Self, cast
+from typing import Any, ClassVar, Final, Protocol, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ Int64 = npt.NDArray[np.int64]
 
 STATE_VERSION: Final = 1
 
+log = logging.getLogger(__name__)
+
 
 class PositionOrder(Protocol):
     """A mapping from the positions of an epoch to rows: an `Order` or a `MixtureOrder`.
@@ -30,8 +34,10 @@ class PositionOrder(Protocol):
         seed: Seed of the shuffle.
         homogeneous: Whether a global batch must not have rows of other positions, such as the epoch's first ones.
         run_rows: Rows that a rank computes together.
+        chosen: Names of the options that an epoch takes from the arguments of the sampler, not from a state.
     """
 
+    chosen: ClassVar[tuple[str, ...]]
     n: int
     num_streams: int
     seed: int
@@ -113,7 +119,15 @@ class RankSampler(DistributedSampler[int]):
         if num_nodes > 1 and order.num_streams > 1:
             check_locality(order.num_streams, num_nodes, num_replicas, batch_size)
         self.cursor = 0
+        self._arguments = {name: order.options[name] for name in order.chosen}
+        self._num_streams = order.num_streams
+        self._next = dict[str, Any]()  # options that the order has from the next epoch on
         self._follow(order)
+
+    @property
+    def next_order(self) -> PositionOrder:
+        """The order from the next epoch on."""
+        return self.order.with_options(**self._next) if self._next else self.order
 
     @property
     def num_rows(self) -> int:
@@ -200,6 +214,9 @@ class RankSampler(DistributedSampler[int]):
     def seek(self, epoch: int, cursor: int) -> None:
         """Move to where `cursor` global rows of `epoch` are consumed, at most all of them."""
         number, position = whole_number("epoch", epoch), whole_number("cursor", cursor)
+        if self._next and number != self.epoch:
+            self._follow(self.next_order)
+            self._next = {}
         self.epoch, self.cursor = number, self._checked(min(position, self.num_rows))
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,9 +230,11 @@ class RankSampler(DistributedSampler[int]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, in its order. The world may differ.
+        """Continue where `state` was taken. The world may differ.
 
-        If the streams cannot be local to the nodes of this world, they are not.
+        An epoch that has begun ends in the order of the state. If this sampler has another shuffle, seed or window, it
+        uses them from the next epoch on, or at once if the epoch has not begun. Otherwise the order of the state stays;
+        its streams may then not be local to the nodes of this world.
 
         Raises:
             ConfigError: The state is of another dataset or version, or incomplete.
@@ -232,10 +251,25 @@ class RankSampler(DistributedSampler[int]):
             )
         if missing := self.state_dict().keys() - state.keys():
             raise ConfigError(f"the state lacks {', '.join(sorted(missing))}: give all that state_dict() returned")
-        order = self._order_of(state)
-        self._check_start(order, state["cursor"])
-        self._follow(order)
-        self.seek(state["epoch"], state["cursor"])
+        order, epoch, cursor = self._order_of(state), state["epoch"], state["cursor"]
+        self._check_start(order, cursor)
+        changed = {name: value for name, value in self._arguments.items() if order.options[name] != value}
+        if changed:
+            self._warn(changed, order, epoch + bool(cursor))
+            changed["num_streams"] = self._num_streams
+        self._next = {}
+        self._follow(order if cursor else order.with_options(**changed))
+        self.seek(epoch, cursor)
+        self._next = changed if cursor else {}
+
+    def _warn(self, changed: Mapping[str, Any], order: PositionOrder, epoch: int) -> None:
+        """Log once for all ranks which arguments differ from a state, and from which epoch on they hold."""
+        if self.rank == 0:
+            saved, given = (
+                ", ".join(f"{name}={reprlib.repr(options[name])}" for name in changed)
+                for options in (order.options, changed)
+            )
+            log.warning("the state has %s: %s, as passed here, holds from epoch %d on", saved, given, epoch)
 
     def _order_of(self, state: Mapping[str, Any]) -> Any:
         """Return the order of a complete state of this data."""

@@ -64,7 +64,7 @@ class ShardedSampler(RankSampler):
         >>> sampler = ShardedSampler([6, 5], num_replicas=2, rank=0, batch_size=2, shuffle=False)
         >>> sampler.advance()  # one global batch is consumed
         >>> state = sampler.state_dict()
-        >>> resumed = ShardedSampler([6, 5], num_replicas=1, rank=0, batch_size=4)
+        >>> resumed = ShardedSampler([6, 5], num_replicas=1, rank=0, batch_size=4, shuffle=False)
         >>> resumed.load_state_dict(state)
         >>> list(resumed)
         [4, 5, 6, 7, 8, 9, 10]

@@ -137,9 +137,9 @@ class TrainerMixtureSampler(TrainerEpochs, MixtureSampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a position and the weights. The mixture then has them, too, or those of the next epoch."""
         super().load_state_dict(state)
-        self._mixture.weights = self.order.weights if self._next is None else tuple(self._next)
-        self._begun = None if self._next is None else self.epoch
-        self._next = None  # `renew` follows the mixture
+        weights = self._next.pop("weights", None)  # `renew` follows the mixture
+        self._mixture.weights = self.order.weights if weights is None else tuple(weights)
+        self._begun = None if weights is None else self.epoch
 
     def _known_weights(self) -> list[Sequence[int]]:
         return [*super()._known_weights(), *self._mixture.earlier_weights]

@@ -29,7 +29,7 @@ from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
 from dataload.rows.row_store import RowStore
-from dataload.samplers.rank_sampler import RankSampler
+from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.wait_timeline import Timeline, doing
 
@@ -125,6 +125,9 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume at the position of `state`. The numbers of ranks and of workers may differ from those that saved it.
+
+        An epoch that has begun ends in the order of the state. If `shuffle`, `seed` or `window` were others, those of
+        this loader hold from the next epoch on, and a warning names them.
 
         Raises:
             ConfigError: The state is of another dataset.
@@ -313,10 +316,14 @@ def _lookahead(
 
 
 def _order_text(sampler: RankSampler) -> str:
-    order = sampler.order
-    windows = few(str(each.window) for each in order.orders)
-    shuffle = f"shuffle={order.shuffle!r}, window={windows}, seed={order.seed}" if order.shuffle else "shuffle=False"
+    orders = dict.fromkeys(_shuffle_text(order) for order in (sampler.order, sampler.next_order))
+    shuffle = f", from epoch {sampler.epoch + 1} on ".join(orders)
     return f"{sampler.batch_size:,} rows a batch, rank {sampler.rank} of {sampler.num_replicas}; {shuffle}"
+
+
+def _shuffle_text(order: PositionOrder) -> str:
+    windows = few(str(each.window) for each in order.orders)
+    return f"shuffle={order.shuffle!r}, window={windows}, seed={order.seed}" if order.shuffle else "shuffle=False"
 
 
 def _answers(calls: Iterable[Callable[[], Answer]], memory: HostMemory | None) -> list[Answer]:

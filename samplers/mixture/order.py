@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from numbers import Real
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,8 @@ class MixtureOrder:
     Raises:
         ConfigError: An argument cannot work.
     """
+
+    chosen: ClassVar[tuple[str, ...]] = "shuffle", "seed", "windows"  # as in `PositionOrder`
 
     def __init__(
         self,

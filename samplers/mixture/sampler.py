@@ -51,7 +51,6 @@ class MixtureSampler(RankSampler):
     """
 
     order: MixtureOrder
-    _next: Sequence[Any] | None = None
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class MixtureSampler(RankSampler):
     @property
     def next_weights(self) -> list[int] | None:
         """The weights from the next epoch on, if they are others."""
-        return None if self._next is None else list(integer_weights(self._next))
+        return list(integer_weights(self._next["weights"])) if "weights" in self._next else None
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Use other weights from the next epoch on, or from this one if it has not begun. All ranks must do the same.
@@ -107,18 +106,12 @@ class MixtureSampler(RankSampler):
         """
         order = self.order.with_options(weights=weights)
         if self.cursor and not self.finished_at(self.cursor):
-            self._next = weights
+            self._next["weights"] = weights
             return
         if self.cursor:
             self.seek(self.epoch + 1, 0)
+            order = self.order.with_options(weights=weights)
         self._follow(order)
-
-    def seek(self, epoch: int, cursor: int) -> None:
-        """Move to a position, as in `RankSampler`. New weights hold from the first other epoch on."""
-        if self._next is not None and epoch != self.epoch:
-            self._follow(self.order.with_options(weights=self._next))
-            self._next = None
-        super().seek(epoch, cursor)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the order, as in `RankSampler`, and the next weights.
@@ -145,16 +138,16 @@ class MixtureSampler(RankSampler):
             )
         known = self._known_weights()
         super().load_state_dict(state)
-        self._next = expand(state, self.order.windows, known)["next_weights"]
+        weights = expand(state, self._arguments["windows"], known)["next_weights"]
+        if weights is not None:
+            self._next["weights"] = weights
 
-    def _order_of(self, state: Mapping[str, Any]) -> MixtureOrder:
-        order: MixtureOrder = super()._order_of(expand(state, self.order.windows, self._known_weights()))
-        self._next = None
-        return order
+    def _order_of(self, state: Mapping[str, Any]) -> Any:
+        return super()._order_of(expand(state, self._arguments["windows"], self._known_weights()))
 
     def _known_weights(self) -> list[Sequence[int]]:
         """Return the weights that a digest in a state may mean."""
-        return [self.order.weights, *([] if self._next is None else [integer_weights(self._next)])]
+        return [self.order.weights, *([] if self.next_weights is None else [self.next_weights])]
 
     def _check_start(self, order: MixtureOrder, cursor: int) -> None:
         super()._check_start(order, cursor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import re
 import subprocess
 import sys
 import threading
@@ -236,6 +237,20 @@ def test_resume_continues_at_the_saved_position(dataset: Any, stop: int, workers
     resumed = make_loader(dataset, 16, world=World(1, 2), num_workers=workers)
     resumed.load_state_dict(state)
     assert begun + ids(resumed) + ids(resumed) == expected
+
+
+def test_arguments_that_change_before_a_resume_hold_from_the_next_epoch_on(dataset: Any) -> None:
+    whole, changed = make_loader(dataset, 16), make_loader(dataset, 16, shuffle="full", seed=3)
+    batches = iter(whole)
+    begun = ids(next(batches) for _ in range(5))
+    state = whole.state_dict()
+    resumed = make_loader(dataset, 16, shuffle="full", seed=3)
+    resumed.load_state_dict(state)
+    assert re.search(r"shuffle='block', .*, from epoch 1 on shuffle='full', .*, seed=3;", repr(resumed))
+    assert begun + ids(resumed) == begun + ids(batches)
+    changed.set_epoch(1)
+    assert repr(resumed) == repr(changed)
+    assert ids(resumed) == ids(changed)
 
 
 def test_resume_in_another_world_loses_and_repeats_nothing(dataset: Any) -> None:

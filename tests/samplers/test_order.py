@@ -145,6 +145,8 @@ def test_ranks_get_their_slices_from_any_cursor(lengths, arguments, epoch, world
     before.seek(epoch, int(where * len(rows)))
     state = json.loads(json.dumps(before.state_dict()))
     num_streams = 1 if arguments["shuffle"] is False else arguments["num_streams"]
+    # An epoch that has not begun has the order of the arguments, but for the streams.
+    given = {"dataset_key": arguments["dataset_key"]} if before.cursor else {**arguments, "num_streams": 1}
     batches, padding = reference_batches(len(rows), before.cursor, num_streams, *world)
     for rank in range(num_replicas):
         sampler = ShardedSampler(
@@ -154,7 +156,7 @@ def test_ranks_get_their_slices_from_any_cursor(lengths, arguments, epoch, world
             batch_size=batch_size,
             drop_last=drop_last,
             num_nodes=num_nodes,
-            dataset_key=arguments["dataset_key"],
+            **given,
         )
         sampler.load_state_dict(state)
         expected = [[rows[position] for position in batch] for batch in batches[rank]]

@@ -404,6 +404,48 @@ def test_state_restores_the_order_as_well():
     assert list(resumed) == list(saved)
 
 
+def test_other_arguments_hold_from_the_next_epoch_on(caplog):
+    saved = ShardedSampler(LENGTHS, 1, 0, shuffle="full", seed=5, num_streams=2)
+    saved.seek(6, 40)
+    rest = list(saved)
+    saved.seek(6, 40)
+    state = saved.state_dict()
+    resumed, fresh = (ShardedSampler(LENGTHS, 1, 0, window=3, num_streams=3) for _ in range(2))
+    resumed.load_state_dict(state)
+    [warning] = caplog.messages
+    assert warning == (
+        "the state has shuffle='full', seed=5, window=10: shuffle='block', seed=0, window=3, as passed here, "
+        "holds from epoch 7 on"
+    )
+    assert list(resumed) == rest
+    fresh.set_epoch(7)
+    assert resumed.state_dict() == fresh.state_dict()
+    assert list(resumed) == list(fresh)
+
+
+@pytest.mark.parametrize("cursor", [0, 40])
+def test_equal_arguments_keep_the_order_of_the_state(caplog, cursor):
+    """The streams are those of the world that saved the state."""
+    saved = ShardedSampler(LENGTHS, 1, 0, shuffle="full", seed=5, num_streams=3)
+    saved.seek(6, cursor)
+    resumed = ShardedSampler(LENGTHS, 1, 0, shuffle="full", seed=5)
+    resumed.load_state_dict(saved.state_dict())
+    assert [list(resumed), list(resumed)] == [list(saved), list(saved)]
+    assert caplog.messages == []
+
+
+def test_other_arguments_hold_at_once_if_the_epoch_has_not_begun(caplog):
+    saved = ShardedSampler(LENGTHS, 1, 0, seed=5)
+    saved.set_epoch(6)
+    resumed, fresh = (ShardedSampler(LENGTHS, 1, 0, shuffle=False) for _ in range(2))
+    resumed.load_state_dict(saved.state_dict())
+    assert "holds from epoch 6 on" in caplog.text
+    fresh.set_epoch(6)
+    assert resumed.state_dict() == fresh.state_dict()
+    resumed.load_state_dict(fresh.state_dict())
+    assert len(caplog.messages) == 1
+
+
 def test_seeking_far_is_no_more_work(monkeypatch):
     """Return lookups and calls until the first batches of an epoch resumed near 1 % and near 99 %."""
     lengths = [1000] * 2000

@@ -226,6 +226,22 @@ def test_weights_that_are_set_in_an_epoch_hold_from_the_next_one_on():
     assert resumed.order.weights == (3, 1, 4)
 
 
+def test_other_arguments_and_weights_hold_from_the_next_epoch_on(caplog):
+    sampler = MixtureSampler(SOURCES, 1, 0, batch_size=10, num_rows=500, weights=WEIGHTS)
+    sampler.advance(3)
+    sampler.set_weights([2, 2, 1])
+    state = json.loads(json.dumps(sampler.state_dict()))
+    resumed = MixtureSampler(SOURCES, 1, 0, batch_size=10, seed=4, shuffle="full", windows=[1, 2, 3])
+    resumed.load_state_dict(state)
+    assert "seed=4, windows=[1, 2, 3], as passed here, holds from epoch 1 on" in caplog.text
+    assert list(resumed) == list(sampler)
+    fresh = MixtureSampler(
+        SOURCES, 1, 0, batch_size=10, num_rows=500, weights=[2, 2, 1], seed=4, shuffle="full", windows=[1, 2, 3]
+    )
+    fresh.set_epoch(1)
+    assert list(resumed) == list(fresh)
+
+
 def test_weights_change_the_length_of_an_epoch():
     sampler = MixtureSampler(SOURCES, 2, 1, batch_size=10)
     assert len(sampler) == 822 // 2
