@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dataload.errors import ConfigError
+from dataload.loader.loader import Loader
 from dataload.rows.collate import map_tensors
 from dataload.runtime.cached_property import cached_property
 from dataload.telemetry.spans import stage
@@ -29,6 +31,8 @@ from dataload.train.rank_batches import RankBatch, batches_on, feed
 from dataload.train.sharded import reshard
 from dataload.train.tensorboard import TensorBoardWriter
 from dataload.world import World
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,23 @@ class TrainingLoop:
                 f"{path} has a different loader state for each of {len(states)} ranks, which no other number of ranks "
                 f"can resume: start {len(states)} ranks, not {self.world.world_size}"
             )
+        if self._is_of_other_data(own):
+            if own["cursor"]:
+                raise ConfigError(
+                    f"{path} was saved within an epoch of another dataset: use the files, columns and filters of that "
+                    "run until this epoch ends, or pass resume= a checkpoint from the end of an epoch, where data may "
+                    "change"
+                )
+            if self.world.rank == 0:
+                log.warning("%s is of another dataset: epoch %d begins with this one", path, len(self.history))
+            return
         self.loader.load_state_dict(own)
+
+    def _is_of_other_data(self, state: Any) -> bool:
+        """Return whether a loader of this package had this state with another dataset."""
+        if not (isinstance(self.loader, Loader) and isinstance(state, Mapping) and "cursor" in state):
+            return False
+        return bool(state.get("dataset") != self.loader.state_dict()["dataset"])
 
     def run(self, epochs: int, resumed: Resumed, *, show_progress: bool) -> list[dict[str, Any]]:
         """Train until `epochs` epochs are done, those before a resume included. Return the metrics of each."""

@@ -236,6 +236,38 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_new_files_are_trained_on_from_the_end_of_an_epoch_on(tmp_path, caplog):
+    data = tmp_path / "rows"
+    data.mkdir()
+
+    def train(epochs, crash_at=None, resume="auto"):
+        model, calls = nn.Linear(1, 1), count(1)
+
+        def loss(model, batch):
+            if next(calls) == crash_at:
+                raise CrashError
+            return model(batch["id"].float()[:, None]).square().mean()
+
+        loader = make_loader(make_dataset(str(data), cache=False), 4)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+        options = {"checkpoint_every": 1, "checkpoint_dir": tmp_path / "checkpoints", "keep": 9, "progress": False}
+        history = fit(model, optimizer, loader, loss, epochs=epochs, resume=resume, **options)
+        return [record["rows"] for record in history]
+
+    rows = pa.table({"id": range(8)})
+    pq.write_table(rows, data / "a.parquet")
+    assert train(1) == [8]
+    pq.write_table(rows, data / "b.parquet")
+    with pytest.raises(CrashError):
+        train(2, crash_at=3)
+    [warning] = [record.getMessage() for record in caplog.records if record.name == "dataload.train.loop"]
+    assert warning.endswith("checkpoint-000002 is of another dataset: epoch 1 begins with this one")
+    pq.write_table(rows, data / "c.parquet")
+    with pytest.raises(ConfigError, match=r"within an epoch of another dataset: .* resume= a checkpoint from the end"):
+        train(2)
+    assert train(2, resume=tmp_path / "checkpoints/checkpoint-000002") == [8, 24]
+
+
 @pytest.mark.parametrize("keep", [1, 3])
 def test_the_last_ones_are_kept(tmp_path, keep):
     kept = Checkpoints(tmp_path, keep)
