@@ -252,8 +252,8 @@ def first(bench: Bench) -> Table:
             loader = loader_of(dataset, bench.workload)
             next(iter(loader))
             taken = time.perf_counter() - started
-            end = loader.sampler.global_batch_size
-            groups = [group for position, group in loader.sampler.needs_from(0, 0) if position < end]
+            end = loader.rank_sampler.global_batch_size
+            groups = [group for position, group in loader.rank_sampler.needs_from(0, 0) if position < end]
             size = sum(dataset.row_groups[group].bytes for group in groups)
             pieces = max(1, -(-size // RANGE_BYTES))
             rate = (bench.workload.bytes_per_second or 1e12) * min(pieces, IN_FLIGHT)

@@ -124,6 +124,12 @@ class RankSampler(DistributedSampler[int]):
         self._next = dict[str, Any]()  # options that the order has from the next epoch on
         self._follow(order)
 
+    def use_file_order(self) -> None:
+        """Begin the epoch in file order, without a shuffle."""
+        self._arguments = {**self._arguments, "shuffle": False}
+        self._follow(self.next_order.with_options(shuffle=False))
+        self._next, self.cursor = {}, 0
+
     @property
     def next_order(self) -> PositionOrder:
         """The order from the next epoch on."""

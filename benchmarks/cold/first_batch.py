@@ -27,7 +27,7 @@ def needed(
     """
     dataset = make_dataset(f"s3://{BUCKET}/{prefix}", cache=False, storage_options=origin.storage_options)
     loader = make_loader(dataset, batch_size, world=World(0, 1, 0, 1), window=window)
-    rows = next(iter(loader.sampler.batches()))
+    rows = next(iter(loader.rank_sampler.batches()))
     groups = {(urlsplit(place.url).path.rsplit("/", 1)[-1], place.row_group) for place in dataset.locate(rows)}
     ranges = []
     for name, number in sorted(groups):

@@ -149,8 +149,8 @@ def make_loader(
     return Loader(
         dataset,
         maker=BatchMaker(dataset, shape, collate_fn, transform, on_error),
+        rank_sampler=sampler,
         batch_size=batch_size,
-        sampler=sampler,
         drop_last=drop_last,
         device=None if device is None else torch.device(device),
         prefetch=prefetch or BATCHES_AHEAD,

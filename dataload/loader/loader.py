@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from dataload.catalog.description import few
+from dataload.errors import ConfigError
 from dataload.loader.background_iterator import closed_at_exit, run_ahead
 from dataload.loader.batch_maker import BatchMaker
 from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_once
@@ -41,20 +43,25 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     Notes: `state_dict` has the position of the latest iterator. It counts batches that were yielded, not prefetched.
 
-    Lightning rebuilds a loader for prediction: from its attributes, with a batch sampler that records row numbers. So
-    each argument is an attribute or is passed on to torch, and there is a `batch_sampler` argument.
+    Lightning rebuilds a loader from its attributes: for prediction with a batch sampler that records row numbers, for
+    `overfit_batches` with a sampler of file order. So each argument is an attribute or is passed on to torch.
+
+    Args:
+        rank_sampler: The order of the rows, also if one of the next two is passed.
+        sampler: `rank_sampler`, or torch's `SequentialSampler` for the same rows in file order.
+        batch_sampler: Returns the row numbers of the batches of `rank_sampler`.
     """
 
     dataset: MapStyle
-    sampler: TrainerEpochs
 
     def __init__(
         self,
         dataset: MapStyle,
         *,
         maker: BatchMaker,
+        rank_sampler: TrainerEpochs,
         batch_size: int = 1,
-        sampler: TrainerEpochs | None = None,
+        sampler: Sampler[int] | None = None,
         batch_sampler: BatchSampler | None = None,
         drop_last: bool = False,
         device: torch.device | None = None,
@@ -65,12 +72,16 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         stats_dir: Path | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
+        if isinstance(sampler, SequentialSampler):
+            rank_sampler = copy(rank_sampler)
+            rank_sampler.use_file_order()
+        elif sampler is not None and sampler is not rank_sampler:
+            raise ConfigError(f"a loader has its own sampler, not {sampler!r}: pass shuffle= or world= to make_loader")
         batching: dict[str, Any] = {"batch_sampler": batch_sampler}
         if batch_sampler is None:
-            batching = {"batch_size": batch_size, "sampler": sampler, "drop_last": drop_last}
+            batching = {"batch_size": batch_size, "sampler": rank_sampler, "drop_last": drop_last}
         super().__init__(dataset, **{**dataloader_kwargs, **batching, "collate_fn": maker.collate})
-        if batch_sampler is not None:
-            vars(self)["sampler"] = batch_sampler.sampler  # torch has set a default sampler, and forbids assignment
+        self.rank_sampler = rank_sampler
         self.maker = maker
         self.device = device
         self.prefetch = prefetch
@@ -79,20 +90,20 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self.mesh = mesh
         self._checked = False  # whether a mesh that began after the loader was made has been searched for
         self.stats_dir = stats_dir
-        self._requests = Requests(self.sampler, batch_sampler)
+        self._requests = Requests(self.rank_sampler, batch_sampler)
         self._stats = LoaderStats()
         self._yielded: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has yielded
         self._workers: DataLoader[Answer] | None = None
-        self._capacity = Capacity(dataset, self.sampler)
+        self._capacity = Capacity(dataset, self.rank_sampler)
         if self.num_workers and not maker.only_gathers:
-            in_flight = self.num_workers * (self.prefetch_factor or 1) * self.sampler.batch_size
+            in_flight = self.num_workers * (self.prefetch_factor or 1) * self.rank_sampler.batch_size
             check_shared_memory(dataset.rowstore.row_bytes * in_flight)
             # The workers' dataset is the batch maker, and its sampler yields requests: torch batches nothing itself.
             own = {"batch_size": None, "sampler": self._requests, "collate_fn": _identity}
             self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
 
     def __repr__(self) -> str:
-        return f"Loader({len(self):,} batches; {_order_text(self.sampler)}; {self.dataset!r})"
+        return f"Loader({len(self):,} batches; {_order_text(self.rank_sampler)}; {self.dataset!r})"
 
     def __len__(self) -> int:
         self._renew()
@@ -100,26 +111,26 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def _renew(self) -> None:
         """Follow changes of the dataset, such as new weights of a mixture, unless an epoch has begun."""
-        if self._yielded is None and not self.sampler.cursor:
-            self.sampler.renew()
+        if self._yielded is None and not self.rank_sampler.cursor:
+            self.rank_sampler.renew()
 
     @property
     def padding(self) -> int:
         """Rows at the end of this rank's epoch that repeat others, so that all ranks have equally many."""
         self._renew()
-        return self.sampler.padding_from(self.sampler.cursor)
+        return self.rank_sampler.padding_from(self.rank_sampler.cursor)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration. A position that was restored in this epoch is kept."""
-        if epoch != self.sampler.epoch:
-            self.sampler.seek(epoch, 0)
+        if epoch != self.rank_sampler.epoch:
+            self.rank_sampler.seek(epoch, 0)
         self._yielded = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last yielded batch: JSON-serializable, under 4 KB, equal on all ranks."""
         self._renew()
-        state = self.sampler.state_dict()
-        if self._yielded is not None and self._yielded[0] == self.sampler.epoch:
+        state = self.rank_sampler.state_dict()
+        if self._yielded is not None and self._yielded[0] == self.rank_sampler.epoch:
             state["cursor"] = self._yielded[1]
         return state
 
@@ -132,7 +143,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         Raises:
             ConfigError: The state is of another dataset.
         """
-        self.sampler.load_state_dict(state)
+        self.rank_sampler.load_state_dict(state)
         self._yielded = None
 
     def stats(self) -> LoaderStats:
@@ -163,7 +174,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             RuntimeError: The workers are persistent, and a later iterator has begun.
         """
         epoch, cursor = self._yielded = self._begin_epoch()
-        sampler, rows, step = self.sampler, self.sampler.num_rows, self.sampler.global_batch_size
+        sampler, rows, step = self.rank_sampler, self.rank_sampler.num_rows, self.rank_sampler.global_batch_size
         tail = (rows - cursor) % step
         # Without padding, accelerate must not cut anything off the last batch.
         remainder, end = (0, rows - tail) if sampler.drop_last else (tail, rows)
@@ -191,7 +202,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
 
     def _begin_epoch(self) -> tuple[int, int]:
         """Return the epoch that begins or goes on, and the rows of it before the first batch."""
-        sampler = self.sampler
+        sampler = self.rank_sampler
         if self.detected:
             check_data_parallel(sampler.num_replicas, search=not self._checked)
             self._checked = True
@@ -217,7 +228,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             # torch's thread pins packed batches. The Accelerator may be newer than the loader, so this is decided here.
             pinned = memory if memory is not None and memory.pinned else None
             self._workers.pin_memory = pinned is not None
-            answers = self._from_workers(self._workers, waiting, pinned)
+            answers = _from_workers(self._workers, waiting, pinned)
         copy = None if device is None else DeviceCopy(device)
         with closing(answers):
             try:
@@ -245,7 +256,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     ) -> Generator[Answer, None, None]:
         """Yield batches made on threads. Small ones are gathered, and without user code also passed on, together."""
         only_gathers = self.maker.only_gathers
-        at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.sampler.batch_size)
+        at_once = gathered_at_once(self.dataset.rowstore.row_bytes * self.rank_sampler.batch_size)
         together = at_once if only_gathers else 1
         passed_on = 1 if self.maker.makes_objects else min(together, self.maker.made_together)
         # One thread gathers at a time.
@@ -263,25 +274,26 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
             for answers in chunks:
                 yield from answers
 
-    def _from_workers(
-        self, answers: Iterable[Answer], waiting: Timeline, memory: HostMemory | None
-    ) -> Generator[Answer, None, None]:
-        since = perf_counter()
-        try:
-            for answer in answers:
-                assert answer.making is not None
-                waiting.waited(since, answer.making, instead=answer.making.longest())
-                with waiting.here():
-                    batch = unpack(answer.batch)
-                    if memory is not None:  # tensors that `pack` cannot pack, such as those with gradients
-                        with doing("transfer"):
-                            batch = memory.prepare(batch)
-                yield replace(answer, batch=batch)
-                since = perf_counter()
-        except Exception as error:  # noqa: BLE001
-            # The traceback has the frame in torch that holds the error and the workers. In this reference cycle, the
-            # garbage collector would close the workers' queues before it stops them, and wait 5 s for each worker.
-            raise error.with_traceback(None)  # noqa: B904
+
+def _from_workers(
+    answers: Iterable[Answer], waiting: Timeline, memory: HostMemory | None
+) -> Generator[Answer, None, None]:
+    since = perf_counter()
+    try:
+        for answer in answers:
+            assert answer.making is not None
+            waiting.waited(since, answer.making, instead=answer.making.longest())
+            with waiting.here():
+                batch = unpack(answer.batch)
+                if memory is not None:  # tensors that `pack` cannot pack, such as those with gradients
+                    with doing("transfer"):
+                        batch = memory.prepare(batch)
+            yield replace(answer, batch=batch)
+            since = perf_counter()
+    except Exception as error:  # noqa: BLE001
+        # The traceback has the frame in torch that holds the error and the workers. In this reference cycle, the
+        # garbage collector would close the workers' queues before it stops them, and wait 5 s for each worker.
+        raise error.with_traceback(None)  # noqa: B904
 
 
 def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> LoaderStats:

@@ -220,7 +220,7 @@ def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
     if isinstance(loader, Loader):
         if isinstance(loader.dataset, Mixture):
             agree("the weights of the mixture", loader.dataset.weights)
-        ranks, sampler = world.world_size, loader.sampler
+        ranks, sampler = world.world_size, loader.rank_sampler
         is_equal = (sampler.num_replicas, sampler.rank) == (ranks, world.rank)
         if (mesh is not None and not all(gather(is_equal))) or (loader.detected and sampler.num_replicas < ranks):
             raise ConfigError(

@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from ports import free_port
+from torch.utils.data import RandomSampler
 
 from dataload import World, make_dataset, make_loader
 from dataload.errors import ConfigError
 from dataload.loader.integrations import TrainerSampler
+from dataload.loader.loader import Loader
 from dataload.samplers.sharded import ShardedSampler
 
 N = 301
@@ -178,6 +180,20 @@ def test_lightning_has_each_row_of_a_mixture_once_and_resumes(lightning: Seen) -
     for rank in lightning:
         assert rank["mixed"]["1"] != rank["mixed"]["2"]
         assert rank["mixed resumed"] == {"1": rank["mixed"]["1"][4 * 16 :], "2": rank["mixed"]["2"]}
+
+
+@pytest.mark.parametrize("made", ["overfitted hook", "overfitted"])
+def test_lightning_overfits_the_first_batches_of_the_files(lightning: Seen, made: str) -> None:
+    for number, rank in enumerate(lightning):
+        rows = [32 * batch + 16 * number + row for batch in range(2) for row in range(16)]
+        assert rank[made] == {str(epoch): rows for epoch in range(3)}
+
+
+def test_other_samplers_are_refused(folder: Path) -> None:
+    loader = make_loader(str(folder), 16, cache=False)
+    arguments = {"maker": loader.maker, "rank_sampler": loader.rank_sampler}
+    with pytest.raises(ConfigError, match=r"its own sampler.*: pass shuffle= or world= to make_loader"):
+        Loader(loader.dataset, sampler=RandomSampler(loader.dataset), **arguments)
 
 
 @pytest.mark.parametrize("made", ["hook", "given", "workers"])

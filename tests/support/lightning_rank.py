@@ -102,6 +102,12 @@ resumed = Model(data=mix(mixture.datasets))
 trainer(num_sanity_val_steps=0).fit(resumed, ckpt_path=out / "checkpoint")
 seen["mixed"], seen["mixed resumed"] = mixed.trained, resumed.trained
 
+# Two batches of each epoch, of a loader that a hook returns, and of one that is passed to the trainer.
+for name, given in (("overfitted hook", None), ("overfitted", make_loader(dataset, 16))):
+    overfitted = Model()
+    trainer(overfit_batches=2, num_sanity_val_steps=0).fit(overfitted, given)
+    seen[name] = overfitted.trained
+
 # A loader that a hook returns, and one that is passed to the trainer.
 for name, options in (("hook", None), ("given", {}), ("workers", {"num_workers": 1})):
     writer = Writer()
