@@ -94,7 +94,8 @@ def make_loader(
             `rng`, or a second positional parameter without a default. The signature of a torch Module is that of its
             `forward`. The same batch always gets the same generator, with any number of workers or threads and after a
             resume.
-        collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch.
+        collate_fn: Makes the batch from a sequence of row dicts, whose `.columns` is the default batch. Collators that
+            need a list, such as those of transformers, get one by `lambda rows: collator(list(rows))`.
         device: Device of the batches.
         pin_memory: Pin batches. None: pin them if the device, or the device of accelerate, is CUDA.
         prefetch: Batches that each worker, or all threads together, prepare ahead: at least 2, and one per thread.

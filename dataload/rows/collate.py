@@ -136,7 +136,7 @@ def _part(column: Any, span: slice, empty: Empty | None = None) -> Any:
 
 
 class Rows(Sequence[dict[str, Any]]):
-    """A batch as a sequence of row dicts, which are made on access.
+    """A batch as a sequence of row dicts. Each is made at its first access.
 
     Args:
         records: The rows.
@@ -150,6 +150,15 @@ class Rows(Sequence[dict[str, Any]]):
         self._records = records
         self._ragged = ragged
         self._group = group
+        self._made = dict[int, dict[str, Any]]()  # kept, because collate functions may change rows in place
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"a sequence of rows has no attribute {name!r}: a collate_fn for lists of rows needs "
+            "lambda rows: collate_fn(list(rows))"
+        )
 
     @cached_property
     def columns(self) -> Batch:
@@ -173,7 +182,10 @@ class Rows(Sequence[dict[str, Any]]):
             return [self[number] for number in numbers[row]]
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of a batch of {len(self)}")
-        return {name: _row_value(column, numbers[row]) for name, column in self.columns.items()}
+        number = numbers[row]
+        if number not in self._made:
+            self._made[number] = {name: _row_value(column, number) for name, column in self.columns.items()}
+        return self._made[number]
 
 
 def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

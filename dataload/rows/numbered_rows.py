@@ -33,7 +33,7 @@ ROW_IDS: Computed = {ROW_ID: _itself}
 
 
 class NumberedRows(Rows):
-    """A batch as a sequence of row dicts, which are made on access.
+    """A batch as a sequence of row dicts, with the numbers of the rows.
 
     Args:
         records: The rows.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +425,27 @@ def test_an_error_of_a_transform_is_raised(dataset: Any, workers: int) -> None:
 def test_collate_fn_gets_rows(dataset: Any) -> None:
     loader = make_loader(dataset, 16, collate_fn=lambda rows: {"row_id": [row["row_id"] for row in rows]})
     assert sorted(ids(loader)) == list(range(N))
+
+
+def test_collate_fn_may_change_rows_in_place(dataset: Any) -> None:
+    def negated(rows: Any) -> dict[str, list[int]]:
+        for row in rows:
+            row["row_id"] = -row["row_id"]
+        return {"row_id": [row["row_id"] for row in rows]}
+
+    assert sorted(ids(make_loader(dataset, 16, collate_fn=negated))) == list(range(1 - N, 1))
+
+
+def test_collators_that_need_a_list_get_one(dataset: Any) -> None:
+    def pad(rows: Any) -> dict[str, list[Any]]:
+        """Distinguish a list of rows from a batch as the tokenizers of transformers do."""
+        if isinstance(rows, (list, tuple)) and isinstance(rows[0], Mapping):
+            rows = {name: [row[name] for row in rows] for name in rows[0]}
+        return {name: list(rows[name]) for name in rows.keys()}  # noqa: SIM118 (it looks up the attribute)
+
+    assert sorted(ids(make_loader(dataset, 16, collate_fn=lambda rows: pad(list(rows))))) == list(range(N))
+    with pytest.raises(AttributeError, match=r"no attribute 'keys': .* needs lambda rows: collate_fn\(list\(rows\)\)"):
+        ids(make_loader(dataset, 16, collate_fn=pad))
 
 
 def test_columns_group_ragged(bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig) -> None:
