@@ -34,6 +34,11 @@ class RequestLimiter(ForkAware):
         """The most requests that this process may have in flight."""
         return max(1, self._in_flight // self._processes)
 
+    @property
+    def in_flight(self) -> int:
+        """The requests of this process in flight."""
+        return self._budget.reserved
+
     def share(self, processes: int) -> None:
         """Divide `in_flight` equally among the reading processes of this host."""
         if processes != self._processes:

@@ -108,6 +108,10 @@ class MixedRowGroups:
         blobs, own = self._of(number)
         return blobs.bytes_of(own)
 
+    def describe(self, number: int) -> str:
+        blobs, own = self._of(number)
+        return blobs.describe(own)
+
     @property
     def shared(self) -> bool:
         return all(blobs.shared for blobs in self.by_dataset)

@@ -29,6 +29,7 @@ from dataload.rows.row_group_life import RowGroupLife, State
 from dataload.rows.row_group_plan import RowGroupPlan
 from dataload.rows.size_sampling import SizeForecast
 from dataload.runtime.cached_property import cached_property
+from dataload.runtime.redact import redacted
 from dataload.runtime.turns import next_turn
 from dataload.telemetry.wait_timeline import doing
 
@@ -137,6 +138,11 @@ class RowGroupCache(SizeForecast):
     def is_transient(self, number: int) -> bool:
         """Return whether a row group is cached only in the transient region, or not at all."""
         return self._blocks.tier.is_transient(self.keys(number))
+
+    def describe(self, number: int) -> str:
+        """Name a row group and count the requests in flight, for the log."""
+        name, limiter = redacted(self._manifest.row_groups[number].name), self._blocks.origin.limiter
+        return name if limiter is None else f"{name}, {limiter.in_flight} of {limiter.limit} requests in flight"
 
     def cached_columns(self, number: int) -> Iterator[dict[str, Column]] | None:
         """Return the columns of each blob of a row group, or None if this host has not cached them."""

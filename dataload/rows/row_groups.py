@@ -109,3 +109,6 @@ class RowGroups(Protocol):
 
     def bytes_of(self, number: int) -> int:
         """Return an estimate of the bytes of a row group's blobs."""
+
+    def describe(self, number: int) -> str:
+        """Name a row group and count the requests in flight, for the log."""

@@ -171,7 +171,7 @@ class RowStore(ForkAware):
             if opened is not None:
                 opened.update(dict.fromkeys(missing, True))
             since = perf_counter()
-            results = {group: self.scheduler.contents_of(life, stop) for group, life in lives.items()}
+            results = {group: self.scheduler.contents_of(group, life, stop) for group, life in lives.items()}
             if waits is not None and lives:
                 latest = max(lives, key=lambda group: lives[group].ended)
                 waits[latest] = waits.get(latest, 0.0) + perf_counter() - since

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
@@ -10,6 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from dataload.cache.blocks.reader import IN_FLIGHT
+from dataload.errors import ConfigError
 from dataload.rows.background_decoder.client import BackgroundDecoder, DemandSignal
 from dataload.rows.background_decoder.worker import ROW_GROUPS_IN_FLIGHT
 from dataload.rows.row_group_life import RowGroupLife, State, charged_together
@@ -18,11 +20,15 @@ from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
 from dataload.telemetry.row_group_ledger import Ledger
 from dataload.telemetry.wait_timeline import CAUSES, waited
+from dataload.world import World
 
 LOADERS = IN_FLIGHT + ROW_GROUPS_IN_FLIGHT  # threads: a row group each, of this process and the background decoder
 MOST_IN_A_BUNCH = 16  # small row groups that a thread makes together
 BUNCHES_AT_ONCE = 4  # their requests keep all connections busy, and more threads would only compete
+LOG_SECONDS = 60.0  # between two messages about a row group that a thread waits for
 BACKGROUND_BYTES = 128 << 20  # of rows; decoding fewer takes no longer than starting a process
+
+log = logging.getLogger(__name__)
 
 
 class RowGroupScheduler:
@@ -106,8 +112,8 @@ class RowGroupScheduler:
             if life.cancel():
                 del self._lives[group]
 
-    def contents_of(self, life: RowGroupLife, stop: Future[None] | None) -> list[memoryview] | None:
-        """Wait for a life. Return its contents, or None if the end of another loop cancelled it.
+    def contents_of(self, group: int, life: RowGroupLife, stop: Future[None] | None) -> list[memoryview] | None:
+        """Wait for the life of a row group. Return its contents, or None if the end of another loop cancelled it.
 
         Raises:
             CancelledError: `stop` was done first.
@@ -118,11 +124,19 @@ class RowGroupScheduler:
             # Waiters of a cancelled future are notified only when a thread dequeues it; `cancelled` notifies at once.
             first: list[Future[Any]] = [contents, life.cancelled] if stop is None else [contents, life.cancelled, stop]
             with self._demand.waiting():
-                wait(first, return_when=FIRST_COMPLETED)
+                while not wait(first, LOG_SECONDS, return_when=FIRST_COMPLETED).done:
+                    self._log_wait(group, life, since)
             waited(since, life.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
         return contents.result() if contents.done() and not contents.cancelled() else None
+
+    def _log_wait(self, group: int, life: RowGroupLife, since: float) -> None:
+        rank = ""
+        with suppress(ConfigError):  # Nothing says which rank this is.
+            rank = f"rank {World.detect().rank} "
+        waited, what = perf_counter() - since, self._blobs.describe(group)
+        log.warning("%shas waited %.0f s for %s (%s)", rank, waited, what, life.state.value)
 
     def usual_cause(self) -> str:
         """Return the cause of most of the loading time."""

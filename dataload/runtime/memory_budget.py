@@ -36,6 +36,11 @@ class MemoryBudget:
         """Whether nothing is reserved."""
         return self._free == self.total
 
+    @property
+    def reserved(self) -> int:
+        """Bytes that are reserved now."""
+        return self.total - self._free
+
     def fits(self, size: int) -> bool:
         """Return whether a reservation of `size` bytes would be granted at once."""
         return not self._waiters and self._free >= min(size, self.total)

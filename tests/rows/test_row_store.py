@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import pickle
+import re
 import sys
 import threading
 from collections import Counter
@@ -242,13 +243,33 @@ def gathering(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     gathering, contents_of = Gathering(), dataset.rowstore.scheduler.contents_of
 
-    def noted(load: Any, stop: Any) -> Any:
+    def noted(group: int, load: Any, stop: Any) -> Any:
         gathering.stops.append(stop)
         gathering.waits.release()
-        return contents_of(load, stop)
+        return contents_of(group, load, stop)
 
     monkeypatch.setattr(dataset.rowstore.scheduler, "contents_of", noted)
     return gathering
+
+
+def test_a_long_wait_for_a_row_group_is_logged(
+    dataset: Any, gathering: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    go, read = threading.Event(), parquet.ParquetFooter.open_row_group
+
+    def held(*arguments: Any) -> Any:
+        with dataset.blocks.origin.limiter.request():
+            assert go.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(scheduler, "LOG_SECONDS", 0.01)
+    monkeypatch.setattr(parquet.ParquetFooter, "open_row_group", held)
+    thread = gathering.gather([7])
+    message = r"rank 0 has waited 0 s for .*0\.parquet row group 1, 1 of \d+ requests in flight \(fetching\)"
+    until(lambda: sum(bool(re.search(message, line)) for line in caplog.messages) > 1)
+    go.set()
+    thread.join()
+    assert gathering.found == [7]
 
 
 def occupy_every_thread(store: Any, go: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
