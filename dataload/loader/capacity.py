@@ -95,8 +95,7 @@ class Capacity:
         regions = [need.transient_share(tier.limit, tier.division().total) for tier, need in self._needs]
         further = sum(groups for _, groups in regions)
         ahead = self._drawn_on if further else self._in_full
-        self._dataset.rowstore.serve(self, self._drawn_on, ahead, further)
-        return ahead, further
+        return self._dataset.rowstore.serve(self, self._drawn_on, ahead, further)
 
     def _lease(self) -> None:
         self._leases, self._owner = [tier.lease(need) for tier, need in self._needs], os.getpid()

@@ -48,6 +48,8 @@ class RowGroupLife:
         cancelled: Done once a loop has ended and no loop has requested the row group since.
         contents: The blobs; None if the life was cancelled before memory was reserved for it.
         ended: When the contents were there, by `perf_counter`.
+        awaited: Whether a thread waits for the contents.
+        uncached_bytes: Bytes of the contents that are in memory of this process, because the cache does not keep them.
     """
 
     def __init__(self, account: Counters | None = None) -> None:
@@ -57,6 +59,8 @@ class RowGroupLife:
         self.cancelled: Future[None] = Future()
         self.contents: Future[list[memoryview] | None] = Future()
         self.ended = 0.0
+        self.awaited = False
+        self.uncached_bytes = 0
 
     def enter(self, state: State) -> None:
         """Change the state.

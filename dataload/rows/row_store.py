@@ -25,6 +25,7 @@ from dataload.runtime.forks import ForkAware
 from dataload.samplers.interval_index import IntervalIndex
 
 MAPS_PER_BLOB = 4  # its slot, the empty end of the slot, its heap; and a share of the other maps
+PREFETCHED_PART = 16  # of the maps, for the blobs of prefetched row groups, and the same for those prefetched further
 
 
 class Selected(Protocol):
@@ -70,7 +71,7 @@ class RowStore(ForkAware):
         by_use: bool = False,
     ) -> None:
         self.capacity = capacity
-        self.ahead = capacity // 2
+        self.ahead = self._drawn_on = capacity // 2
         self.further = 0
         self._served: weakref.WeakKeyDictionary[object, tuple[int, int, int]] = weakref.WeakKeyDictionary()
         self.blobs = blobs
@@ -93,7 +94,7 @@ class RowStore(ForkAware):
         make = partial(RowStore, by_use=self._by_use)
         return make, (self.blobs, self.capacity, self._make_selected)
 
-    def serve(self, loader: object, drawn_on: int, ahead: int, further: int = 0) -> None:
+    def serve(self, loader: object, drawn_on: int, ahead: int, further: int = 0) -> tuple[int, int]:
         """Set the capacity for a loader, as long as it lives. With several loaders, the largest needs apply.
 
         Args:
@@ -101,11 +102,18 @@ class RowStore(ForkAware):
             drawn_on: Row groups that the loader's batches need at a time.
             ahead: Row groups to prefetch before a batch needs them.
             further: Row groups to prefetch besides, of those that do not stay in the cache.
+
+        Returns:
+            `ahead` and `further`, as far as this process may map so many files.
         """
-        self._served[loader] = drawn_on + ahead, ahead, further
-        self.capacity, self.ahead, self.further = map(max, zip(*self._served.values(), strict=True))
+        most = max(1, max_maps() // (PREFETCHED_PART * self.blobs.plan.most_of_a_group))
+        ahead, further = min(ahead, most), min(further, most)
+        self._served[loader] = drawn_on, ahead, further
+        self._drawn_on, self.ahead, self.further = map(max, zip(*self._served.values(), strict=True))
+        self.capacity = max(drawn_on + ahead for drawn_on, ahead, _ in self._served.values())
         if self._selected is not None:
             self._selected.keep(self.capacity)
+        return ahead, further
 
     @property
     def layout(self) -> Layout:
@@ -165,7 +173,7 @@ class RowStore(ForkAware):
                 needed = self._row_groups_of(blobs) if opened is None else list(opened)
                 missing = [group for group in needed if group not in row_groups]
                 lives = {
-                    group: self._request(group, counted=opened is not None, own_thread=group in cancelled)
+                    group: self._request(group, awaited=True, counted=opened is not None, own_thread=group in cancelled)
                     for group in missing
                 }
             if opened is not None:
@@ -209,9 +217,8 @@ class RowStore(ForkAware):
         opened = self._open
         return {**self.scheduler.states(), State.MAPPED.value: 0 if opened is None else len(opened)}
 
-    def _request(self, group: int, *, counted: bool = True, own_thread: bool = False) -> RowGroupLife:
-        most = self.capacity + self.further
-        return self.scheduler.request(group, most, counted=counted, own_thread=own_thread)
+    def _request(self, group: int, **how: bool) -> RowGroupLife:
+        return self.scheduler.request(group, self.capacity + self.further, **how)
 
     def _row_groups_of(self, blobs: Array) -> list[int]:
         """Return the row groups of these blobs, each once, in file order."""
@@ -223,8 +230,10 @@ class RowStore(ForkAware):
     def _open_row_groups(self, needed: Collection[int]) -> OpenRowGroups:
         """Return the open row groups, with a capacity for at least those needed."""
         count = len(needed)
+        # Uncached row groups take memory of this process. It keeps only those open that batches need.
+        most_open = self.capacity if self.scheduler.is_cached else min(self.capacity, self._drawn_on)
         if self._open is not None and self._open.capacity >= max(self.capacity, count):
-            self._open.keep_at_most(max(self.capacity, count), needed)
+            self._open.keep_at_most(max(most_open, count), needed)
             return self._open  # without a look at the limit of maps, which is a file
         plan = self.blobs.plan
         most = max_maps() // (MAPS_PER_BLOB * plan.most_of_a_group)
@@ -236,5 +245,5 @@ class RowStore(ForkAware):
         capacity = max(min(self.capacity, most), count)
         if self._open is None or self._open.capacity < capacity:
             self._open = OpenRowGroups(capacity, plan.group_starts, plan.row_starts, plan.layout)
-        self._open.keep_at_most(capacity, needed)
+        self._open.keep_at_most(max(min(most_open, most), count), needed)
         return self._open

@@ -18,6 +18,8 @@ from dataload.rows.row_group_life import RowGroupLife, State, charged_together
 from dataload.rows.row_groups import RowGroups
 from dataload.runtime.counters import Counters, charged_to
 from dataload.runtime.executor import DaemonExecutor
+from dataload.runtime.filemap import is_file_map
+from dataload.runtime.memory_budget import ReservationCancelled
 from dataload.telemetry.row_group_ledger import Ledger
 from dataload.telemetry.wait_timeline import CAUSES, waited
 from dataload.world import World
@@ -48,6 +50,7 @@ class RowGroupScheduler:
         ledger: The accounts of the row groups.
         sizes: Bytes of the row groups that were loaded, by row group.
         decoder: The background decoder, once `start` was called for a large or mapped dataset.
+        is_cached: Whether the row group that was made last is in the cache, if processes share it.
 
     Notes:
         One thread at a time may call `start`, `request`, `opened` and `cancel`. Any thread may call the others.
@@ -57,7 +60,8 @@ class RowGroupScheduler:
         self._blobs = blobs
         self._lives: OrderedDict[int, RowGroupLife] = OrderedDict()  # not mapped yet, the oldest request first
         self._threads = DaemonExecutor(LOADERS, "dataload-load")
-        self._mutex = threading.RLock()  # guards the small row groups; a call may be cancelled while it is submitted
+        # Guards the small row groups and the memory of uncached ones. A call may be cancelled while it is submitted.
+        self._mutex = threading.RLock()
         self._small: deque[tuple[int, RowGroupLife]] = deque()  # no thread has begun to load them
         self._small_loaders = 0  # threads that load them, or soon will
         self._demand = DemandSignal()
@@ -66,6 +70,7 @@ class RowGroupScheduler:
         self.decoder: BackgroundDecoder | None = None
         self.ledger = Ledger()
         self.sizes: dict[int, int] = {}
+        self.is_cached = True
 
     def start(self) -> None:
         """Prepare for prefetches: keep the cached row groups. A background process makes those of a large dataset."""
@@ -76,12 +81,15 @@ class RowGroupScheduler:
             if self._blobs.shared and is_long:
                 self.decoder, self._demand = BackgroundDecoder(self._blobs), DemandSignal()
 
-    def request(self, group: int, most: int, *, counted: bool = True, own_thread: bool = False) -> RowGroupLife:
+    def request(
+        self, group: int, most: int, *, awaited: bool = False, counted: bool = True, own_thread: bool = False
+    ) -> RowGroupLife:
         """Return the life of a row group that is not mapped. Plan the row group if it has none.
 
         Args:
             group: The row group.
             most: Lives that are not mapped, at most. The blobs of the oldest are dropped; the cache still has them.
+            awaited: Make it even if the memory for uncached row groups is used up, because the caller waits for it.
             counted: Charge the load to the row group's account in the ledger.
             own_thread: Load it in a new thread, because all others may be busy.
         """
@@ -89,12 +97,14 @@ class RowGroupScheduler:
         if life is None or life.is_stale():
             self._lives.pop(group, None)  # A new life goes to the end of the queue.
             life = RowGroupLife(self.ledger.begin(group) if counted else None)
+            life.awaited = awaited
             try:
                 self._submit(group, life, own_thread=own_thread)
             except RuntimeError:
                 life.cancel()
                 raise
             self._lives[group] = life
+        life.awaited |= awaited
         life.revive()
         while len(self._lives) > most:
             self._lives.popitem(last=False)
@@ -125,18 +135,11 @@ class RowGroupScheduler:
             first: list[Future[Any]] = [contents, life.cancelled] if stop is None else [contents, life.cancelled, stop]
             with self._demand.waiting():
                 while not wait(first, LOG_SECONDS, return_when=FIRST_COMPLETED).done:
-                    self._log_wait(group, life, since)
+                    _log_wait(self._blobs.describe(group), life.state, perf_counter() - since)
             waited(since, life.timeline, instead=self.usual_cause())
             if stop is not None and stop.done():
                 raise CancelledError
         return contents.result() if contents.done() and not contents.cancelled() else None
-
-    def _log_wait(self, group: int, life: RowGroupLife, since: float) -> None:
-        rank = ""
-        with suppress(ConfigError):  # Nothing says which rank this is.
-            rank = f"rank {World.detect().rank} "
-        waited, what = perf_counter() - since, self._blobs.describe(group)
-        log.warning("%shas waited %.0f s for %s (%s)", rank, waited, what, life.state.value)
 
     def usual_cause(self) -> str:
         """Return the cause of most of the loading time."""
@@ -197,7 +200,8 @@ class RowGroupScheduler:
                     with charged_to(lives[first].account):
                         found = self._blobs.find(first)
                     if found is None:
-                        made |= self._blobs.load_together(lives)
+                        made = {n: ReservationCancelled() for n, life in lives.items() if not self._may_make(n, life)}
+                        made |= self._blobs.load_together({n: life for n, life in lives.items() if n not in made})
                         self._spent.add(**timeline.seconds(since, perf_counter()))
                     else:
                         lives[first].enter(State.CACHED)
@@ -206,7 +210,7 @@ class RowGroupScheduler:
             made = dict.fromkeys(lives, error)
         for group, life in lives.items():
             if group in made:
-                self._finish(group, life, made[group])
+                self._finish(group, life, made[group], is_made=True)
             else:  # It is cached, or another process or host makes it.
                 self._threads.submit(self._run, group, life).add_done_callback(life.finish_with)
 
@@ -219,6 +223,7 @@ class RowGroupScheduler:
         try:
             with life.charged(), self._blobs.in_order():
                 found = self._blobs.find(group)
+                is_made = found is None
                 if found is None:
                     found = self._made(group, life)
                 else:
@@ -226,14 +231,34 @@ class RowGroupScheduler:
         except BaseException as error:  # noqa: BLE001 (raised where the row group is awaited)
             self._finish(group, life, error)
         else:
-            self._finish(group, life, found)
+            self._finish(group, life, found, is_made=is_made)
 
-    def _finish(self, group: int, life: RowGroupLife, found: list[memoryview] | BaseException) -> None:
+    def _finish(
+        self, group: int, life: RowGroupLife, found: list[memoryview] | BaseException, *, is_made: bool = False
+    ) -> None:
+        uncached = 0
         if not isinstance(found, BaseException):
             self.sizes[group] = sum(map(len, found))
+            if is_made and self._blobs.shared:
+                uncached = sum(len(content) for content in found if not is_file_map(content))
+                self.is_cached = not uncached
+        life.uncached_bytes = uncached
         life.finish(found)
 
+    def _may_make(self, group: int, life: RowGroupLife) -> bool:
+        """Return whether to make a row group now. If the cache keeps none, most are made when a batch needs them."""
+        with self._mutex:
+            if self.is_cached or life.awaited:
+                return True
+            held, size = sum(other.uncached_bytes for other in self._lives.copy().values()), self._blobs.bytes_of(group)
+            if held and held + size > self._blobs.memory.held.total:
+                return False
+            life.uncached_bytes = size
+            return True
+
     def _made(self, group: int, life: RowGroupLife) -> list[memoryview]:
+        if not self._may_make(group, life):
+            raise ReservationCancelled
         since = perf_counter()
         if self.decoder is not None and self._is_for_decoder:
             self.decoder.begin()
@@ -252,3 +277,10 @@ class RowGroupScheduler:
         # user may hold the interpreter lock, and the other process has one of its own.
         is_useful = self._blobs.is_mapped or not self._demand.mostly_waiting
         return self.decoder is not None and (self.decoder.started or is_useful)
+
+
+def _log_wait(what: str, state: State, seconds: float) -> None:
+    rank = ""
+    with suppress(ConfigError):  # Nothing says which rank this is.
+        rank = f"rank {World.detect().rank} "
+    log.warning("%shas waited %.0f s for %s (%s)", rank, seconds, what, state.value)

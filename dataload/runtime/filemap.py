@@ -40,6 +40,11 @@ def max_maps() -> int:
         return DEFAULT_MAX_MAPS
 
 
+def is_file_map(memory: memoryview) -> bool:
+    """Return whether memory is of a `FileMap`, so that it is in the page cache and not of this process alone."""
+    return isinstance(memory.obj, ctypes.Array)
+
+
 def os_error(doing: str) -> OSError:
     """Return the error of the last failed call of the C library. `doing` names the operation."""
     number = ctypes.get_errno()

@@ -20,6 +20,7 @@ import pytest
 from clusters import until
 
 from dataload import CacheConfig, make_dataset, make_loader
+from dataload.cache.local.tier import LocalTier
 from dataload.errors import ConfigError, OriginError
 from dataload.formats import parquet
 from dataload.rows import open_row_groups, row_group_plan, row_store, scheduler
@@ -96,6 +97,38 @@ def test_a_gather_makes_room_for_all_its_row_groups_at_once(dataset: Any, monkey
         store.gather(np.arange(first, first + 500))
         assert store.states()["mapped"] == 100
     assert len(passes) <= 4
+
+
+def test_a_cache_that_cannot_be_written_to_takes_no_memory_without_bound(
+    bucket: Any, dataset_of: Callable[..., str], cache: CacheConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uncached row groups are made ahead within the budget, and closed as soon as no batch needs them."""
+    dataset = make_dataset(dataset_of([[2000] * 200]), storage_options=bucket.options, cache=cache)
+    loader = make_loader(dataset, 100, window=2)
+    store = dataset.rowstore
+    owner, memory = store.scheduler, store.blobs.memory
+    monkeypatch.setattr(memory.held, "total", 10 * store.size_of(0))
+    monkeypatch.setattr(LocalTier, "can_write", lambda _: False)
+    store.gather(np.array([0]))  # It shows that the cache keeps nothing.
+    found = []
+    for number, batch in enumerate(loader):
+        found += batch["row_id"].tolist()
+        if number % 200 == 0:
+            until(lambda: sum(store.states()[state] for state in ("planned", "fetching", "decoding")) == 0)
+            lives = owner._lives.copy().values()
+            assert 0 < sum(sum(map(len, life.contents.result(0) or [])) for life in lives) <= memory.held.total
+            assert store.states()["mapped"] <= 6
+    assert sorted(found) == list(range(200 * 2000))
+
+
+def test_prefetched_row_groups_leave_maps_for_others(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_store, "max_maps", lambda: 800)
+    loader = make_loader(dataset, 10, window=2)
+    batches = iter(loader)
+    next(batches)
+    until(lambda: sum(dataset.rowstore.states()[state] for state in ("planned", "fetching", "decoding")) == 0)
+    assert dataset.rowstore.states()["cached"] <= 50
+    assert sum(len(batch["row_id"]) for batch in batches) == 990
 
 
 def test_rows_are_decoded_once_a_host(dataset: Any, decoded: Any, cache: CacheConfig) -> None:
