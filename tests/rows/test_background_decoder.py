@@ -198,6 +198,24 @@ def test_after_three_failures_no_process_is_started(dataset: Any, monkeypatch: p
     decoder.end()
 
 
+def test_failures_before_much_work_are_forgotten_and_each_is_logged(
+    decoder: BackgroundDecoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "FORGIVEN_AFTER", 2)
+    for number in range(MAX_FAILURES + 1):
+        for group in range(3 * number, 3 * number + 2):
+            assert make_in_background(decoder, group)
+        process = decoder._process
+        assert process is not None
+        process._popen.kill()
+        assert process.ended.wait(60)
+        make_in_background(decoder, 0)
+        assert decoder._process is not None
+        assert decoder._process.ready.wait(60)
+    message = "the background process that decodes row groups was killed by SIGKILL, perhaps because memory ran out: "
+    assert caplog.messages == [message + "another one will be started"] * (MAX_FAILURES + 1)
+
+
 def test_a_loader_uses_it_for_row_groups_that_are_not_cached(
     dataset: Any, monkeypatch: pytest.MonkeyPatch, cache: CacheConfig
 ) -> None:

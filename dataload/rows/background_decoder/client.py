@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -31,6 +32,7 @@ SELDOM_SECONDS = 2.0  # between two checks for the worker's death; each takes th
 EXIT_SECONDS = 0.3  # for the worker to exit; then it is killed, which leaves a few files in the cache to remove
 BUSY_SECONDS = 1.0  # without a wait, until it is worth starting the worker, which takes a second of processor time
 MAX_FAILURES = 3
+FORGIVEN_AFTER = 100  # row groups that a process made: its earlier failures and those of others no longer count
 BACKOFF_SECONDS = 30.0  # after a row group that the cache had no space for
 
 log = logging.getLogger(__name__)
@@ -179,13 +181,7 @@ class BackgroundDecoder(ForkAware):
         """Return the process, started if necessary, or None after too many failures."""
         with self._mutex:
             if self._process is not None and self._process.ended.is_set():
-                self._failures += self._process.end() != 0 or not self._process.ready.is_set()
-                if self._failures == MAX_FAILURES:
-                    log.warning(
-                        "row groups are decoded in the training process: the background process failed %d times: %s",
-                        MAX_FAILURES,
-                        redacted(repr(self._process.error)),
-                    )
+                self._count_failure(self._process)
                 self._process = None
                 self._detach_finalizer()
             if self._process is None and self._failures < MAX_FAILURES:
@@ -201,6 +197,17 @@ class BackgroundDecoder(ForkAware):
                     self._finalizer = weakref.finalize(self, self._process.end)
                     self._finalizer.atexit = False
             return self._process
+
+    def _count_failure(self, process: _Process) -> None:
+        """Count and log the end of a process, unless it had nothing to do or was ended here."""
+        if process.made >= FORGIVEN_AFTER:
+            self._failures = 0
+        reason = process.failure()
+        if reason is None:
+            return
+        self._failures += 1
+        effect = "another one will be started" if self._failures < MAX_FAILURES else "no other one will be started"
+        log.warning("the background process that decodes row groups %s: %s", reason, effect)
 
     def _detach_finalizer(self) -> None:
         """Drop the finalizer of a process that has ended, or that belongs to the parent. It refers to the process."""
@@ -221,6 +228,7 @@ class _Process:
         ready: Set once the process accepts requests.
         ended: Set once the process accepts no more requests.
         error: Why it ended.
+        made: Number of row groups that it made.
     """
 
     def __init__(self, blobs: RowGroups, spent: Counters, account: Counters) -> None:
@@ -228,8 +236,9 @@ class _Process:
         self._mutex = threading.Lock()
         self._requests: dict[int, tuple[Future[Done | None], Counters]] = {}  # with the row groups' accounts
         self.ready, self.ended = threading.Event(), threading.Event()
-        self._stopping = False
+        self._stopping = self._killed = False  # by `end`
         self.error: Exception | None = None
+        self.made = 0
         self._listener = threading.Thread(
             target=self._listen, args=(blobs,), name="dataload-decode-client", daemon=True
         )
@@ -274,11 +283,22 @@ class _Process:
             self._popen.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._popen.kill()
+            self._killed = True
         if self._listener is not threading.current_thread():  # The garbage collector runs in any thread.
             self._listener.join()
         self._connection.close()
         self._socket.close()
         return self._popen.wait()
+
+    def failure(self) -> str | None:
+        """Wait until the process has exited. Return how it failed; None if it was idle or ended by `end`."""
+        was_ended, status = self._stopping, self.end()
+        if was_ended or (self.ready.is_set() and (status == 0 or self._killed)):
+            return None
+        if status < 0 and not self._killed:
+            name = signal.Signals(-status).name
+            return f"was killed by {name}" + ", perhaps because memory ran out" * (status == -signal.SIGKILL)
+        return f"failed with exit status {status}: {redacted(repr(self.error))}"
 
     def disown(self) -> None:
         """Close the connection in a forked child, so that the process notices the end of its parent."""
@@ -299,6 +319,7 @@ class _Process:
                 done: Done = self._connection.recv()
                 self._spent.add(**done.making.spent())
                 self._account.add(**done.account)
+                self.made += done.error is None
                 with self._mutex:
                     result, account = self._requests.pop(done.group)
                     account.add(**done.account)
