@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
+import torch
 
 from dataload.rows.columns import Array
 
 MOST_CHARACTERS = 4000  # of row numbers in an error: about 600 rows in random order
 MOST_SUBSTITUTES = 32  # rows to try if a whole batch is bad
+
+_EXHAUSTED = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 
 Works = Callable[[list[int]], bool]
 
@@ -34,6 +38,14 @@ def naming_rows(numbers: Array, name: str) -> Iterator[None]:
             f"loader.dataset[{first}] reads it"
         )
         raise
+
+
+def is_of_a_row(error: Exception) -> bool:
+    """Return whether other rows may work: no if memory, files or a disk ran out, or if an accelerator failed."""
+    accelerator = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)  # Older releases lack it.
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError, accelerator)):
+        return False
+    return not (isinstance(error, OSError) and error.errno in _EXHAUSTED)
 
 
 def ranges(numbers: Array, most: int = MOST_CHARACTERS) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from dataload.errors import ConfigError, RowError
-from dataload.loader.bad_rows import naming_rows, replacements
+from dataload.loader.bad_rows import is_of_a_row, naming_rows, replacements
 from dataload.loader.capacity import MAX_BATCHES_PER_GATHER
 from dataload.loader.requests import Answer, Request
 from dataload.loader.transform import Transform
@@ -77,7 +77,7 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         self._collate = collate_fn
         self._transform = Transform(transform)
         self._skip = on_error == "skip"
-        self._warned = False
+        self._skipped = 0  # rows in this process
 
     @property
     def only_gathers(self) -> bool:
@@ -199,7 +199,9 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             some = gathered(numbers)
             try:
                 make(some, None)
-            except Exception:  # noqa: BLE001 (any exception of the user's code)
+            except Exception as error:
+                if not is_of_a_row(error):
+                    raise
                 return False
             return True
 
@@ -207,7 +209,8 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
             with naming_rows(rows.numbers, name):
                 return make(rows, columns), ()
         except Exception as error:
-            numbers = replacements(rows.numbers, len(self._dataset), works) if self._skip else None
+            skips = self._skip and is_of_a_row(error)
+            numbers = replacements(rows.numbers, len(self._dataset), works) if skips else None
             if numbers is None:
                 raise
             skipped: tuple[int, ...] = tuple(rows.numbers[numbers != rows.numbers].tolist())
@@ -230,19 +233,20 @@ class BatchMaker(torch.utils.data.Dataset[Answer]):
         return self._transform(rows.batch(empty) if columns is None else columns, stream, cursor)
 
     def _warn(self, skipped: Sequence[int], error: Exception) -> None:
-        """Log the first row that is replaced in this process. The loader's statistics count the others."""
+        """Log the first row that is replaced in this process, and then at each power of ten. `stats` counts all."""
+        before, self._skipped = self._skipped, self._skipped + len(skipped)
         if not skipped:
             log.warning('on_error="skip": a batch raised %s; it was made again, without an error', _shown(error))
-        elif not self._warned:
-            self._warned = True
+        elif not before or len(str(before)) < len(str(self._skipped)):
             url, row_group, row = self._dataset.locate(skipped[0])
             place = f"{redacted(url)} row group {row_group} row {row}"
             reason = f"DataError: {error.without_row}" if isinstance(error, RowError) else _shown(error)
             log.warning(
-                'on_error="skip": row %d (%s) raised %s; it is replaced, and stats() counts further ones',
+                'on_error="skip": row %d (%s) raised %s; it is replaced, and %d rows of this process so far',
                 skipped[0],
                 place,
                 reason,
+                self._skipped,
             )
 
 

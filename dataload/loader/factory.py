@@ -104,7 +104,8 @@ def make_loader(
         on_error: "raise" raises an exception of `transform` or `collate_fn`, or of a value that cannot be decoded, with
             a note that names the rows of the batch. "skip" replaces the rows that raise by other rows of their batch,
             always the same ones, and counts them in `stats()`: `skipped_rows`, `skipped_row_ids`. It may call the
-            functions several times for such a batch, with parts of its rows and the same `rng`.
+            functions several times for such a batch, with parts of its rows and the same `rng`. Exceptions that no
+            row causes, such as `torch.OutOfMemoryError`, are raised.
         columns: As in `make_dataset`.
         filters: As in `make_dataset`.
         storage_options: As in `make_dataset`.

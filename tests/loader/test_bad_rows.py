@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import logging
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -220,6 +222,34 @@ def test_the_first_row_is_logged(numbers: Dataset, caplog: pytest.LogCaptureFixt
     [record] = [record.getMessage() for record in caplog.records if "on_error" in record.getMessage()]
     assert "row 120 (file://" in record
     assert "a.parquet row group 1 row 20) raised LookupError: cannot read 120;" in record
+
+
+def test_a_row_is_logged_at_each_power_of_ten(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+    loader = loader_of(numbers, *range(100, 120), *range(500, 600, 2))
+    x_of(loader)
+    x_of(loader)
+    logged = [re.search(r"row (\d+) .*it is replaced, and (\d+) rows", line) for line in caplog.messages]
+    assert [found.groups() for found in logged if found] == [("100", "20"), ("500", "115")]
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("no memory"), OSError(errno.EMFILE, "too many open files")]
+)
+@pytest.mark.parametrize("call", [1, 4])
+def test_exhausted_resources_are_no_bad_row(numbers: Dataset, error: Exception, call: int) -> None:
+    """In the fourth call, the loader looks for another bad row."""
+    calls = 0
+
+    def transform(batch: dict[str, Any]) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return fails_at(batch, frozenset([3]))
+
+    with pytest.raises(type(error)):
+        x_of(make_loader(numbers, 50, shuffle=False, on_error="skip", transform=transform))
+    assert calls == call
 
 
 def test_the_log_names_no_row_of_the_batch(numbers: Dataset, caplog: pytest.LogCaptureFixture) -> None:
