@@ -94,13 +94,14 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self._stats = LoaderStats()
         self._yielded: tuple[int, int] | None = None  # (epoch, rows of it) that the latest iterator has yielded
         self._workers: DataLoader[Answer] | None = None
+        self._worker_arguments: dict[str, Any] | None = None  # of `_workers`; None: threads make the batches
         self._capacity = Capacity(dataset, self.rank_sampler)
         if self.num_workers and not maker.only_gathers:
             in_flight = self.num_workers * (self.prefetch_factor or 1) * self.rank_sampler.batch_size
             check_shared_memory(dataset.rowstore.row_bytes * in_flight)
             # The workers' dataset is the batch maker, and its sampler yields requests: torch batches nothing itself.
             own = {"batch_size": None, "sampler": self._requests, "collate_fn": _identity}
-            self._workers = DataLoader(maker, **{**dataloader_kwargs, **own})
+            self._worker_arguments = {**dataloader_kwargs, **own}
 
     def __repr__(self) -> str:
         return f"Loader({len(self):,} batches; {_order_text(self.rank_sampler)}; {self.dataset!r})"
@@ -181,7 +182,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         device = self.device or device or trainer_device()
         stats = self._stats = _new_stats(self, epoch, device)
         needs = Needs(_needs(sampler, epoch, cursor))
-        in_flight = 0 if self._workers is None else self.num_workers * (self.prefetch_factor or 1)
+        in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
         with (
             recorded(self.dataset, sampler, stats, needs, in_flight, self.stats_dir or stats_dir) as recorder,
             closing(self._answers(epoch, cursor, needs, recorder.waiting, device)) as answers,
@@ -217,18 +218,16 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         self, epoch: int, cursor: int, needs: Needs, waiting: Timeline, device: torch.device | None
     ) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
-        lookahead = _lookahead(rowstore, self._capacity, needs, has_workers=self._workers is not None)
+        has_workers = self._worker_arguments is not None
+        lookahead = _lookahead(rowstore, self._capacity, needs, has_workers=has_workers)
         stop = Future[None]()
         memory = host_memory_for(device, self.pin_memory)
-        if self._workers is None:
+        if not has_workers:
             answers = self._from_threads(epoch, cursor, lookahead, waiting, stop, memory)
         else:
             self._requests.start_at(epoch, cursor, on_request=lookahead.reach)
-            self._workers.worker_init_fn = self.worker_init_fn  # Lightning sets it after the constructor.
-            # torch's thread pins packed batches. The Accelerator may be newer than the loader, so this is decided here.
             pinned = memory if memory is not None and memory.pinned else None
-            self._workers.pin_memory = pinned is not None
-            answers = _from_workers(self._workers, waiting, pinned)
+            answers = _from_workers(self._with_workers(pin=pinned is not None), waiting, pinned)
         copy = None if device is None else DeviceCopy(device)
         with closing(answers):
             try:
@@ -244,6 +243,14 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
                     stop.set_result(None)
                 rowstore.forget()
                 raise
+
+    def _with_workers(self, *, pin: bool) -> DataLoader[Answer]:
+        """Return torch's loader of packed batches. pin: its thread pins them."""
+        if self._workers is None or not self.persistent_workers:
+            # Lightning sets worker_init_fn after the constructor, and the Accelerator may be newer than this loader.
+            late = {"worker_init_fn": self.worker_init_fn, "pin_memory": pin}
+            self._workers = DataLoader(self.maker, **{**(self._worker_arguments or {}), **late})
+        return self._workers
 
     def _from_threads(
         self,
