@@ -315,8 +315,8 @@ def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> Loade
     return LoaderStats(
         epoch,
         memory_bytes=loader.dataset.rowstore.blobs.memory.limit,
-        rank=loader.sampler.rank,
-        world_size=loader.sampler.num_replicas,
+        rank=loader.rank_sampler.rank,
+        world_size=loader.rank_sampler.num_replicas,
         settings=[name for name, is_used in in_use.items() if is_used],
     )
 
