@@ -25,12 +25,11 @@ from dataload.loader.capacity import Capacity, check_shared_memory, gathered_at_
 from dataload.loader.device_copy import DeviceCopy, HostMemory, host_memory_for
 from dataload.loader.epoch_recorder import recorded
 from dataload.loader.integrations import PreparedForAccelerate, TrainerEpochs, accelerate_iteration, trainer_device
-from dataload.loader.lookahead import Lookahead, Needs
+from dataload.loader.lookahead import Lookahead, Needs, lookahead_of, needs_of
 from dataload.loader.ranks import check_data_parallel
 from dataload.loader.requests import Answer, Requests
 from dataload.loader.worker_transport import unpack
 from dataload.map_style import MapStyle
-from dataload.rows.row_store import RowStore
 from dataload.samplers.rank_sampler import PositionOrder, RankSampler
 from dataload.telemetry.loader_stats import LoaderStats
 from dataload.telemetry.wait_timeline import Timeline, doing
@@ -181,7 +180,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
         remainder, end = (0, rows - tail) if sampler.drop_last else (tail, rows)
         device = self.device or device or trainer_device()
         stats = self._stats = _new_stats(self, epoch, device)
-        needs = Needs(_needs(sampler, epoch, cursor))
+        needs = Needs(needs_of(sampler, epoch, cursor))
         in_flight = 0 if self._worker_arguments is None else self.num_workers * (self.prefetch_factor or 1)
         with (
             recorded(self.dataset, sampler, stats, needs, in_flight, self.stats_dir or stats_dir) as recorder,
@@ -219,7 +218,7 @@ class Loader(PreparedForAccelerate, DataLoader[Any]):
     ) -> Generator[Answer, None, None]:
         rowstore = self.dataset.rowstore
         has_workers = self._worker_arguments is not None
-        lookahead = _lookahead(rowstore, self._capacity, needs, has_workers=has_workers)
+        lookahead = lookahead_of(rowstore, self._capacity, needs, has_workers=has_workers)
         stop = Future[None]()
         memory = host_memory_for(device, self.pin_memory)
         if not has_workers:
@@ -321,19 +320,6 @@ def _new_stats(loader: Loader, epoch: int, device: torch.device | None) -> Loade
     )
 
 
-def _lookahead(
-    rowstore: RowStore, capacity: Capacity, needs: Iterator[tuple[int, int]], *, has_workers: bool
-) -> Lookahead:
-    ahead, further = capacity.ahead()
-    if further and has_workers:
-        # Workers open row groups only when they need them: half of the region is for those that they are reading.
-        ahead, further = max(1, min(ahead, further) // 2), 0
-    # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
-    useful = not has_workers or rowstore.blobs.shared
-    prefetch = rowstore.prefetch if useful else lambda _: None
-    return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.is_transient)
-
-
 def _order_text(sampler: RankSampler) -> str:
     orders = dict.fromkeys(_shuffle_text(order) for order in (sampler.order, sampler.next_order))
     shuffle = f", from epoch {sampler.epoch + 1} on ".join(orders)
@@ -352,13 +338,6 @@ def _answers(calls: Iterable[Callable[[], Answer]], memory: HostMemory | None) -
         return answers
     with doing("transfer"):
         return [replace(answer, batch=memory.prepare(answer.batch)) for answer in answers]
-
-
-def _needs(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:
-    """Yield (position, row group) of the rest of this epoch and of the next one, for a start without a wait."""
-    yield from sampler.needs_from(epoch, cursor)
-    for position, group in sampler.needs_from(epoch + 1, 0):
-        yield sampler.num_rows + position, group
 
 
 def _identity(answer: Any) -> Any:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import tee
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dataload.loader.capacity import Capacity
+    from dataload.rows.row_store import RowStore
+    from dataload.samplers.rank_sampler import RankSampler
 
 SCAN_FACTOR = 8  # row groups scanned for each one prefetched further ahead; a scan takes 50 µs
 FIRST_AHEAD = 128  # row groups, more than are made at a time; thousands would delay the first batch
@@ -96,3 +101,24 @@ class _Horizon:
                 if counts:
                     self._counted.append(need[0])
         return found
+
+
+def lookahead_of(
+    rowstore: RowStore, capacity: Capacity, needs: Iterator[tuple[int, int]], *, has_workers: bool
+) -> Lookahead:
+    """Return the lookahead of a loader, within its capacity."""
+    ahead, further = capacity.ahead()
+    if further and has_workers:
+        # Workers open row groups only when they need them: half of the region is for those that they are reading.
+        ahead, further = max(1, min(ahead, further) // 2), 0
+    # Forked workers fetch more slowly and share only the cache, so this process fills it in advance.
+    useful = not has_workers or rowstore.blobs.shared
+    prefetch = rowstore.prefetch if useful else lambda _: None
+    return Lookahead(needs, prefetch, ahead, further, rowstore.blobs.is_transient)
+
+
+def needs_of(sampler: RankSampler, epoch: int, cursor: int) -> Iterator[tuple[int, int]]:
+    """Yield (position, row group) of the rest of this epoch and of the next one, for a start without a wait."""
+    yield from sampler.needs_from(epoch, cursor)
+    for position, group in sampler.needs_from(epoch + 1, 0):
+        yield sampler.num_rows + position, group
