@@ -496,8 +496,8 @@ def test_a_wait_counts_for_the_source_whose_row_group_comes_last(
     monkeypatch.setattr(RowGroupCache, "is_bunched", lambda *_: False)
     ended, end = set(), store.scheduler._finish
 
-    def noted(group: int, *rest: Any) -> None:
-        end(group, *rest)
+    def noted(group: int, *rest: Any, **how: Any) -> None:
+        end(group, *rest, **how)
         ended.add(group)
         if ended >= {first[name] for name in NAMES if name != last}:
             others.set()
