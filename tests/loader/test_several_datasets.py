@@ -20,7 +20,7 @@ from dataload import CacheConfig, World, make_dataset, make_loader, mix
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.local import needs
 from dataload.errors import ConfigError
-from dataload.loader.loader import _lookahead
+from dataload.loader.lookahead import lookahead_of
 from dataload.rows.scheduler import LOADERS
 
 SHARE = 1.2  # of one dataset: the size of the cache
@@ -90,7 +90,7 @@ def test_row_groups_for_workers_take_half_of_the_region(file: str, tmp_path: Pat
     assert (ahead > 6, further) == (True, 6)
     requested: list[int] = []
     loader.dataset.rowstore.prefetch = requested.extend
-    _lookahead(loader.dataset.rowstore, loader._capacity, loader.sampler.needs_from(0, 0), has_workers=True).reach(0)
+    lookahead_of(loader.dataset.rowstore, loader._capacity, loader.sampler.needs_from(0, 0), has_workers=True).reach(0)
     assert len(requested) == 3
 
 
