@@ -45,7 +45,10 @@ IRRELEVANT = frozenset(
 CLIENT_OPTIONS = frozenset({"endpoint_url", "region_name", "use_ssl"})
 # Timeouts and connection counts: this module sets its own.
 CONFIG_OPTIONS = frozenset({"connect_timeout", "max_pool_connections", "read_timeout", "retries"})
-CREDENTIALS_LAST = timedelta(minutes=5)  # then the session is queried again; it renews expiring credentials
+# obstore asks again for credentials that expire within `RENEWED_BEFORE`, before each request but at most ten times a
+# second. A session renews its own earlier.
+RENEWED_BEFORE = timedelta(minutes=5)
+LEAST_LIFETIME = 2 * RENEWED_BEFORE
 STALL_SECONDS = 20  # without receiving a byte
 # Minimum size of a streamed part. obstore copies each part into zeroed memory, for which malloc maps fresh pages from
 # 128 KiB on.
@@ -282,28 +285,33 @@ class _Credentials:
     def __call__(self) -> dict[str, Any]:
         if self._received is not None:
             expires_at = self._received["expires_at"]
-            if expires_at is None or expires_at > datetime.now(UTC):
+            if expires_at is None or expires_at > datetime.now(UTC) + RENEWED_BEFORE:
                 return self._received
         filesystem = self._filesystem()
-        key, secret, token = filesystem.key, filesystem.secret, filesystem.token
-        if not (key and secret):
-            key, secret, token = sync(filesystem.loop, _session_credentials, filesystem)
-        until = datetime.now(UTC) + CREDENTIALS_LAST
-        return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": until}
+        if filesystem.key and filesystem.secret:
+            return _as_provided(filesystem.key, filesystem.secret, filesystem.token)
+        found: dict[str, Any] = sync(filesystem.loop, _session_credentials, filesystem)
+        return found
 
 
 def _lasting(known: KnownS3) -> dict[str, Any] | None:
     """Return credentials that do not expire, as `_Credentials` returns them; None for anonymous requests."""
     if known.credentials is None:
         return None
-    key, secret, token = known.credentials
-    return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": None}
+    return _as_provided(*known.credentials)
 
 
-async def _session_credentials(filesystem: Any) -> tuple[str, str, str | None]:
-    """Return key, secret and token of a filesystem's session."""
+def _as_provided(key: str, secret: str, token: str | None, expires_at: datetime | None = None) -> dict[str, Any]:
+    return {"access_key_id": key, "secret_access_key": secret, "token": token, "expires_at": expires_at}
+
+
+async def _session_credentials(filesystem: Any) -> dict[str, Any]:
+    """Return the credentials of a filesystem's session. They expire if the session renews them."""
     found = await filesystem.session.get_credentials()
     if found is None:
         raise PermissionError("no credentials were found: give key and secret, or anon=True for a public bucket")
     frozen = await found.get_frozen_credentials()
-    return frozen.access_key, frozen.secret_key, frozen.token
+    expires_at = getattr(found, "_expiry_time", None)  # botocore has no public name for it.
+    if expires_at is not None:  # The service that renews them may be down for a while; botocore uses old ones then.
+        expires_at = max(expires_at.astimezone(UTC), datetime.now(UTC) + LEAST_LIFETIME)
+    return _as_provided(frozen.access_key, frozen.secret_key, frozen.token, expires_at)

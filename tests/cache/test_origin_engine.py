@@ -10,10 +10,11 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,27 +126,52 @@ def test_a_forked_child_never_lets_go_of_a_store(bucket: Any, tmp_path: Path) ->
     assert in_a_child(lambda: str(sys.getrefcount(store) - held).encode()) == b"1"
 
 
-def open_with_session(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a filesystem without an explicit key, whose session finds credentials in the environment."""
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-the-environment")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a-secret")
+def open_with_session(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, key: bool = True) -> Any:
+    """Return a filesystem without an explicit key, whose session finds credentials, in the environment if `key`."""
+    for name, value in {"AWS_ACCESS_KEY_ID": "from-the-environment", "AWS_SECRET_ACCESS_KEY": "a-secret"}.items():
+        if key:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
     options = {name: value for name, value in bucket.options.items() if name not in ("key", "secret")}
     return open_fs(tmp_path, options, engine="obstore")
 
 
-def test_credentials_of_the_session_are_used_and_asked_for_again(
+def test_static_credentials_of_the_session_are_used(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without an explicit key, the session finds credentials, which may change later."""
     bucket.put("x", DATA)
-    monkeypatch.setattr(obstore, "CREDENTIALS_LAST", -obstore.CREDENTIALS_LAST)
-    asked = []
-    ask = obstore._Credentials.__call__
-    monkeypatch.setattr(obstore._Credentials, "__call__", lambda self: asked.append(ask(self)) or asked[-1])
+    asked = record_credentials(monkeypatch)
     fs = open_with_session(bucket, tmp_path, monkeypatch)
     assert fs.cat_file(bucket.url("x")) == DATA
-    assert len(asked) == 4, "they had expired before each of the four blocks"
-    assert {each["access_key_id"] for each in asked} == {"from-the-environment"}
+    assert [(each["access_key_id"], each["expires_at"]) for each in asked] == [("from-the-environment", None)]
+
+
+@pytest.mark.parametrize("minutes", [2, 60])
+def test_credentials_of_a_role_are_fetched_once_and_not_for_each_request(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    """Also if they expire soon because the service that renews them is down."""
+    bucket.put("x", DATA)
+    asked = record_credentials(monkeypatch)
+    with serving(_Role) as url:
+        _Role.lifetime = timedelta(minutes=minutes)
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
+        fs = open_with_session(bucket, tmp_path, monkeypatch, key=False)
+        path = fs.blocks.origin.path_of(bucket.url("x"))
+        version = version_of(fs.blocks.origin.info(path))
+        began = time.monotonic()
+        while time.monotonic() < began + 0.5:  # obstore asks at most ten times a second.
+            assert fs.blocks.origin.read(path, 0, 10, version) == DATA[:10]
+    assert [each["access_key_id"] for each in asked] == ["of-the-role"]
+
+
+def record_credentials(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list that receives what obstore is given whenever it asks for credentials."""
+    asked: list[dict[str, Any]] = []
+    ask = obstore._Credentials.__call__
+    monkeypatch.setattr(obstore._Credentials, "__call__", lambda self: asked.append(ask(self)) or asked[-1])
+    return asked
 
 
 def test_credentials_of_the_session_are_pickled_for_processes_of_this_program_only(
@@ -162,10 +188,10 @@ def test_credentials_of_the_session_are_pickled_for_processes_of_this_program_on
     assert "a-secret" not in repr([received._resolved, received.engine, received._filesystem, received])
 
 
-def test_received_credentials_are_used_until_they_expire() -> None:
+def test_received_credentials_are_used_until_they_are_renewed() -> None:
     told = SimpleNamespace(key="new", secret="s", token=None)
-    ages = (obstore.CREDENTIALS_LAST, -obstore.CREDENTIALS_LAST)
-    received = [{"access_key_id": "old", "expires_at": datetime.now(UTC) + age} for age in ages]
+    lifetimes = (obstore.LEAST_LIFETIME, obstore.RENEWED_BEFORE)
+    received = [{"access_key_id": "old", "expires_at": datetime.now(UTC) + lifetime} for lifetime in lifetimes]
     found = [obstore._Credentials(lambda: told, each)()["access_key_id"] for each in received]
     assert found == ["old", "new"]
 
@@ -484,6 +510,24 @@ class _Denying(_Whole):
 
     def do_GET(self) -> None:
         self.do_HEAD()
+
+
+class _Role(http.server.BaseHTTPRequestHandler):
+    """The service that gives a container its credentials."""
+
+    lifetime = timedelta()
+
+    def do_GET(self) -> None:
+        until = (datetime.now(UTC) + self.lifetime).isoformat()
+        answer = {"AccessKeyId": "of-the-role", "SecretAccessKey": "s", "Token": "t", "Expiration": until}
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
 
 
 @contextmanager
