@@ -220,7 +220,8 @@ class TierCacheFileSystem(MetadataFileSystem):
         """Return the totals of this process.
 
         Returns:
-            hits, misses, waits, refused, bytes_local, bytes_cluster, bytes_origin, requests_origin: counts.
+            hits, misses, waits, refused, bytes_local, bytes_cluster, bytes_origin, requests_origin, retries_origin:
+                counts. Listings count among the retries only.
             errors: counts by tier.
             engine, engine_reason: the client that fetches bytes, and why it was chosen.
             health: the state of the local disk; see `Health`. None without a cache on disk.

@@ -225,6 +225,7 @@ class Blocks(ForkAware):
             "bytes_cluster": cluster.get("bytes", 0),
             "bytes_origin": origin.get("bytes", 0),
             "requests_origin": origin.get("requests", 0),
+            "retries_origin": origin.get("retries", 0),
             "errors": {
                 "local": tier.get("errors", 0) + tier.get("unkept", 0),
                 "cluster": cluster.get("errors", 0),

@@ -6,11 +6,30 @@ import re
 
 from dataload.errors import DataloadError
 
-# Packages whose errors are failed requests though not OSErrors: for a truncated body, aiohttp's ClientPayloadError.
-TRANSPORTS = frozenset({"aiobotocore", "aiohttp", "botocore", "obstore"})
+LASTING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, DataloadError)
+# Errors that have no HTTP status although a retry cannot succeed, of botocore and ftplib.
+PERMANENT = frozenset(
+    {
+        "NoCredentialsError",
+        "ParamValidationError",
+        "PartialCredentialsError",
+        "ProfileNotFound",
+        "error_perm",
+    }
+)
+# Rejected credentials, for which the client has no PermissionError: of obstore, Azure, Google and paramiko.
+DENIALS = frozenset(
+    {
+        "AuthenticationException",
+        "ClientAuthenticationError",
+        "DefaultCredentialsError",
+        "PermissionDeniedError",
+        "UnauthenticatedError",
+    }
+)
 
+_PROVIDER = "External AWS credential provider"  # in the messages of obstore
 _STATUS_TEXT = re.compile(r"status code: (\d{3})")  # in the messages of obstore
-_DENIALS = ("PermissionDeniedError", "UnauthenticatedError")  # of obstore; not subclasses of PermissionError
 
 
 class UnsuitableError(Exception):
@@ -27,8 +46,14 @@ class UnsuitableError(Exception):
 
 
 def is_store_error(error: BaseException) -> bool:
-    """Return whether the store or the network failed, as opposed to a bug in the program."""
-    return isinstance(error, OSError) or _client(error) in TRANSPORTS
+    """Return whether the store or the network failed, as opposed to a bug in the program.
+
+    Each client of fsspec has its own exceptions. Of Python's own, these are raised for failed requests; the last one
+    for a malformed response.
+    """
+    if isinstance(error, (OSError, EOFError, UnicodeError)):
+        return True
+    return isinstance(error, Exception) and _client(error) not in ("builtins", "dataload")
 
 
 def underlying_error(error: BaseException) -> BaseException:
@@ -41,24 +66,33 @@ def underlying_error(error: BaseException) -> BaseException:
 
 def is_transient(error: BaseException) -> bool:
     """Return whether a retry may succeed."""
-    if not is_store_error(error) or isinstance(error, (FileNotFoundError, DataloadError)) or denied(error):
+    error = underlying_error(error)
+    if not is_store_error(error) or isinstance(error, LASTING) or type(error).__name__ in PERMANENT or denied(error):
         return False
     code = status(error)
     return code is None or code in (408, 429) or code >= 500
 
 
 def denied(error: BaseException) -> bool:
-    """Return whether the store rejected the credentials."""
-    return isinstance(error, PermissionError) or type(error).__name__ in _DENIALS or status(error) in (401, 403)
+    """Return whether the store rejected the credentials, or there are none."""
+    if _PROVIDER in str(error):  # The request for credentials of a role may have failed.
+        return "PermissionError" in str(error)
+    return isinstance(error, PermissionError) or type(error).__name__ in DENIALS or status(error) in (401, 403)
 
 
 def status(error: BaseException) -> int | None:
     """Return the HTTP status behind an error; None without one."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(code := getattr(cause, "status", None), int):  # aiohttp
-            return code
         response = getattr(cause, "response", None)
+        named = (
+            (cause, "status"),
+            (cause, "status_code"),
+            (response, "status_code"),
+        )  # aiohttp; Azure; httpx, requests
+        for holder, name in (*named, (cause, "code")) if _client(cause) == "gcsfs" else named:
+            if isinstance(code := getattr(holder, name, None), int):
+                return code
         if type(cause).__module__.startswith("obstore"):
             found = _STATUS_TEXT.search(str(cause))
             if found or type(cause).__name__ == "PreconditionError":

@@ -1,11 +1,13 @@
-"""Explanations of errors of S3, with the fix."""
+"""Errors of stores as errors of dataload: what went wrong and, for S3, how to fix it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from dataload.cache.origin.errors import denied, status
+from dataload.cache.origin.errors import denied, is_store_error, status, underlying_error
+from dataload.cache.origin.version import CHANGED
+from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
 from dataload.runtime.redact import redacted
 
 ENDPOINT = "AWS_ENDPOINT_URL (or endpoint_url in storage_options)"
@@ -27,6 +29,7 @@ CODES = {
     "NoSuchBucket": f"check the name of the bucket, and {ENDPOINT}",
     "RequestTimeTooSkewed": CLOCK,
     "SignatureDoesNotMatch": f"set {KEYS}, to a key with its own secret",
+    "SlowDown": "lower in_flight of CacheConfig",
     "TokenRefreshRequired": TOKEN,
 }
 # The fixes for errors of botocore.
@@ -43,6 +46,12 @@ _CODE = re.compile(r"<Code>\s*(\w+)\s*</Code>")
 _TEXT = re.compile(r"<Message>([^<]*)</Message>")
 
 
+def rejected_options(path: str, error: Exception) -> str:
+    """Return the message about options that a filesystem rejects, with the fix."""
+    fix = fix_of(error)
+    return f"{redacted(path)} cannot be requested with these options: {redacted(error)}" + (f"; {fix}" if fix else "")
+
+
 def fix_of(error: BaseException) -> str | None:
     """Return how to fix an error of S3; None if that is unknown."""
     code, _ = _answer(error)
@@ -56,8 +65,39 @@ def fix_of(error: BaseException) -> str | None:
     return CODES.get(code) or (RIGHTS if denied(error) else None)
 
 
-def explained(error: BaseException) -> str:
-    """Return what went wrong at an endpoint of S3, to be read after its name, and the fix."""
+def origin_error(
+    raised: BaseException, what: str, address: str, *, in_s3: bool, listed: bool = False
+) -> OriginError | ConfigError | None:
+    """Return an error of a store's client as an error of dataload; None if it is not the store's.
+
+    Args:
+        raised: The error.
+        what: Path of the object or folder, perhaps with a byte range.
+        address: Address of the store.
+        in_s3: Whether the store speaks S3.
+        listed: The object was there when the dataset was listed.
+    """
+    error = underlying_error(raised)
+    where = redacted(f"s3://{what}" if in_s3 and "://" not in what else what)
+    if isinstance(error, FileNotFoundError):
+        if listed:
+            return OriginNotFound(f"{where} is gone from {address}: restore it, or start the program again")
+        fix = (in_s3 and fix_of(error)) or f"check its name and {ENDPOINT if in_s3 else 'the endpoint'}"
+        return OriginNotFound(f"{where} does not exist at {address}: {fix}")
+    if isinstance(error, ValueError) and fix_of(error):  # of the endpoint, before the first request
+        return ConfigError(rejected_options(where, error))
+    if not is_store_error(error):
+        return None
+    if status(error) == 412:
+        return ObjectChanged(f"{where} {CHANGED}")
+    return OriginError(f"{where}: {address} {explained(error, in_s3=in_s3)}")
+
+
+def explained(error: BaseException, *, in_s3: bool) -> str:
+    """Return what went wrong at a store, to be read after its address, and the fix."""
+    if not in_s3:
+        what_failed = "denied access, check the credentials" if denied(error) else f"failed: {type(error).__name__}"
+        return f"{what_failed}: {_first_line(error)}"
     code, text = _answer(error)
     fix = fix_of(error)
     if denied(error) or fix in (TOKEN, CLOCK):
@@ -66,7 +106,7 @@ def explained(error: BaseException) -> str:
         what = "cannot be reached"
     else:
         what = "failed"
-    reason = f"{code}: {text}" if code else f"{type(error).__name__}: {redacted(str(error).partition(chr(10))[0])}"
+    reason = f"{code}: {text}" if code else f"{type(error).__name__}: {_first_line(error)}"
     if fix and code.isdecimal():
         fix += "; dataload doctor names the cause"
     return f"{what} ({reason}): {fix}" if fix else f"{what}: {reason}"
@@ -81,7 +121,11 @@ def _answer(error: BaseException) -> tuple[str, str]:
         if code := _CODE.search(str(cause)):  # of obstore
             text = _TEXT.search(str(cause))
             return code[1], redacted(text[1]) if text else ""
-    return (str(status(error)), redacted(str(error).partition("\n")[0])) if status(error) else ("", "")
+    return (str(status(error)), _first_line(error)) if status(error) else ("", "")
+
+
+def _first_line(error: BaseException) -> str:
+    return redacted(str(error).partition("\n")[0])
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

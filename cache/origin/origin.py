@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -16,23 +15,21 @@ from fsspec.core import has_magic
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
 from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, received_engine, shared_engine
-from dataload.cache.origin.errors import UnsuitableError, denied, is_store_error, status, underlying_error
-from dataload.cache.origin.explanation import ENDPOINT, explained, fix_of
+from dataload.cache.origin.errors import UnsuitableError, status
+from dataload.cache.origin.explanation import explained, origin_error, rejected_options
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
 from dataload.cache.origin.limiter import RequestLimiter
 from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
-from dataload.cache.origin.retries import retried
-from dataload.cache.origin.version import CHANGED
-from dataload.errors import ConfigError, DataloadError, ObjectChanged, OriginError, OriginNotFound
+from dataload.cache.origin.reports import warn_once
+from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
+from dataload.errors import ConfigError, DataloadError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
 from dataload.telemetry.wait_timeline import doing
 
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 
 class Origin(ForkAware):
@@ -46,8 +43,7 @@ class Origin(ForkAware):
         limiter: Limits the requests in flight; None: no limit.
         resolved: Settings and credentials that the sending process has resolved.
 
-    Notes:
-        `read` is thread-safe. Transient errors are retried with exponential backoff and full jitter.
+    Notes: thread-safe. Transient errors are retried for `RETRY_SECONDS`, or `FIRST_CONTACT_SECONDS` without any answer.
     """
 
     def __init__(
@@ -65,11 +61,13 @@ class Origin(ForkAware):
         self._identity = identity
         self._requested_engine = engine
         self._engine: Engine | None = None
+        self._has_answered = False
         self.counters = Counters()
         super().__init__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Origin, (pickled(self._filesystem), self._identity, self._requested_engine, self.limiter)
+        arguments = pickled(self._filesystem), self._identity, self._requested_engine, self.limiter
+        return Origin, arguments, {"_has_answered": self._has_answered}
 
     def __repr__(self) -> str:
         return f"Origin({redacted('://'.join(address_of(self._own)))!r})"
@@ -129,6 +127,10 @@ class Origin(ForkAware):
         """Return the totals of this process: requests, bytes, errors."""
         return self.counters.snapshot()
 
+    def _served(self, info: dict[str, Any]) -> dict[str, Any]:
+        """Return metadata with the path under which the store serves the object, which Alluxio lists by another one."""
+        return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
+
     def path_of(self, url: str) -> str:
         """Return the path of a URL at this origin, without the protocol."""
         return str(self._own._strip_protocol(url))  # noqa: SLF001 (an extension point of fsspec)
@@ -139,9 +141,12 @@ class Origin(ForkAware):
 
     def info(self, path: str) -> dict[str, Any]:
         """Fetch the metadata of one object or folder, bypassing caches."""
-        with self.metadata_request(path) as filesystem:
+
+        def info(filesystem: Any) -> dict[str, Any]:
             filesystem.invalidate_cache(path)
-            return self._normalized(filesystem.info(path))
+            return self._served(filesystem.info(path))
+
+        return self.metadata(path, info)
 
     def list(self, path: str, *, is_glob: bool | None = None) -> dict[str, dict[str, Any]]:
         """Fetch the metadata of the objects at `path`, an object, a folder or a glob, by path. Bypass caches.
@@ -151,18 +156,21 @@ class Origin(ForkAware):
             is_glob: Whether it is a glob; None: if it has one of the characters of globs.
         """
         is_glob = has_magic(path) if is_glob is None else is_glob
-        with self.metadata_request(path) as filesystem:
+
+        def find(filesystem: Any) -> dict[str, dict[str, Any]]:
             filesystem.invalidate_cache(None if is_glob else path)
             found = filesystem.glob(path, detail=True) if is_glob else filesystem.find(path, detail=True)
             if not found and not is_glob:
                 with suppress(OriginNotFound):
                     self.info(path)  # HTTP lists nothing when the server is down; `info` then raises.
             infos = [
-                self._normalized(info if info.get("size") is not None else filesystem.info(name))
+                self._served(info if info.get("size") is not None else filesystem.info(name))
                 for name, info in found.items()
                 if info.get("type", "file") == "file" and not name.endswith("/")  # HTTP lists folders without a type
             ]
             return {info["name"]: info for info in infos}
+
+        return self.metadata(path, find)
 
     def read(self, path: str, start: int, stop: int, version: str) -> memoryview:
         """Fetch exactly the bytes [start, stop) of a version of an object.
@@ -178,7 +186,7 @@ class Origin(ForkAware):
             return found
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
-            return retried(lambda: self._request(whole))
+            return self._retried(lambda: self._request(whole))
 
     def read_into(self, buffer: memoryview, path: str, start: int, version: str) -> None:
         """Fill `buffer` with the bytes from `start` on. Raise the same errors as `read`."""
@@ -194,12 +202,24 @@ class Origin(ForkAware):
             _check(received, len(buffer))
 
         with self.map_errors(f"{path} bytes {start}-{stop - 1}", listed=True), doing("origin"):
-            retried(lambda: self._request(receive))
+            self._retried(lambda: self._request(receive))
 
-    def _normalized(self, info: dict[str, Any]) -> dict[str, Any]:
-        """Return metadata with the path under which the store serves the object."""
-        # Alluxio lists an object by its Alluxio path but serves it by its path in the store below.
-        return {**info, "name": self.path_of(info["ufs_path"])} if info.get("ufs_path") else dict(info)
+    def _retried(self, request: Callable[[], T]) -> T:
+        found = retried(request, self._retry_seconds, self._count_retry)
+        self._has_answered = True
+        return found
+
+    def _retry_seconds(self, error: Exception) -> float:
+        """Return for how long to retry after an error."""
+        self._has_answered = self._has_answered or status(error) is not None
+        return RETRY_SECONDS if self._has_answered else FIRST_CONTACT_SECONDS
+
+    def _count_retry(self, error: Exception) -> None:
+        self.counters.add(retries=1)
+        charge(retries_origin=1)
+        reason, seconds = explained(error, in_s3=is_s3(self._own)), self._retry_seconds(error)
+        kind = f"{self.address} {type(error).__name__} {status(error)}"
+        warn_once(kind, f"{self.address} {reason}; retrying for up to {seconds:.0f} s")
 
     def _request(self, call: Callable[[Engine], T]) -> T:
         """Make one request as soon as the limiter allows it."""
@@ -224,9 +244,8 @@ class Origin(ForkAware):
             self.counters.add(bytes=received)
             charge(bytes_origin=received)
 
-    @contextmanager
-    def metadata_request(self, path: str) -> Iterator[Any]:
-        """Yield the filesystem that lists objects, and translate errors of its calls.
+    def metadata(self, path: str, request: Callable[[Any], T]) -> T:
+        """Make a request for metadata through the filesystem that it is given. Errors name `path`.
 
         Raises:
             ConfigError: The filesystem rejects its options.
@@ -234,11 +253,11 @@ class Origin(ForkAware):
         """
         with self.map_errors(path):
             try:
-                yield self.engine.names
+                return self._retried(lambda: request(self.engine.names))
             except (DataloadError, OSError, UnicodeError, JSONDecodeError):  # the last two: malformed responses
                 raise
             except (TypeError, ValueError) as error:  # s3fs passes its options to botocore at the first request.
-                raise ConfigError(_unsuitable(path, error)) from error
+                raise ConfigError(rejected_options(path, error)) from error
 
     @contextmanager
     def map_errors(self, what: str, *, listed: bool = False) -> Iterator[None]:
@@ -259,33 +278,11 @@ class Origin(ForkAware):
         except DataloadError:
             raise
         except Exception as raised:
-            error = underlying_error(raised)
-            in_s3 = is_s3(self._own)
-            where = redacted(f"s3://{what}" if in_s3 and "://" not in what else what)
-            if isinstance(error, FileNotFoundError):
-                fix = (in_s3 and fix_of(error)) or f"check its name and {ENDPOINT if in_s3 else 'the endpoint'}"
-                message = f"{where} does not exist at {self.address}: {fix}"
-                if listed:
-                    message = f"{where} is gone from {self.address}: restore it, or start the program again"
-                raise OriginNotFound(message) from raised
-            if isinstance(error, ValueError) and fix_of(error):  # of the endpoint, before the first request
-                raise ConfigError(_unsuitable(where, error)) from raised
-            if not is_store_error(error):
+            error = origin_error(raised, what, self.address, in_s3=is_s3(self._own), listed=listed)
+            if error is None:
                 raise
-            self.counters.add(errors=1)
-            if status(error) == 412:
-                raise ObjectChanged(f"{where} {CHANGED}") from raised
-            if in_s3:
-                raise OriginError(f"{where}: {self.address} {explained(error)}") from raised
-            what_failed = "denied access, check the credentials" if denied(error) else f"failed: {type(error).__name__}"
-            reason = redacted(str(error).partition("\n")[0])
-            raise OriginError(f"{where}: {self.address} {what_failed}: {reason}") from raised
-
-
-def _unsuitable(what: str, error: Exception) -> str:
-    """Return the message for options that botocore rejects, with the fix if it is known."""
-    fix = fix_of(error)
-    return f"{redacted(what)} cannot be requested with these options: {redacted(error)}" + (f"; {fix}" if fix else "")
+            self.counters.add(errors=not isinstance(error, OriginNotFound))
+            raise error from raised
 
 
 def dump_resolved(value: Any) -> memoryview:
@@ -295,9 +292,9 @@ def dump_resolved(value: Any) -> memoryview:
     """
 
     def reduce(origin: Origin) -> tuple[Any, ...]:
-        make, arguments = origin.__reduce__()
+        make, arguments, state = origin.__reduce__()
         resolved = origin._engine.resolved() if isinstance(origin._engine, Obstore) else None  # noqa: SLF001
-        return make, (*arguments, resolved)
+        return make, (*arguments, resolved), state
 
     found = io.BytesIO()
     pickler = ForkingPickler(found)

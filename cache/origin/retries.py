@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import time
 from collections.abc import Callable
 from random import SystemRandom
 from typing import TypeVar
 
 from dataload.cache.origin.errors import is_transient
-from dataload.runtime.redact import redacted
 
-ATTEMPTS = 6
-ATTEMPTS_SECONDS = 60.0  # after this time there is no further attempt
+RETRY_SECONDS = 120.0  # The last attempt begins after this time: an outage of the store may last as long.
+# The same until the store has answered for the first time: its address may be wrong.
+FIRST_CONTACT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds
 
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
 
 _random = SystemRandom()  # It draws nothing from the generators of the user, and differs in forked children.
 
 
 def retried(
     request: Callable[[], T],
+    seconds: Callable[[Exception], float],
+    retry: Callable[[Exception], None],
     sleep: Callable[[float], object] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
@@ -31,17 +31,19 @@ def retried(
 
     Args:
         request: Makes the request once.
+        seconds: Returns for how long after the first attempt to retry a transient error.
+        retry: Called with the error before each retry.
         sleep: Waits for a number of seconds.
         clock: Monotonic time in seconds.
     """
-    deadline = clock() + ATTEMPTS_SECONDS
-    attempt = 0
-    while True:
-        attempt += 1
+    began = clock()
+    for attempt in itertools.count():
         try:
             return request()
         except Exception as error:
-            if not is_transient(error) or attempt >= ATTEMPTS or clock() >= deadline:
+            left = began + seconds(error) - clock() if is_transient(error) else 0
+            if left <= 0:
                 raise
-            log.debug("attempt %d failed, trying again: %s", attempt, redacted(error))
-        sleep(_random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1))))
+            retry(error)
+        sleep(min(left, _random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**attempt))))
+    raise AssertionError("unreachable")

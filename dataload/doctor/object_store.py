@@ -185,7 +185,7 @@ def etag(store: Store) -> Finding:
 
 def if_match(store: Store) -> Finding:
     if not store.is_s3:
-        return ok("this kind of store is not sent If-Match: versions are compared before and after a read")
+        return ok("this kind of store is not sent If-Match: versions are compared after each read")
     try:
         with store.origin.map_errors(store.first.path):
             store.get(IfMatch='"no such version"')

@@ -12,7 +12,10 @@ from rich.filesize import decimal
 
 from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
-TRAFFIC = ("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin", "requests_origin", "memory_bytes")
+TRAFFIC = (
+    *("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin"),
+    *("requests_origin", "retries_origin", "memory_bytes"),
+)
 BY_SOURCE = ("rows_by_source", "waits_by_source", "bytes_by_source")  # empty if the dataset is no mixture
 PLACE = ("rank", "world_size", "settings")  # where the figures are from
 LOADING = ("origin", "cluster", "disk", "decode", "map")  # causes of waits for row groups
@@ -65,6 +68,7 @@ class LoaderStats:
         bytes_cluster: Bytes fetched from the cluster for the misses.
         bytes_origin: Bytes fetched from the origin for the misses.
         requests_origin: Requests to the origin for the misses.
+        retries_origin: Requests among them that were repeated after a transient error.
         memory_bytes: Most memory for row groups in flight, held and being decoded, the background decoder's included.
         skipped_rows: Rows that raised and were replaced (`on_error="skip"`).
         skipped_row_ids: The numbers of the first `MOST_ROW_IDS` of them.
@@ -88,6 +92,7 @@ class LoaderStats:
     bytes_cluster: int = 0
     bytes_origin: int = 0
     requests_origin: int = 0
+    retries_origin: int = 0
     memory_bytes: int = 0
     skipped_rows: int = 0
     skipped_row_ids: list[int] = field(default_factory=list)

@@ -18,6 +18,7 @@ from typing import Any
 import fsspec
 import pandas as pd
 import pytest
+from attempts import fail_at_once
 from moto_server import S3Server
 
 from dataload.cache import config, filesystem
@@ -396,7 +397,7 @@ def test_a_passing_fault_is_retried(fs: TierCacheFileSystem, bucket: Any, faults
 def test_a_lasting_fault_is_raised_and_nothing_is_kept(
     fs: TierCacheFileSystem, bucket: Any, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 2)
+    fail_at_once(monkeypatch)
     faults.kind, faults.count = "short", 10**9
     with pytest.raises(OriginError, match=r"folder/data\.bin bytes 0-99999"):
         fs.cat_file(bucket.url("folder/data.bin"), end=BLOCK)
@@ -408,7 +409,7 @@ def test_a_lasting_fault_is_raised_and_nothing_is_kept(
 def test_other_bytes_than_asked_for_are_noticed(
     fs: TierCacheFileSystem, bucket: Any, monkeypatch: Any, came: int
 ) -> None:
-    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 2)
+    fail_at_once(monkeypatch)
     monkeypatch.setattr(fs.blocks.origin.engine, "parts", lambda *_: iter([b"x" * (came - 3), b"", b"xxx"]))
     with pytest.raises(OriginError, match=f"{came} bytes came instead of {BLOCK}"):
         fs.cat_file(bucket.url("folder/data.bin"), end=1)

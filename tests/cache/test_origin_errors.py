@@ -10,6 +10,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from attempts import fail_at_once
 from botocore.exceptions import EndpointConnectionError
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
@@ -120,7 +121,7 @@ def test_a_missing_bucket_names_the_endpoint_and_its_variable(url: str, monkeypa
 
 def test_an_endpoint_that_cannot_be_reached_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a listing, for whose retries botocore takes 10 s, and in a read by obstore."""
-    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 1)
+    fail_at_once(monkeypatch)
     port_of_nobody = "http://127.0.0.1:9"
 
     def refused(*_: object, **__: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from attempts import fail_at_once
 from fsspec.implementations.cached import SimpleCacheFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -126,7 +127,7 @@ class _BrokenOnce:
 
 
 def test_nothing_is_kept_of_a_failed_fetch(memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 1)
+    fail_at_once(monkeypatch)
     broken = _BrokenOnce(monkeypatch)
     fs = ours(memory, tmp_path)
     with pytest.raises(OriginError, match="bytes 1000-1999"):

@@ -6,24 +6,26 @@ from collections.abc import Callable
 
 import pytest
 
-from dataload.cache.origin.retries import ATTEMPTS, ATTEMPTS_SECONDS, FIRST_PAUSE, retried
+from dataload.cache.origin.retries import FIRST_PAUSE, LONGEST_PAUSE, RETRY_SECONDS, retried
 
 
 class Store:
-    """A store that fails, with a clock that its requests and the pauses advance."""
+    """A store that fails for some seconds, with a clock that its requests and the pauses advance."""
 
     def __init__(
-        self, failures: int, error: Callable[[], Exception] = ConnectionResetError, seconds: float = 0
+        self, outage: float, error: Callable[[], Exception] = ConnectionResetError, seconds: float = 0
     ) -> None:
-        self.failures, self.error, self.seconds = failures, error, seconds
-        self.now = 1000.0
+        self.outage, self.error, self.seconds = outage, error, seconds
+        self.now = 0.0
         self.requests = 0
         self.pauses: list[float] = []
+        self.retried: list[Exception] = []
 
     def request(self) -> str:
         self.requests += 1
+        is_down = self.now < self.outage
         self.now += self.seconds
-        if self.requests <= self.failures:
+        if is_down:
             raise self.error()
         return "bytes"
 
@@ -32,7 +34,7 @@ class Store:
         self.now += seconds
 
     def read(self) -> str:
-        return retried(self.request, self.sleep, lambda: self.now)
+        return retried(self.request, lambda _: RETRY_SECONDS, self.retried.append, self.sleep, lambda: self.now)
 
 
 def test_a_request_that_works_is_made_once() -> None:
@@ -41,29 +43,33 @@ def test_a_request_that_works_is_made_once() -> None:
     assert (store.requests, store.pauses) == (1, [])
 
 
-def test_transient_errors_are_retried_after_pauses_that_may_grow() -> None:
-    longest = [0.0] * (ATTEMPTS - 1)
+@pytest.mark.parametrize("outage", [3.2, 30, RETRY_SECONDS - 1e-6])
+def test_an_outage_is_outlasted_however_quickly_requests_fail(outage: float) -> None:
+    store = Store(outage)
+    assert store.read() == "bytes"
+    assert len(store.retried) == len(store.pauses) == store.requests - 1 < 100
+
+
+def test_pauses_may_grow_to_the_longest() -> None:
+    longest = [0.0] * 9
     for _ in range(500):
-        store = Store(ATTEMPTS - 1)
-        assert store.read() == "bytes"
-        assert len(store.pauses) == ATTEMPTS - 1
+        store = Store(RETRY_SECONDS - 1e-6)
+        store.read()
         longest = list(map(max, longest, store.pauses))
     for number, most in enumerate(longest):
-        assert 0.9 * FIRST_PAUSE * 2**number < most <= FIRST_PAUSE * 2**number
+        allowed = min(LONGEST_PAUSE, FIRST_PAUSE * 2**number)
+        assert 0.9 * allowed < most <= allowed
 
 
-def test_the_last_error_is_raised_after_the_last_attempt() -> None:
-    store = Store(ATTEMPTS)
+def test_the_last_attempt_begins_with_the_last_second() -> None:
+    store = Store(2 * RETRY_SECONDS)
     with pytest.raises(ConnectionResetError):
         store.read()
-    assert (store.requests, len(store.pauses)) == (ATTEMPTS, ATTEMPTS - 1)
-
-
-def test_no_attempt_begins_after_the_last_second() -> None:
-    store = Store(ATTEMPTS, seconds=ATTEMPTS_SECONDS / 2)
+    assert store.now == pytest.approx(RETRY_SECONDS)
+    slow = Store(2 * RETRY_SECONDS, seconds=RETRY_SECONDS)
     with pytest.raises(ConnectionResetError):
-        store.read()
-    assert store.requests == 2
+        slow.read()
+    assert slow.requests == 1
 
 
 def test_an_error_that_is_not_transient_is_raised_at_once() -> None:

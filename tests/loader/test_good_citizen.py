@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from attempts import fail_at_once
 from fsspec.callbacks import Callback
 
 from dataload.cache.filesystem import TierCacheFileSystem
@@ -221,7 +222,7 @@ def test_getting_a_file_needs_memory_for_a_few_blocks_only(memory: Any, tmp_path
 
 
 def test_a_partial_file_is_deleted(fs: TierCacheFileSystem, memory: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("dataload.cache.origin.retries.ATTEMPTS", 1)
+    fail_at_once(monkeypatch)
     read = type(memory).cat_file
 
     def failing(self: Any, path: str, start: int | None = None, end: int | None = None, **rest: Any) -> bytes:
