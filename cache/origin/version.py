@@ -7,14 +7,20 @@ from typing import Any
 
 CHANGED = "was replaced after it was listed: start the program again, and write new objects under new names"
 VERSION_FIELDS = ("ETag", "etag", "generation", "sha256", "md5Hash", "checksum", "content_hash")
+# The version of a local file. Owner, rights, links and the time of their change are no part of it.
+LOCAL_FIELDS = ("ino", "mtime", "size")
 # Not part of a version: the name, and fields that Alluxio changes when an object is read.
 VOLATILE_FIELDS = ("name", "completed", "in_alluxio_percentage", "last_access_time_ms", "persisted")
 
 
 def version_of(info: dict[str, Any]) -> str:
-    """Return the version of an object: its first version field verbatim, else a digest of all its metadata."""
+    """Return the version of an object: its first version field verbatim, else a digest.
+
+    The digest is that of `LOCAL_FIELDS` for a local file, and otherwise of all metadata.
+    """
     for name in VERSION_FIELDS:
         if info.get(name):
             return str(info[name])
-    fields = sorted((name, str(value)) for name, value in info.items() if name not in VOLATILE_FIELDS)
+    names = LOCAL_FIELDS if info.keys() >= set(LOCAL_FIELDS) else sorted(info.keys() - set(VOLATILE_FIELDS))
+    fields = [(name, str(info[name])) for name in names]
     return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()

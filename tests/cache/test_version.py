@@ -1,0 +1,59 @@
+"""Versions of objects: what changes them, and what does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+import dataload
+from dataload.cache.origin.version import version_of
+
+
+def version(path: Path) -> str:
+    return version_of(LocalFileSystem().info(str(path)))
+
+
+def rewrite(path: Path) -> None:
+    path.write_bytes(b"other")
+    os.utime(path, ns=(0, 10**18 + 10**6))
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(b"other")
+    os.utime(other, ns=(0, 10**18))
+    other.replace(path)
+
+
+@pytest.mark.parametrize(("change", "is_other"), [
+    (lambda path: path.chmod(0o600), False),
+    (lambda path: os.link(path, path.with_name("backup")), False),
+    (rewrite, True),
+    (replace, True),
+])  # fmt: skip
+def test_a_local_file_has_another_version_if_its_bytes_may_differ(
+    tmp_path: Path, change: Callable[[Path], None], is_other: bool
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"bytes")
+    os.utime(path, ns=(0, 10**18))
+    before = version(path)
+    change(path)
+    assert (version(path) != before) == is_other
+
+
+def test_a_backup_and_a_change_of_rights_do_not_end_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "data" / "x.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"x": range(10)}), path)
+    dataset = dataload.make_dataset(str(path.parent), cache=False)
+    path.chmod(0o600)
+    os.link(path, tmp_path / "backup")
+    assert [dataset[number]["x"] for number in range(10)] == list(range(10))
+    assert dataload.make_dataset(str(path.parent), cache=False).fingerprint == dataset.fingerprint
