@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +27,7 @@ from dataload.formats.schema import is_flat
 from dataload.map_style import MapStyle, as_array
 from dataload.mapping.places import stored_of
 from dataload.mapping.row_groups import MappedRowGroups
-from dataload.mapping.stage import Stage, fingerprint_of
+from dataload.mapping.stage import Stage, fingerprint_of, order_key_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.rows.row_store import RowStore
 from dataload.runtime.cached_property import cached_property
@@ -132,6 +132,11 @@ class Dataset(MapStyle):
         """Hex digest of the objects' paths, sizes, versions and partition keys, the selected rows and the maps."""
         return fingerprint_of(self.manifest, self.stages)
 
+    @cached_property
+    def order_key(self) -> str:
+        """Hex digest that decides the order of the rows; see `order_key_of`."""
+        return order_key_of(self.manifest, self.stages)
+
     def __repr__(self) -> str:
         urls = sorted({self.blocks.origin.url_of(group.file.path) for group in self.row_groups})
         groups, files = counted(len(self.row_groups), "row group"), counted(len(urls), "file")
@@ -176,9 +181,11 @@ class Dataset(MapStyle):
             OriginError: The origin failed.
             DataError: A row group cannot be decoded.
         """
+        from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
+
         made = {name for stage in self.stages for name in stage.made}
         try:
-            return self._of(_narrowed(self.manifest, self.blocks, filters, made))
+            return self._of(narrow(self.manifest, self.blocks, filters, made))
         except ConfigError as error:
             hint = "; filters read the files, not the columns that map made: filter before map" if made else ""
             raise ConfigError(f"{error}{hint}") from error
@@ -245,12 +252,6 @@ class Dataset(MapStyle):
     def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None) -> Dataset:
         kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
         return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept)
-
-
-def _narrowed(manifest: Manifest, blocks: Blocks, filters: Filters, made: Collection[str] = ()) -> Manifest:
-    from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
-
-    return narrow(manifest, blocks, filters, made)
 
 
 def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
@@ -328,13 +329,14 @@ def make_dataset(
     config = chosen(cache, cache_dir=cache_dir, cache_bytes=cache_bytes, cluster=cluster)
     paths, columns = source_paths(source), _listed(columns)
     if filters is not None:
-        from dataload.catalog.filters import check_form  # imports pyarrow.dataset, which few programs need
+        from dataload.catalog.filtering import narrow  # imports pyarrow.dataset, which few programs need
+        from dataload.catalog.filters import check_form
 
         check_form(filters)
     blocks = open_source(paths[0], storage_options, config)
     manifest = resolve(paths, blocks, columns)
     if filters is not None:
-        manifest = _narrowed(manifest, blocks, filters)
+        manifest = narrow(manifest, blocks, filters)
     return Dataset(manifest, blocks, columns, fill_null, null_masks)
 
 

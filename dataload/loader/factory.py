@@ -176,7 +176,7 @@ def _sampler(
     if isinstance(dataset, Mixture):
         return TrainerMixtureSampler(dataset, world.world_size, world.rank, windows=windows, **order)
     [only], [width] = dataset.datasets, windows
-    key = only.fingerprint.encode()
+    key = only.order_key.encode()
     return TrainerSampler(only.block_lengths, world.world_size, world.rank, window=width, dataset_key=key, **order)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from dataload.formats.schema import mask_name as mask_of
 from dataload.mapping.identity import identity, name_of
 from dataload.mapping.pickling import dumps
 from dataload.mapping.sources import Sources, add_cells
+from dataload.runtime.redact import unsigned
 
 if TYPE_CHECKING:
     from dataload.mapping.running import Function, Runner
@@ -149,6 +151,24 @@ def fingerprint_of(manifest: Manifest, stages: Sequence[Stage]) -> str:
         return manifest.fingerprint
     content = [manifest.fingerprint, *(stage.key for stage in stages)]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"mapped").hexdigest()
+
+
+def order_key_of(manifest: Manifest, stages: Sequence[Stage] = ()) -> str:
+    """Return the digest of a dataset that decides the order of its rows. Copies of the files elsewhere have the same.
+
+    It covers the files' sizes and their names below the folder that they share, the row groups, the selected rows and
+    the maps. Nodes may have copies of their own, so it covers neither that folder nor versions.
+    """
+    paths = {path: unsigned(path) for path in dict.fromkeys(group.file.path for group in manifest.row_groups)}
+    folders = [path[: path.rfind("/") + 1] for path in paths.values()]
+    shared = os.path.commonprefix(folders).rfind("/") + 1  # noqa: RUF071 (it is cut at a slash)
+    groups = [
+        [paths[group.file.path][shared:], group.file.size, group.number, group.rows, group.constants]
+        for group in manifest.row_groups
+    ]
+    selected = None if manifest.selection is None else manifest.selection.digest
+    content = [groups, selected, *(stage.key for stage in stages)]
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16, person=b"order").hexdigest()
 
 
 def given_and_kept(fields: Sequence[Field], columns: Sequence[str] | None) -> tuple[list[str], list[Field]]:

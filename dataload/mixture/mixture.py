@@ -89,7 +89,7 @@ class Mixture(MapStyle):
     def sources(self) -> tuple[Source, ...]:
         """The sources as the sampler takes them."""
         return tuple(
-            Source(dataset.block_lengths, name, dataset.fingerprint.encode())
+            Source(dataset.block_lengths, name, dataset.order_key.encode())
             for name, dataset in zip(self.names, self._datasets, strict=True)
         )
 
@@ -102,6 +102,12 @@ class Mixture(MapStyle):
     def fingerprint(self) -> str:
         """Hex digest of the names and the fingerprints of the sources."""
         parts = [[name, dataset.fingerprint] for name, dataset in zip(self.names, self._datasets, strict=True)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    @property
+    def order_key(self) -> str:
+        """Hex digest of the names and the order keys of the sources; see `Dataset.order_key`."""
+        parts = [[source.name, source.dataset_key.decode()] for source in self.sources]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def __repr__(self) -> str:

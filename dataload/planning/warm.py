@@ -13,6 +13,7 @@ import numpy as np
 
 from dataload.catalog.manifest import Manifest
 from dataload.errors import ConfigError
+from dataload.mapping.stage import order_key_of
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.runtime.executor import DaemonExecutor
 from dataload.samplers.mixture.order import MixtureOrder
@@ -62,7 +63,7 @@ def part_of(
 def order_of(manifest: Manifest, *, seed: int = 0, window: int | None = None, num_streams: int = 1) -> Order:
     """Return the order in which a loader delivers a dataset. window: None: the default."""
     window = usual_window(manifest) if window is None else window
-    key = manifest.fingerprint.encode()
+    key = order_key_of(manifest).encode()
     return Order(manifest.block_lengths, seed=seed, window=window, num_streams=num_streams, dataset_key=key)
 
 
@@ -76,7 +77,7 @@ def order_of_mixture(
 ) -> MixtureOrder:
     """Return the order in which a loader delivers a mixture of a list of datasets. Otherwise like `order_of`."""
     sources = [
-        Source(manifest.block_lengths, str(number), manifest.fingerprint.encode())
+        Source(manifest.block_lengths, str(number), order_key_of(manifest).encode())
         for number, manifest in enumerate(manifests)
     ]
     windows = [usual_window(manifest) if window is None else window for manifest in manifests]

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dataload.arguments import is_url, known_keywords, local_folder, whole_number
 from dataload.errors import ConfigError
 from dataload.loader.loader import Loader
+from dataload.map_style import MapStyle
 from dataload.mixture import Mixture
 from dataload.train.checkpoint.checkpoints import Checkpoints
 from dataload.train.distributed import COMM_HOOKS, agree, device_of, gather, is_first, process_group
@@ -216,7 +217,9 @@ def _even_batches(loader: Any) -> bool:
 
 def _check_ranks(loader: Any, world: World, mesh: DeviceMesh | None) -> None:
     """Raise ConfigError unless the ranks of a loader of this package are the data-parallel ranks of the run."""
-    agree("the dataset's fingerprint", getattr(getattr(loader, "dataset", None), "fingerprint", None))
+    dataset = getattr(loader, "dataset", None)
+    digest = "order_key" if isinstance(dataset, MapStyle) else "fingerprint"
+    agree(f"the dataset's {digest}", getattr(dataset, digest, None))
     if isinstance(loader, Loader):
         if isinstance(loader.dataset, Mixture):
             agree("the weights of the mixture", loader.dataset.weights)

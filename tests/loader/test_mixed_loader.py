@@ -97,7 +97,7 @@ def expected(sampler: MixtureSampler, epoch: int) -> list[tuple[int, int]]:
 
 
 def sampler_of(datasets: dict[str, Dataset], rank: int, size: int, **options: Any) -> MixtureSampler:
-    described = [Source(each.block_lengths, name, each.fingerprint.encode()) for name, each in datasets.items()]
+    described = [Source(each.block_lengths, name, each.order_key.encode()) for name, each in datasets.items()]
     windows = [each.window for each in datasets.values()]
     return MixtureSampler(described, size, rank, windows=windows, **options)
 

@@ -257,6 +257,23 @@ def test_ranks_with_different_data_are_refused(ranks):
     assert ranks(2, fit_own_data, ("abc", "abc")) == [None, None]
 
 
+def fit_files_of_this_node(folders):
+    model, optimizer = build()
+    columns = {"x": ["a", "b", "c"], "y": ["d"]}
+    loader = make_loader(folders[World.detect().rank], 4, group=columns, cache=False)
+    fit(model, optimizer, loader, squared_error, epochs=1, precision="fp32", progress=False)
+
+
+def test_nodes_may_have_copies_of_the_data_and_no_other_data(ranks, tmp_path):
+    for name, rows in (("here", 8), ("there", 8), ("other", 9)):
+        (tmp_path / name).mkdir()
+        pq.write_table(pa.table(dict.fromkeys("abcd", np.ones(rows))), tmp_path / name / "rows.parquet")
+    assert ranks(2, fit_files_of_this_node, (tmp_path / "here", tmp_path / "there")) == [None, None]
+    for error in ranks(2, fit_files_of_this_node, (tmp_path / "here", tmp_path / "other")):
+        assert isinstance(error, ConfigError)
+        assert "ranks do not agree on the dataset's order_key" in str(error)
+
+
 def fit_mixture(folder, weights):
     rank = World.detect().rank
     mixture = mix([folder, folder], weights[rank], num_rows=16, cache=False)
