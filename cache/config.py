@@ -33,7 +33,7 @@ class CacheConfig:
         consistency: When to check an object's version: once per "generation" (listing), at every "open", or never
             again once known ("immutable").
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" uses obstore for S3 if it supports
-            all options of the s3fs filesystem; otherwise `stats()` gives the reason.
+            all options of the s3fs filesystem; otherwise the log and `stats()` give the reason.
         in_flight: Limit on concurrent requests to the origin. It applies to each process, or to all ranks of a host
             together if they read through `make_loader`.
         cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster,

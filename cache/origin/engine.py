@@ -11,9 +11,11 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
+from dataload.cache.origin.identity import is_s3
 from dataload.cache.origin.local_names import LocalNames
 from dataload.cache.origin.obstore import Obstore, Resolved, untranslatable, unusable
 from dataload.cache.origin.pickled import PickledFilesystem
+from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.version import CHANGED, version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError
 from dataload.runtime.instances import Instances
@@ -77,13 +79,21 @@ def engine_for(filesystem: Any, requested: str) -> Engine:
     filesystem = filesystem.load() if isinstance(filesystem, DeferredS3) else filesystem
     if requested == "fsspec":
         return Fsspec(filesystem, "requested")
-    if reason := unusable():
-        return Fsspec(filesystem, reason)
     if reason := untranslatable(filesystem):
         if requested == "obstore":
             raise ConfigError(f"engine='obstore' cannot be used: {reason}; omit engine, or those options")
-        return Fsspec(filesystem, reason)
+        return fallback(filesystem, reason, "omit those options")
+    if reason := unusable():
+        return fallback(filesystem, reason, "start workers with multiprocessing_context='forkserver'")
     return Obstore(lambda: filesystem, purpose)
+
+
+def fallback(filesystem: Any, reason: str, fix: str = "change that setting") -> Fsspec:
+    """Return the slower engine. Log the first of each reason for S3, which obstore can read with other settings."""
+    if is_s3(filesystem):
+        message = f"s3fs instead of obstore reads S3, which takes three times the CPU time: {reason}; {fix}"
+        warn_once(reason, f"{message}, or silence this by CacheConfig(engine='fsspec')")
+    return Fsspec(filesystem, reason)
 
 
 def shared_engine(filesystem: Any, requested: str) -> Engine:

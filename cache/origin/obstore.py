@@ -67,8 +67,8 @@ def untranslatable(filesystem: Any) -> str | None:
     options = {name for name, value in filesystem.storage_options.items() if value is not None}
     unknown = {
         *(options - TRANSLATED - IRRELEVANT),
-        *(set(filesystem.client_kwargs) - CLIENT_OPTIONS),
-        *(set(filesystem.config_kwargs) - CONFIG_OPTIONS),
+        *(f"{name} in client_kwargs" for name in set(filesystem.client_kwargs) - CLIENT_OPTIONS),
+        *(f"{name} in config_kwargs" for name in set(filesystem.config_kwargs) - CONFIG_OPTIONS),
     }
     if filesystem.storage_args:
         return "s3fs was given positional arguments"

@@ -14,7 +14,7 @@ import fsspec
 from fsspec.core import has_magic
 
 from dataload.cache.origin.deferred_s3 import DeferredS3
-from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, received_engine, shared_engine
+from dataload.cache.origin.engine import Engine, Fsspec, WrongBodyError, fallback, received_engine, shared_engine
 from dataload.cache.origin.errors import UnsuitableError, status
 from dataload.cache.origin.explanation import explained, origin_error, rejected_options
 from dataload.cache.origin.identity import address_of, endpoint_of, identity_of, is_s3
@@ -229,10 +229,10 @@ class Origin(ForkAware):
             try:
                 return call(self.engine)
             except UnsuitableError as error:
-                other = Fsspec(self.filesystem, str(error))
-                if error.whole_store:
-                    self._engine = other
-                return call(other)
+                if not error.whole_store:
+                    return call(Fsspec(self.filesystem, str(error)))
+                self._engine = fallback(self.filesystem, str(error))
+                return call(self._engine)
 
     def _counted(self, parts: Iterable[Any]) -> Iterator[memoryview]:
         received = 0

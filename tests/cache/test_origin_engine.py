@@ -32,7 +32,7 @@ from dataload.benchmarks.origin import s3
 from dataload.benchmarks.systems.base import BUCKET
 from dataload.cache.blocks.reader import IN_FLIGHT
 from dataload.cache.filesystem import TierCacheFileSystem
-from dataload.cache.origin import obstore
+from dataload.cache.origin import obstore, reports
 from dataload.cache.origin.origin import Origin, dump_resolved
 from dataload.cache.origin.version import version_of
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
@@ -45,6 +45,12 @@ DATA = np.random.default_rng(5).bytes(3 * BLOCK + 17)
 def open_fs(cache_dir: Path, options: dict[str, Any], **arguments: Any) -> TierCacheFileSystem:
     given = {"cache_dir": str(cache_dir), "block_bytes": BLOCK, "skip_instance_cache": True} | arguments
     return fsspec.filesystem("tiercache", target_protocol="s3", target_options=options, **given)
+
+
+@pytest.fixture(autouse=True)
+def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log each warning of `reports` again."""
+    monkeypatch.setattr(reports, "_reported", set())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -68,22 +74,29 @@ def test_auto_takes_obstore(bucket: Any, tmp_path: Path) -> None:
     ("options", "reason"),
     [
         ({"profile": "work"}, "s3fs was given profile"),
-        ({"config_kwargs": {"s3": {"addressing_style": "path"}}}, "s3fs was given s3"),
-        ({"client_kwargs": {"verify": False, "region_name": "us-east-1"}}, "s3fs was given verify"),
+        ({"config_kwargs": {"s3": {"addressing_style": "path"}}}, "s3fs was given s3 in config_kwargs"),
+        ({"client_kwargs": {"verify": False, "region_name": "us-east-1"}}, "s3fs was given verify in client_kwargs"),
         ({"s3_additional_kwargs": {"SSECustomerAlgorithm": "AES256"}}, "s3fs was given s3_additional_kwargs"),
     ],
 )
-def test_what_obstore_cannot_be_told_is_left_to_s3fs(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    fs = open_fs(tmp_path, options)
-    assert (fs.stats()["engine"], fs.stats()["engine_reason"]) == ("fsspec", reason)
+def test_what_obstore_cannot_be_told_is_left_to_s3fs_with_one_warning(
+    options: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        fs = open_fs(tmp_path, options)
+        assert (fs.stats()["engine"], fs.stats()["engine_reason"]) == ("fsspec", reason)
+    open_fs(tmp_path, options, engine="fsspec").stats()
+    [warning] = [record.getMessage() for record in caplog.records if record.name == reports.__name__]
+    assert f"{reason}; omit those options, or " in warning
     with pytest.raises(ConfigError, match=f"engine='obstore' cannot be used: {reason}"):
         open_fs(tmp_path, options, engine="obstore").stats()
 
 
-def test_other_stores_are_read_by_their_filesystem(tmp_path: Path) -> None:
+def test_other_stores_are_read_by_their_filesystem(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fs = fsspec.filesystem("tiercache", target_protocol="memory", cache_dir=str(tmp_path))
     assert fs.stats()["engine"] == "fsspec"
     assert "is not s3fs" in fs.stats()["engine_reason"]
+    assert not caplog.records
 
 
 def in_a_child(work: Callable[[], bytes]) -> bytes:
@@ -102,7 +115,7 @@ def in_a_child(work: Callable[[], bytes]) -> bytes:
     return said
 
 
-def test_a_forked_child_does_without_obstore(bucket: Any, tmp_path: Path) -> None:
+def test_a_forked_child_does_without_obstore(bucket: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The child lacks the threads: a request would hang."""
     bucket.put("x", DATA)
     bucket.put("y", DATA[::-1])
@@ -111,9 +124,10 @@ def test_a_forked_child_does_without_obstore(bucket: Any, tmp_path: Path) -> Non
 
     def work() -> bytes:
         right = fs.cat_file(bucket.url("y")) == DATA[::-1]
-        return f"{right} {fs.stats()['engine']}".encode()
+        said = [record.getMessage() for record in caplog.records]
+        return f"{right} {fs.stats()['engine']} {'forkserver' in str(said)}".encode()
 
-    assert in_a_child(work) == b"True fsspec"
+    assert in_a_child(work) == b"True fsspec True"
     assert fs.stats()["engine"] == "obstore"
 
 
