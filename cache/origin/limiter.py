@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from dataload.runtime.counters import charge
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.instances import Instances
 from dataload.runtime.memory_budget import MemoryBudget
@@ -46,7 +47,9 @@ class RequestLimiter(ForkAware):
             self._budget.resize(self.limit)  # The requests in flight keep their part of it.
 
     def request(self) -> AbstractContextManager[None]:
-        """Wait for a free slot and hold it for the duration of the block."""
+        """Wait for a free slot and hold it for the duration of the block. Charge a wait as `requests_limited`."""
+        if not self._budget.fits(1):
+            charge(requests_limited=1)
         return self._budget.reserve(1)
 
 

@@ -14,7 +14,7 @@ from dataload.telemetry.wait_timeline import CAUSES, ELSEWHERE
 
 TRAFFIC = (
     *("hits", "misses", "bytes_local", "bytes_cluster", "bytes_origin"),
-    *("requests_origin", "retries_origin", "memory_bytes"),
+    *("requests_origin", "retries_origin", "requests_limited", "memory_bytes"),
 )
 BY_SOURCE = ("rows_by_source", "waits_by_source", "bytes_by_source")  # empty if the dataset is no mixture
 PLACE = ("rank", "world_size", "settings")  # where the figures are from
@@ -26,6 +26,7 @@ MIN_STALL = 0.05  # stall fraction below which no advice is given
 WARM_MAPPED = "warm with dataload.planning.warm.warm"  # `dataload warm` cannot call the function of map
 ADVICE = {
     "origin": "the origin is the limit: warm the cache first, or add hosts",
+    "in_flight": "in_flight of CacheConfig is the limit: raise it, warm the cache first, or add hosts",
     "cluster": "the cluster is the limit: give it more nodes, or the hosts larger caches",
     "disk": "the cache's disk is the limit: put cache_dir on a faster one",
     "decode": "decoding is the limit: warm the cache first, or give the job more cores",
@@ -69,6 +70,7 @@ class LoaderStats:
         bytes_origin: Bytes fetched from the origin for the misses.
         requests_origin: Requests to the origin for the misses.
         retries_origin: Requests among them that were repeated after a transient error.
+        requests_limited: Requests among them that waited because this process had its part of `in_flight` under way.
         memory_bytes: Most memory for row groups in flight, held and being decoded, the background decoder's included.
         skipped_rows: Rows that raised and were replaced (`on_error="skip"`).
         skipped_row_ids: The numbers of the first `MOST_ROW_IDS` of them.
@@ -93,6 +95,7 @@ class LoaderStats:
     bytes_origin: int = 0
     requests_origin: int = 0
     retries_origin: int = 0
+    requests_limited: int = 0
     memory_bytes: int = 0
     skipped_rows: int = 0
     skipped_row_ids: list[int] = field(default_factory=list)
@@ -204,6 +207,8 @@ class LoaderStats:
 
     def advice(self, cause: str) -> str:
         """Return the limit behind a cause of waits and a remedy, given the settings in use."""
+        if cause == "origin" and self.requests_limited > self.requests_origin / 2:
+            return ADVICE["in_flight"]
         beside = (ADVICE_BESIDE.get((cause, setting)) for setting in self.settings)
         return next(filter(None, beside), ADVICE[cause])
 

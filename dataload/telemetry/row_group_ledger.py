@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataload.runtime.counters import Counters
 from dataload.telemetry.loader_stats import LoaderStats
 
-FETCHED = ("bytes_cluster", "bytes_origin", "requests_origin", "retries_origin")
+FETCHED = ("bytes_cluster", "bytes_origin", "requests_origin", "retries_origin", "requests_limited")
 MISSED = ("ordered", "decoded", *FETCHED)  # any of these in a row group's account makes it a miss
 
 

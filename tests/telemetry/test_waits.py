@@ -94,6 +94,15 @@ def test_a_slow_origin(dataset: Any, origin: Origin, num_workers: int, backgroun
     assert stats.waits["origin"] >= 0.1
 
 
+def test_the_limit_of_requests_is_told_from_a_slow_origin(dataset: Any, origin: Origin) -> None:
+    loader = make_loader(dataset, 4, window=8)
+    dataset.blocks.origin.limiter.share(64)  # one request at a time
+    origin.behave(latency=0.05)
+    stats = epoch(loader)
+    assert stats.requests_origin / 2 < stats.requests_limited <= stats.requests_origin
+    assert ADVICE["in_flight"] in str(stats)
+
+
 @pytest.mark.parametrize("cause", ["origin", "decode"])
 def test_a_wait_for_memory_is_charged_to_the_cause_that_holds_it(
     dataset: Any, origin: Origin, cause: str, monkeypatch: pytest.MonkeyPatch
@@ -149,6 +158,7 @@ def test_the_cause_of_most_waits_is_advised_against(cause: str) -> None:
     stats = LoaderStats(rows=100, seconds=10.0)
     stats.waited(dict.fromkeys(CAUSES, 0.1) | {cause: 1.0}, lambda: "origin")
     assert ADVICE[cause] in str(stats)
+    assert ADVICE["in_flight"] not in str(stats)
     stats.seconds = 100.0
     assert stats.stall_fraction < MIN_STALL
     assert ADVICE[cause] not in str(stats)
