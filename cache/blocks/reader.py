@@ -22,7 +22,7 @@ from dataload.cache.tier import Allocate, BlobKey, CacheFullError, Span, Tier
 from dataload.errors import ConfigError
 from dataload.runtime.executor import awaited, shared_executor
 from dataload.runtime.forks import ForkAware
-from dataload.runtime.redact import redacted
+from dataload.runtime.redact import redacted, without_signature
 from dataload.telemetry.wait_timeline import doing
 
 IN_FLIGHT = 32  # concurrent requests of a process for reads, and as many for prefetching
@@ -52,6 +52,11 @@ class Object:
     def name(self) -> str:
         """The path for messages: without credentials, which the path has if it is a URL."""
         return redacted(self.path)
+
+    @property
+    def unsigned_path(self) -> str:
+        """The path that identifies the object: without the signature, if it is a presigned URL."""
+        return without_signature(self.path)
 
     @classmethod
     def of(cls, info: dict[str, Any]) -> Object:
@@ -111,7 +116,7 @@ class Blocks(ForkAware):
 
     def key(self, obj: Object, what: str, group: str = "") -> BlobKey:
         """Return the cache key of a part or derivative of an object; `group` as for `BlobKey`."""
-        return BlobKey(self.origin.identity, obj.path, obj.version, what, group)
+        return BlobKey(self.origin.identity, obj.unsigned_path, obj.version, what, group)
 
     @property
     def retains_blocks(self) -> bool:

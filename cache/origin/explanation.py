@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataload.cache.origin.errors import denied, is_store_error, status, underlying_error
 from dataload.cache.origin.version import CHANGED
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
-from dataload.runtime.redact import redacted
+from dataload.runtime.redact import redacted, without_signature
 
 ENDPOINT = "AWS_ENDPOINT_URL (or endpoint_url in storage_options)"
 KEYS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
@@ -90,6 +90,9 @@ def origin_error(
         return None
     if status(error) == 412:
         return ObjectChanged(f"{where} {CHANGED}")
+    if status(error) in (400, 401, 403) and without_signature(what) != what:
+        fix = "the signature of the URL has expired or is wrong: pass a new URL"
+        return OriginError(f"{where}: {address} denied access with status {status(error)}: {fix}")
     return OriginError(f"{where}: {address} {explained(error, in_s3=in_s3)}")
 
 

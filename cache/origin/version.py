@@ -9,8 +9,8 @@ CHANGED = "was replaced after it was listed: start the program again, and write 
 VERSION_FIELDS = ("ETag", "etag", "generation", "sha256", "md5Hash", "checksum", "content_hash")
 # The version of a local file. Owner, rights, links and the time of their change are no part of it.
 LOCAL_FIELDS = ("ino", "mtime", "size")
-# Not part of a version: the name, and fields that Alluxio changes when an object is read.
-VOLATILE_FIELDS = ("name", "completed", "in_alluxio_percentage", "last_access_time_ms", "persisted")
+# Not part of a version: the names, and fields that Alluxio changes when an object is read.
+VOLATILE_FIELDS = ("name", "url", "completed", "in_alluxio_percentage", "last_access_time_ms", "persisted")
 
 
 def version_of(info: dict[str, Any]) -> str:

@@ -273,7 +273,7 @@ def manifest_of(
     """
     digest = hashlib.blake2b(digest_size=16, person=b"dataload files")
     for obj, keys in objects.items():
-        digest.update(json.dumps([obj.path, obj.size, obj.version, *([keys] if keys else [])]).encode())
+        digest.update(json.dumps([obj.unsigned_path, obj.size, obj.version, *([keys] if keys else [])]).encode())
     fingerprint = digest.hexdigest()
     key = blocks.key(Object(next(iter(objects)).path, 0, fingerprint), f"manifest {VERSION}")
     paths = [obj.path for obj in objects]

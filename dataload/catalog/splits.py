@@ -39,7 +39,8 @@ def split(manifest: Manifest, fractions: Sequence[float], seed: int) -> list[Man
     filled = np.flatnonzero(lengths).tolist()
     if len(filled) < len(fractions):
         return _split_rows(manifest, fractions, seed)
-    keys = {number: derive_key("split", seed, groups[number].file.path, groups[number].number) for number in filled}
+    paths = {number: groups[number].file.unsigned_path for number in filled}
+    keys = {number: derive_key("split", seed, path, groups[number].number) for number, path in paths.items()}
     order = sorted(filled, key=lambda number: (keys[number], number))
     # Row groups without rows go to the last split.
     order += np.flatnonzero(lengths == 0).tolist()

@@ -20,7 +20,6 @@ from dataload.formats.schema import mask_name as mask_of
 from dataload.mapping.identity import identity, name_of
 from dataload.mapping.pickling import dumps
 from dataload.mapping.sources import Sources, add_cells
-from dataload.runtime.redact import unsigned
 
 if TYPE_CHECKING:
     from dataload.mapping.running import Function, Runner
@@ -159,7 +158,7 @@ def order_key_of(manifest: Manifest, stages: Sequence[Stage] = ()) -> str:
     It covers the files' sizes and their names below the folder that they share, the row groups, the selected rows and
     the maps. Nodes may have copies of their own, so it covers neither that folder nor versions.
     """
-    paths = {path: unsigned(path) for path in dict.fromkeys(group.file.path for group in manifest.row_groups)}
+    paths = {group.file.path: group.file.unsigned_path for group in manifest.row_groups}
     folders = [path[: path.rfind("/") + 1] for path in paths.values()]
     shared = os.path.commonprefix(folders).rfind("/") + 1  # noqa: RUF071 (it is cut at a slash)
     groups = [

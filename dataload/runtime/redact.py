@@ -14,6 +14,27 @@ _USERINFO = re.compile(r"(?<![\w/])//[^/?#\s]*@")  # up to the last @ of a host:
 _QUERY = re.compile(r"\?(?!versionId=)[^\s'\"]*")  # signatures and tokens of presigned URLs
 
 
+# Query parameters of the signatures of presigned URLs: of AWS and Google; of AWS, Google and CloudFront, with
+# "Signature"; of Azure, with "sig".
+_SIGNATURE = re.compile("x-(amz|goog)-.*", re.IGNORECASE)
+_OLDER_SIGNATURE = re.compile("signature|expires|awsaccesskeyid|googleaccessid|key-pair-id|policy", re.IGNORECASE)
+_AZURE_SIGNATURE = re.compile("s(ig|v|s|rt|p|t|e|pr|ip|r|dd|i|koid|ktid|kt|ke|ks|kv|aoid|uoid|cid)|rsc[cdelt]")
+
+
+def without_signature(path: str) -> str:
+    """Return a path, or a presigned URL without its signature. Other parameters of its query may name the object."""
+    address, mark, query = path.partition("?")
+    if not mark or "://" not in address:
+        return path
+    names = {part.partition("=")[0] for part in query.split("&")}
+    patterns = [_SIGNATURE]
+    patterns += [_OLDER_SIGNATURE] * any(name.lower() == "signature" for name in names)
+    patterns += [_AZURE_SIGNATURE] * ("sig" in names)
+    signed = {name for name in names if any(pattern.fullmatch(name) for pattern in patterns)}
+    kept = [part for part in query.split("&") if part.partition("=")[0] not in signed]
+    return "?".join(filter(None, (address, "&".join(kept)))) if signed else path
+
+
 def redacted(text: object) -> str:
     """Return `text` on one line, its URLs without user, password and query."""
     return _USERINFO.sub("//", _QUERY.sub("", " ".join(str(text).split())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dataload.runtime.redact import redacted
+from dataload.runtime.redact import redacted, without_signature
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,19 @@ from dataload.runtime.redact import redacted
 )
 def test_credentials_are_left_out(text: str, seen: str) -> None:
     assert redacted(text) == seen
+
+
+@pytest.mark.parametrize(
+    ("query", "kept"),
+    [
+        ("X-Amz-Algorithm=a&X-Amz-Credential=b&X-Amz-Date=c&X-Amz-Expires=1&X-Amz-Signature=d", ""),
+        ("x-goog-signature=d&generation=7", "?generation=7"),
+        ("AWSAccessKeyId=a&Signature=b&Expires=1&versionId=v", "?versionId=v"),
+        ("Policy=p&Signature=b&Key-Pair-Id=k", ""),
+        ("sv=2024&sr=b&se=2026&sp=r&sig=d&snapshot=2", "?snapshot=2"),
+        ("key=a.parquet&user=me&Expires=1&se=1", "?key=a.parquet&user=me&Expires=1&se=1"),
+    ],
+)
+def test_only_signatures_are_no_part_of_an_identity(query: str, kept: str) -> None:
+    assert without_signature(f"https://host/x?{query}") == f"https://host/x{kept}"
+    assert without_signature(f"/data/x?{query}") == f"/data/x?{query}"
