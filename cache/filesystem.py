@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -245,20 +246,58 @@ def _copy(file: BlockFile, into: Any, callback: Any) -> None:
         callback.relative_update(len(data))
 
 
-def open_source(url: str, storage_options: dict[str, Any] | None, config: CacheConfig | None) -> Blocks:
+def open_source(
+    url: str, storage_options: dict[str, Any] | None, config: CacheConfig | None, others: Sequence[str] = ()
+) -> Blocks:
     """Open the origin of a URL, cached as `config` says. A tiercache:: URL brings its own cache settings.
 
+    Args:
+        url: A URL or a local path.
+        storage_options: Options of its filesystem.
+        config: The cache; None: no cache.
+        others: Further URLs or paths, which must be of the same filesystem.
+
     Raises:
-        ConfigError: The URL is empty, its protocol is unknown, or its filesystem rejects the options.
+        ConfigError: The URL is empty, its protocol is unknown, its filesystem rejects the options, or another URL is of
+            another filesystem.
     """
-    if not url:
-        raise ConfigError("the URL is empty: name an object, a folder or a glob")
     introduce()
+    for each in (url, *others):
+        _check_url(each)
     try:
         filesystem = deferred_s3(url, storage_options) or fsspec.url_to_fs(url, **(storage_options or {}))[0]
     except (ValueError, ImportError, TypeError) as error:
         options = " with these storage_options" if storage_options else ""
         raise ConfigError(f"{redacted(url)} cannot be opened{options}: {redacted(error)}") from error
+    for other in others:
+        if _store_of(other, filesystem) != _store_of(url, filesystem):
+            raise ConfigError(
+                f"{redacted(url)} and {redacted(other)} are of two filesystems: make_dataset for each, and mix() them"
+            )
     if isinstance(filesystem, TierCacheFileSystem):
         return filesystem.blocks
     return Blocks.open(filesystem, config)
+
+
+def _check_url(url: str) -> None:
+    """Raise ConfigError for an empty URL, and for one that a Path has changed."""
+    if not url:
+        raise ConfigError("the URL is empty: name an object, a folder or a glob")
+    protocol, mark, rest = url.partition(":/")
+    # fsspec takes file:/path for a local path.
+    protocols = {*fsspec.available_protocols()} - {"file", "local"}
+    if mark and not rest.startswith("/") and protocol in protocols and not Path(url).parent.exists():
+        fix = f"pass the text '{protocol}://…', because a Path cannot hold a URL"
+        raise ConfigError(f"{redacted(url)} has a single slash behind {protocol}: {fix}")
+
+
+def _store_of(url: str, filesystem: Any) -> tuple[Any, ...]:
+    """Return what a URL says about its store: protocol, host, account. `filesystem`: of one of the URLs."""
+    chain, _, last = url.rpartition("::")
+    protocol, mark, _ = last.partition("://")
+    if chain:
+        return (chain, protocol if mark else "file")
+    names = [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
+    options = filesystem._get_kwargs_from_urls(url)  # noqa: SLF001 (an extension point of fsspec)
+    options.pop("version_aware", None)
+    return (names[0] if (protocol if mark else "file") in names else protocol, options)

@@ -333,7 +333,7 @@ def make_dataset(
         from dataload.catalog.filters import check_form
 
         check_form(filters)
-    blocks = open_source(paths[0], storage_options, config)
+    blocks = open_source(paths[0], storage_options, config, paths[1:])
     manifest = resolve(paths, blocks, columns)
     if filters is not None:
         manifest = narrow(manifest, blocks, filters)
