@@ -90,10 +90,11 @@ def origin_error(
         return None
     if status(error) == 412:
         return ObjectChanged(f"{where} {CHANGED}")
+    text = explained(error, in_s3=in_s3)
     if status(error) in (400, 401, 403) and without_signature(what) != what:
         fix = "the signature of the URL has expired or is wrong: pass a new URL"
-        return OriginError(f"{where}: {address} denied access with status {status(error)}: {fix}")
-    return OriginError(f"{where}: {address} {explained(error, in_s3=in_s3)}")
+        text = f"denied access with status {status(error)}: {fix}"
+    return OriginError(f"{where}: {address} {text}")
 
 
 def explained(error: BaseException, *, in_s3: bool) -> str:
