@@ -7,13 +7,15 @@ import re
 from dataload.errors import DataloadError
 
 LASTING = (FileNotFoundError, IsADirectoryError, NotADirectoryError, DataloadError)
-# Errors that have no HTTP status although a retry cannot succeed, of botocore and ftplib.
+# Errors that have no HTTP status although a retry cannot succeed, of botocore, aiohttp, ssl and ftplib.
 PERMANENT = frozenset(
     {
+        "ClientConnectorCertificateError",
         "NoCredentialsError",
         "ParamValidationError",
         "PartialCredentialsError",
         "ProfileNotFound",
+        "SSLCertVerificationError",
         "error_perm",
     }
 )

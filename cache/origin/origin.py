@@ -23,7 +23,7 @@ from dataload.cache.origin.obstore import Obstore, Resolved
 from dataload.cache.origin.pickled import PickledFilesystem, pickled
 from dataload.cache.origin.reports import warn_once
 from dataload.cache.origin.retries import FIRST_CONTACT_SECONDS, RETRY_SECONDS, retried
-from dataload.errors import ConfigError, DataloadError, OriginNotFound
+from dataload.errors import ConfigError, DataloadError, OriginError, OriginNotFound
 from dataload.runtime.counters import Counters, charge
 from dataload.runtime.forks import ForkAware
 from dataload.runtime.redact import redacted
@@ -281,7 +281,7 @@ class Origin(ForkAware):
             error = origin_error(raised, what, self.address, in_s3=is_s3(self._own), listed=listed)
             if error is None:
                 raise
-            self.counters.add(errors=not isinstance(error, OriginNotFound))
+            self.counters.add(errors=isinstance(error, OriginError) and not isinstance(error, OriginNotFound))
             raise error from raised
 
 

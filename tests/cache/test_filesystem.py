@@ -24,6 +24,7 @@ from moto_server import S3Server
 from dataload.cache import config, filesystem
 from dataload.cache.blocks.reader import Object
 from dataload.cache.filesystem import TierCacheFileSystem
+from dataload.cache.origin import reports
 from dataload.cache.origin.origin import Origin
 from dataload.errors import ConfigError, ObjectChanged, OriginError, OriginNotFound
 
@@ -280,7 +281,8 @@ def test_a_listing_saves_a_request_for_each_object(fs: TierCacheFileSystem, buck
     assert bucket.server.stats()["head_requests"] == 0
 
 
-def test_trouble_is_not_absence(tmp_path: Path) -> None:
+def test_trouble_is_not_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at_once(monkeypatch)
     nobody = {
         "key": "x",
         "secret": "x",
@@ -485,7 +487,11 @@ def test_credentials_stay_out_of_sight(bucket: Any, tmp_path: Path) -> None:
         assert not file.is_file() or secret.encode() not in file.read_bytes()
 
 
-def test_credentials_in_urls_stay_out_of_sight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_credentials_in_urls_stay_out_of_sight(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dataload.cache.origin.origin.FIRST_CONTACT_SECONDS", 0.1)
+    monkeypatch.setattr(reports, "_reported", set())
     secret = "hunter2"
     url = f"http://user:{secret}@127.0.0.1:9/x.bin?X-Amz-Signature={secret}&y=1"
     fs = fsspec.filesystem("tiercache", target_protocol="http", cache_dir=str(tmp_path / "c"), skip_instance_cache=True)
@@ -493,6 +499,7 @@ def test_credentials_in_urls_stay_out_of_sight(tmp_path: Path, caplog: pytest.Lo
         fs.cat_file(url)
     name = fs.blocks.key(Object(url, 1, "v"), "all").name
     assert secret not in str(failed.value) + caplog.text + name
+    assert "retrying" in caplog.text
     assert "127.0.0.1:9/x.bin" in name
 
 

@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 import pytest
 import s3fs
 import typer
+from attempts import fail_at_once
 from rich.filesize import decimal
 
 from dataload import make_loader
@@ -606,6 +607,7 @@ class Greeting(BaseRequestHandler):
 
 
 def test_a_server_without_http(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at_once(monkeypatch)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     with ThreadingTCPServer(("127.0.0.1", 0), Greeting) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -631,6 +633,7 @@ def test_a_proxy_without_a_server(address: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_server_without_tls(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_at_once(monkeypatch)
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     once = {"retries": {"max_attempts": 0}}
     found = line(object_store.credentials(s3(address.replace("http:", "https:"), config_kwargs=once)))
