@@ -73,8 +73,7 @@ class Origin(ForkAware):
         return f"Origin({redacted('://'.join(address_of(self._own)))!r})"
 
     def after_fork_in_child(self) -> None:
-        self.counters = Counters()
-        self._engine = self._resolved = None
+        self.counters, self._engine, self._resolved = Counters(), None, None
         self._inherited = True  # The parent's event loops run in threads that the child lacks.
 
     @property
@@ -218,8 +217,8 @@ class Origin(ForkAware):
         self.counters.add(retries=1)
         charge(retries_origin=1)
         reason, seconds = explained(error, in_s3=is_s3(self._own)), self._retry_seconds(error)
-        kind = f"{self.address} {type(error).__name__} {status(error)}"
-        warn_once(kind, f"{self.address} {reason}; retrying for up to {seconds:.0f} s")
+        message = f"{self.address} {reason}; retrying for up to {seconds:.0f} s"
+        warn_once(f"{self.address} {type(error).__name__} {status(error)}", message)
 
     def _request(self, call: Callable[[Engine], T]) -> T:
         """Make one request as soon as the limiter allows it."""

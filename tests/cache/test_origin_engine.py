@@ -79,7 +79,7 @@ def test_auto_takes_obstore(bucket: Any, tmp_path: Path) -> None:
         ({"s3_additional_kwargs": {"SSECustomerAlgorithm": "AES256"}}, "s3fs was given s3_additional_kwargs"),
     ],
 )
-def test_what_obstore_cannot_be_told_is_left_to_s3fs_with_one_warning(
+def test_what_obstore_cannot_be_told_is_left_to_s3fs(
     options: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(2):
