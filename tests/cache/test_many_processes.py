@@ -29,13 +29,14 @@ TRIALS = 100 if NIGHTLY else 12
 READ = f"""
 import hashlib, json, random, sys
 from dataload.benchmarks.origin import s3
-from dataload.cache.origin import obstore, retries
+from dataload.cache.origin import obstore, origin, retries
 from dataload.cache.filesystem import TierCacheFileSystem
 from dataload.errors import OriginError
 
 retries.FIRST_PAUSE, obstore.STALL_SECONDS = 0.001, 1
 endpoint, cache, seed, options = sys.argv[1:]
 options = json.loads(options)
+origin.RETRY_SECONDS = options.pop("retry_seconds", 120)
 processes, first, last = options.pop("processes", 1), options.pop("first", 0), options.pop("last", None)
 fs = TierCacheFileSystem("s3", s3.storage_options(endpoint), cache_dir=cache, block_bytes=65536, **options)
 fs.blocks.origin.limiter.share(processes)
@@ -139,7 +140,7 @@ def test_faults_change_no_byte(origin: Origin, tmp_path: Path, faults: dict[str,
 
 
 def test_an_origin_that_stays_down_is_one_clear_error_each(origin: Origin, tmp_path: Path) -> None:
-    told = read_by(4 if NIGHTLY else 2, origin, tmp_path / "cache", {"slow_down": 0.5, "reset": 0.5})
+    told = read_by(4 if NIGHTLY else 2, origin, tmp_path / "cache", {"slow_down": 0.5, "reset": 0.5}, retry_seconds=1)
     assert all(BUCKET in one["error"] and ".bin" in one["error"] and "\n" not in one["error"] for one in told)
 
 
