@@ -35,8 +35,8 @@ class CacheConfig:
         engine: The client that fetches bytes: "auto", "fsspec" or "obstore". "auto" uses obstore for S3 if it supports
             all options of the s3fs filesystem; otherwise the log and `stats()` give the reason.
         in_flight: Limit on concurrent requests to the origin. It applies to each process. `make_loader` divides it
-            equally among the processes of a host: each rank, its background decoder and its workers. A process may
-            always have one request in flight.
+            equally among the ranks of a host and their background decoders. Workers, which seldom fetch, may have as
+            many as their rank.
         cluster: "valkey://host:port,host:port", or "valkeys://…" with TLS: a Valkey or Redis, one server or a cluster,
             through which hosts share cached data. Give user and password in the URL, or in VALKEY_USERNAME and
             VALKEY_PASSWORD. None: each host fetches its own data.

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from dataload.cache.origin.errors import is_transient
 
-RETRY_SECONDS = 120.0  # The last attempt begins after this time: an outage of the store may last as long.
+RETRY_SECONDS = 60.0  # The last attempt begins after this time: an outage of the store may last as long.
 # The same until the store has answered for the first time: its address may be wrong.
 FIRST_CONTACT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds

@@ -30,7 +30,7 @@ from dataload.world import World
 if TYPE_CHECKING:
     from dataload.catalog.filters import Filters
 
-FETCHING_PROCESSES_PER_RANK = 2  # the rank itself and its background decoder, besides workers
+FETCHING_PROCESSES_PER_RANK = 2  # the rank itself and its background decoder; workers seldom fetch
 MAX_RANKS_PER_HOST = 8  # assumed where the launcher does not set LOCAL_WORLD_SIZE
 
 log = logging.getLogger(__name__)
@@ -205,10 +205,10 @@ def _computed(dataset: MapStyle, *, row_ids: bool) -> dict[str, Any]:
 
 
 def _share_host(dataset: MapStyle, world: World, num_workers: int) -> None:
-    """Divide the host's memory for row groups and its limit of concurrent requests among its processes."""
+    """Divide the host's memory for row groups and its limit of concurrent requests among its ranks."""
     ranks = world.local_world_size or min(world.world_size, MAX_RANKS_PER_HOST)
     dataset.rowstore.blobs.memory.share(ranks * (1 + num_workers))
     for each in dataset.datasets:
         limiter = each.blocks.origin.limiter
         if limiter is not None:
-            limiter.share(ranks * (FETCHING_PROCESSES_PER_RANK + num_workers))
+            limiter.share(FETCHING_PROCESSES_PER_RANK * ranks)

@@ -105,22 +105,20 @@ def test_a_limiter_goes_with_the_last_of_its_origins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "num_workers", "limit"),
+    ("world", "limit"),
     [
-        (World(), 0, 32),  # the other half is for the process that decodes in the background
-        (World(), 2, 16),
-        (World(3, 16, 3, 8), 0, 4),
-        (World(3, 16, 3, 8), 2, 2),
-        (World(3, 4), 0, 8),  # how many of them are here is not known: all of them may be
-        (World(3, 512), 0, 4),
+        (World(), 32),  # the other half is for the process that decodes in the background
+        (World(3, 16, 3, 8), 4),
+        (World(3, 4), 8),  # how many of them are here is not known: all of them may be
+        (World(3, 512), 4),
     ],
 )
-def test_the_processes_of_a_host_share_its_requests(
-    bucket: Any, dataset_of: Any, cache: CacheConfig, world: World, num_workers: int, limit: int
+def test_the_ranks_of_a_host_share_its_requests(
+    bucket: Any, dataset_of: Any, cache: CacheConfig, world: World, limit: int
 ) -> None:
     dataset = make_dataset(dataset_of([[5] * 512]), storage_options=bucket.options, cache=cache)
     assert dataset.blocks.origin.limiter.limit == 64, "nothing is known of ranks yet"
-    make_loader(dataset, 1, world=world, num_workers=num_workers)
+    make_loader(dataset, 1, world=world)
     assert dataset.blocks.origin.limiter.limit == limit
 
 

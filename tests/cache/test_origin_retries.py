@@ -131,7 +131,7 @@ def test_each_kind_of_error_is_logged_once(origin: Origin, caplog: pytest.LogCap
         fail(azure_error(status), 2)
         read(origin)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert said == ["memory:// failed: HttpResponseError: the answer; retrying for up to 120 s"] * 2
+    assert said == ["memory:// failed: HttpResponseError: the answer; retrying for up to 60 s"] * 2
 
 
 def test_throttling_is_named_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
