@@ -98,7 +98,7 @@ def fit(
             gradients. See `evaluate_over`.
         checkpoint_dir: A folder that all ranks see. It gets a checkpoint at the end of each epoch, before `evaluate`.
         checkpoint_every: Optimizer steps between further checkpoints within an epoch. The loader needs a state_dict.
-        keep: Number of latest checkpoints to keep.
+        keep: Number of latest checkpoints of this run to keep. Checkpoints of earlier runs in the folder stay.
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
             beginning; a path must exist, and counts again after each restart by torchrun. With the same number of
             ranks, the result has the same bits as that of an uninterrupted run. With another number of ranks, the

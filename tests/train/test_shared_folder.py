@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-from pathlib import Path
 
 import pytest
 import torch
@@ -237,7 +236,13 @@ def test_another_run_may_sweep_the_probe(ranks, tmp_path):
     assert names(tmp_path) == ["checkpoint-000001", "checkpoint-000002"]
 
 
-def test_one_process_makes_no_probe(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "mkdir", None)
+def test_one_process_finds_at_once_that_it_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+
+    def never(model, batch):
+        raise AssertionError("it trains")
+
+    with pytest.raises(ConfigError, match="cannot create a folder there"):
+        fit(*build(), in_order(4), never, epochs=1, checkpoint_dir=tmp_path / "file" / "run", progress=False)
     Checkpoints(tmp_path / "run", 1)
-    assert not (tmp_path / "run").exists()
+    assert names(tmp_path / "run") == []

@@ -228,8 +228,26 @@ def test_checkpoints_of_a_new_run_come_after_those_of_an_earlier_run(tmp_path):
     train_with_noise(tmp_path, 3)
     restarted, figures = train_with_noise(tmp_path, 1, resume=None)
     assert len(figures) == 1
-    assert names(tmp_path) == ["checkpoint-000003", "checkpoint-000004"]
+    assert names(tmp_path) == ["checkpoint-000002", "checkpoint-000003", "checkpoint-000004"]
     assert torch.equal(train_with_noise(tmp_path, 1)[0], restarted)
+
+
+@pytest.mark.parametrize("resume", [None, "other"])
+def test_checkpoints_of_earlier_runs_stay(tmp_path, resume):
+    """Also when the new run is resumed. It removes its own."""
+    folder, other = tmp_path / "run", tmp_path / "other"
+    train_with_noise(folder, 2)
+    earlier = names(folder)
+    if resume:
+        train_with_noise(other, 1)
+    train_with_noise(folder, 4, resume=resume and other)
+    own = names(folder)[2:]
+    assert names(folder)[:2] == earlier
+    assert len(own) == 2
+    train_with_noise(folder, 6)
+    assert names(folder)[:2] == earlier
+    assert len(names(folder)) == 4
+    assert not set(own) & set(names(folder))
 
 
 def names(folder):
@@ -399,7 +417,7 @@ def test_states_come_back_as_they_were(tmp_path, number):
     first["optimizer"].step()
     first["scheduler"].step()
     Checkpoints(tmp_path, 1).save({name: part.state_dict() for name, part in first.items()}, {"more": [1]})
-    assert load(tmp_path / "checkpoint-000001", second) == {"more": [1]}
+    assert load(tmp_path / "checkpoint-000001", second)["more"] == [1]
     for name in ("model", "optimizer"):
         torch.testing.assert_close(second[name].state_dict(), first[name].state_dict(), rtol=0, atol=0)
     assert second["scheduler"].state_dict() == first["scheduler"].state_dict()

@@ -55,7 +55,7 @@ class Checkpoints:
 
     Args:
         folder: Where the checkpoints are; None if the run saves none.
-        keep: Number of latest checkpoints to keep.
+        keep: Number of latest checkpoints of this run to keep.
 
     Raises:
         ConfigError: `keep` is less than 1, or (on every rank) the ranks do not see the same folder.
@@ -72,6 +72,7 @@ class Checkpoints:
         numbers = _numbers(self._folder)
         agree("the checkpoints in checkpoint_dir", tuple(numbers))
         self._latest = numbers[-1] if numbers else 0
+        self._earlier = self._latest  # the last checkpoint of other runs, whose checkpoints stay
         # Names the drafts of this run: another one may still save into the folder, such as that of a requeued job.
         self._run: str = on_first(lambda: uuid4().hex)
         on_first(partial(self._remove, f"{UNFINISHED}*"))
@@ -84,6 +85,8 @@ class Checkpoints:
     def find(self, resume: str | os.PathLike[str] | None) -> Path | None:
         """Return the checkpoint to resume from; None if there is none.
 
+        A run that resumes from its own folder continues the run of that checkpoint. Any other run is a new one.
+
         Args:
             resume: "auto" for the latest in the run's own folder, None for none, the path of a checkpoint, or the path
                 of a folder of checkpoints, whose latest is returned.
@@ -92,16 +95,17 @@ class Checkpoints:
             ConfigError: `resume` is a path without a checkpoint.
         """
         folder = self._folder if resume == "auto" else None if resume is None else local_folder("resume", resume)
-        if folder is not None and (folder / REST).is_file():
-            return folder
-        if numbers := _numbers(folder):
-            return folder and folder / _name(numbers[-1])
-        if resume in (None, "auto"):
-            return None
-        raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
+        found = _latest_in(folder)
+        if found is None and resume not in (None, "auto"):
+            raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
+        if found is not None and self._folder is not None and found.parent.samefile(self._folder):
+            self._earlier = load_plain(found / REST)["earlier"]
+        elif self._latest:
+            log.info("%s has checkpoints of earlier runs, up to %s: they stay", self._folder, _name(self._latest))
+        return found
 
     def save(self, states: dict[str, Any], rest: dict[str, Any]) -> None:
-        """Add a checkpoint and remove those that are no longer kept.
+        """Add a checkpoint and remove those of this run that are no longer kept.
 
         Args:
             states: The state_dict of each part, such as the model; the same on all ranks.
@@ -125,7 +129,8 @@ class Checkpoints:
     def _publish(self, unfinished: Path, states: dict[str, Any], rest: dict[str, Any]) -> None:
         """Complete the folder and rename it into place. Remove the checkpoints that are no longer kept."""
         assert self._folder is not None
-        save_plain(unfinished / REST, {"parts": map_leaves(states, to_meta), **map_leaves(rest, to_plain)})
+        content = {"parts": map_leaves(states, to_meta), "earlier": self._earlier, **map_leaves(rest, to_plain)}
+        save_plain(unfinished / REST, content)
         published = self._folder / _name(self._latest)
         try:
             unfinished.rename(published)
@@ -136,7 +141,8 @@ class Checkpoints:
                 f"{published} is the checkpoint of another run: end that run, or give each a checkpoint_dir of its own"
             ) from None
         sync_folder(self._folder)
-        for number in _numbers(self._folder)[: -self._keep]:
+        own = [number for number in _numbers(self._folder) if number > self._earlier]
+        for number in own[: -self._keep]:
             (self._folder / _name(number)).rename(self._folder / f"{UNFINISHED}{number}-leaving")
         self._remove(f"{UNFINISHED}*-leaving")
 
@@ -211,6 +217,13 @@ def _dcp_errors() -> Iterator[None]:
 
 def _name(number: int) -> str:
     return f"checkpoint-{number:06d}"
+
+
+def _latest_in(folder: Path | None) -> Path | None:
+    """Return `folder` if it is a checkpoint, else the latest checkpoint in it; None if there is none."""
+    if folder is not None and not (folder / REST).is_file():
+        return folder / _name(numbers[-1]) if (numbers := _numbers(folder)) else None
+    return folder
 
 
 def _numbers(folder: Path | None) -> list[int]:

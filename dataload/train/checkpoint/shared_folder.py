@@ -19,7 +19,7 @@ PAUSE = 0.1  # seconds between two tries
 def require_shared(folder: Path, probe_prefix: str) -> None:
     """Raise an error unless all ranks see the same folder, for which each rank may have its own path.
 
-    Rank 0 creates the folder and, for a moment, an empty probe folder in it. Every rank looks for the probe in a
+    Rank 0 creates the folder and, for a moment, an empty probe folder in it. The other ranks look for the probe in a
     listing. A listing that shows the probe also shows all older entries of rank 0.
 
     Args:
@@ -30,8 +30,6 @@ def require_shared(folder: Path, probe_prefix: str) -> None:
         ConfigError: A rank does not see the probe, or rank 0 cannot create it (on every rank).
     """
     ranks = gather((str(folder), socket.gethostname(), uuid4().hex))
-    if len(ranks) == 1:
-        return
     path, host, nonce = ranks[0]
     probe = folder / f"{probe_prefix}{nonce}"
 
@@ -41,12 +39,13 @@ def require_shared(folder: Path, probe_prefix: str) -> None:
             probe.mkdir()
         except OSError as error:
             raise ConfigError(
-                f"checkpoint_dir {path!r}: rank 0, on host {host}, cannot create a folder there: {error}"
+                f"checkpoint_dir {path!r}: rank 0, on host {host}, cannot create a folder there: {error}; "
+                "give a folder in which it can"
             ) from error
 
     on_first(create)
     try:
-        objections = last_objections(lambda: _unseen(probe))
+        objections = last_objections(lambda: None if is_first() else _unseen(probe))
     finally:
         if is_first():
             with suppress(OSError):  # Another run in this folder may have removed it.
