@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,7 +23,6 @@ from dataload.catalog.sources import Source, source_paths
 from dataload.catalog.splits import split as split_manifest
 from dataload.catalog.subset import subset
 from dataload.errors import ConfigError
-from dataload.formats.schema import is_flat
 from dataload.map_style import MapStyle, as_array
 from dataload.mapping.places import stored_of
 from dataload.mapping.row_groups import MappedRowGroups
@@ -82,8 +81,6 @@ class Dataset(MapStyle):
         null_masks: bool = False,
         stages: Sequence[Stage] = (),
     ) -> None:
-        if isinstance(fill_null, Mapping):
-            _check_filled(manifest, fill_null)
         self.manifest = manifest
         self.blocks = blocks
         self.fill_null = fill_null
@@ -252,18 +249,6 @@ class Dataset(MapStyle):
     def _of(self, manifest: Manifest, stages: Sequence[Stage] | None = None) -> Dataset:
         kept = [stage.only(manifest) for stage in self.stages] if stages is None else stages
         return Dataset(manifest, self.blocks, self._columns, self.fill_null, self.null_masks, kept)
-
-
-def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
-    try:
-        manifest.check_columns(names)
-    except ConfigError as error:
-        raise ConfigError(f"fill_null: {error}") from None
-    for name in names:
-        if name not in manifest.schema.names:
-            raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
-        if not is_flat(field := manifest.schema.field(name)):
-            raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
 
 
 @known_keywords()

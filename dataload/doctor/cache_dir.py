@@ -78,7 +78,9 @@ def capacity(case: Case) -> Finding:
 def size(case: Case) -> Finding:
     """Check that a loader of the dataset accepts the limit of the cache."""
     if case.reads is None:
-        return ok("not checked without a dataset that can be read")
+        if case.unreadable:
+            return warning("not checked, because the dataset cannot be read", "see the checks of its store")
+        return ok("not checked without the URL of a dataset")
     limit = _limit(case, _used(case.folder))
     try:
         need_of([case.reads], limit, bytes(16), 1 / case.reads[0].num_streams)

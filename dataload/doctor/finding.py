@@ -58,6 +58,7 @@ class Case:
         pin_memory: Whether batches are pinned.
         row_bytes: Size of a decoded row in bytes. None: unknown.
         reads: The order of a loader and the row groups that it reads. None: unknown.
+        unreadable: Why the dataset cannot be read, or "".
         cluster: URL of the cluster. None: no cluster.
         allow_network_filesystem: Whether `folder` may be on a network filesystem.
         mounts: Where the kernel lists the mounts.
@@ -73,6 +74,7 @@ class Case:
     pin_memory: bool = False
     row_bytes: int | None = None
     reads: tuple[Order, RowGroupCache] | None = None
+    unreadable: str = ""
     cluster: str | None = field(default=None, repr=False)
     allow_network_filesystem: bool = False
     mounts: Path = Path("/proc/self/mountinfo")

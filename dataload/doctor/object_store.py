@@ -17,7 +17,7 @@ from dataload.cache.blocks.reader import Blocks, Object
 from dataload.cache.origin.explanation import fix_of
 from dataload.cache.origin.version import VERSION_FIELDS
 from dataload.catalog.sources import list_objects
-from dataload.doctor.finding import Finding, ok, problem, reason, warning
+from dataload.doctor.finding import Case, Finding, ok, problem, reason, warning
 from dataload.errors import DataloadError, ObjectChanged, OriginNotFound
 from dataload.formats.hive_partitions import Keys
 from dataload.runtime.cached_property import cached_property
@@ -199,6 +199,15 @@ def if_match(store: Store) -> Finding:
         "the store ignores If-Match: an object that is replaced during a read may mix with the old one",
         "write new objects under new names, and do not replace any while they are read",
     )
+
+
+def dataset(case: Case) -> Finding:
+    """Report whether the footers of all objects fit together and were read."""
+    if case.reads is None:
+        advice = "mend or remove what this names, or choose other objects"
+        return problem(f"the dataset cannot be read: {case.unreadable}", advice)
+    order, _ = case.reads
+    return ok(f"the footers describe {order.n:,} rows")
 
 
 def _host_and_port(url: str) -> tuple[str, int]:

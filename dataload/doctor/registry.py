@@ -54,6 +54,8 @@ def examine(case: Case, store: Store | None) -> Iterator[tuple[str, Finding]]:
         yield name, finding
         if finding.status == PROBLEM and name in REQUIRED:
             return
+    if case.reads or case.unreadable:
+        yield "dataset", object_store.dataset(case)
 
 
 def _run(check: Callable[[], Finding]) -> Finding:

@@ -342,7 +342,33 @@ def test_filters_of_plan_and_warm(at_bucket: Run, dataset_of: Callable[..., str]
     for command in ("plan", "warm"):
         done = at_bucket(command, url, "--filters", filters, "--cache-dir", str(tmp_path / "cache"), "--json")
         assert json.loads(done.stdout)["row_groups"] == 2
-    assert "not a JSON list" in at_bucket("warm", url, "--filters", "row_id > 3").stderr
+    assert "not JSON" in at_bucket("warm", url, "--filters", "row_id > 3").stderr
+
+
+def test_warm_caches_what_a_loader_with_other_nulls_reads(run: Run, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from dataload.loader import make_loader
+
+    pq.write_table(pa.table({"x": [1, None, 3], "name": ["a", None, "c"]}), url := tmp_path / "nulls.parquet")
+    cases = [
+        (["--fill-null", "0", "--columns", "x"], {"fill_null": 0, "columns": ["x"]}),
+        (["--fill-null", '{"x": -1, "name": "-"}'], {"fill_null": {"x": -1, "name": "-"}}),
+        (["--null-masks"], {"null_masks": True}),
+    ]
+    for number, (words, arguments) in enumerate(cases):
+        cache = str(tmp_path / str(number))
+        for command in ("plan", "warm"):
+            done = run(command, str(url), *words, "--cache-dir", cache)
+            assert done.returncode == 0, done.stderr
+        loader = make_loader(url, 3, cache_dir=cache, cache_bytes="10MB", **arguments)
+        assert len(list(loader)) == 1
+        assert loader.stats().misses == 0, words
+    assert "fill_null: column 'y' is not in" in run("warm", str(url), "--fill-null", '{"y": 0}').stderr
+    assert "--fill-null=none: not JSON" in run("warm", str(url), "--fill-null", "none").stderr
+    done = run("doctor", str(url), "--fill-null", "0", "--cache-dir", cache, "--cache-bytes", "1MB", "--json")
+    assert json.loads(done.stdout)["checks"]["dataset"]["what"] == "the footers describe 3 rows"
 
 
 def test_a_column_whose_name_has_a_comma(at_bucket: Run, bucket: Any, tmp_path: Path) -> None:

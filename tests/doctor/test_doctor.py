@@ -535,8 +535,27 @@ def test_rows_that_cannot_be_measured(
 
     (tmp_path / "x").write_bytes(BODY)
     monkeypatch.setattr(manifest, "manifest_of", manifest_of)
-    doctor(str(tmp_path / "x"), cache_dir=tmp_path / "cache", cache_bytes="1MB", as_json=True)
-    assert list(json.loads(capsys.readouterr().out)["checks"]) == [*MACHINE, *ORIGIN]
+    with pytest.raises(typer.Exit):
+        doctor(str(tmp_path / "x"), cache_dir=tmp_path / "cache", cache_bytes="1MB", as_json=True)
+    found = json.loads(capsys.readouterr().out)["checks"]
+    assert list(found) == [*MACHINE, *ORIGIN, "dataset"]
+    assert found["dataset"]["what"] == "the dataset cannot be read: an unexpected filesystem error"
+
+
+def test_a_dataset_that_no_loader_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "a.parquet")
+    for write, says in (
+        (lambda path: pq.write_table(pa.table({"x": ["a"]}), path), "differ in column 'x'"),
+        (lambda path: path.write_text("not parquet at all"), "b.parquet is not a Parquet file"),
+    ):
+        write(tmp_path / "b.parquet")
+        with pytest.raises(typer.Exit) as end:
+            doctor(str(tmp_path), cache_dir=tmp_path / "cache", cache_bytes="1MB", as_json=True)
+        assert end.value.exit_code == 1
+        found = json.loads(capsys.readouterr().out)["checks"]
+        assert found["dataset"]["status"] == "problem"
+        assert says in found["dataset"]["what"]
+        assert found["cache size"]["status"] == "warning"
 
 
 def test_rows_of_some_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

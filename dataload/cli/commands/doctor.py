@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,12 +14,15 @@ from dataload.cli.commands.options import (
     CacheDir,
     Cluster,
     Columns,
+    FillNull,
     Json,
+    NullMasks,
     StorageOptions,
     Window,
     config,
     mapping,
     names,
+    parsed,
 )
 from dataload.cli.console import FOUND_A_PROBLEM, progress, show, table
 
@@ -40,6 +43,8 @@ def doctor(
     prefetch: Annotated[int, typer.Option(min=1, help="Batches that each worker prefetches.")] = 2,
     pin_memory: Annotated[bool, typer.Option("--pin-memory", help="Check for pinned batches, as for a GPU.")] = False,
     columns: Columns = None,
+    fill_null: FillNull = None,
+    null_masks: NullMasks = False,
     window: Window = None,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
@@ -54,7 +59,8 @@ def doctor(
 
     cache_config = config(cache_dir, cache_bytes)
     store = None if url is None else _store(url, storage_options)
-    reads = _reads(store, names(columns), window, quiet=as_json) if store else None
+    chosen = names(columns), parsed("--fill-null", fill_null), null_masks
+    reads, unreadable = _reads(store, chosen, window, quiet=as_json) if store else (None, "")
     case = Case(
         cache_config.folder,
         cache_config.limit,
@@ -65,6 +71,7 @@ def doctor(
         pin_memory=pin_memory,
         row_bytes=reads[1].row_bytes if reads else None,
         reads=reads,
+        unreadable=unreadable,
         cluster=cluster,
         allow_network_filesystem=allow_network_filesystem,
     )
@@ -97,31 +104,39 @@ def _store(url: str, storage_options: str | None) -> Store:
 
 
 def _reads(
-    store: Store, columns: list[str] | None, window: int | None, *, quiet: bool
-) -> tuple[Order, RowGroupCache] | None:
-    """Return the order of a loader of this host, and the row groups that it reads.
+    store: Store, chosen: tuple[list[str] | None, Any, bool], window: int | None, *, quiet: bool
+) -> tuple[tuple[Order, RowGroupCache] | None, str]:
+    """Return the order of a loader of this host and the row groups that it reads, or else why they cannot be read.
 
-    Return None if the files cannot be read: the checks report why. Raise ConfigError for a missing column.
+    Args:
+        store: Where the dataset is.
+        chosen: The loader's columns, fill_null and null_masks.
+        window: The loader's window.
+        quiet: Whether to show no progress.
+
+    Raises:
+        ConfigError: An argument does not fit the dataset.
     """
     from dataload.catalog.manifest import manifest_of
-    from dataload.doctor.finding import OK
+    from dataload.doctor.finding import OK, reason
     from dataload.doctor.object_store import endpoint
     from dataload.errors import ConfigError
     from dataload.planning.warm import order_of
     from dataload.rows.row_group_cache import RowGroupCache
 
-    if endpoint(store).status != OK:
-        return None
+    if (found := endpoint(store)).status != OK:
+        return None, found.what
+    columns, *nulls = chosen
     try:
         with progress("reading footers", len(store.objects), quiet=quiet, unit="files") as advance:
             manifest = manifest_of(store.objects, store.blocks, lambda _: advance(1))
-        blobs = RowGroupCache(manifest, manifest.select(columns), store.blocks)
+        blobs = RowGroupCache(manifest, manifest.select(columns), store.blocks, *nulls)
         blobs.measure()
     except ConfigError:
         raise
-    except Exception:  # noqa: BLE001 (stores raise errors of many types)
-        return None
-    return order_of(manifest, window=window, num_streams=_num_streams()), blobs
+    except Exception as error:  # noqa: BLE001 (stores raise errors of many types)
+        return None, reason(error)
+    return (order_of(manifest, window=window, num_streams=_num_streams()), blobs), ""
 
 
 def _num_streams() -> int:

@@ -30,11 +30,16 @@ Cluster = Annotated[
     str | None, typer.Option(help="URL of the Valkey or Redis that hosts share: valkey://host:port,host:port.")
 ]
 Columns = Annotated[str | None, typer.Option(help="Names of columns, comma-separated or as a JSON list; default: all.")]
+FillNull = Annotated[
+    str | None,
+    typer.Option(help='The loader\'s fill_null, as JSON: 0, or {"age": 0, "name": "-"}; default: none.'),
+]
 FilterLists = Annotated[
     str | None,
     typer.Option("--filters", help='Rows to read, as a JSON list: [["label", "=", "cat"]]; default: all.'),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+NullMasks = Annotated[bool, typer.Option("--null-masks", help="As for the loader: rows with masks of nulls.")]
 NumStreams = Annotated[int | None, typer.Option(min=1, help="The loader's num_streams; default: the number of nodes.")]
 Url = Annotated[str, typer.Argument(help="URL or path of a file, a folder or a glob.")]
 Weights = Annotated[
@@ -64,12 +69,12 @@ def names(text: str | None) -> list[str] | None:
     return columns
 
 
-def filter_lists(text: str | None) -> Any:
-    """Return the value of --filters; None: all rows. Raise ConfigError if the text is not JSON."""
+def parsed(option: str, text: str | None) -> Any:
+    """Return the value of an option that is JSON; None without it. Raise ConfigError if the text is not JSON."""
     try:
         return None if text is None else json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--filters={text}: not a JSON list: {error}") from error
+        raise ConfigError(f"{option}={text}: not JSON: {error}") from error
 
 
 def node_of(text: str | None) -> tuple[int, int]:
@@ -141,16 +146,24 @@ def open_manifest(
 
 
 def open_dataset(
-    url: str, storage_options: str | None, columns: str | None, filters: str | None, config: CacheConfig, *, quiet: bool
+    url: str,
+    storage_options: str | None,
+    config: CacheConfig,
+    *,
+    columns: str | None,
+    filters: str | None,
+    fill_null: str | None,
+    null_masks: bool,
+    quiet: bool,
 ) -> tuple[Manifest, RowGroupCache, Blocks]:
     """Read the footers at `url`. Return the dataset, the cache of its columns, and the reader of its objects."""
     from dataload.rows.row_group_cache import RowGroupCache
 
-    chosen = filter_lists(filters)
+    chosen, replacement = parsed("--filters", filters), parsed("--fill-null", fill_null)
     manifest, blocks, _ = open_manifest(url, storage_options, config, quiet=quiet)
     selected = manifest.select(names(columns))
     if chosen is not None:
         from dataload.catalog.filtering import narrow
 
         manifest = narrow(manifest, blocks, chosen)
-    return manifest, RowGroupCache(manifest, selected, blocks), blocks
+    return manifest, RowGroupCache(manifest, selected, blocks, replacement, null_masks), blocks

@@ -16,8 +16,10 @@ from dataload.cli.commands.options import (
     CacheBytes,
     CacheDir,
     Columns,
+    FillNull,
     FilterLists,
     Json,
+    NullMasks,
     Seed,
     StorageOptions,
     Weights,
@@ -56,6 +58,8 @@ def plan(
     num_streams: Annotated[int, typer.Option(min=1, help="The loader's num_streams: one for each node.")] = 1,
     columns: Columns = None,
     filters: FilterLists = None,
+    fill_null: FillNull = None,
+    null_masks: NullMasks = False,
     bandwidth: Annotated[str, typer.Option(help="Bytes per second from the origin.")] = "1GB",
     latency: Annotated[float, typer.Option(callback=_number, help="Seconds per request; S3 takes about 0.1.")] = 0.1,
     price: Annotated[
@@ -77,8 +81,10 @@ def plan(
     shares = _shares(urls, weights)
     rate = parse_bytes("bandwidth", bandwidth)
     cache_config = config(cache_dir, cache_bytes, allow_network_filesystem=allow_network_filesystem)
+    reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
     sources = [
-        Files(*open_dataset(url, storage_options, columns, filters, cache_config, quiet=as_json)) for url in urls
+        Files(*open_dataset(url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json))
+        for url in urls
     ]
     order = _order(urls, sources, shares, seed=seed, window=window, num_streams=num_streams)
     ranks = {"batch_size": batch_size * world_size, "host_ranks": math.ceil(world_size / num_streams)}

@@ -13,8 +13,10 @@ from dataload.cli.commands.options import (
     CacheDir,
     Cluster,
     Columns,
+    FillNull,
     FilterLists,
     Json,
+    NullMasks,
     NumStreams,
     Seed,
     StorageOptions,
@@ -43,6 +45,8 @@ def warm(
     window: Window = None,
     columns: Columns = None,
     filters: FilterLists = None,
+    fill_null: FillNull = None,
+    null_masks: NullMasks = False,
     cache_dir: CacheDir = None,
     cache_bytes: CacheBytes = None,
     allow_network_filesystem: AllowNetworkFilesystem = False,
@@ -59,7 +63,10 @@ def warm(
     node, nodes = node_of(shard)
     cache_config = config(cache_dir, cache_bytes, cluster, allow_network_filesystem=allow_network_filesystem)
     _must_answer(cache_config)
-    manifest, blobs, blocks = open_dataset(url, storage_options, columns, filters, cache_config, quiet=as_json)
+    reads = {"columns": columns, "filters": filters, "fill_null": fill_null}
+    manifest, blobs, blocks = open_dataset(
+        url, storage_options, cache_config, **reads, null_masks=null_masks, quiet=as_json
+    )
     groups = part_of(manifest, node, nodes, num_streams, epoch=epoch, seed=seed, window=window)[:first]
     kept = _fetch(blobs, groups, quiet=as_json)
     blocks.settle()
