@@ -48,7 +48,7 @@ class Plan:
         nodes: Nodes that share the dataset, one for each stream of the order.
         objects: Number of objects.
         bytes: Bytes of the objects.
-        rows: Number of rows.
+        rows: Number of rows, without those that filters leave out.
         epoch_rows: Rows of an epoch. In a mixture, the weights determine it.
         row_groups: Number of row groups.
         decoded_bytes: Bytes of the rows as records.
@@ -125,7 +125,8 @@ def plan(
     for files in sources:
         files.blobs.memory.share(host_ranks)
     row_groups = [group for files in sources for group in files.manifest.row_groups]
-    lengths, sizes = [group.rows for group in row_groups], [group.bytes for group in row_groups]
+    lengths = [rows for files in sources for rows in files.manifest.block_lengths.tolist()]
+    sizes = [group.bytes for group in row_groups]
     objects = {group.file for group in row_groups}
     tier, every = sources[0].blocks.tier, [files.blobs for files in sources]
     limit = tier.limit if tier.shared else 0

@@ -458,3 +458,12 @@ def test_a_path_that_is_not_utf_8_has_a_plan(tmp_path: Path) -> None:
     found = foretell([files], order_of(dataset.manifest), 10)
     assert found.first_epoch is not None
     assert found.first_epoch.bytes == path.stat().st_size
+
+
+def test_a_plan_of_some_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": range(10_000)}), tmp_path / "x.parquet", row_group_size=1000)
+    few = make_dataset(tmp_path / "x.parquet", cache=False).filter([["x", "<", 1100]])
+    plan = foretell([files_of(few)], order := order_of(few.manifest), 64)
+    assert plan.rows == plan.epoch_rows == 1100
+    assert plan.trade == weigh_window(order.window, [1000, 100], [group.bytes for group in few.row_groups], 64)
+    assert "epoch" not in dict(lines(plan))
