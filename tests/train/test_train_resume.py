@@ -232,6 +232,23 @@ def test_checkpoints_of_a_new_run_come_after_those_of_an_earlier_run(tmp_path):
     assert torch.equal(train_with_noise(tmp_path, 1)[0], restarted)
 
 
+@pytest.mark.parametrize("keys", [("ema.w", "ema"), (1, "1")])
+def test_two_tensors_of_one_name_stop_the_run_before_it_trains(keys, tmp_path):
+    class Averaging(torch.optim.SGD):
+        def state_dict(self):
+            first, second = keys
+            other = {"w": torch.ones(3)} if second == "ema" else torch.ones(3)
+            return {**super().state_dict(), first: torch.zeros(3), second: other}
+
+    def never(model, batch):
+        raise AssertionError("it trains")
+
+    model, _ = build()
+    optimizer = Averaging(model.parameters(), 0.1)
+    with pytest.raises(ConfigError, match=r"two are called optimizer\.(ema\.w|1): rename a key"):
+        fit(model, optimizer, in_order(4), never, epochs=1, checkpoint_dir=tmp_path, progress=False)
+
+
 @pytest.mark.parametrize("resume", [None, "other"])
 def test_checkpoints_of_earlier_runs_stay(tmp_path, resume):
     """Also when the new run is resumed. It removes its own."""

@@ -52,8 +52,21 @@ def leaves(state: Any) -> dict[str, Any]:
 
 
 def tensors(state: Any) -> dict[str, Any]:
-    """Return the leaves of `state` that are tensors, by name."""
-    return {name: leaf for name, leaf in leaves(state).items() if isinstance(leaf, Tensor)}
+    """Return the leaves of `state` that are tensors, by name.
+
+    Raises:
+        ConfigError: Two tensors have one name, such as those of the keys "a.b" and "a", "b".
+    """
+    found: dict[str, Any] = {}
+
+    def add(name: str, leaf: Any) -> None:
+        if isinstance(leaf, Tensor):
+            if name in found:
+                raise ConfigError(f"a checkpoint holds one tensor of a name, but two are called {name}: rename a key")
+            found[name] = leaf
+
+    map_leaves(state, add)
+    return found
 
 
 def to_plain(_: str, leaf: Any) -> Any:
@@ -106,7 +119,8 @@ def save_plain(path: Path, content: dict[str, Any]) -> None:
 
 
 def check_plain(content: dict[str, Any]) -> None:
-    """Raise ConfigError, which names the leaves, if `content` could not be read back after `save_plain`."""
+    """Raise ConfigError, which names the leaves, if a checkpoint with `content` could not be read back."""
+    tensors(content)
     if error := _load_error(content):
         raise _not_plain(content, error) from error
 
