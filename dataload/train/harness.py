@@ -102,8 +102,9 @@ def fit(
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
             beginning; a path must exist, and counts again after each restart by torchrun. With the same number of
             ranks, the result has the same bits as that of an uninterrupted run. With another number of ranks, the
-            loader states of all ranks must have been equal. Other data, such as further files, are trained on with a
-            warning if the checkpoint is of the end of an epoch, and raise a ConfigError otherwise.
+            loader states of all ranks must have been equal. Learning rates are those of the checkpoint. Other data, such
+            as further files, are trained on with a warning if the checkpoint is of the end of an epoch, and raise a
+            ConfigError otherwise.
         check_finite: Stop at a loss that is NaN or infinite. On a GPU this happens a few steps later, because no step
             waits for its loss. Parameters are checked before each checkpoint and at the end of each epoch.
         timeout: Seconds after which an operation that waits for another rank fails; None for torch's default. Between
@@ -144,7 +145,7 @@ def fit(
         [32, 32]
     """
     check_options(precision, accumulate, clip_grad_norm)
-    _check_arguments(comm_hook, checkpoint_every, log_every, loader)
+    _check_arguments(comm_hook, epochs, checkpoint_every, log_every, scheduler, loader)
     _check_model(model, optimizer)
     mesh, world = _data_parallel(loader, mesh)
     device = device_of(World.detect(), device)
@@ -176,9 +177,14 @@ def fit(
         return loop.run(epochs, resumed, show_progress=progress and is_first())
 
 
-def _check_arguments(comm_hook: str | None, checkpoint_every: int | None, log_every: int, loader: Any) -> None:
+def _check_arguments(
+    comm_hook: str | None, epochs: int, checkpoint_every: int | None, log_every: int, scheduler: Any, loader: Any
+) -> None:
     if comm_hook is not None and comm_hook not in COMM_HOOKS:
         raise ConfigError(f"comm_hook={comm_hook!r} is not one of {', '.join(COMM_HOOKS)}")
+    whole_number("epochs", epochs, least=0)
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise ConfigError(f"scheduler={scheduler!r} has no step(): pass a torch.optim.lr_scheduler of the optimizer")
     for name, steps in (("checkpoint_every", checkpoint_every), ("log_every", log_every)):
         if steps is not None:
             whole_number(name, steps, least=1)

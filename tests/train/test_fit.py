@@ -619,6 +619,8 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm=nan"),
         ({"log_every": 0}, "log_every=0"),
+        ({"epochs": "2"}, "epochs='2' must be a whole number"),
+        ({"scheduler": len}, r"has no step\(\)"),
         ({"checkpoint_every": -1}, "checkpoint_every=-1"),
         ({"epoch": 3}, r"epoch= is unknown: did you mean 'epochs'\?"),
         ({"zzz": 3}, "zzz= is unknown: it is not an argument of fit"),
@@ -628,4 +630,4 @@ def test_progress_off_a_terminal_is_one_plain_line_an_epoch(capsys):
 def test_arguments_that_cannot_work_are_refused(options, message):
     model, optimizer = build()
     with pytest.raises(ConfigError, match=message):
-        fit(model, optimizer, options.pop("loader", in_order(8)), squared_error, epochs=1, progress=False, **options)
+        fit(model, optimizer, options.pop("loader", in_order(8)), squared_error, **{"epochs": 1, **options})

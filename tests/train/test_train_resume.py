@@ -369,6 +369,45 @@ def test_checkpoint_of_another_setup_is_refused(tmp_path):
         fit(model, optimizer, in_order(8), squared_error, epochs=2, checkpoint_dir=tmp_path, progress=False)
 
 
+def one_group_each(parameters):
+    return torch.optim.SGD([{"params": [each]} for each in parameters], 0.1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "problem"),
+    [
+        (torch.optim.SGD, torch.optim.AdamW, "betas"),
+        (one_group_each, torch.optim.SGD, "parameter groups"),
+        (torch.optim.Adam, torch.optim.SGD, "momentum"),
+        (torch.optim.Adadelta, torch.optim.Adam, "betas"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(tmp_path, saved, resumed, problem):
+    def train(make, epochs):
+        model, _ = build()
+        optimizer = make(model.parameters())
+        fit(model, optimizer, in_order(8), squared_error, epochs=epochs, checkpoint_dir=tmp_path, progress=False)
+
+    train(saved, 1)
+    train(saved, 2)
+    with pytest.raises(ConfigError, match=f"state of another optimizer .*{problem}.*: resume with that optimizer"):
+        train(resumed, 3)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_the_learning_rate_of_a_checkpoint_is_logged_if_it_replaces_another(tmp_path, caplog, scheduled):
+    for epochs, rate in ((1, 0.1), (2, 0.1), (3, 5.0)):
+        model, _ = build()
+        optimizer = torch.optim.SGD(model.parameters(), rate)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) if scheduled else None
+        options = {"scheduler": scheduler, "checkpoint_dir": tmp_path, "progress": False}
+        caplog.clear()
+        fit(model, optimizer, in_order(8), squared_error, epochs=epochs, **options)
+        found = [record.getMessage() for record in caplog.records if "learning rate" in record.getMessage()]
+        assert len(found) == (rate == 5.0)
+    assert found[0].endswith("checkpoint-000002, [0.1], not [5.0] of this call of fit")
+
+
 class Odd(nn.Linear):
     """A layer whose state can be pickled, but from its first forward on not loaded without running code."""
 

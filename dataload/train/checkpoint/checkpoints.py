@@ -40,7 +40,7 @@ from dataload.train.checkpoint.state import (
     to_meta,
     to_plain,
 )
-from dataload.train.distributed import agree, on_first
+from dataload.train.distributed import agree, is_first, on_first
 from dataload.train.sharded import allocator
 
 REST = "rest.pt"
@@ -159,7 +159,7 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     """Load the state of each part from the checkpoint at `path`; return the rest.
 
     Raises:
-        ConfigError: The checkpoint has other parts.
+        ConfigError: The checkpoint has other parts, or the state of another optimizer.
     """
     rest = load_plain(path / REST)
     states = rest.pop("parts")
@@ -173,8 +173,33 @@ def load(path: Path, parts: dict[str, Any]) -> dict[str, Any]:
         reader.read_metadata()  # here, because DCP would hide its errors
         dcp_load(tensors(states), storage_reader=reader)
     for name, part in parts.items():
-        part.load_state_dict(states[name])
+        if name == "optimizer":
+            _load_optimizer(path, part, states[name])
+        else:
+            part.load_state_dict(states[name])
     return rest
+
+
+def _load_optimizer(path: Path, optimizer: Any, state: dict[str, Any]) -> None:
+    """Load the state of the optimizer. Log learning rates of this call of fit that the checkpoint replaces."""
+    given = _learning_rates(optimizer)
+    try:
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            _ = [group[name] for name in optimizer.defaults]  # torch itself misses them in the first step only
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path} has the state of another optimizer ({error!r}): resume with that optimizer, or give this run a "
+            "checkpoint_dir of its own"
+        ) from error
+    resumed = _learning_rates(optimizer)
+    if resumed != given and is_first():
+        log.warning("resumed with the learning rate of %s, %s, not %s of this call of fit", path, resumed, given)
+
+
+def _learning_rates(optimizer: Any) -> list[float]:
+    """Return the learning rate of each group of parameters, before the changes by a scheduler."""
+    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
 
 
 class _SafeReader(FileSystemReader):
