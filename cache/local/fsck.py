@@ -113,14 +113,16 @@ def evict(
     Raises:
         ConfigError: `path` is not a valid glob.
     """
-    before = used = folder.index.used_bytes()
+    evicted = 0
     if path is None:
+        used = folder.index.used_bytes()
         while used > keep_bytes:
             folder.evict(max(keep_bytes, used - EVICTED_BYTES))
             left = folder.index.used_bytes()
             if left >= used:  # The rest is being filled, or other processes fill as fast.
                 break
             progress(used - left)
+            evicted += used - left
             used = left
     else:
         chosen = _named(path, folder)
@@ -129,8 +131,9 @@ def evict(
                 with folder.locks.hold(row.digest, timeout=0) as held:
                     if held:
                         folder.discard(row.digest)
+                        evicted += row.size
             progress(row.size)
-    return before - folder.index.used_bytes()
+    return evicted
 
 
 def _named(path: str, folder: CacheFolder) -> Callable[[str], object]:

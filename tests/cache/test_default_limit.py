@@ -127,12 +127,13 @@ def test_all_commands_tell_the_same_limit(
     make_dataset(url, cache=CacheConfig(str(path)))
     (path / default_limit.FILE).write_text("123456789")
 
-    def told(*words: str) -> int:
+    def told(*words: str, key: str = "cache_bytes") -> int:
         capsys.readouterr()
         app.app([*words, "--cache-dir", str(path), "--json"], standalone_mode=False)
-        return int(json.loads(capsys.readouterr().out)["cache_bytes"])
+        return int(json.loads(capsys.readouterr().out)[key])
 
-    assert [told("cache", "stats"), told("plan", url), told("warm", url)] == [123456789] * 3
+    stats = told("cache", "stats", key="default_cache_bytes")
+    assert [stats, told("plan", url), told("warm", url)] == [123456789] * 3
     assert f"the cache may use {decimal(123456789)}" in cache_dir.capacity(Case(path)).what
     assert cache_dir.capacity(Case(tmp_path / "none")).status == "ok"
     assert not (tmp_path / "none").exists(), "doctor created a cache"

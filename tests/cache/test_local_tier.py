@@ -818,6 +818,12 @@ def test_evict_by_path(tmp_path: Path) -> None:
     assert_sound(tier, set())
 
 
+def test_evict_counts_its_own_bytes_beside_a_process_that_fills(tmp_path: Path) -> None:
+    tier = LocalTier(tmp_path / "c")
+    put(tier, "x/1")
+    assert fsck.evict(tier.folder, path="bucket/x", progress=lambda _: put(tier, "y/1")) == row_bytes("x/1")
+
+
 def test_evict_keeps_what_was_used_last(tmp_path: Path) -> None:
     tier = LocalTier(tmp_path / "c")
     for name in "abc":

@@ -30,7 +30,7 @@ def stats(
     rows = list(folder.index.rows())
     used = folder.index.used_bytes()
     limit = folder.default_limit
-    figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used, "cache_bytes": limit}
+    figures = {"cache_dir": str(folder.path), "blobs": len(rows), "bytes": used, "default_cache_bytes": limit}
     text = f"{folder.path}: {len(rows)} blobs, {decimal(used)}; the default limit is {decimal(limit)}"
     show(figures, text, as_json=as_json)
 
@@ -85,7 +85,7 @@ def evict(
         freed = fsck.evict(folder, path=path, keep_bytes=keep, progress=advance)
     show({"bytes": freed}, f"{decimal(freed)} evicted", as_json=as_json)
     if url is not None and not freed:
-        raise DataloadError(f"the cache holds no blobs of {redacted(url)}")
+        raise DataloadError(f"the cache holds no blobs of {redacted(url)}, or only some that are being written")
 
 
 def _path(url: str) -> str:

@@ -75,7 +75,7 @@ def warm(
     rows = int(manifest.block_lengths[groups].sum())
     figures = {
         "objects": len(files),
-        "bytes": sum(file.size for file in files),
+        "bytes": sum(group.bytes for group in part),
         "rows": rows,
         "row_groups": len(part),
         "row_groups_kept": kept,
@@ -85,7 +85,7 @@ def warm(
         {**figures, **stats},
         f"{counted(len(files), 'object')}, {counted(rows, 'row')}; "
         f"{decimal(int(stats['bytes_origin']))} fetched in {counted(int(stats['requests_origin']), 'request')}"
-        f"{', the rest was cached' if kept == len(groups) else ''}",
+        f"{'; the cache has all of it' if kept == len(groups) else ''}",
         as_json=as_json,
     )
     if kept < len(groups):
