@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,6 +30,7 @@ import pytest
 import s3fs
 import typer
 from attempts import fail_at_once
+from clusters import Server, ServerCluster
 from rich.filesize import decimal
 
 from dataload import make_loader
@@ -388,6 +389,29 @@ def test_a_cluster_that_does_not_answer(case: Case) -> None:
     assert "user and password" in found
     assert "s3cret" not in found
     assert "must be valkey://host:port" in line(cluster.cluster(Case(case.folder, cluster="s3cret")))
+
+
+def test_a_cluster_that_cannot_be_written(case: Case, tmp_path: Path) -> None:
+    def found(url: str) -> str:
+        return line(cluster.cluster(replace(case, cluster=url)))
+
+    with Server(tmp_path / "a") as server, Server(tmp_path / "b", "--replicaof", "127.0.0.1", str(server.port)) as copy:
+        assert found(server.url).startswith(f"ok: {server.address} can be read and written")
+        assert server.ask("DBSIZE") == 0
+        assert "name a primary" in found(copy.url)
+        server.ask("ACL", "SETUSER", "reader", "on", ">s3cret", "~*", "+get", "+hello", "+client")
+        denied = found(f"valkey://reader:s3cret@{server.address}")
+        assert "+set +eval +pexpire" in denied
+        assert "s3cret" not in denied
+        server.ask("CONFIG", "SET", "maxmemory", "1", "maxmemory-policy", "noeviction")
+        assert "maxmemory-policy allkeys-lru" in found(server.url)
+
+
+def test_every_node_of_a_cluster_is_written(case: Case, tmp_path: Path) -> None:
+    with ServerCluster(tmp_path) as servers:
+        assert cluster.cluster(replace(case, cluster=servers.url)).status == "ok"
+        servers.servers[1].ask("CONFIG", "SET", "maxmemory", "1", "maxmemory-policy", "noeviction")
+        assert "cannot be used: " in line(cluster.cluster(replace(case, cluster=servers.url)))
 
 
 @dataclass
