@@ -141,11 +141,12 @@ def test_a_checkpoint_that_cannot_be_listed_is_not_published(tmp_path, monkeypat
         [draft] = tmp_path.glob(".checkpoint-000001-*")
         (draft / "stale").symlink_to("missing")
 
+    run = Checkpoints(tmp_path, 1)
     monkeypatch.setattr(checkpoints, "dcp_save", add_a_stale_entry)
     with pytest.raises(
         ConfigError, match=r"\.checkpoint-000001-\w+ cannot be checked.*No such file or directory.*stale"
     ):
-        Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
+        run.save({"model": {"x": torch.ones(9)}}, {})
     [draft] = names(tmp_path)
     assert draft.startswith(".checkpoint-000001-")
 
@@ -158,9 +159,10 @@ def test_a_checkpoint_with_a_file_cut_short_is_not_published(tmp_path, monkeypat
         (file,) = tmp_path.glob(".checkpoint-*/*.distcp")
         os.truncate(file, file.stat().st_size - 1)
 
+    run = Checkpoints(tmp_path, 1)
     monkeypatch.setattr(checkpoints, "dcp_save", cut_short)
     with pytest.raises(ConfigError, match=r"does not see all of __0_0\.distcp"):
-        Checkpoints(tmp_path, 1).save({"model": {"x": torch.ones(9)}}, {})
+        run.save({"model": {"x": torch.ones(9)}}, {})
     [draft] = names(tmp_path)
     assert draft.startswith(".checkpoint-000001-")
 

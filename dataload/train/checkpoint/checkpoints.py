@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
@@ -76,6 +78,7 @@ class Checkpoints:
         # Names the drafts of this run: another one may still save into the folder, such as that of a requeued job.
         self._run: str = on_first(lambda: uuid4().hex)
         on_first(partial(self._remove, f"{UNFINISHED}*"))
+        on_first(self._check_format)
 
     @property
     def enabled(self) -> bool:
@@ -121,7 +124,6 @@ class Checkpoints:
         unfinished = self._folder / f".{_name(self._latest)}-{self._run}"
         with _dcp_errors():
             dcp_save(tensors(states), storage_writer=FileSystemWriter(unfinished))
-        # Rank 0 reads the metadata back: a later version of torch may write what MetadataUnpickler does not allow.
         if problem := last_objections(lambda: on_first(lambda: _incomplete(unfinished)))[0]:
             raise ConfigError(problem)
         on_first(partial(self._publish, unfinished, states, rest))
@@ -145,6 +147,23 @@ class Checkpoints:
         for number in own[: -self._keep]:
             (self._folder / _name(number)).rename(self._folder / f"{UNFINISHED}{number}-leaving")
         self._remove(f"{UNFINISHED}*-leaving")
+
+    def _check_format(self) -> None:
+        """Raise ConfigError if the metadata that this torch writes has more than MetadataUnpickler allows."""
+        if self._folder is None:
+            return
+        probe = self._folder / f"{UNFINISHED}probe-{self._run}"
+        try:
+            with _dcp_errors():
+                dcp_save({"x": torch.zeros(1)}, storage_writer=FileSystemWriter(probe), no_dist=True)
+            _metadata(probe)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(
+                f"torch {torch.__version__} writes checkpoints that this version of dataload cannot read back "
+                f"({error}): use an earlier torch or a later dataload"
+            ) from error
+        finally:
+            self._remove(probe.name)
 
     def _remove(self, pattern: str) -> None:
         """Remove folders that hold no checkpoint of the run. On NFS, files that are open elsewhere stay until later."""
@@ -206,9 +225,13 @@ class _SafeReader(FileSystemReader):
     """A DCP reader that unpickles metadata with an allow-list."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: Metadata = MetadataUnpickler(file).load()
-        return metadata
+        return _metadata(Path(self.path))
+
+
+def _metadata(folder: Path) -> Metadata:
+    with (folder / ".metadata").open("rb") as file:
+        metadata: Metadata = MetadataUnpickler(file).load()
+    return metadata
 
 
 def _incomplete(folder: Path) -> str | None:
