@@ -32,8 +32,8 @@ class Finding:
     advice: str = ""
 
 
-def ok(what: str, advice: str = "") -> Finding:
-    return Finding(OK, redacted(what), advice)
+def ok(what: str) -> Finding:
+    return Finding(OK, redacted(what))
 
 
 def warning(what: str, advice: str) -> Finding:

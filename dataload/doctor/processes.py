@@ -15,7 +15,7 @@ def fork(case: Case) -> Finding:
     """Report the default start method; the training program may set another one."""
     method = multiprocessing.get_start_method()
     if method == "fork" and case.num_workers:
-        return ok(
+        return warning(
             "unless the program sets another start method, workers are forked from a process with threads: a lock "
             "that a thread holds at that moment stays locked, and workers fetch more slowly",
             "make_loader(..., multiprocessing_context='forkserver')",

@@ -348,7 +348,7 @@ def test_workers_that_are_forked(case: Case) -> None:
         assert processes.fork(Case(case.folder, num_workers=1)).advice == ""
     finally:
         multiprocessing.set_start_method(before, force=True)
-    assert found.startswith("ok: unless the program sets another start method, workers are forked")
+    assert found.startswith("warning: unless the program sets another start method, workers are forked")
     assert "multiprocessing_context='forkserver'" in found
 
 
