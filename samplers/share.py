@@ -17,6 +17,21 @@ Int64 = npt.NDArray[np.int64]
 RUN_ROWS = 1 << 14  # rows computed together: enough to hide numpy's overhead, few enough for the CPU's cache
 
 
+def run_bounds(most: int, batches: int) -> Iterator[tuple[int, int]]:
+    """Yield the (first, after) batches of each run of an epoch, which are computed and gathered together.
+
+    The first runs are small, so that the first batch does not wait for many others.
+
+    Args:
+        most: Batches of a run, at most; but a run has at least 1.
+        batches: Batches of the epoch.
+    """
+    first, size = 0, 1
+    while first < batches:
+        yield first, min(first + size, batches)
+        first, size = first + size, min(2 * size, max(1, most))
+
+
 @dataclass(frozen=True)
 class Share:
     """One rank's share of global batches of num_replicas * batch_size consecutive positions.
@@ -72,11 +87,9 @@ class Share:
         """
         full, tail = divmod(n - start, self.global_batch_size)
         pattern, period = self._pattern(start, full)
-        done, step = 0, 1  # small first, so that the first batch does not wait for many others
-        while done < full:
-            repeats, batches = np.divmod(np.arange(done, min(done + step, full)), len(pattern))
+        for first, after in run_bounds(self.run_rows // self.batch_size, full):
+            repeats, batches = np.divmod(np.arange(first, after), len(pattern))
             yield pattern[batches] + repeats[:, None] * period
-            done, step = done + step, min(2 * step, max(1, self.run_rows // self.batch_size))
         if tail and not self.drop_last:
             yield self._tail(n - tail, n)[None]
 

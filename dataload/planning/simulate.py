@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from dataload.rows.open_row_groups import evictions
 from dataload.rows.row_group_cache import RowGroupCache
 from dataload.samplers.mixture.order import MixtureOrder
 from dataload.samplers.order import Order
+from dataload.samplers.share import run_bounds
 
 
 @dataclass(frozen=True)
@@ -163,17 +165,10 @@ class Reader:
             yield self._fetched - before
 
     def _gathered(self, epoch: int, batch_size: int, at_once: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield the (position, row group) that each gather needs first. Gathers grow, as in `Share.runs`."""
-        most = max(1, self._order.run_rows // batch_size)
-        doublings = (most - 1).bit_length()
-
-        def gather(need: tuple[int, int]) -> tuple[int, int]:
-            batch = need[0] // batch_size
-            run = min(doublings, (batch + 1).bit_length() - 1)
-            more, within = divmod(batch + 1 - (1 << run), most)
-            return run + more, within // at_once
-
-        for _, needs in groupby(self._needs_of(epoch), gather):
+        """Yield the (position, row group) that each gather needs first. A gather has `at_once` batches of a run."""
+        runs = run_bounds(self._order.run_rows // batch_size, -(-self._order.n // batch_size))
+        firsts = [batch * batch_size for run in runs for batch in range(*run, at_once)]
+        for _, needs in groupby(self._needs_of(epoch), lambda need: bisect(firsts, need[0])):
             yield list(needs)
 
     def _needs_from(self, epoch: int) -> Iterator[tuple[int, int]]:
