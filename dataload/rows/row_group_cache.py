@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from typing import Any
 
@@ -16,9 +16,9 @@ from dataload.cache.single_flight import make_once
 from dataload.cache.tier import BlobKey, Span, Tier, group_number
 from dataload.catalog.manifest import Manifest
 from dataload.catalog.selection import Selection
-from dataload.errors import ConfigError, DataError
+from dataload.errors import DataError
 from dataload.formats.base import SHARED_BYTES
-from dataload.formats.schema import Layout, is_flat
+from dataload.formats.schema import Layout
 from dataload.rows.columns import Column, concatenate
 from dataload.rows.making.bunches import Member, is_small, make_together
 from dataload.rows.making.row_group_maker import RowGroupMaker
@@ -46,10 +46,6 @@ class RowGroupCache(SizeForecast):
         fill_null: Replacement of nulls, for all columns or, as a mapping, by column; or None.
         null_masks: Whether to store masks of nulls, see `fields_of`.
 
-    Raises:
-        ConfigError: `fill_null` names a column that is not in the dataset, or cannot be filled.
-        DataError: A column has an unsupported type.
-
     Attributes:
         plan: Names, lengths and sizes of the blobs.
         maker: Makes the row groups that are not cached.
@@ -68,8 +64,6 @@ class RowGroupCache(SizeForecast):
         fill_null: Any = None,
         null_masks: bool = False,
     ) -> None:
-        if isinstance(fill_null, Mapping):
-            _check_filled(manifest, fill_null)
         self._manifest = manifest
         self._columns = tuple(columns)
         self._blocks = blocks
@@ -289,18 +283,6 @@ class RowGroupCache(SizeForecast):
     def _key(self, number: int, part: str) -> BlobKey:
         file = self._manifest.row_groups[number].file
         return self._blocks.key(file, self.plan.qualified(number, part), self.plan.group_name(number))
-
-
-def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
-    try:
-        manifest.check_columns(names)
-    except ConfigError as error:
-        raise ConfigError(f"fill_null: {error}") from None
-    for name in names:
-        if name not in manifest.schema.names:
-            raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
-        if not is_flat(field := manifest.schema.field(name)):
-            raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
 
 
 def _joined(blobs: list[Blob], ratio: int, layout: Layout) -> Generator[dict[str, Column], None, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from dataload.cache.tier import RECORDS
 from dataload.catalog.manifest import Manifest, RowGroup
-from dataload.formats.schema import CODE, SPAN, Layout, fields_of
+from dataload.errors import ConfigError
+from dataload.formats.schema import CODE, SPAN, Layout, fields_of, is_flat
 from dataload.rows import row_block
 from dataload.rows.columns import Array
 
@@ -30,6 +31,10 @@ class RowGroupPlan:
         fill_null: The replacement of nulls, which is part of the names of the blobs.
         null_masks: Whether the layout has masks of nulls, see `fields_of`.
         made_by: Keys of what makes the rows, if it is not the decoding of files.
+
+    Raises:
+        ConfigError: `fill_null` names a column that is not in the dataset, or cannot be filled.
+        DataError: A column has an unsupported type.
 
     Attributes:
         layout: Layout of a record.
@@ -50,6 +55,8 @@ class RowGroupPlan:
         null_masks: bool = False,
         made_by: Sequence[str] = (),
     ) -> None:
+        if isinstance(fill_null, Mapping):
+            _check_filled(manifest, fill_null)
         self._manifest = manifest
         self._columns = tuple(columns)
         self._mean_sizes: Mapping[str, float] = {}
@@ -135,6 +142,18 @@ class RowGroupPlan:
         within = np.arange(counts.sum()) - np.repeat(self.group_starts[:-1], counts)
         starts = np.repeat(firsts[:-1], counts) + within * np.repeat(self.blob_rows, counts)
         return np.append(starts, firsts[-1])
+
+
+def _check_filled(manifest: Manifest, names: Iterable[str]) -> None:
+    try:
+        manifest.check_columns(names)
+    except ConfigError as error:
+        raise ConfigError(f"fill_null: {error}") from None
+    for name in names:
+        if name not in manifest.schema.names:
+            raise ConfigError(f"fill_null: {name!r} is a struct, name its members: {manifest.select([name])}")
+        if not is_flat(field := manifest.schema.field(name)):
+            raise ConfigError(f"fill_null is for flat columns, and {name!r} has the nested type {field.type}: omit it")
 
 
 def digest_of(fill_null: Any, *content: Any) -> str:

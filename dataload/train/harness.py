@@ -102,8 +102,8 @@ def fit(
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if there is one; None starts from the
             beginning; a path must exist, and counts again after each restart by torchrun. With the same number of
             ranks, the result has the same bits as that of an uninterrupted run. With another number of ranks, the
-            loader states of all ranks must have been equal. Learning rates are those of the checkpoint. Other data, such
-            as further files, are trained on with a warning if the checkpoint is of the end of an epoch, and raise a
+            loader states of all ranks must have been equal. Learning rates are those of the checkpoint. Other data, as
+            further files, are trained on with a warning if the checkpoint is of the end of an epoch, and raise a
             ConfigError otherwise.
         check_finite: Stop at a loss that is NaN or infinite. On a GPU this happens a few steps later, because no step
             waits for its loss. Parameters are checked before each checkpoint and at the end of each epoch.
