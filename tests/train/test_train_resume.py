@@ -249,15 +249,14 @@ def test_two_tensors_of_one_name_stop_the_run_before_it_trains(keys, tmp_path):
         fit(model, optimizer, in_order(4), never, epochs=1, checkpoint_dir=tmp_path, progress=False)
 
 
-@pytest.mark.parametrize("resume", [None, "other"])
+@pytest.mark.parametrize("resume", [None, "other", "run/checkpoint-000001"])
 def test_checkpoints_of_earlier_runs_stay(tmp_path, resume):
     """Also when the new run is resumed. It removes its own."""
     folder, other = tmp_path / "run", tmp_path / "other"
     train_with_noise(folder, 2)
     earlier = names(folder)
-    if resume:
-        train_with_noise(other, 1)
-    train_with_noise(folder, 4, resume=resume and other)
+    train_with_noise(other, 1)
+    train_with_noise(folder, 4, resume=resume and tmp_path / resume)
     own = names(folder)[2:]
     assert names(folder)[:2] == earlier
     assert len(own) == 2

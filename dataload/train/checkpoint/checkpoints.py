@@ -88,7 +88,7 @@ class Checkpoints:
     def find(self, resume: str | os.PathLike[str] | None) -> Path | None:
         """Return the checkpoint to resume from; None if there is none.
 
-        A run that resumes from its own folder continues the run of that checkpoint. Any other run is a new one.
+        A run that resumes from the latest checkpoint in its own folder continues that run. Any other run is a new one.
 
         Args:
             resume: "auto" for the latest in the run's own folder, None for none, the path of a checkpoint, or the path
@@ -101,7 +101,8 @@ class Checkpoints:
         found = _latest_in(folder)
         if found is None and resume not in (None, "auto"):
             raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
-        if found is not None and self._folder is not None and found.parent.samefile(self._folder):
+        own = _latest_in(self._folder)
+        if found is not None and own is not None and found.samefile(own):
             self._earlier = load_plain(found / REST)["earlier"]
         elif self._latest:
             log.info("%s has checkpoints of earlier runs, up to %s: they stay", self._folder, _name(self._latest))
