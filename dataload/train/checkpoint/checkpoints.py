@@ -103,7 +103,7 @@ class Checkpoints:
             raise ConfigError(f"resume={str(resume)!r}: there is no checkpoint at this path")
         own = _latest_in(self._folder)
         if found is not None and own is not None and found.samefile(own):
-            self._earlier = load_plain(found / REST)["earlier"]
+            self._earlier = load_plain(found / REST).get("earlier", 0)
         elif self._latest:
             log.info("%s has checkpoints of earlier runs, up to %s: they stay", self._folder, _name(self._latest))
         return found
