@@ -202,7 +202,10 @@ class MappedMaker(RowGroupMaker, ForkAware):
     def head(self, number: int, rows: int) -> Iterator[tuple[dict[str, Column], int]]:
         """Yield the mapped columns of a row group and their rows, at most `rows` at a time."""
         chunk = ChunkSize(rows, rows)
-        return self._called(self._chunks(self._source.maker.head(number, rows), number, chunk), number, chunk, 0)
+        chunks = self._chunks(self._source.maker.head(number, rows), number, chunk)
+        for mapped in self._called(chunks, number, chunk, 0):
+            self._stage.function.check_same()
+            yield mapped
 
     def mapped(self, columns: Iterable[dict[str, Column]], number: int) -> Generator[dict[str, Column], None, None]:
         """Yield the columns of each mapped blob of a row group.
@@ -212,6 +215,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
             number: The row group.
 
         Raises:
+            ConfigError: The function has changed since `map` was called.
             DataError: The function failed. It names file, row group and row.
         """
         lengths, fields = self._plan.lengths(number), self._plan.layout.fields
@@ -232,6 +236,7 @@ class MappedMaker(RowGroupMaker, ForkAware):
                     parts.append(part)
                     missing, size = missing - rows, size + _bytes_of(part)
                     self._check(number, size, length)
+                self._stage.function.check_same()  # before the cache gets the rows
                 yield {field.name: concatenate([part[field.name] for part in parts]) for field in fields}
 
     def _check(self, number: int, size: int, rows: int) -> None:

@@ -28,6 +28,8 @@ class Sources:
     A file may have changed since it was imported. The source of such a file is not that of the function that runs, so
     it is compiled again and compared with the function.
 
+    It keeps the source of each function and class. An edit of the file does not change the code that runs.
+
     Attributes:
         cells: The texts of cells of notebooks, which are no files, by their names. Lines of statements without a
             function or class that was looked up are empty: they may have secrets.
@@ -35,10 +37,12 @@ class Sources:
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, int], tuple[ast.Module, set[CodeType]]] = {}
+        self._functions: dict[tuple[str, CodeType], str] = {}
+        self._classes: dict[int, tuple[type, str]] = {}  # by id: a metaclass may define another hash
         self.cells: dict[str, str] = {}
 
     def forget(self) -> None:
-        """Free the memory of the parsed files. They are parsed again if they are needed."""
+        """Free the memory of the parsed files. They are parsed again for functions that are new."""
         self._files.clear()
 
     def of_function(self, code: CodeType) -> str:
@@ -47,6 +51,8 @@ class Sources:
         Raises:
             ConfigError: There is no source, or it is not that of the function that runs.
         """
+        if (known := self._functions.get((code.co_filename, code))) is not None:
+            return known
         tree, compiled = self._parsed(code)
         rewritten = any(_PYTEST in each.co_names for each in (code, *_nested(code)))
         if compiled and code not in compiled and not rewritten:
@@ -55,7 +61,8 @@ class Sources:
         if node is None:
             raise ConfigError(f"{code.co_qualname} is not found in {code.co_filename}")
         self._keep(code, tree, node)
-        return _normal(node)
+        found = self._functions[code.co_filename, code] = _normal(node)
+        return found
 
     def of_class(self, kind: type) -> str:
         """Return the source of a class in the same form.
@@ -63,6 +70,11 @@ class Sources:
         Raises:
             ConfigError: There is no source.
         """
+        if id(kind) not in self._classes:
+            self._classes[id(kind)] = kind, self._of_class(kind)
+        return self._classes[id(kind)][1]
+
+    def _of_class(self, kind: type) -> str:
         code = next((code for member in vars(kind).values() if (code := _code_of(member, kind)) is not None), None)
         if code is None:
             try:
@@ -95,15 +107,15 @@ class Sources:
             lines, _ = inspect.findsource(code)
             text = "".join(lines)
             key = code.co_filename, hash(text)
-            if key not in self._files:
+            parsed = self._files.get(key)
+            if parsed is None:
                 tree = ast.parse(text)
                 flags = code.co_flags & _FUTURE_FLAGS | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # as cells of notebooks are
                 module = compile(text, code.co_filename, "exec", flags=flags, dont_inherit=True)
-                compiled = set(_nested(module))
-                self._files[key] = tree, compiled
+                parsed = self._files[key] = tree, set(_nested(module))
         except (OSError, TypeError, SyntaxError, ValueError, IndexError) as error:
             raise ConfigError(f"{code.co_qualname} has no source: {error}") from error
-        return self._files[key]
+        return parsed
 
 
 def add_cells(cells: Mapping[str, str]) -> None:

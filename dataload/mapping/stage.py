@@ -58,6 +58,14 @@ class UserFunction:
         """Whether the function, and what it refers to, still have the identity."""
         return self.version is not None or identity(self.call, None, self.sources) == self.digest
 
+    def check_same(self) -> None:
+        """Raise ConfigError if the function, or an object that it refers to, has changed."""
+        if not self.is_same:
+            raise ConfigError(
+                f"{self.name}, or something that it refers to, has changed since map was called: call map again, or "
+                "start the program again if a file has changed"
+            )
+
     @property
     def name(self) -> str:
         """The qualified name, for people."""
@@ -71,10 +79,8 @@ def _unpickled(data: bytes, version: Any, digest: str, cells: Mapping[str, str])
     """Return a function of another process. Functions of modules are imported, so their files may have changed."""
     add_cells(cells)
     function = UserFunction(pickle.loads(data), version, digest)  # noqa: S301 (of the training process)
-    if not function.is_same:
-        raise ConfigError(
-            f"{function.name}, or something that it refers to, has changed since the program started: start it again"
-        )
+    function.check_same()
+    function.sources.forget()
     return function
 
 

@@ -285,6 +285,51 @@ def test_another_version_has_other_rows(dataset: Dataset, monkeypatch: pytest.Mo
     assert dataset.map(plus, columns=["id"]).fingerprint == mapped.fingerprint
 
 
+def test_a_global_that_changes_after_map_is_an_error(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = dataset.map(plus, columns=["id"])
+    twice = mapped.map(times, columns=["id"])
+    monkeypatch.setattr(f"{__name__}.SHIFT", 5)
+    with pytest.raises(ConfigError, match=r"plus, or something .* has changed since map was called: call map again"):
+        mapped[0]
+    with pytest.raises(ConfigError, match="plus, or something"):
+        mapped.map(lambda batch: batch)
+    monkeypatch.setattr(f"{__name__}.SHIFT", 1)
+    assert [mapped[0]["id"], twice[0]["id"]] == [1, 2]
+
+
+class Adder:
+    """A function with a state."""
+
+    def __init__(self, shift: int) -> None:
+        self.shift = shift
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"id": batch["id"] + self.shift}
+
+
+def test_an_object_that_changes_in_the_middle_of_an_epoch_is_an_error(dataset: Dataset) -> None:
+    adder = Adder(2)
+    mapped = dataset.map(adder)
+    assert mapped[0]["id"] == 2
+    adder.shift = 3
+    with pytest.raises(ConfigError, match="has changed since map"):
+        mapped[GROUP]
+    assert dataset.map(Adder(2))[GROUP]["id"] == GROUP + 2
+
+
+def test_an_edit_of_the_file_does_not_change_the_function_in_memory(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "edited.py").write_text("def f(batch): return {'id': batch['id'] + 1}\n")
+    import edited  # type: ignore[import-not-found]
+
+    mapped = make_dataset(dataset.manifest.row_groups[0].file.path, cache=False).map(edited.f)
+    (tmp_path / "edited.py").write_text("K = 2\ndef f(batch): return {'id': batch['id'] + 10}\n")
+    assert mapped[0]["id"] == 1
+    monkeypatch.delitem(sys.modules, "edited")
+
+
 def wide(batch: dict[str, Any], shift: int) -> dict[str, Any]:
     return {"id": batch["id"] + shift, "wide": np.repeat(batch["id"].numpy()[:, None] + shift, 500, axis=1)}
 
